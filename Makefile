@@ -1,0 +1,100 @@
+# Everything a developer or a visitor runs. Needs make and Python 3.11 or newer, nothing else:
+# the virtual environment .venv is made on first use and installed again only when
+# pyproject.toml or constraints.txt change, or when the checkout was moved.
+
+PYTHON ?=
+MODEL ?= models/shoal-stories
+PEERS ?= 3
+TESTS ?= tests
+ARGS ?=
+
+# -P: the current folder stays off the import path, where `kernels` could meet another package.
+RUN := .venv/bin/python -P
+PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check
+PROTOC := -m grpc_tools.protoc -Ishoal/protocol/proto=protocol/proto shoal/protocol/proto/wire.proto
+MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FORCE)
+
+export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
+
+.PHONY: help demo swarm test check proto proto-check bench constraints clean FORCE
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: .venv/installed  ## watch a swarm on this machine survive the kill of a peer
+	@.venv/bin/shoal demo $(ARGS)
+
+swarm: .venv/installed  ## run PEERS=3 peers of MODEL on this machine until Ctrl-C
+	@.venv/bin/shoal swarm "$(MODEL)" --peers $(PEERS) $(ARGS)
+
+test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/protocol for a part
+	@HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m "not gpu" $(TESTS) $(ARGS)
+
+check: .venv/installed-dev  ## check format, lint, types, structure and generated code
+	@$(RUN) -m ruff format --check .
+	@$(RUN) -m ruff check .
+	@$(RUN) -m pyright
+	@$(RUN) -m pytest -q tests/test_structure.py
+	@$(MAKE) --no-print-directory proto-check
+
+proto: .venv/installed-dev  ## generate protocol/proto/wire_pb2.py from wire.proto
+	@$(RUN) $(PROTOC) --python_out=.typing --pyi_out=.typing
+
+proto-check: .venv/installed-dev  ## fail when the generated code does not belong to wire.proto
+	@rm -rf build/proto && mkdir -p build/proto
+	@$(RUN) $(PROTOC) --python_out=build/proto --pyi_out=build/proto
+	@for file in wire_pb2.py wire_pb2.pyi; do \
+	    cmp -s "build/proto/shoal/protocol/proto/$$file" "protocol/proto/$$file" \
+	        || { echo "protocol/proto/$$file is out of date: run 'make proto'"; exit 1; }; \
+	done
+
+BENCHMARKS ?= $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+
+bench: .venv/installed-dev  ## run every benchmark; BENCHMARKS=benchmarks/x.py for one
+	@[ -n "$(BENCHMARKS)" ] || { echo "there is no benchmark in benchmarks/"; exit 1; }
+	@for file in $(BENCHMARKS); do \
+	    echo "== $$file"; .venv/bin/python "$$file" $(ARGS) || exit 1; \
+	done
+
+constraints: .venv/bin/python  ## resolve the newest versions and write constraints.txt
+	@echo "Resolving every dependency in a fresh environment: a minute or more ..."
+	@rm -rf build/constraints && mkdir -p build
+	@.venv/bin/python -m venv build/constraints
+	@build/constraints/bin/python -m pip install -qq --disable-pip-version-check -e '.[dev,cuda]'
+	@{ sed -n '/^#/p' constraints.txt; \
+	   build/constraints/bin/python -m pip list --disable-pip-version-check --format=freeze \
+	       --exclude pip --exclude shoal \
+	   | grep -viE '^(nvidia|cuda|triton)' | sed 's/+.*//'; } > build/constraints.txt
+	@mv build/constraints.txt constraints.txt && rm -rf build/constraints
+	@echo "Wrote constraints.txt; run 'make check test' before keeping it."
+
+clean:  ## remove the environment, caches and build results
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@for candidate in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11); do \
+	    if "$$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then \
+	        echo "Creating .venv with $$($$candidate --version)"; \
+	        "$$candidate" -m venv --clear .venv && exit 0; \
+	        rm -rf .venv; \
+	        echo "$$candidate cannot make a virtual environment (Debian, Ubuntu: install python3-venv)"; \
+	        exit 1; \
+	    fi; \
+	done; \
+	echo "shoal needs Python 3.11 or newer, and $(or $(PYTHON),python3) is not:" \
+	    "run make PYTHON=/path/to/python3.11"; \
+	exit 1
+
+.venv/installed: pyproject.toml constraints.txt $(MOVED) | .venv/bin/python
+	@echo "Installing shoal into .venv: about a minute, longer where torch comes with CUDA ..."
+	@$(PIP_INSTALL) -c constraints.txt -e .
+	@echo "$(CURDIR)" > .venv/checkout
+	@touch $@
+
+.venv/installed-dev: pyproject.toml constraints.txt $(MOVED) | .venv/bin/python
+	@echo "Installing shoal and its tools into .venv: about a minute, longer where torch comes with CUDA ..."
+	@$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
+	@echo "$(CURDIR)" > .venv/checkout
+	@touch .venv/installed $@

@@ -1,0 +1,265 @@
+"""Read model directories and Hub repositories: `config.json` and safetensors, tensor by tensor.
+
+Never unpickles anything; what is read from disk is checked before it is used.
+"""
+
+import hashlib
+import json
+import re
+import struct
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+# Honest files are far below these bounds; a damaged one must not make us read gigabytes of JSON.
+MAX_JSON_BYTES = 256 * 2**20
+MAX_HEADER_BYTES = 100 * 2**20
+
+# 256 samples of 64 KiB are 16 MiB of reads: well under a second even from a slow disk.
+FINGERPRINT_SAMPLES = 256
+FINGERPRINT_SAMPLE_BYTES = 64 * 2**10
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
+
+FetchFile = Callable[[str], Path]
+
+
+class CheckpointError(ValueError):
+    """The checkpoint is missing, damaged or in an unsafe format; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """One model's configuration and weights on disk, opened but not loaded.
+
+    `revision` is the Hub's commit, or a fingerprint of the weight files of a local directory.
+    Files of a Hub repository arrive when a tensor in them is first asked for.
+    """
+
+    directory: Path
+    config: Mapping[str, object]
+    revision: str
+    _file_of: Mapping[str, str] = field(repr=False)
+    _fetch: FetchFile = field(repr=False)
+    _checked_files: dict[str, Path] = field(repr=False, default_factory=dict)
+
+    @classmethod
+    def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
+        """Open a local directory or a Hub id; `revision` is a commit, tag or branch of the Hub.
+
+        Raises CheckpointError in one sentence when there is nothing usable.
+        """
+        directory = Path(model).expanduser()
+        if directory.is_dir():
+            return _open_directory(directory)
+        if isinstance(model, str) and _HUB_ID.fullmatch(model):
+            return _open_hub(model, revision)
+        raise CheckpointError(f"there is no model directory {str(model)!r}; check the path")
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The names of all tensors."""
+        return frozenset(self._file_of)
+
+    def has(self, name: str) -> bool:
+        """Return whether a tensor of this name is stored."""
+        return name in self._file_of
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return one tensor in its stored dtype; nothing else is read.
+
+        The result may be a view of the mapped file: copy what should outlive the file.
+        """
+        if name not in self._file_of:
+            raise CheckpointError(f"the checkpoint in {self.directory} has no tensor {name!r}")
+        path = self._find_file(self._file_of[name])
+        try:
+            with safe_open(path, framework="pt", device="cpu") as tensors:
+                return tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"tensor {name!r} cannot be read from {path}: {error}; download the file again"
+            ) from error
+
+    def _find_file(self, file_name: str) -> Path:
+        if file_name not in self._checked_files:
+            path = self._fetch(file_name)
+            _read_header(path)
+            self._checked_files[file_name] = path
+        return self._checked_files[file_name]
+
+
+def _open_directory(directory: Path) -> Checkpoint:
+    config = _read_json(directory / "config.json")
+    if (directory / SINGLE_FILE).is_file():
+        file_of = dict.fromkeys(_read_header(directory / SINGLE_FILE).names, SINGLE_FILE)
+    elif (directory / INDEX_FILE).is_file():
+        file_of = _read_index(directory / INDEX_FILE)
+    else:
+        raise CheckpointError(_describe_missing_weights(directory))
+
+    files = {name: directory / name for name in sorted(set(file_of.values()))}
+    for path in files.values():
+        if not path.is_file():
+            raise CheckpointError(
+                f"{directory / INDEX_FILE} names {path.name}, which is not there; "
+                "download the model again"
+            )
+    return Checkpoint(
+        directory, config, _fingerprint(list(files.values())), file_of, directory.joinpath
+    )
+
+
+def _open_hub(model: str, revision: str | None) -> Checkpoint:
+    """Fetch the configuration and the index; weights follow when they are asked for."""
+    # Only Hub users pay for this import, and a local directory works without the network.
+    from huggingface_hub import errors, hf_hub_download
+
+    def fetch(file_name: str, commit: str | None) -> Path:
+        try:
+            return Path(hf_hub_download(model, file_name, revision=commit))
+        except errors.LocalEntryNotFoundError as error:
+            raise CheckpointError(
+                f"there is no directory {model!r} here, and the Hub cannot be reached for "
+                f"{file_name}; check the path or the network"
+            ) from error
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
+            raise CheckpointError(
+                f"there is no directory {model!r} here, and the Hub has no such model or "
+                "revision that you may read; check the name"
+            ) from error
+        except errors.EntryNotFoundError as error:
+            raise FileNotFoundError(file_name) from error
+        except (errors.HfHubHTTPError, OSError) as error:
+            raise CheckpointError(f"fetching {file_name} of {model} failed: {error}") from error
+
+    try:
+        config_path = fetch("config.json", revision)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{model} on the Hub has no config.json") from error
+    # The cache keeps each commit in a folder of its name; later files come from the same commit.
+    directory, commit = config_path.parent, config_path.parent.name
+
+    def fetch_weights(file_name: str) -> Path:
+        try:
+            return fetch(file_name, commit)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{model} on the Hub has no {file_name}; shoal reads safetensors only"
+            ) from error
+
+    try:
+        file_of = _read_index(fetch(INDEX_FILE, commit))
+    except FileNotFoundError:
+        header = _read_header(fetch_weights(SINGLE_FILE))
+        file_of = dict.fromkeys(header.names, SINGLE_FILE)
+    return Checkpoint(directory, _read_json(config_path), commit, file_of, fetch_weights)
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} has no {path.name}; is it a model directory?")
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} is too large to be genuine")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is damaged: it holds no JSON object")
+    return cast(dict[str, object], content)
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Return tensor name -> file name; a name outside of the directory is refused."""
+    weight_map = _read_json(path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{path} is damaged: it has no weight_map")
+    file_of = cast(dict[str, object], weight_map)
+    for file_name in set(map(str, file_of.values())):
+        parts = PurePosixPath(file_name).parts
+        is_inside = "\\" not in file_name and ":" not in file_name and ".." not in parts
+        if not is_inside or file_name.startswith("/") or not file_name.endswith(".safetensors"):
+            raise CheckpointError(
+                f"{path} names {file_name!r}, which is no safetensors file inside of the model "
+                "directory; do not use this model"
+            )
+    return {name: str(file_name) for name, file_name in file_of.items()}
+
+
+@dataclass(frozen=True)
+class _Header:
+    names: tuple[str, ...]
+    data: bytes
+    file_bytes: int
+
+
+def _read_header(path: Path) -> _Header:
+    """Read the table of contents of a safetensors file and check that the file is complete.
+
+    Layout (safetensors format): 8 bytes little-endian N, N bytes JSON, tensor data.
+    """
+    try:
+        file_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            (header_bytes,) = struct.unpack("<Q", prefix)
+            if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise ValueError("its header is longer than the file")
+            data = file.read(header_bytes)
+        table = json.loads(data)
+        table.pop("__metadata__", None)
+        stop = max((entry["data_offsets"][1] for entry in table.values()), default=0)
+        if file_bytes != 8 + header_bytes + stop:
+            raise ValueError(f"{file_bytes} bytes instead of {8 + header_bytes + stop}")
+    except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{path} is truncated or damaged ({error}); download it again"
+        ) from error
+    return _Header(tuple(table), prefix + data, file_bytes)
+
+
+def _fingerprint(paths: list[Path]) -> str:
+    """Digest every header and evenly spaced samples, so that other weights get another revision.
+
+    A hundred gigabytes take well under a second; small files are read completely. Two
+    checkpoints that differ only between the samples are not told apart.
+    """
+    digest = hashlib.sha256()
+    num_samples = max(1, FINGERPRINT_SAMPLES // len(paths))
+    for path in paths:
+        header = _read_header(path)
+        start, num_bytes = len(header.data), header.file_bytes - len(header.data)
+        digest.update(header.data)
+        with path.open("rb") as file:
+            if num_bytes <= num_samples * FINGERPRINT_SAMPLE_BYTES:
+                file.seek(start)
+                digest.update(file.read())
+                continue
+            last_offset = num_bytes - FINGERPRINT_SAMPLE_BYTES
+            for sample in range(num_samples):
+                file.seek(start + last_offset * sample // max(1, num_samples - 1))
+                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
+    return digest.hexdigest()[:40]
+
+
+def _describe_missing_weights(directory: Path) -> str:
+    files = sorted(path.name for path in directory.iterdir() if path.is_file())
+    pickles = [name for name in files if name.endswith(_PICKLE_SUFFIXES)]
+    tensors = [name for name in files if name.endswith(".safetensors")]
+    if tensors:
+        return f"{directory} has {tensors[0]} but neither {SINGLE_FILE} nor {INDEX_FILE}"
+    if pickles:
+        return (
+            f"{directory} has only pickled weights ({pickles[0]}), which can run code when they "
+            "are read; convert it to safetensors, for example with save_pretrained"
+        )
+    return f"{directory} has no weights; expected {SINGLE_FILE} or {INDEX_FILE}"

@@ -1,0 +1,63 @@
+"""What a peer can be told: one frozen value, built once from the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class PeerConfig:
+    """Settings of one serving peer; the defaults are the only ones there are."""
+
+    model: str
+    """Directory of the model, or its id on the Hub."""
+
+    start: int | None = None
+    """First block to serve; None: the first of the model."""
+
+    stop: int | None = None
+    """One past the last block to serve; None: the end of the model."""
+
+    weights: str = "int8"
+    """How block weights are held: int8, bf16 or fp32."""
+
+    device: str = "cpu"
+    """Where blocks are computed."""
+
+    num_threads: int | None = None
+    """Threads of one matrix product; None: as many as torch chooses."""
+
+    kv_budget_bytes: int = 2**30
+    """Memory for the KV caches of all sessions together."""
+
+    initial_peers: tuple[str, ...] = ()
+    """Directory addresses to join through; empty: begin a new swarm."""
+
+    listen_host: str = "127.0.0.1"
+    """Address to accept connections on."""
+
+    listen_port: int = 0
+    """Port for sessions; 0: any free one."""
+
+    directory_port: int = 0
+    """Port of the directory; 0: any free one."""
+
+    announce_host: str | None = None
+    """Host that others dial; None: the listen host."""
+
+    identity_path: Path | None = None
+    """Key file of the peer; None: a fresh identity that ends with the process."""
+
+    announce_period_seconds: float = 30.0
+    """How often the announcement is renewed; it expires after three periods."""
+
+    max_sessions: int = 256
+    """Sessions held at the same time."""
+
+    session_idle_seconds: float = 1800.0
+    """A session without a step for this long is closed."""
+
+    drain_seconds: float = 0.0
+    """How long running sessions may go on after a request to stop."""
+
+    token_budget: int = 512
+    """Tokens (rows times length) that one iteration of the engine takes at most."""

@@ -1,0 +1,94 @@
+"""Every error of shoal. The class says whose fault it is and who can do something about it.
+
+    ShoalError
+      UsageError             the caller asked for something that cannot be (fix the call)
+        ModelError             ... the model directory is missing, damaged or not supported
+      LocalProtocolError     our own code broke the protocol (a bug of ours)
+      RemoteProtocolError    the other end broke the protocol, or is not who it claims to be
+      RefusedError           the other end understood and declined: a typed answer from the wire
+        CacheFullError         ... because its KV cache is full; try again later or elsewhere
+      UnavailableError       nobody's fault that can be named: broken, silent or unreachable
+        RouteError             ... no peer serves some of the blocks; names them
+        DirectoryError         ... the directory cannot be reached or refuses us
+
+Only the layer that can do something about an error catches it. Errors of other libraries are
+translated at the seam that calls them and keep the original as `__cause__`.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+from .spans import Span
+
+
+class ShoalError(Exception):
+    """Anything that shoal raises on purpose. The message is one sentence that says what to do."""
+
+
+class UsageError(ShoalError, ValueError):
+    """The caller asked for something that cannot be done; nothing was changed."""
+
+
+class ModelError(UsageError):
+    """The model directory is missing, damaged, of an unknown family or in an unsafe format."""
+
+
+class LocalProtocolError(ShoalError):
+    """Our end tried something that the protocol forbids; nothing was sent."""
+
+
+class RemoteProtocolError(ShoalError):
+    """The other end sent something that the protocol forbids; its message was not applied."""
+
+
+class ErrorCode(IntEnum):
+    """Why a message was declined, as it stands on the wire."""
+
+    BAD_FRAME = 1
+    BAD_VERSION = 2
+    UNKNOWN_SESSION = 3
+    WRONG_MODEL = 4
+    WRONG_SPAN = 5
+    TOO_LONG = 6
+    CACHE_FULL = 7
+    DRAINING = 8
+    BAD_VALUES = 9
+    BUSY = 10
+    INTERNAL = 11
+
+
+class RefusedError(ShoalError):
+    """The other end declined with a typed answer.
+
+    `code` is machine readable; `retry_after_seconds` is None when trying again will not help.
+    """
+
+    def __init__(
+        self, code: ErrorCode, detail: str, retry_after_seconds: float | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
+
+
+class CacheFullError(RefusedError):
+    """A peer's KV cache has no room for what was asked."""
+
+    def __init__(self, detail: str, retry_after_seconds: float | None = None) -> None:
+        super().__init__(ErrorCode.CACHE_FULL, detail, retry_after_seconds)
+
+
+class UnavailableError(ShoalError):
+    """Someone cannot be reached, went away or stays silent past a deadline."""
+
+
+class DirectoryError(UnavailableError):
+    """The directory cannot be joined, read or written."""
+
+
+class RouteError(UnavailableError):
+    """No route covers the blocks that are needed; `missing` names them."""
+
+    def __init__(self, detail: str, missing: Sequence[Span] = ()) -> None:
+        super().__init__(detail)
+        self.missing = tuple(missing)

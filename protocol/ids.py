@@ -1,0 +1,38 @@
+"""The identifiers that peers exchange, each a type of its own so that none is mistaken for another."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import NewType
+
+PeerId = NewType("PeerId", str)
+"""Base58 multihash of a peer's Ed25519 public key, as libp2p spells it (`12D3KooW…`)."""
+
+ModelId = NewType("ModelId", str)
+"""Hex digest of a model's configuration and revision, 32 characters."""
+
+SessionId = NewType("SessionId", bytes)
+"""16 random bytes drawn by the client; knowing them is the right to step the session."""
+
+SESSION_ID_BYTES = 16
+MODEL_ID_CHARACTERS = 32
+
+# Fields that a loader or a save call adds and that do not change what the weights mean.
+_VOLATILE_CONFIG_FIELDS = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+)
+
+
+def make_model_id(config: Mapping[str, object], revision: str) -> ModelId:
+    """Return the id of the model with this `config.json` content and revision.
+
+    The revision is a commit of the Hub or a fingerprint of local weight files: two checkpoints
+    with one configuration and different weights get different ids.
+
+    >>> a = make_model_id({"hidden_size": 8, "use_cache": True}, "r1")
+    >>> a == make_model_id({"hidden_size": 8}, "r1"), a == make_model_id({"hidden_size": 8}, "r2")
+    (True, False)
+    """
+    stable = {key: config[key] for key in sorted(config) if key not in _VOLATILE_CONFIG_FIELDS}
+    text = json.dumps([stable, revision], sort_keys=True, separators=(",", ":"))
+    return ModelId(hashlib.sha256(text.encode()).hexdigest()[:MODEL_ID_CHARACTERS])

@@ -1,0 +1,50 @@
+"""Every bound on what a stranger may send, in one place.
+
+Each is generous for honest use and small enough that a peer with 8 GB survives many strangers
+at the bound at once.
+"""
+
+MAX_FRAME_BYTES = 16 * 2**20
+"""One frame, header included. Longer prompts are cut into several steps by the client."""
+
+MAX_CONTROL_BYTES = 64 * 2**10
+"""The protobuf part of one frame."""
+
+MAX_BATCH_ROWS = 256
+"""Rows of one session: sequences times beams."""
+
+MAX_STEP_TOKENS = 4096
+"""Tokens per row of one step."""
+
+MAX_SESSION_TOKENS = 2**20
+"""Tokens per row of one session, whatever the model allows."""
+
+MAX_HIDDEN_SIZE = 2**16
+"""Width of a hidden state."""
+
+MAX_BLOCKS = 4096
+"""Blocks of one model."""
+
+MAX_TEXT_CHARACTERS = 512
+"""Any free text on the wire: error details, versions, names."""
+
+MAX_SESSIONS_PER_STREAM = 16
+"""Open sessions that one stream may hold."""
+
+MAX_SESSIONS = 1024
+"""Open sessions of one peer."""
+
+MAX_ANNOUNCEMENT_BYTES = 4096
+"""One signed announcement, as stored in the directory."""
+
+MAX_ENDPOINTS = 8
+"""Endpoints of one announcement."""
+
+MAX_ANNOUNCEMENTS_PER_MODEL = 10_000
+"""Announcements that a reader looks at for one model."""
+
+MAX_CLOCK_SKEW_SECONDS = 3.0
+"""How far two clocks may differ; the DHT refuses to join beyond it."""
+
+MAX_ANNOUNCEMENT_LIFETIME_SECONDS = 600.0
+"""How far in the future an announcement may expire."""

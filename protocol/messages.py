@@ -1,0 +1,128 @@
+"""Every message that peers and clients exchange, as plain values.
+
+A conversation on one stream: the dialler says `Hello`, the peer answers `Welcome`. For each
+session the client sends `Open` and gets `Opened`, then `Step` and gets `Output` (or `Gap`), then
+`Close`. Anything can be answered by `Declined`.
+"""
+
+from dataclasses import dataclass
+
+from .errors import ErrorCode
+from .ids import ModelId, PeerId, SessionId
+from .spans import Span
+from .tensors import WireDtype, WireTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First message of the dialler: which protocol versions it speaks."""
+
+    min_version: int
+    max_version: int
+    software: str
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The peer's answer: the version to speak, who it is, what it serves, and its clock."""
+
+    version: int
+    software: str
+    peer_id: PeerId
+    model_id: ModelId
+    span: Span
+    wall_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    """Ask a peer to hold a session for some of its blocks.
+
+    `max_tokens` bounds the session's length per row; the peer commits memory only as it grows.
+    """
+
+    session: SessionId
+    epoch: int
+    model_id: ModelId
+    span: Span
+    num_rows: int
+    max_tokens: int
+    dtype: WireDtype
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The session is held; what the peer's load looks like at this moment."""
+
+    session: SessionId
+    epoch: int
+    queue_seconds: float
+    free_kv_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Hidden states of the next tokens of a session.
+
+    `row_map[i]` names the row whose cached prefix row i continues (beam search); None keeps the
+    rows as they are. `is_decoded` says that these tokens were generated one by one, so a peer
+    that rebuilds a cache computes them the way it would have then. With `last_token_only` the
+    answer holds only the last token of each row.
+    """
+
+    session: SessionId
+    epoch: int
+    sequence: int
+    position: int
+    hidden: WireTensor
+    row_map: tuple[int, ...] | None = None
+    is_decoded: bool = False
+    last_token_only: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What the span made of a step, and how long it waited and computed."""
+
+    session: SessionId
+    epoch: int
+    sequence: int
+    position: int
+    hidden: WireTensor
+    queue_seconds: float = 0.0
+    compute_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """A step began beyond the end of the peer's cache; `length` is where it ends. Nothing changed."""
+
+    session: SessionId
+    epoch: int
+    sequence: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """The client is done with a session; its cache is freed. There is no answer."""
+
+    session: SessionId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Declined:
+    """A typed refusal. `sequence` is the refused step's, or 0 when it was not a step.
+
+    `session` is None when the whole stream is meant; the sender closes it then.
+    """
+
+    session: SessionId | None
+    sequence: int
+    code: ErrorCode
+    detail: str
+    retry_after_seconds: float | None = None
+
+
+Message = Hello | Welcome | Open | Opened | Step | Output | Gap | Close | Declined

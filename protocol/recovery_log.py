@@ -1,0 +1,124 @@
+"""What a client sent over one boundary of a route, and the shortest way to send it again.
+
+The log follows everything that changes a cache: steps, rollbacks and the row maps of beam
+search. Rebuilding a cache from it takes one replay of the prefix, not the history of every step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from .errors import LocalProtocolError
+
+Payload = TypeVar("Payload")
+
+
+@dataclass(frozen=True, slots=True)
+class LogEntry(Generic[Payload]):
+    """Hidden states of tokens `[position, position + num_tokens)`, as they were sent.
+
+    `num_row_maps` is how many row maps had been applied before: later ones moved these rows.
+    """
+
+    position: int
+    num_tokens: int
+    is_decoded: bool
+    num_row_maps: int
+    payload: Payload
+
+
+@dataclass(frozen=True, slots=True)
+class ReplayPiece(Generic[Payload]):
+    """A part of the prefix to send again.
+
+    Of `payload`, take the first `num_tokens` tokens; row i of the rebuilt cache is row
+    `rows[i]` of the payload (None: rows as they are).
+    """
+
+    position: int
+    num_tokens: int
+    is_decoded: bool
+    rows: tuple[int, ...] | None
+    payload: Payload
+
+
+class RecoveryLog(Generic[Payload]):
+    """The input of one hop of a session, owned by the client. The payloads are opaque here."""
+
+    def __init__(self) -> None:
+        self._entries: list[LogEntry[Payload]] = []
+        self._row_maps: list[tuple[int, ...]] = []
+        self._length = 0
+
+    def __repr__(self) -> str:
+        return f"<RecoveryLog of {self._length} tokens in {len(self._entries)} entries>"
+
+    @property
+    def length(self) -> int:
+        """Number of tokens per row that a replay rebuilds."""
+        return self._length
+
+    def append(
+        self,
+        position: int,
+        num_tokens: int,
+        payload: Payload,
+        row_map: Sequence[int] | None = None,
+        is_decoded: bool = False,
+    ) -> None:
+        """Note a step that a hop executed, in the order the hop applied it: roll back to
+        `position`, permute the rows, append the tokens.
+
+        Raises LocalProtocolError when the step would leave a gap.
+        """
+        self.rollback(position)
+        if row_map is not None:
+            self.permute(row_map)
+        self._entries.append(
+            LogEntry(position, num_tokens, is_decoded, len(self._row_maps), payload)
+        )
+        self._length = position + num_tokens
+
+    def rollback(self, position: int) -> None:
+        """Forget everything from `position` on; row maps stay, they moved the rest as well."""
+        if not 0 <= position <= self._length:
+            raise LocalProtocolError(
+                f"cannot roll back to token {position}, the log holds {self._length}"
+            )
+        while self._entries and self._entries[-1].position >= position:
+            self._entries.pop()
+        self._length = position
+        if not self._entries:
+            self._row_maps.clear()
+
+    def permute(self, row_map: Sequence[int]) -> None:
+        """Note that every row i continues the prefix of row `row_map[i]`."""
+        if self._entries and list(row_map) != list(range(len(row_map))):
+            self._row_maps.append(tuple(row_map))
+
+    def plan_replay(self) -> list[ReplayPiece[Payload]]:
+        """Return the pieces that rebuild the prefix when sent in order.
+
+        >>> log = RecoveryLog[str]()
+        >>> log.append(0, 5, "prompt")
+        >>> log.append(5, 1, "next", row_map=[1, 1], is_decoded=True)
+        >>> [(piece.payload, piece.num_tokens, piece.rows) for piece in log.plan_replay()]
+        [('prompt', 5, (1, 1)), ('next', 1, None)]
+        """
+        pieces: list[ReplayPiece[Payload]] = []
+        rows: tuple[int, ...] | None = None
+        num_applied = len(self._row_maps)
+        stop = self._length
+        for entry in reversed(self._entries):
+            while num_applied > entry.num_row_maps:
+                num_applied -= 1
+                row_map = self._row_maps[num_applied]
+                rows = row_map if rows is None else tuple(row_map[row] for row in rows)
+            pieces.append(
+                ReplayPiece(
+                    entry.position, stop - entry.position, entry.is_decoded, rows, entry.payload
+                )
+            )
+            stop = entry.position
+        pieces.reverse()
+        return pieces

@@ -1,0 +1,81 @@
+"""What the bytes of a tensor on the wire mean: dtype, codec and shape as bounded numbers."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+from . import limits
+from .errors import RemoteProtocolError
+
+
+class WireDtype(IntEnum):
+    """Element type of a tensor on the wire."""
+
+    FP32 = 1
+    FP16 = 2
+    BF16 = 3
+
+
+class WireCodec(IntEnum):
+    """How the elements are laid out."""
+
+    RAW = 1
+    """C-contiguous, little-endian, nothing else."""
+
+
+ELEMENT_BYTES = {WireDtype.FP32: 4, WireDtype.FP16: 2, WireDtype.BF16: 2}
+
+
+@dataclass(frozen=True, slots=True)
+class WireTensor:
+    """A tensor of shape (rows, tokens, width) as it travels; `data` is the encoded elements."""
+
+    dtype: WireDtype
+    codec: WireCodec
+    rows: int
+    tokens: int
+    width: int
+    data: bytes | memoryview
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return (rows, tokens, width)."""
+        return self.rows, self.tokens, self.width
+
+
+def compute_num_bytes(dtype: WireDtype, rows: int, tokens: int, width: int) -> int:
+    """Return how many bytes a raw tensor of this shape has.
+
+    >>> compute_num_bytes(WireDtype.BF16, 2, 3, 8)
+    96
+    """
+    return rows * tokens * width * ELEMENT_BYTES[dtype]
+
+
+def read_tensor(
+    dtype_code: int, codec_code: int, shape: tuple[int, int, int], data: memoryview
+) -> WireTensor:
+    """Check codes, shape and length against each other and return the tensor, without a copy.
+
+    Raises RemoteProtocolError: the other end wrote these numbers.
+
+    >>> read_tensor(1, 1, (1, 1, 2), memoryview(bytes(8))).shape
+    (1, 1, 2)
+    >>> read_tensor(1, 1, (1, 1, 3), memoryview(bytes(8)))
+    Traceback (most recent call last):
+    ...
+    shoal.protocol.errors.RemoteProtocolError: a 1x1x3 tensor has 12 bytes, the frame carries 8
+    """
+    try:
+        dtype, codec = WireDtype(dtype_code), WireCodec(codec_code)
+    except ValueError as error:
+        raise RemoteProtocolError(f"unknown tensor coding: {error}") from None
+    rows, tokens, width = shape
+    bounds = (limits.MAX_BATCH_ROWS, limits.MAX_STEP_TOKENS, limits.MAX_HIDDEN_SIZE)
+    if not all(0 < number <= bound for number, bound in zip(shape, bounds, strict=True)):
+        raise RemoteProtocolError(f"tensor shape {rows}x{tokens}x{width} is outside {bounds}")
+    expected = compute_num_bytes(dtype, rows, tokens, width)
+    if len(data) != expected:
+        raise RemoteProtocolError(
+            f"a {rows}x{tokens}x{width} tensor has {expected} bytes, the frame carries {len(data)}"
+        )
+    return WireTensor(dtype, codec, rows, tokens, width, data)

@@ -1,0 +1,25 @@
+"""Which protocol versions this code speaks, and how two ends agree on one."""
+
+from .errors import RefusedError, ErrorCode
+
+MIN_VERSION = 1
+MAX_VERSION = 1
+SOFTWARE = "shoal 0.1.0"
+
+
+def agree_on_version(their_min: int, their_max: int) -> int:
+    """Return the highest version that both ends speak.
+
+    Raises RefusedError with BAD_VERSION and both ranges when there is none.
+
+    >>> agree_on_version(1, 7)
+    1
+    """
+    version = min(MAX_VERSION, their_max)
+    if version < max(MIN_VERSION, their_min):
+        raise RefusedError(
+            ErrorCode.BAD_VERSION,
+            f"this end speaks protocol versions {MIN_VERSION} to {MAX_VERSION}, "
+            f"the other end {their_min} to {their_max}; update the older one",
+        )
+    return version

@@ -1,0 +1,86 @@
+"""The documents tell the truth: examples run, links lead somewhere, named things exist."""
+
+import doctest
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCE_FOLDERS = ("protocol", "kernels", "peer", "client", "cli")
+DOCUMENTS = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def prose_of(document: Path) -> str:
+    """Return the text without its fenced code."""
+    return re.sub(r"^```.*?^```", "", document.read_text(encoding="utf-8"), flags=re.M | re.S)
+
+
+def anchors_of(document: Path) -> set[str]:
+    """Return the anchors that the headings of a document get where it is rendered."""
+    headings = re.findall(r"^#+ +(.+?) *$", prose_of(document), flags=re.M)
+    kept = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in headings)
+    return {heading.replace(" ", "-") for heading in kept}
+
+
+def modules_with_examples() -> list[str]:
+    """Return every source module that shows an interpreter prompt, by its installed name."""
+    files = (file for folder in SOURCE_FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))
+    return [
+        ".".join(("shoal", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        for file in files
+        if re.search(r"^\s*>>> ", file.read_text(encoding="utf-8"), flags=re.M)
+    ]
+
+
+@pytest.mark.parametrize("module", modules_with_examples())
+def test_examples_in_docstrings_run(module: str) -> None:
+    result = doctest.testmod(importlib.import_module(module))
+
+    assert result.failed == 0
+    assert result.attempted > 0, "the examples stand where doctest does not look"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_relative_links_lead_to_existing_places(document: Path) -> None:
+    links = re.findall(r"\]\(([^()\s]+)\)", prose_of(document))
+    broken: list[str] = []
+    for link in links:
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (document.parent / path).resolve() if path else document
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+
+    assert not broken
+
+
+def test_tour_names_existing_files() -> None:
+    text = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", text))
+    paths = {
+        name for name in named if "/" in name or re.search(r"\.(py|md|toml|txt|proto)$", name)
+    }
+
+    assert paths, "the tour names no file"
+    assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "docs/testing.md"])
+def test_documents_name_existing_make_targets(name: str) -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.M))
+    text = (ROOT / name).read_text(encoding="utf-8")
+    named = set(re.findall(r"(?:`|^\s*(?:\$ )?)make ([a-z-]+)", text, flags=re.M))
+
+    assert named, f"{name} names no target"
+    assert named <= targets

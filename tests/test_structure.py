@@ -1,0 +1,270 @@
+"""The shape of the source tree: who may import whom, what is installed, and how long things get.
+
+Sources are read with `ast` and not imported, except where the question is what an import loads.
+"""
+
+import ast
+import importlib.metadata
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+
+ARROWS = {
+    "protocol": {"protocol"},
+    "kernels": {"kernels"},
+    "peer": {"peer", "kernels", "protocol"},
+    "client": {"client", "kernels", "protocol"},
+    "cli": {"cli", "client", "peer", "kernels", "protocol"},
+}
+"""Which of our folders each folder may import."""
+
+DOORS = {
+    "hivemind": {"protocol/net/hivemind_directory.py"},
+    "grpc": {"protocol/net/grpc_transport.py"},
+    "google": {"protocol/wire.py", "protocol/proto/"},
+    "bitsandbytes": {"kernels/"},
+    "uvloop": {"cli/"},
+}
+"""The only files or folders (with a slash at the end) that import a dependency."""
+
+IMPURE_MODULES = frozenset(
+    "_thread asyncio concurrent datetime glob grpc hivemind http io logging multiprocessing numpy "
+    "os pathlib queue sched select selectors shutil signal socket socketserver ssl subprocess sys "
+    "tempfile threading time torch transformers urllib uvloop".split()
+)
+"""What protocol/*.py may not import: whatever reads a clock, a disk, a socket or a device."""
+
+IMPORT_NAMES = {"grpcio": "grpc", "protobuf": "google"}
+"""Distributions whose import name differs from their own."""
+
+DRAWER_NAMES = frozenset({"base", "common", "handler", "helpers", "manager", "misc", "utils"})
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 60
+MAX_CONSTRUCTOR_PARAMETERS = 6
+
+
+class Import(NamedTuple):
+    """One import statement: where it stands, what it names from the top, and how it is written."""
+
+    where: str
+    target: str
+    is_relative: bool
+
+    @property
+    def top(self) -> str:
+        return self.target.split(".")[0]
+
+
+def source_files(*folders: str) -> list[Path]:
+    """Return the Python files of our folders (all by default) that people write."""
+    return [
+        file
+        for folder in folders or ARROWS
+        for file in sorted((ROOT / folder).rglob("*.py"))
+        if not file.name.endswith("_pb2.py")
+    ]
+
+
+def name_of(file: Path) -> str:
+    return file.relative_to(ROOT).as_posix()
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    """Yield every import of a file, at any depth; relative ones resolved from the root."""
+    package = file.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.level:
+            # One dot is the own package; `from .. import peer` names folders after `import`.
+            base = package[: len(package) - node.level + 1]
+            names = [node.module] if node.module else [alias.name for alias in node.names]
+            targets = [".".join((*base, name)) for name in names]
+        elif isinstance(node, ast.ImportFrom):
+            targets = [node.module or ""]
+        else:
+            continue
+        is_relative = isinstance(node, ast.ImportFrom) and node.level > 0
+        for target in targets:
+            yield Import(f"{name_of(file)}:{node.lineno}", target, is_relative)
+
+
+def functions_of(file: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def requirement_names(requirements: list[str]) -> set[str]:
+    """Return the import names that stand behind requirement lines."""
+    names = {re.split(r"[^A-Za-z0-9_.-]", line, maxsplit=1)[0] for line in requirements}
+    return {IMPORT_NAMES.get(name, name) for name in names}
+
+
+def run_python(code: str) -> str:
+    """Run code in a fresh interpreter that starts in the repository; return what it printed."""
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert process.returncode == 0, process.stderr
+    return process.stdout
+
+
+def test_imports_of_sources_follow_the_arrows() -> None:
+    wrong = [
+        f"{found.where} imports {found.target}"
+        for folder, allowed in ARROWS.items()
+        for file in source_files(folder)
+        for found in imports_of(file)
+        if found.is_relative and found.top not in allowed
+    ]
+
+    assert not wrong
+
+
+def test_imports_inside_the_project_are_relative() -> None:
+    wrong = [
+        f"{found.where} imports {found.target}"
+        for file in source_files()
+        for found in imports_of(file)
+        if not found.is_relative and found.top in {"shoal", *ARROWS}
+    ]
+
+    assert not wrong
+
+
+def test_imports_of_tests_and_scripts_name_the_installed_package() -> None:
+    wrong = [
+        f"{found.where} imports {found.target}"
+        for folder in ("tests", "examples", "benchmarks")
+        for file in source_files(folder)
+        for found in imports_of(file)
+        if found.is_relative or found.top in ARROWS
+    ]
+
+    assert not wrong
+
+
+def test_protocol_modules_are_pure() -> None:
+    wrong = [
+        f"{found.where} imports {found.target}"
+        for file in sorted((ROOT / "protocol").glob("*.py"))
+        for found in imports_of(file)
+        if found.top in IMPURE_MODULES or found.target.startswith("protocol.net")
+    ]
+
+    assert not wrong
+
+
+@pytest.mark.parametrize("dependency", DOORS)
+def test_dependency_has_one_door(dependency: str) -> None:
+    doors = DOORS[dependency]
+    wrong = [
+        found.where
+        for file in source_files()
+        for found in imports_of(file)
+        if found.top == dependency
+        and not any(
+            name_of(file).startswith(door) if door.endswith("/") else name_of(file) == door
+            for door in doors
+        )
+    ]
+
+    assert not wrong, f"{dependency} is imported only in {', '.join(sorted(doors))}"
+
+
+def test_every_imported_distribution_is_declared() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    declared = requirement_names([*PROJECT["project"]["dependencies"], *extras["cuda"]])
+    known = declared | set(sys.stdlib_module_names)
+    wrong = [
+        f"{found.where} imports {found.target}"
+        for file in source_files()
+        for found in imports_of(file)
+        if not found.is_relative and found.top not in known
+    ]
+
+    assert not wrong
+
+
+def test_every_source_folder_is_packaged_under_shoal() -> None:
+    setuptools = PROJECT["tool"]["setuptools"]
+    on_disk = {
+        "shoal." + ".".join(file.parent.relative_to(ROOT).parts)
+        for folder in ARROWS
+        for file in (ROOT / folder).rglob("*.py")
+    }
+
+    assert set(setuptools["packages"]) == on_disk
+    assert setuptools["package-dir"] == {f"shoal.{folder}": folder for folder in ARROWS}
+
+
+def test_every_folder_is_a_typed_package_and_kernels_has_no_init() -> None:
+    folders = {file.parent for file in source_files()}
+    without_init = {name_of(folder) for folder in folders if not (folder / "__init__.py").exists()}
+    without_marker = {folder for folder in ARROWS if not (ROOT / folder / "py.typed").exists()}
+
+    # With an __init__.py, kernels/ would hide the Hub's package `kernels` from transformers.
+    assert without_init == {"kernels"}
+    assert not without_marker
+
+
+def test_nothing_of_ours_is_installed_under_a_bare_name() -> None:
+    code = (
+        "from importlib.util import find_spec\n"
+        f"for name in {sorted(ARROWS)!r}:\n"
+        "    spec = find_spec(name)\n"
+        "    print(*(spec.submodule_search_locations or [spec.origin]) if spec else [])\n"
+    )
+    places = [Path(line).resolve() for line in run_python(code).splitlines() if line]
+    top_level = importlib.metadata.distribution("shoal").read_text("top_level.txt")
+
+    assert not [place for place in places if place.is_relative_to(ROOT)]
+    assert (top_level or "").split() == ["shoal"]
+
+
+@pytest.mark.slow
+def test_importing_the_client_loads_no_peer_and_no_network_stack() -> None:
+    # Whoever only imports the client waits neither for the directory nor for gRPC; both are
+    # imported when a swarm is joined.
+    heavy = ("hivemind", "bitsandbytes", "grpc", "uvloop", "shoal.peer", "shoal.cli")
+    code = (
+        "import shoal.client, sys\n"
+        f"print(*(name for name in {heavy!r} if name in sys.modules), sep='\\n')\n"
+    )
+
+    assert run_python(code).split() == []
+
+
+def test_files_and_functions_stay_within_their_budgets() -> None:
+    wrong: list[str] = []
+    for file in source_files():
+        num_lines = len(file.read_text(encoding="utf-8").splitlines())
+        if num_lines > MAX_FILE_LINES:
+            wrong.append(f"{name_of(file)} has {num_lines} lines, more than {MAX_FILE_LINES}")
+        for function in functions_of(file):
+            where = f"{name_of(file)}:{function.lineno} {function.name}"
+            num_lines = (function.end_lineno or function.lineno) - function.lineno + 1
+            arguments = function.args
+            num_parameters = len(
+                [*arguments.posonlyargs, *arguments.args[1:], *arguments.kwonlyargs]
+            )
+            if num_lines > MAX_FUNCTION_LINES:
+                wrong.append(f"{where} has {num_lines} lines, more than {MAX_FUNCTION_LINES}")
+            if function.name == "__init__" and num_parameters > MAX_CONSTRUCTOR_PARAMETERS:
+                wrong.append(f"{where} has {num_parameters} parameters")
+
+    assert not wrong
+
+
+def test_no_module_is_named_like_a_drawer() -> None:
+    assert not [name_of(file) for file in source_files() if file.stem in DRAWER_NAMES]
