@@ -34,7 +34,7 @@ test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/prot
 check: .venv/installed-dev  ## check format, lint, types, structure and generated code
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
-	@$(RUN) -m pyright
+	@$(RUN) -m pyright --pythonpath .venv/bin/python
 	@$(RUN) -m pytest -q tests/test_structure.py
 	@$(MAKE) --no-print-directory proto-check
 

@@ -138,7 +138,7 @@ def _open_hub(model: str, revision: str | None) -> Checkpoint:
             ) from error
         except errors.EntryNotFoundError as error:
             raise FileNotFoundError(file_name) from error
-        except (errors.HfHubHTTPError, OSError) as error:
+        except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
             raise CheckpointError(f"fetching {file_name} of {model} failed: {error}") from error
 
     try:
@@ -157,10 +157,13 @@ def _open_hub(model: str, revision: str | None) -> Checkpoint:
             ) from error
 
     try:
-        file_of = _read_index(fetch(INDEX_FILE, commit))
+        # A single file that is cached already spares the question, and works offline.
+        is_single = (directory / SINGLE_FILE).is_file()
+        file_of = {} if is_single else _read_index(fetch(INDEX_FILE, commit))
     except FileNotFoundError:
-        header = _read_header(fetch_weights(SINGLE_FILE))
-        file_of = dict.fromkeys(header.names, SINGLE_FILE)
+        is_single, file_of = True, {}
+    if is_single:
+        file_of = dict.fromkeys(_read_header(fetch_weights(SINGLE_FILE)).names, SINGLE_FILE)
     return Checkpoint(directory, _read_json(config_path), commit, file_of, fetch_weights)
 
 

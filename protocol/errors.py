@@ -8,6 +8,7 @@
       RefusedError           the other end understood and declined: a typed answer from the wire
         CacheFullError         ... because its KV cache is full; try again later or elsewhere
       UnavailableError       nobody's fault that can be named: broken, silent or unreachable
+        SilentError            ... stays silent past a deadline; may be alive and slow
         RouteError             ... no peer serves some of the blocks; names them
         DirectoryError         ... the directory cannot be reached or refuses us
 
@@ -80,6 +81,10 @@ class CacheFullError(RefusedError):
 
 class UnavailableError(ShoalError):
     """Someone cannot be reached, went away or stays silent past a deadline."""
+
+
+class SilentError(UnavailableError):
+    """Someone did not answer before the deadline; it may be dead, paused or only slow."""
 
 
 class DirectoryError(UnavailableError):

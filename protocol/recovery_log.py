@@ -58,6 +58,13 @@ class RecoveryLog(Generic[Payload]):
         """Number of tokens per row that a replay rebuilds."""
         return self._length
 
+    def copy(self) -> "RecoveryLog[Payload]":
+        """Return a log with the same content; the payloads are shared."""
+        twin = RecoveryLog[Payload]()
+        twin._entries, twin._row_maps = list(self._entries), list(self._row_maps)
+        twin._length = self._length
+        return twin
+
     def append(
         self,
         position: int,

@@ -49,6 +49,24 @@ def test_examples_in_docstrings_run(module: str) -> None:
     assert result.attempted > 0, "the examples stand where doctest does not look"
 
 
+def python_blocks() -> list[tuple[str, str]]:
+    """Return every block of Python in docs/, with a name that says where it begins."""
+    return [
+        (f"{name_of(document)}:{text.count(chr(10), 0, block.start()) + 1}", block[1])
+        for document in DOCUMENTS
+        if document.is_relative_to(ROOT / "docs")
+        for text in [document.read_text(encoding="utf-8")]
+        for block in re.finditer(r"^```python\n(.*?)^```", text, flags=re.M | re.S)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("where", "code"), [pytest.param(*block, id=block[0]) for block in python_blocks()]
+)
+def test_python_in_documents_runs(where: str, code: str) -> None:
+    exec(compile(code, where, "exec"), {"__name__": "__main__"})
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_relative_links_lead_to_existing_places(document: Path) -> None:
     links = re.findall(r"\]\(([^()\s]+)\)", prose_of(document))
@@ -67,9 +85,7 @@ def test_relative_links_lead_to_existing_places(document: Path) -> None:
 def test_tour_names_existing_files() -> None:
     text = (ROOT / "docs" / "tour.md").read_text(encoding="utf-8")
     named = set(re.findall(r"`([\w.-]+(?:/[\w.-]+)*/?)`", text))
-    paths = {
-        name for name in named if "/" in name or re.search(r"\.(py|md|toml|txt|proto)$", name)
-    }
+    paths = {name for name in named if "/" in name or re.search(r"\.(py|md|toml|txt|proto)$", name)}
 
     assert paths, "the tour names no file"
     assert not [path for path in sorted(paths) if not (ROOT / path).exists()]
@@ -80,7 +96,9 @@ def test_documents_name_existing_make_targets(name: str) -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     targets = set(re.findall(r"^([a-z-]+):", makefile, flags=re.M))
     text = (ROOT / name).read_text(encoding="utf-8")
-    named = set(re.findall(r"(?:`|^\s*(?:\$ )?)make ([a-z-]+)", text, flags=re.M))
+    named = set(re.findall(r"`make ([a-z-]+)", text))
+    for code in re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S):
+        named |= set(re.findall(r"^\s*(?:\$ )?make ([a-z-]+)", code, flags=re.M))
 
     assert named, f"{name} names no target"
     assert named <= targets

@@ -1,6 +1,7 @@
 """The one thread that touches the device, and the messages by which the event loop reaches it."""
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -14,6 +15,8 @@ from torch import Tensor
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from .engine import Engine, StepWork
 from .scheduler import WaitingStep, choose_batch
+
+_logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -37,7 +40,7 @@ class _Job:
 @dataclass(slots=True)
 class _Call:
     function: Callable[[], Any]
-    future: asyncio.Future[Any]
+    future: asyncio.Future[Any] | None
 
 
 class ComputeThread:
@@ -93,22 +96,26 @@ class ComputeThread:
         self._enqueue(self._calls, _Call(function, future))
         return future
 
+    def post(self, function: Callable[[], object]) -> None:
+        """Run a function on the thread and forget it, unless the thread is stopping already."""
+        with self._wake:
+            if not self._is_stopping:
+                self._calls.append(_Call(function, None))
+                self._wake.notify()
+
     def _enqueue(self, queue: deque[Any], item: _Job | _Call) -> None:
         with self._wake:
-            if self._is_stopping:
-                item.future.set_exception(
-                    RefusedError(ErrorCode.DRAINING, "the peer is shutting down")
-                )
+            if not self._is_stopping:
+                queue.append(item)
+                self._wake.notify()
                 return
-            queue.append(item)
-            self._wake.notify()
+        self._answer(item.future, _make_stopping_error())
 
     def _run(self) -> None:
         while self._wait_for_work():
             self.step()
         for item in (*self._calls, *self._jobs):
-            error = RefusedError(ErrorCode.DRAINING, "the peer is shutting down")
-            self._answer(item.future, error)
+            self._answer(item.future, _make_stopping_error())
 
     def _wait_for_work(self) -> bool:
         with self._wake:
@@ -121,8 +128,16 @@ class ComputeThread:
         batch = self._take_batch()
         if batch:
             started_at = time.monotonic()
-            results = self._engine.execute([job.work for job in batch])
+            results = self._execute([job.work for job in batch])
             self._deliver(batch, results, started_at, time.monotonic() - started_at)
+
+    def _execute(self, works: list[StepWork]) -> list[Tensor | ShoalError]:
+        try:
+            return list(self._engine.execute(works))
+        except Exception:  # noqa: BLE001 - the thread serves all sessions and must go on
+            _logger.exception("the engine failed on %d steps", len(works))
+            error = RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the step")
+            return [error for _ in works]
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -130,6 +145,8 @@ class ComputeThread:
             try:
                 result = call.function()
             except Exception as error:  # noqa: BLE001 - it belongs to the caller, who awaits it
+                if call.future is None:
+                    _logger.exception("a call on the compute thread failed")
                 result = error
             self._answer(call.future, result)
 
@@ -165,9 +182,9 @@ class ComputeThread:
             else:
                 self._answer(job.future, result)
 
-    def _answer(self, future: asyncio.Future[Any], result: object) -> None:
+    def _answer(self, future: asyncio.Future[Any] | None, result: object) -> None:
         def settle() -> None:
-            if future.done():
+            if future is None or future.done():
                 return
             if isinstance(result, BaseException):
                 future.set_exception(result)
@@ -179,3 +196,7 @@ class ComputeThread:
         except RuntimeError:
             # The loop is closed: nobody is left to read the answer.
             return
+
+
+def _make_stopping_error() -> RefusedError:
+    return RefusedError(ErrorCode.DRAINING, "the peer is shutting down")

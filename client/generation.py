@@ -1,0 +1,278 @@
+"""What one call of generate() will do, decided before anything is sent, and what it remembers.
+
+Holds no network and no layers: checks, plans and the text of sessions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from ..protocol.errors import UsageError
+from ..protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
+from .inference_session import InferenceSession
+
+# Shape suffixes: B rows, T tokens.
+
+DEFAULT_NEW_TOKENS = 20
+"""What transformers generates when neither max_new_tokens nor max_length says otherwise."""
+
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "use_cache": ((None, True), "the KV cache is on the peers and always used"),
+    "cache_implementation": ((None,), "the KV cache is on the peers"),
+    "past_key_values": ((None,), "pass a session instead: session=... continues its text"),
+    "position_ids": ((None,), "positions follow from the session"),
+    "inputs_embeds": ((None,), "pass token ids, or call the model itself with inputs_embeds"),
+    "custom_generate": ((None,), "code from elsewhere is not run"),
+    "guidance_scale": ((None, 1, 1.0), "guidance needs a second session; it is not supported"),
+    "negative_prompt_ids": ((None,), "guidance needs a second session; it is not supported"),
+    "output_attentions": ((None, False), "attention is computed on the peers and not returned"),
+    "output_hidden_states": ((None, False), "hidden states between blocks are not returned"),
+}
+"""Arguments of transformers' generate() that cannot work here: values that do no harm, and why."""
+
+
+class Settings:
+    """The settings of one call: its arguments first, then the configurations in their order."""
+
+    def __init__(
+        self, arguments: Mapping[str, object], *configurations: GenerationConfig | None
+    ) -> None:
+        self._arguments = arguments
+        self._configurations = configurations
+
+    def get(self, name: str) -> object:
+        """Return the first value that is not None, or None."""
+        values = [self._arguments.get(name)]
+        values += [getattr(config, name, None) for config in self._configurations if config]
+        return next((value for value in values if value is not None), None)
+
+    def get_count(self, name: str) -> int | None:
+        """Return a whole number of at least 1, or None; UsageError for anything else."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        return value
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise UsageError for a setting that generate() cannot follow."""
+    for name, (harmless_values, reason) in _REFUSED.items():
+        value = settings.get(name)
+        if isinstance(value, Tensor) or value not in harmless_values:
+            raise UsageError(f"generate() does not take {name}: {reason}")
+
+
+def check_token_ids(ids: object, vocab_size: int) -> Tensor:
+    """Return token ids as int64 [B, T]; UsageError if they are anything else."""
+    if not isinstance(ids, Tensor):
+        raise UsageError(
+            f"token ids must be a tensor, got {type(ids).__name__}; a tokenizer returns one "
+            'with return_tensors="pt"'
+        )
+    if ids.ndim != 2 or ids.shape[0] == 0:
+        raise UsageError(f"token ids must have the shape [rows, tokens], got {list(ids.shape)}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UsageError(f"token ids must be whole numbers, got {ids.dtype}")
+    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
+        raise UsageError(
+            f"token ids must be from 0 to {vocab_size - 1}, got {int(ids.min())} to "
+            f"{int(ids.max())}; does the tokenizer belong to this model?"
+        )
+    return ids.long()
+
+
+def check_attention_mask(mask: Tensor | None) -> None:
+    """Raise UsageError unless the mask attends to everything: peers know no padding."""
+    if mask is not None and not bool((mask == 1).all()):
+        raise UsageError(
+            "the attention mask hides tokens, and remote blocks know no padding; give prompts of "
+            "different lengths one at a time, or grouped by length"
+        )
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """One call of generate(), checked.
+
+    `input_ids_BT` is the whole text so far, of which the first `num_remembered` tokens come from
+    earlier calls; `num_rows` counts sequences times beams; the text ends after at most
+    `max_length` tokens per row.
+    """
+
+    input_ids_BT: Tensor
+    num_remembered: int
+    num_rows: int
+    max_length: int
+    has_beams: bool
+
+    @property
+    def cached_length(self) -> int:
+        """Tokens per row that the session has to hold: the last one is never sent."""
+        return self.max_length - 1
+
+
+def plan_generation(
+    inputs: object,
+    attention_mask: Tensor | None,
+    remembered_BT: Tensor | None,
+    settings: Settings,
+    model_config: object,
+) -> GenerationPlan:
+    """Check one call and say what it will do; raises UsageError and changes nothing."""
+    check_settings(settings)
+    input_ids_BT = _join_text(inputs, remembered_BT, int(getattr(model_config, "vocab_size")))
+    num_remembered = 0 if remembered_BT is None else remembered_BT.shape[1]
+    check_attention_mask(attention_mask)
+    if attention_mask is None:
+        _check_for_padding(input_ids_BT[:, num_remembered:], settings)
+    elif attention_mask.ndim != 2 or attention_mask.shape[0] != input_ids_BT.shape[0]:
+        raise UsageError("the attention mask must have the shape of the token ids")
+
+    num_beams = settings.get_count("num_beams") or 1
+    num_returned = settings.get_count("num_return_sequences") or 1
+    num_rows = input_ids_BT.shape[0] * max(num_beams, num_returned)
+    if num_rows > MAX_BATCH_ROWS:
+        raise UsageError(
+            f"{num_rows} rows (sequences times beams) are more than the {MAX_BATCH_ROWS} that "
+            "one session may have"
+        )
+    max_length = _plan_length(input_ids_BT.shape[1], settings, model_config)
+    return GenerationPlan(input_ids_BT, num_remembered, num_rows, max_length, num_beams > 1)
+
+
+def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) -> Tensor:
+    new_ids_BT = None if inputs is None else check_token_ids(inputs, vocab_size)
+    if remembered_BT is None:
+        if new_ids_BT is None or new_ids_BT.shape[1] == 0:
+            raise UsageError("the prompt is empty and there is no text to continue")
+        return new_ids_BT
+    if new_ids_BT is None:
+        return remembered_BT
+    if new_ids_BT.shape[0] != remembered_BT.shape[0]:
+        raise UsageError(
+            f"the session's text has {remembered_BT.shape[0]} rows and the new input "
+            f"{new_ids_BT.shape[0]}; open another session for it"
+        )
+    return torch.cat([remembered_BT.to(new_ids_BT.device), new_ids_BT], dim=1)
+
+
+def _check_for_padding(new_ids_BT: Tensor, settings: Settings) -> None:
+    """Refuse what transformers would silently take for padding."""
+    pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
+    is_eos = pad in eos if isinstance(eos, list | tuple) else pad == eos
+    if isinstance(pad, int) and not is_eos and bool((new_ids_BT == pad).any()):
+        raise UsageError(
+            f"the input holds the padding token {pad}, and remote blocks know no padding; give "
+            "prompts of different lengths one at a time or grouped by length, or pass an "
+            "attention_mask of ones if the token is meant"
+        )
+
+
+def _plan_length(num_tokens: int, settings: Settings, model_config: object) -> int:
+    """Return how many tokens the text may have in the end, as transformers would."""
+    max_positions = getattr(model_config, "max_position_embeddings", None) or MAX_SESSION_TOKENS
+    max_positions = min(max_positions, MAX_SESSION_TOKENS)
+    max_new_tokens = settings.get_count("max_new_tokens")
+    max_length = settings.get_count("max_length")
+    if max_new_tokens is not None:
+        max_length = num_tokens + max_new_tokens
+    elif max_length is None:
+        max_length = max(num_tokens + 1, min(num_tokens + DEFAULT_NEW_TOKENS, max_positions))
+    elif max_length <= num_tokens:
+        raise UsageError(
+            f"the text has {num_tokens} tokens already and max_length is {max_length}; "
+            "max_new_tokens counts only new ones"
+        )
+    if max_length > max_positions:
+        raise UsageError(
+            f"{num_tokens} tokens and {max_length - num_tokens} new ones make {max_length}, the "
+            f"model has {max_positions} positions"
+        )
+    return max_length
+
+
+class NewTextStreamer(BaseStreamer):
+    """Hands tokens on to a streamer, without the text that it has seen in earlier calls."""
+
+    def __init__(self, streamer: BaseStreamer, num_remembered: int) -> None:
+        self._streamer = streamer
+        self._num_remembered = num_remembered
+        self._is_first = True
+
+    def put(self, value: Tensor) -> None:
+        """Pass on new tokens; the first call brings the whole prompt [B, T]."""
+        if self._is_first:
+            value, self._is_first = value[:, self._num_remembered :], False
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Pass on that the text is complete."""
+        self._streamer.end()
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Where a session stood when its text was last noted; a lower position is a rollback."""
+
+    position: int
+    num_rows: int
+
+
+class SessionTexts:
+    """Keeps `session.output_ids` in step with what the sessions of one model have cached.
+
+    Usually the text is one token longer than the cache: the last token of a call is sent by the
+    next one. Sessions are not kept alive by this.
+    """
+
+    def __init__(self) -> None:
+        self._marks: WeakKeyDictionary[InferenceSession, _Mark] = WeakKeyDictionary()
+
+    def recall(self, session: InferenceSession) -> Tensor | None:
+        """Return the text [B, T] that this session continues, shortened if it was rolled back.
+
+        Raises UsageError when the session holds tokens that nobody has told us.
+        """
+        text_BT = session.output_ids
+        mark = self._marks.get(session)
+        if text_BT is not None and mark is not None and session.position < mark.position:
+            text_BT = text_BT[:, : session.position]
+        num_known = 0 if text_BT is None else text_BT.shape[1]
+        if num_known < session.position:
+            raise UsageError(
+                f"the session holds {session.position} tokens per row, of which {num_known} are "
+                "known; set session.output_ids to all of them, or open a new session"
+            )
+        return text_BT if num_known else None
+
+    def check_rows(self, session: InferenceSession, num_rows: int) -> None:
+        """Raise UsageError when a call needs another number of rows than the session has."""
+        mark = self._marks.get(session)
+        if mark is not None and mark.num_rows != num_rows:
+            raise UsageError(
+                f"the session has {mark.num_rows} rows (sequences times beams) and this call "
+                f"needs {num_rows}; open another session for it"
+            )
+
+    def note(self, session: InferenceSession, text_BT: Tensor | None, num_rows: int) -> None:
+        """Note the text of a session as it stands now."""
+        session.output_ids = text_BT
+        if text_BT is None:
+            self._marks.pop(session, None)
+        else:
+            self._marks[session] = _Mark(session.position, num_rows)
+
+    def append(self, session: InferenceSession, position: int, ids_BT: Tensor) -> None:
+        """Note tokens that were sent at `position`, outside of generate()."""
+        text_BT = session.output_ids if position > 0 else ids_BT[:, :0]
+        is_known = text_BT is not None and text_BT.shape[1] >= position
+        if is_known and text_BT.shape[0] == ids_BT.shape[0]:
+            text_BT = torch.cat([text_BT[:, :position].to(ids_BT.device), ids_BT], dim=1)
+            self.note(session, text_BT, ids_BT.shape[0])

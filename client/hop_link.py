@@ -1,0 +1,187 @@
+"""One hop of one session on the wire: open it, ask one step at a time, check what comes back."""
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+
+from ..protocol import versions
+from ..protocol.errors import (
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    UnavailableError,
+)
+from ..protocol.messages import (
+    Close,
+    Declined,
+    Gap,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Step,
+    Welcome,
+)
+from ..protocol.net.clock import Clock
+from ..protocol.net.transport import Lane, Stream, Transport
+from ..protocol.wire import decode_frame, encode_frame
+from .router import Hop
+
+BULK_FRAME_BYTES = 256 * 2**10
+"""Larger steps go over the second connection, so that they never delay a token."""
+
+
+@dataclass(frozen=True)
+class LinkFacts:
+    """What was learned while opening."""
+
+    rtt_seconds: float
+    queue_seconds: float
+    free_kv_tokens: int
+
+
+async def greet(
+    stream: Stream, hop_name: str, clock: Clock, *more: Message
+) -> tuple[Welcome, float]:
+    """Say Hello (and `more` right behind it); return the Welcome and the round-trip seconds.
+
+    Raises RefusedError when the versions do not fit, RemoteProtocolError for any other answer.
+    """
+    asked_at = clock.now()
+    hello = Hello(versions.MIN_VERSION, versions.MAX_VERSION, versions.SOFTWARE)
+    await stream.send(encode_frame(hello))
+    for message in more:
+        await stream.send(encode_frame(message))
+    answer = await _receive(stream, hop_name)
+    if not isinstance(answer, Welcome):
+        raise RemoteProtocolError(f"{hop_name} answered Hello with {type(answer).__name__}")
+    return answer, clock.now() - asked_at
+
+
+async def _receive(stream: Stream, hop_name: str) -> Message:
+    """Return the next message; a Declined becomes the RefusedError it stands for."""
+    frame = await stream.receive()
+    if frame is None:
+        raise UnavailableError(f"{hop_name} ended the stream")
+    message = decode_frame(frame)
+    if isinstance(message, Declined):
+        raise RefusedError(message.code, message.detail, message.retry_after_seconds)
+    return message
+
+
+class HopLink:
+    """An open session at one peer. Not to be used again after an error: close it."""
+
+    def __init__(
+        self, transport: Transport, clock: Clock, hop: Hop, opening: Open, stream: Stream
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._opening = opening
+        self._interactive = stream
+        self._bulk: Stream | None = None
+        self.hop = hop
+        self.name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
+
+    def __repr__(self) -> str:
+        return f"<HopLink {self.name}>"
+
+    @classmethod
+    async def open(
+        cls, transport: Transport, clock: Clock, hop: Hop, opening: Open, timeout_seconds: float
+    ) -> tuple["HopLink", LinkFacts]:
+        """Dial a peer and open a session for the hop's span.
+
+        Raises UnavailableError, RefusedError or RemoteProtocolError; nothing is left open then.
+        """
+        opening = replace(opening, span=hop.span)
+        async with AsyncExitStack() as undo:
+            try:
+                async with asyncio.timeout(timeout_seconds):
+                    stream = await _dial(transport, hop, Lane.INTERACTIVE, timeout_seconds)
+                    undo.push_async_callback(stream.close)
+                    link = cls(transport, clock, hop, opening, stream)
+                    welcome, rtt_seconds = await greet(stream, link.name, clock, opening)
+                    _check_welcome(welcome, hop, opening)
+                    opened = await _receive(stream, link.name)
+            except TimeoutError as error:
+                name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
+                raise SilentError(f"{name} did not open a session in time") from error
+            if not isinstance(opened, Opened) or opened.session != opening.session:
+                raise RemoteProtocolError(f"{link.name} answered Open with {opened!r:.80}")
+            undo.pop_all()
+            return link, LinkFacts(rtt_seconds, opened.queue_seconds, opened.free_kv_tokens)
+
+    async def step(self, step: Step, timeout_seconds: float) -> Output:
+        """Ask one step and return its checked answer.
+
+        Raises SilentError after the timeout, UnavailableError when the stream broke or the peer
+        lost the prefix, RefusedError when the peer declined, RemoteProtocolError when its answer
+        does not fit the question.
+        """
+        frame = encode_frame(step)
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                stream = await self._choose_stream(len(frame))
+                await stream.send(frame)
+                answer = await _receive(stream, self.name)
+        except TimeoutError as error:
+            raise SilentError(f"{self.name} did not answer within {timeout_seconds:.1f} s") from error
+        if isinstance(answer, Gap):
+            raise UnavailableError(f"{self.name} lost the prefix of the session")
+        self._check_output(step, answer)
+        assert isinstance(answer, Output)
+        return answer
+
+    async def close(self) -> None:
+        """Tell the peer that the session is over and hang up. Never raises."""
+        try:
+            await self._interactive.send(
+                encode_frame(Close(self._opening.session, self._opening.epoch))
+            )
+        except (UnavailableError, LocalProtocolError):
+            pass  # the peer frees the session when the stream ends
+        finally:
+            await self._interactive.close()
+            if self._bulk is not None:
+                await self._bulk.close()
+
+    async def _choose_stream(self, frame_bytes: int) -> Stream:
+        if frame_bytes <= BULK_FRAME_BYTES:
+            return self._interactive
+        if self._bulk is None:
+            self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
+            await greet(self._bulk, self.name, self._clock)
+        return self._bulk
+
+    def _check_output(self, step: Step, answer: Message) -> None:
+        num_tokens = 1 if step.last_token_only else step.hidden.tokens
+        expected = (step.hidden.rows, num_tokens, step.hidden.width)
+        if (
+            not isinstance(answer, Output)
+            or (answer.session, answer.sequence) != (step.session, step.sequence)
+            or answer.hidden.shape != expected
+            or answer.hidden.dtype is not self._opening.dtype
+        ):
+            raise RemoteProtocolError(f"{self.name} answered a step with something else")
+
+
+async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: float) -> Stream:
+    """Try the endpoints of a peer in their order."""
+    error: UnavailableError | RemoteProtocolError | None = None
+    for endpoint in hop.peer.endpoints:
+        try:
+            return await transport.open_stream(endpoint, lane, timeout_seconds)
+        except (UnavailableError, RemoteProtocolError) as failure:
+            error = failure
+    assert error is not None  # an announcement has at least one endpoint
+    raise error
+
+
+def _check_welcome(welcome: Welcome, hop: Hop, opening: Open) -> None:
+    if welcome.peer_id != hop.peer.peer_id:
+        raise RemoteProtocolError(f"another peer answers at {hop.peer.endpoints[0]}")
+    if welcome.model_id != opening.model_id:
+        raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} serves another model by now")

@@ -1,0 +1,309 @@
+"""The hops of one session: opening them, asking them, and rebuilding a lost one from its log."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..kernels.compress import has_only_finite
+from ..protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    RouteError,
+    SilentError,
+    UnavailableError,
+)
+from ..protocol.ids import ModelId, PeerId, SessionId
+from ..protocol.messages import Open, Step
+from ..protocol.net.clock import Clock
+from ..protocol.net.transport import Transport
+from ..protocol.recovery_log import RecoveryLog
+from ..protocol.spans import Span
+from ..protocol.tensors import ELEMENT_BYTES, WireDtype
+from .config import ClientConfig
+from .hop_link import HopLink
+from .replay import merge_pieces
+from .router import Hop, Route
+from .swarm import Swarm
+from .tensors import TORCH_DTYPES, from_wire, to_wire
+
+# Answers that speak of the peer, not of the question: another peer may do better. Every other
+# refusal is the question's fault and goes to the caller, whom no other peer could help.
+_PEER_CODES = frozenset(
+    {
+        ErrorCode.BAD_VERSION,
+        ErrorCode.UNKNOWN_SESSION,
+        ErrorCode.WRONG_MODEL,
+        ErrorCode.WRONG_SPAN,
+        ErrorCode.CACHE_FULL,
+        ErrorCode.DRAINING,
+        ErrorCode.BUSY,
+        ErrorCode.INTERNAL,
+    }
+)
+# Of these, answers of a peer that is sound and may be asked again when there is no other.
+_BUSY_CODES = frozenset({ErrorCode.CACHE_FULL, ErrorCode.BUSY, ErrorCode.DRAINING})
+
+_MAX_PIECE_TOKENS = 2048
+
+
+class LostHopError(UnavailableError):
+    """A hop has to be replaced. The peer is blamed and hung up on; `__cause__` says why."""
+
+    def __init__(self, peer_id: PeerId, detail: str) -> None:
+        super().__init__(detail)
+        self.peer_id = peer_id
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """What a session is opened with."""
+
+    session: SessionId
+    model_id: ModelId
+    span: Span
+    hidden_size: int
+    max_tokens: int
+
+
+@dataclass(eq=False)
+class LiveHop:
+    """A hop in use: its link, None once lost, and a log of everything that was sent to it."""
+
+    hop: Hop
+    link: HopLink | None
+    log: RecoveryLog[Tensor]
+
+
+@dataclass(frozen=True)
+class Question:
+    """What one hop is asked; see `messages.Step` for the fields."""
+
+    hidden_BTH: Tensor
+    position: int
+    row_map: tuple[int, ...] | None = None
+    is_decoded: bool = False
+    last_token_only: bool = False
+
+
+class LiveHops:
+    """Talks to the peers of one session and counts its epochs and sequence numbers."""
+
+    def __init__(
+        self,
+        facts: SessionFacts,
+        swarm: Swarm,
+        transport: Transport,
+        clock: Clock,
+        config: ClientConfig,
+    ) -> None:
+        self._facts = facts
+        self._swarm = swarm
+        self._transport = transport
+        self._clock = clock
+        self._config = config
+        self._epoch = 0
+        self._sequence = 0
+        self._wire_dtype: WireDtype | None = None
+        self._num_rows = 0
+
+    def max_piece_tokens(self, num_rows: int) -> int:
+        """Return how many tokens per row one frame should carry."""
+        element_bytes = ELEMENT_BYTES[self._wire_dtype or WireDtype.FP32]
+        token_bytes = num_rows * self._facts.hidden_size * element_bytes
+        return max(1, min(self._config.max_step_bytes // token_bytes, _MAX_PIECE_TOKENS))
+
+    async def ask(self, live: LiveHop, question: Question) -> Tensor:
+        """Return a hop's checked answer to a question.
+
+        Raises LostHopError when the hop has to be replaced, RefusedError when the question
+        itself is at fault.
+        """
+        peer = live.hop.peer
+        if live.link is None:
+            raise LostHopError(peer.peer_id, "the hop was lost before")
+        step = self._make_step(question)
+        times = self._swarm.times(peer.peer_id)
+        num_tokens = step.hidden.rows * step.hidden.tokens
+        timeout_seconds = times.choose_timeout_seconds(
+            num_tokens,
+            _invert(peer.decode_steps_per_second),
+            _invert(peer.prefill_tokens_per_second),
+        )
+        asked_at = self._clock.now()
+        try:
+            output_BTH = from_wire((await live.link.step(step, timeout_seconds)).hidden)
+            if not has_only_finite(output_BTH):
+                raise RemoteProtocolError(f"{live.link.name} answered with NaN or infinity")
+        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            await self.hang_up(live)
+            raise self._blame(live.hop, error) from error
+        except asyncio.CancelledError:
+            await self.hang_up(live)  # a late answer would be taken for that of the next question
+            raise
+        times.note(num_tokens, self._clock.now() - asked_at)
+        self._swarm.note_success(peer.peer_id)
+        return output_BTH
+
+    async def hang_up(self, live: LiveHop) -> None:
+        """Drop the link of a hop; its log stays. Never raises."""
+        link, live.link = live.link, None
+        if link is not None:
+            await link.close()
+
+    def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
+        """Round hidden states to what travels, so that a log holds exactly what was sent."""
+        assert self._wire_dtype is not None  # chosen with the first route
+        return hidden_BTH.to(TORCH_DTYPES[self._wire_dtype])
+
+    async def cover(
+        self,
+        span: Span,
+        log: RecoveryLog[Tensor],
+        num_rows: int,
+        deadline: float,
+        preferred: str | None = None,
+    ) -> list[LiveHop]:
+        """Open hops for a span and bring them to the state of the log, within the deadline.
+
+        `preferred` is the weight format of the peer that was lost: its replica computes the
+        same. Raises RouteError with the missing blocks, or the last failure, when time is up.
+        """
+        self._num_rows = num_rows
+        configured = self._config.weights
+        weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
+        full: dict[PeerId, RefusedError] = {}
+        pause_seconds = 0.05
+        while True:
+            try:
+                route = await self._swarm.wait_for_route(
+                    span, deadline, self._config.refresh_seconds, weights, full
+                )
+            except RouteError:
+                if full:
+                    raise next(iter(full.values())) from None
+                raise
+            self._epoch += 1
+            self._choose_wire_dtype(route)
+            try:
+                return await self._open_route(route, log)
+            except LostHopError as lost:
+                error = lost.__cause__
+                if _is_hopeless(error):
+                    full[lost.peer_id] = error
+                elif self._clock.now() + pause_seconds > deadline:
+                    raise error or lost from None
+            await asyncio.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 1.0)
+
+    async def _open_route(self, route: Route, log: RecoveryLog[Tensor]) -> list[LiveHop]:
+        """Open all hops of a route at once, then replay the log through them in order."""
+        results = await asyncio.gather(
+            *(self._open_hop(hop) for hop in route.hops), return_exceptions=True
+        )
+        hops = [result for result in results if isinstance(result, LiveHop)]
+        try:
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            hops[0].log = log
+            await self._replay(hops)
+        except BaseException:
+            for live in hops:
+                await self.hang_up(live)
+            raise
+        return hops
+
+    async def _open_hop(self, hop: Hop) -> LiveHop:
+        assert self._wire_dtype is not None
+        opening = Open(
+            self._facts.session,
+            self._epoch,
+            self._facts.model_id,
+            hop.span,
+            self._num_rows,
+            self._facts.max_tokens,
+            self._wire_dtype,
+        )
+        try:
+            link, facts = await HopLink.open(
+                self._transport, self._clock, hop, opening, self._config.connect_timeout_seconds
+            )
+        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            raise self._blame(hop, error) from error
+        self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
+        return LiveHop(hop, link, RecoveryLog())
+
+    async def _replay(self, hops: list[LiveHop]) -> None:
+        """Send the first hop's log through all of them; each output is the next one's log."""
+        for index, live in enumerate(hops):
+            following = hops[index + 1] if index + 1 < len(hops) else None
+            max_tokens = self.max_piece_tokens(self._num_rows)
+            for piece in merge_pieces(live.log.plan_replay(), max_tokens):
+                question = Question(
+                    piece.hidden_BTH,
+                    piece.position,
+                    is_decoded=piece.is_decoded,
+                    last_token_only=following is None,
+                )
+                output_BTH = await self.ask(live, question)
+                if following is not None:
+                    following.log.append(
+                        piece.position, output_BTH.shape[1], output_BTH, None, piece.is_decoded
+                    )
+
+    def _make_step(self, question: Question) -> Step:
+        assert self._wire_dtype is not None
+        self._sequence += 1
+        return Step(
+            self._facts.session,
+            self._epoch,
+            self._sequence,
+            question.position,
+            to_wire(question.hidden_BTH, self._wire_dtype),
+            question.row_map,
+            question.is_decoded,
+            question.last_token_only,
+        )
+
+    def _choose_wire_dtype(self, route: Route) -> None:
+        """Settle the dtype with the first route; replacements have to speak the same."""
+        if self._wire_dtype is not None:
+            return
+        if self._config.wire_dtype != "auto":
+            self._wire_dtype = WireDtype[self._config.wire_dtype.upper()]
+        elif all(hop.peer.weights == "fp32" for hop in route.hops):
+            self._wire_dtype = WireDtype.FP32
+        else:
+            self._wire_dtype = WireDtype.BF16
+
+    def _blame(
+        self, hop: Hop, error: UnavailableError | RemoteProtocolError | RefusedError
+    ) -> LostHopError | RefusedError:
+        """Note whose fault a failure is; return what to raise of it."""
+        if isinstance(error, RefusedError):
+            if error.code not in _PEER_CODES:
+                return error
+            if error.code is not ErrorCode.UNKNOWN_SESSION:  # a restarted peer is a sound one
+                self._swarm.quarantine(hop.peer, is_only_silent=error.code in _BUSY_CODES)
+        else:
+            is_silent = isinstance(error, SilentError)
+            if is_silent:
+                self._swarm.times(hop.peer.peer_id).note_silence()
+            self._swarm.quarantine(hop.peer, is_only_silent=is_silent)
+        return LostHopError(hop.peer.peer_id, str(error))
+
+
+def _is_hopeless(error: BaseException | None) -> bool:
+    """Return whether a peer said that what we want will never fit into its cache."""
+    return (
+        isinstance(error, RefusedError)
+        and error.code is ErrorCode.CACHE_FULL
+        and error.retry_after_seconds is None
+    )
+
+
+def _invert(speed: float | None) -> float | None:
+    return 1.0 / speed if speed else None

@@ -1,0 +1,128 @@
+"""The blocks of a model as one module whose layers are on other machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+from ..protocol.errors import UsageError
+from ..protocol.spans import Span
+from .client import Client
+from .inference_session import InferenceSession
+
+# Shape suffixes: B rows, T tokens, H hidden size.
+
+
+class RemoteSequential(nn.Module):
+    """A span of remote blocks, used like a `nn.Sequential` of them.
+
+    Called while a session is active it continues that session, otherwise it makes one stateless
+    pass. Slices are views of the same client with a span of their own. A session is active for
+    the thread or task that activated it, and for this object only.
+    """
+
+    def __init__(self, client: Client, span: Span, hidden_size: int) -> None:
+        super().__init__()
+        self._client = client
+        self._span = span
+        self._hidden_size = hidden_size
+        self._active_session: ContextVar[InferenceSession | None] = ContextVar(
+            f"active session of blocks {span}", default=None
+        )
+
+    def extra_repr(self) -> str:
+        """Return what `print(model)` shows of this module."""
+        return f"blocks {self._span} on other machines"
+
+    @property
+    def span(self) -> Span:
+        """The blocks that this module runs."""
+        return self._span
+
+    def __len__(self) -> int:
+        return len(self._span)
+
+    def __iter__(self) -> Iterator[RemoteSequential]:
+        return (self[index] for index in range(len(self)))
+
+    def __getitem__(self, index: int | slice) -> RemoteSequential:
+        """Return one block, or several in a row, as a RemoteSequential.
+
+        Raises IndexError outside of the span and UsageError for an empty or uneven slice.
+        """
+        if isinstance(index, slice):
+            blocks = range(self._span.start, self._span.stop)[index]
+            if not blocks or blocks.step != 1:
+                raise UsageError(f"a slice must take blocks in a row, [{index}] takes {blocks}")
+            span = Span(blocks.start, blocks.stop)
+        else:
+            block = range(self._span.start, self._span.stop)[index]
+            span = Span(block, block + 1)
+        return RemoteSequential(self._client, span, self._hidden_size)
+
+    @torch.no_grad()
+    def forward(
+        self,
+        hidden_BTH: Tensor,
+        prompts: Tensor | None = None,
+        hypo_ids: Tensor | None = None,
+        *,
+        last_token_only: bool = False,
+    ) -> Tensor:
+        """Run hidden states through the blocks; with `last_token_only` the result is [B, 1, H].
+
+        Continues the active session, or opens one for this call alone. No gradients flow back.
+        """
+        self._check_hidden(hidden_BTH)
+        session = self.active_session
+        if session is not None:
+            return session.step(hidden_BTH, prompts, hypo_ids, last_token_only=last_token_only)
+        if hidden_BTH.shape[1] == 0:
+            return hidden_BTH
+        with self.open_session(hidden_BTH.shape[1]) as session:
+            return session.step(hidden_BTH, prompts, hypo_ids, last_token_only=last_token_only)
+
+    def _check_hidden(self, hidden_BTH: Tensor) -> None:
+        if hidden_BTH.ndim != 3 or hidden_BTH.shape[2] != self._hidden_size:
+            raise UsageError(
+                f"hidden states are [rows, tokens, {self._hidden_size}], "
+                f"got {list(hidden_BTH.shape)}"
+            )
+        if not hidden_BTH.is_floating_point():
+            raise UsageError(f"hidden states are floating point numbers, got {hidden_BTH.dtype}")
+
+    def open_session(self, max_length: int) -> InferenceSession:
+        """Open a session over these blocks without making it active; the caller closes it."""
+        return self._client.open_session(max_length, self._span)
+
+    @contextmanager
+    def inference_session(self, *, max_length: int) -> Iterator[InferenceSession]:
+        """Open a session of at most `max_length` tokens per row; it is active until the end."""
+        with self.open_session(max_length) as session, self.use_session(session):
+            yield session
+
+    @contextmanager
+    def use_session(self, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
+        """Make a session active inside of the `with`; None makes calls stateless there."""
+        token = self._active_session.set(session)
+        try:
+            yield session
+        finally:
+            self._active_session.reset(token)
+
+    @property
+    def active_session(self) -> InferenceSession | None:
+        """The session that calls continue, or None."""
+        return self._active_session.get()
+
+    @property
+    def position(self) -> int:
+        """How many tokens per row the active session holds; UsageError without one."""
+        session = self.active_session
+        if session is None:
+            raise UsageError("no session is active; use `with model.inference_session(...)`")
+        return session.position

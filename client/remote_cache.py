@@ -1,0 +1,101 @@
+"""The cache object that transformers' generate() steers; the KV cache itself stays on the peers."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..protocol.errors import UsageError
+from .inference_session import InferenceSession
+
+# Shape suffixes: B rows, T tokens, H hidden size.
+
+
+class RemoteCache(Cache):
+    """Stands for the KV caches of one session, which its peers hold.
+
+    generate() asks for its length, permutes its rows for beam search and crops it. Permutations
+    wait here and travel with the next step; a crop is a rollback of the session. The session
+    belongs to whoever opened it.
+    """
+
+    def __init__(self, session: InferenceSession) -> None:
+        super().__init__(layers=[])
+        self._session = session
+        self._row_map: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"<RemoteCache of {self._session.position} tokens>"
+
+    @property
+    def session(self) -> InferenceSession:
+        """The session whose caches this stands for."""
+        return self._session
+
+    def step(self, hidden_BTH: Tensor, *, last_token_only: bool) -> Tensor:
+        """Send hidden states of the next tokens through the session; return what comes back.
+
+        A single token after the prefix counts as decoded: peers compute it on the path of
+        generated tokens, so that text in one call or in several comes out the same.
+        """
+        output = self._session.step(
+            hidden_BTH,
+            hypo_ids=self._row_map,
+            last_token_only=last_token_only,
+            is_decoded=hidden_BTH.shape[1] == 1 and self._session.position > 0,
+        )
+        self._row_map = None
+        return output
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens per row the peers have cached."""
+        return self._session.position
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return how many tokens per row the session may hold."""
+        return self._session.max_length
+
+    # The name of the same question in earlier releases of transformers 5.
+    get_max_cache_shape = get_max_length
+
+    @property
+    def is_compileable(self) -> bool:
+        """A network cannot be compiled."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """A rollback leaves no trace."""
+        return True
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i continue the prefix of row `beam_idx[i]`, from the next step on."""
+        rows = beam_idx.to("cpu", torch.int64)
+        if self._row_map is not None:
+            rows = self._row_map[rows]
+        is_identity = torch.equal(rows, torch.arange(len(rows)))
+        self._row_map = None if is_identity else rows
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget tokens at the end: -n removes n, 0 none.
+
+        A positive number is the length to keep, as earlier releases of transformers 5 meant it.
+        """
+        if tokens_to_remove > 0:
+            self._session.position = min(tokens_to_remove, self._session.position)
+        elif tokens_to_remove < 0:
+            self._session.position += tokens_to_remove
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._session.position = 0
+        self._row_map = None
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse: a session keeps the number of rows it began with."""
+        raise UsageError(
+            "the rows of a session cannot be multiplied; open a new session with more rows"
+        )
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse: a session keeps the number of rows it began with."""
+        raise UsageError("rows of a session cannot be dropped; open a new session with fewer rows")

@@ -1,0 +1,189 @@
+"""Drives one session over a route in star mode, and survives the loss of any hop.
+
+The client keeps what it sent to every hop. When a hop is lost, only its span is routed anew: the
+new peer gets the logged prefix in one replay, every other hop keeps its cache, and the step that
+failed goes on where it stopped.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..kernels.compress import has_only_finite
+from ..protocol.errors import UsageError
+from ..protocol.net.clock import Clock
+from ..protocol.net.transport import Transport
+from ..protocol.recovery_log import RecoveryLog
+from .config import ClientConfig
+from .live_hops import LiveHop, LiveHops, LostHopError, Question, SessionFacts
+from .router import Hop
+from .swarm import Swarm
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Failover:
+    """One unplanned change of hop, for whoever watches.
+
+    `seconds` runs from the moment the loss was noticed until the replacement was ready.
+    """
+
+    lost: Hop
+    reason: str
+    replacements: tuple[Hop, ...]
+    position: int
+    num_replayed_tokens: int
+    seconds: float
+
+
+class RemoteSession:
+    """One generation over the swarm: hidden states of the next tokens in, those behind the last
+    block out. Owned by the client's loop; one step at a time.
+    """
+
+    def __init__(
+        self,
+        facts: SessionFacts,
+        swarm: Swarm,
+        transport: Transport,
+        clock: Clock,
+        config: ClientConfig,
+    ) -> None:
+        self._facts = facts
+        self._clock = clock
+        self._config = config
+        self._driver = LiveHops(facts, swarm, transport, clock, config)
+        self._hops: list[LiveHop] = []
+        self._position = 0
+        self._num_rows = 0
+        self.failovers: list[Failover] = []
+
+    def __repr__(self) -> str:
+        spans = ", ".join(str(live.hop.span) for live in self._hops) or "not opened"
+        return f"<RemoteSession at {self._position} of {self._facts.max_tokens}, hops {spans}>"
+
+    @property
+    def position(self) -> int:
+        """Index of the next token."""
+        return self._position
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens per row that the session may hold."""
+        return self._facts.max_tokens
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The hops in use, in order; empty before the first step."""
+        return tuple(live.hop for live in self._hops)
+
+    def rollback(self, position: int) -> None:
+        """Forget the tokens from `position` on; the peers hear of it with the next step."""
+        if not 0 <= position <= self._position:
+            raise UsageError(
+                f"cannot go to position {position}: the session is at {self._position}"
+            )
+        self._position = position
+
+    async def step(
+        self,
+        hidden_BTH: Tensor,
+        row_map: Sequence[int] | None = None,
+        is_decoded: bool = False,
+        last_token_only: bool = False,
+    ) -> Tensor:
+        """Send hidden states [B, T, H] through all blocks; return [B, T, H], or [B, 1, H].
+
+        Lost hops are replaced on the way. Raises RouteError when nobody serves their blocks in
+        time, UsageError when the input cannot be part of the session, RefusedError when the peers
+        decline. After an error the session is where it was and the same step may be tried again.
+        """
+        self._check_input(hidden_BTH, row_map)
+        moves = None if row_map is None else tuple(row_map)
+        outputs: list[Tensor] = []
+        position = self._position
+        piece_tokens = self._driver.max_piece_tokens(hidden_BTH.shape[0])
+        for piece_BTH in hidden_BTH.split(piece_tokens, dim=1):
+            question = Question(piece_BTH, position, moves, is_decoded, last_token_only)
+            output_BTH = await self._step_piece(question)
+            moves = None  # the first piece moved the rows
+            outputs = [output_BTH] if last_token_only else [*outputs, output_BTH]
+            position += piece_BTH.shape[1]
+        self._position = position
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+    async def close(self) -> None:
+        """Free the caches on all hops. Never raises; the session cannot be used afterwards."""
+        hops, self._hops = self._hops, []
+        await asyncio.gather(*(self._driver.hang_up(live) for live in hops))
+
+    def _check_input(self, hidden_BTH: Tensor, row_map: Sequence[int] | None) -> None:
+        if hidden_BTH.dim() != 3 or hidden_BTH.shape[2] != self._facts.hidden_size:
+            raise UsageError(
+                f"hidden states have shape [rows, tokens, {self._facts.hidden_size}], "
+                f"got {list(hidden_BTH.shape)}"
+            )
+        num_rows, num_tokens, _ = hidden_BTH.shape
+        if num_rows == 0 or num_tokens == 0:
+            raise UsageError("a step needs at least one row and one token")
+        if not hidden_BTH.is_floating_point():
+            raise UsageError(f"hidden states are floating point numbers, not {hidden_BTH.dtype}")
+        if self._num_rows and num_rows != self._num_rows:
+            raise UsageError(f"the session has {self._num_rows} rows, the step has {num_rows}")
+        if self._position + num_tokens > self._facts.max_tokens:
+            raise UsageError(
+                f"Maximum length exceeded: {self._position} tokens and {num_tokens} new ones are "
+                f"more than the session's {self._facts.max_tokens}"
+            )
+        if row_map is not None and (
+            len(row_map) != num_rows or not all(0 <= row < num_rows for row in row_map)
+        ):
+            raise UsageError(f"a row map for {num_rows} rows cannot be {list(row_map)}")
+        if not has_only_finite(hidden_BTH):
+            raise UsageError("the hidden states contain NaN or infinity")
+
+    async def _step_piece(self, question: Question) -> Tensor:
+        """Take one piece over all hops, replacing those that are lost on the way."""
+        num_rows, num_tokens, _ = question.hidden_BTH.shape
+        deadline = self._clock.now() + self._config.failover_timeout_seconds
+        if not self._hops:
+            self._hops = await self._driver.cover(
+                self._facts.span, RecoveryLog(), num_rows, deadline
+            )
+            self._num_rows = num_rows
+        hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
+        moved: list[tuple[LiveHop, RecoveryLog[Tensor]]] = []
+        index = 0
+        try:
+            while index < len(self._hops):
+                live = self._hops[index]
+                is_last = index + 1 == len(self._hops)
+                asked = replace(
+                    question,
+                    hidden_BTH=hidden_BTH,
+                    last_token_only=question.last_token_only and is_last,
+                )
+                try:
+                    output_BTH = await self._driver.ask(live, asked)
+                except LostHopError as error:
+                    await self._replace(index, str(error), question.position)
+                    continue
+                if asked.row_map is not None:
+                    moved.append((live, live.log.copy()))
+                live.log.append(
+                    asked.position, num_tokens, hidden_BTH, asked.row_map, asked.is_decoded
+                )
+                hidden_BTH = output_BTH
+                index += 1
+        except BaseException:
+            # A peer cannot undo a row map: the hops that applied it get a replay instead.
+            for live, log in moved:
+                live.log = log
+                await self._driver.hang_up(live)
+            raise
+        return hidden_BTH

@@ -1,0 +1,145 @@
+"""What a client knows of the swarm: the newest view, measured times, and whom to avoid."""
+
+import asyncio
+import random
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..protocol.announcements import Announcement
+from ..protocol.errors import DirectoryError, RouteError
+from ..protocol.ids import ModelId, PeerId
+from ..protocol.net.clock import Clock
+from ..protocol.net.directory import Directory
+from ..protocol.spans import Span
+from ..protocol.swarm_view import SwarmView
+from .deadlines import AnswerTimes
+from .router import Route, RoutingCosts, plan_route
+
+_FIRST_QUARANTINE_SECONDS = 15.0
+_LONGEST_QUARANTINE_SECONDS = 600.0
+
+
+@dataclass
+class _Quarantine:
+    """Why a peer is not used for a while. `sequence` is the announcement that was not kept."""
+
+    until: float
+    seconds: float
+    sequence: int
+    is_only_silent: bool
+
+
+class Swarm:
+    """One model's swarm as one client sees it. Owned by the client's event loop."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        model_id: ModelId,
+        num_blocks: int,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._rng = rng
+        self._refreshed_at = float("-inf")
+        self._quarantines: dict[PeerId, _Quarantine] = {}
+        self._times: dict[PeerId, AnswerTimes] = {}
+        self._rtt_seconds: dict[PeerId, float] = {}
+        self.view = SwarmView.from_announcements(model_id, (), clock.wall(), num_blocks)
+
+    def __repr__(self) -> str:
+        return f"<Swarm {self.view!r}, {len(self._quarantines)} in quarantine>"
+
+    async def refresh(self, max_age_seconds: float = 0.0) -> SwarmView:
+        """Read the directory unless the view is fresh enough, and return the view.
+
+        Raises DirectoryError when the directory cannot be read; the old view stays.
+        """
+        if self._clock.now() - self._refreshed_at > max_age_seconds:
+            announcements = await self._directory.lookup(self.view.model_id)
+            self.view = SwarmView.from_announcements(
+                self.view.model_id, announcements, self._clock.wall(), self.view.num_blocks
+            )
+            self._refreshed_at = self._clock.now()
+        return self.view
+
+    async def wait_for_route(
+        self,
+        span: Span,
+        deadline: float,
+        max_age_seconds: float,
+        weights: Collection[str | None],
+        exclude: Collection[PeerId] = (),
+    ) -> Route:
+        """Return a route through `span`, waiting for peers to appear until `deadline`.
+
+        `weights` are tried in order: the formats to prefer, None for any. Peers of `exclude` and
+        those in quarantine are left out; who was only silent is used when nobody else is there.
+        Raises
+        RouteError with the missing blocks once the deadline has passed.
+        """
+        pause_seconds = 0.1
+        while True:
+            try:
+                await self.refresh(max_age_seconds)
+                return self._plan(span, weights, exclude)
+            except (RouteError, DirectoryError):
+                if self._clock.now() + pause_seconds > deadline:
+                    raise
+            await asyncio.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, 1.0)
+            max_age_seconds = 0.0
+
+    def _plan(
+        self, span: Span, weights: Collection[str | None], exclude: Collection[PeerId]
+    ) -> Route:
+        costs = RoutingCosts(self._rtt_seconds)
+        avoided = {peer.peer_id for peer in self.view.peers if self.is_quarantined(peer)}
+        broken = {peer for peer in avoided if not self._quarantines[peer].is_only_silent}
+        error: RouteError | None = None
+        for unwanted in (avoided, broken) if broken != avoided else (avoided,):
+            for kind in weights:
+                try:
+                    return plan_route(
+                        self.view, span, costs, self._rng, unwanted.union(exclude), kind
+                    )
+                except RouteError as missing:
+                    error = missing
+        assert error is not None
+        raise error
+
+    def is_quarantined(self, peer: Announcement) -> bool:
+        """Return whether a peer is to be avoided: not for ever, and not once it has come back."""
+        quarantine = self._quarantines.get(peer.peer_id)
+        return (
+            quarantine is not None
+            and self._clock.now() < quarantine.until
+            and peer.sequence <= quarantine.sequence
+        )
+
+    def quarantine(self, peer: Announcement, is_only_silent: bool) -> None:
+        """Avoid a peer that failed us, at once and for longer each time.
+
+        A newer announcement ends it: the peer was restarted or is alive after all.
+        """
+        previous = self._quarantines.get(peer.peer_id)
+        seconds = _FIRST_QUARANTINE_SECONDS if previous is None else 2 * previous.seconds
+        seconds = min(seconds, _LONGEST_QUARANTINE_SECONDS)
+        newest = self.view.find(peer.peer_id) or peer
+        self._quarantines[peer.peer_id] = _Quarantine(
+            self._clock.now() + seconds, seconds, newest.sequence, is_only_silent
+        )
+
+    def note_success(self, peer_id: PeerId) -> None:
+        """Forget what a peer did wrong: it works."""
+        self._quarantines.pop(peer_id, None)
+
+    def note_rtt(self, peer_id: PeerId, seconds: float) -> None:
+        """Note a measured round trip; the newest counts."""
+        self._rtt_seconds[peer_id] = seconds
+
+    def times(self, peer_id: PeerId) -> AnswerTimes:
+        """Return the record of a peer's answer times."""
+        return self._times.setdefault(peer_id, AnswerTimes())

@@ -1,0 +1,336 @@
+"""Train the bundled demo model, a small Llama that tells short stories, from nothing on one core.
+
+    python examples/train_demo_model.py --out models/shoal-stories --seed 0 --minutes 40
+
+writes an ordinary transformers directory. Training text comes from `story_grammar.py` without
+end, so no story is seen twice; progress and learning rate follow the clock.
+@RESULT@
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from story_grammar import Storyteller
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+VOCABULARY = 1536
+BOS, EOS = "<s>", "</s>"
+TOKENIZER_STORIES = 4000
+# (share of the time, row length, rows): short rows teach sentences cheaply, long ones how to go on.
+PHASES = ((0.35, 256, 8), (0.40, 512, 8), (0.25, 1024, 4))
+PEAK_RATE, FINAL_RATE = 5e-3, 3e-5
+WARMUP_STEPS = 100
+SAVE_SECONDS = 240.0
+HELDOUT_ROWS = 16
+HELDOUT_BYTES = 20_000
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out rows of whole stories, and what their generator says they cost in nats."""
+
+    rows: list[list[int]]
+    nats: float
+
+    @property
+    def tokens(self) -> int:
+        """The number of predicted tokens: all but the first of each row."""
+        return sum(len(row) - 1 for row in self.rows)
+
+
+def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE on stories that are used for nothing else."""
+    teller = Storyteller(f"tokenizer-{seed}")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[BOS, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator((teller.tell().text for _ in range(TOKENIZER_STORIES)), trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 0), (EOS, 1)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=BOS,
+        eos_token=EOS,
+        pad_token=EOS,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def build_model(seed: int) -> LlamaForCausalLM:
+    """Build the untrained model: 8 layers of width 128, grouped-query attention, tied head."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=1,
+        initializer_range=0.04,
+        use_cache=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def training_rows(
+    tokenizer: PreTrainedTokenizerFast, seed: int, length: int
+) -> Iterator[list[int]]:
+    """Yield rows of `length + 1` tokens without end; each is one fresh run of stories.
+
+    Of the short rows, half begin in the middle of a story: else a model would rarely see an end.
+    """
+    row = 0
+    while True:
+        name = f"train-{seed}-{length}-{row}"
+        skip = random.Random(name).randrange(300) if length <= 256 and row % 2 else 0
+        ids, teller = [0], Storyteller(name)
+        while len(ids) < skip + length + 1:
+            ids += encode_story(tokenizer, teller.tell().text)
+        yield ids[skip : skip + length + 1]
+        row += 1
+
+
+def encode_story(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    """Encode one story and the token that ends it."""
+    return [*tokenizer.encode(text, add_special_tokens=False), 1]
+
+
+def held_out_rows(tokenizer: PreTrainedTokenizerFast, limit: int = 1024) -> HeldOut:
+    """Build rows of at most `limit` tokens from seeds that training never uses."""
+    rows: list[list[int]] = []
+    nats = 0.0
+    for number in range(HELDOUT_ROWS):
+        teller, row = Storyteller(f"heldout-{number}"), [0]
+        while True:
+            story = teller.tell()
+            ids = encode_story(tokenizer, story.text)
+            if len(row) + len(ids) > limit:
+                break
+            row += ids
+            nats += story.nats
+        rows.append(row)
+    return HeldOut(rows, nats)
+
+
+@torch.no_grad()
+def mean_loss(model: LlamaForCausalLM, held_out: HeldOut) -> float:
+    """Return the mean negative log-likelihood in nats per token."""
+    model.eval()
+    total = 0.0
+    for row in held_out.rows:
+        ids = torch.tensor([row])
+        total += float(model(input_ids=ids, labels=ids).loss) * (len(row) - 1)
+    model.train()
+    return total / held_out.tokens
+
+
+def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
+    """Write the directory so that a reader sees each file either as it was or as it will be."""
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        for file in sorted(Path(scratch).iterdir()):
+            file.chmod(0o644)
+            os.replace(file, out / file.name)
+
+
+def write_held_out_text(tokenizer: PreTrainedTokenizerFast, out: Path) -> HeldOut:
+    """Write `heldout.txt`, whole stories each followed by the end token, and return its entropy.
+
+    Tokenizing the file as it stands gives the beginning token, the stories and their ends.
+    """
+    teller = Storyteller("heldout-text")
+    text, nats = "", 0.0
+    while len(text) < HELDOUT_BYTES:
+        story = teller.tell()
+        text += story.text + EOS
+        nats += story.nats
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "heldout.txt").write_text(text, encoding="utf-8")
+    return HeldOut([tokenizer.encode(text)], nats)
+
+
+def training_rate(progress: float, step: int) -> float:
+    """Return the learning rate: linear warm-up by steps, then a cosine over the share of time."""
+    cosine = FINAL_RATE + (PEAK_RATE - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
+    return cosine * min(1.0, (step + 1) / WARMUP_STEPS)
+
+
+def batch_shape(progress: float) -> tuple[int, int]:
+    """Return the number of rows and their length for this share of the training time."""
+    for share, length, rows in PHASES:
+        if progress < share:
+            return rows, length
+        progress -= share
+    return PHASES[-1][2], PHASES[-1][1]
+
+
+def in_windows(text: HeldOut, length: int = 1024) -> HeldOut:
+    """Cut one long row into windows of `length` tokens, each but the first without context."""
+    row = text.rows[0]
+    starts = range(0, len(row) - 1, length - 1)
+    return HeldOut([row[start : start + length] for start in starts], text.nats)
+
+
+class Training:
+    """One training run against the clock; `run` writes usable directories on the way."""
+
+    def __init__(self, out: Path, seed: int, minutes: float) -> None:
+        self._out = out
+        self._seconds = minutes * 60
+        self._tokenizer = train_tokenizer(seed)
+        self._model = build_model(seed)
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.05, fused=True
+        )
+        self._streams = {
+            length: training_rows(self._tokenizer, seed, length) for _, length, _ in PHASES
+        }
+        self._tokens = 0
+
+    def run(self) -> None:
+        """Train until the time is over, save, and write the model card."""
+        write_held_out_text(self._tokenizer, self._out)
+        started = saved = time.monotonic()
+        step, smooth = 0, 0.0
+        while (elapsed := time.monotonic() - started) < self._seconds:
+            progress = elapsed / self._seconds
+            loss = self._step(progress, step)
+            smooth = loss if step == 0 else 0.98 * smooth + 0.02 * loss
+            if step % 100 == 0:
+                print(f"{elapsed:6.0f} s  step {step:5}  loss {smooth:.4f}", flush=True)
+            if time.monotonic() - saved > SAVE_SECONDS:
+                save(self._model, self._tokenizer, self._out)
+                saved = time.monotonic()
+            step += 1
+        save(self._model, self._tokenizer, self._out)
+        self._report(step, time.monotonic() - started)
+
+    def _step(self, progress: float, step: int) -> float:
+        rows, length = batch_shape(progress)
+        batch = torch.tensor([next(self._streams[length]) for _ in range(rows)])
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = self._model(input_ids=batch[:, :-1], use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits.float().flatten(0, 1), batch[:, 1:].flatten()
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = training_rate(progress, step)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        self._tokens += batch[:, 1:].numel()
+        return float(loss.detach())
+
+    def _report(self, steps: int, seconds: float) -> None:
+        held_out = held_out_rows(self._tokenizer)
+        text = write_held_out_text(self._tokenizer, self._out)
+        figures = {
+            "parameters": sum(p.numel() for p in self._model.parameters()),
+            "steps": steps,
+            "tokens": self._tokens,
+            "minutes": round(seconds / 60, 1),
+            "loss": round(mean_loss(self._model, held_out), 4),
+            "entropy": round(held_out.nats / held_out.tokens, 4),
+            "held_out_tokens": held_out.tokens,
+            "text_entropy": round(text.nats / text.tokens, 4),
+            "text_tokens": text.tokens,
+            "text_loss": round(mean_loss(self._model, in_windows(text)), 4),
+        }
+        print(json.dumps(figures), flush=True)
+        (self._out / "README.md").write_text(model_card(figures), encoding="utf-8")
+
+
+def model_card(figures: dict[str, float]) -> str:
+    """Return the README of the model directory."""
+    loss, entropy = figures["loss"], figures["entropy"]
+    return f"""---
+license: mit
+language: en
+pipeline_tag: text-generation
+tags: [llama, tiny, stories]
+---
+
+# shoal-stories
+
+A Llama with {figures["parameters"]:,} parameters that tells short, friendly stories for children.
+It is bundled so that a swarm can be tried without downloading anything, and it is small enough to
+run on any machine. It knows nothing but its stories; do not ask it questions.
+
+| | |
+|---|---|
+| architecture | LlamaForCausalLM, 8 layers, hidden 128, MLP 384, 4 heads, 2 KV heads, tied head |
+| vocabulary | byte-level BPE, {VOCABULARY} tokens, `<s>` begins a text, `</s>` ends a story |
+| weights | float32 |
+| trained on | {figures["tokens"] / 1e6:.1f} M tokens from `examples/story_grammar.py`, none seen twice |
+| trained with | one CPU core, {figures["minutes"]:.0f} minutes, {figures["steps"]:,} steps, rows up to 1024 |
+| held-out loss | **{loss:.4f}** nats per token, perplexity {math.exp(loss):.3f} |
+| entropy of the text | **{entropy:.4f}** nats per token, perplexity {math.exp(entropy):.3f}: the floor |
+
+The floor is exact, not estimated: the generator of the stories reports the probability of every
+choice it makes. Held-out figures are over {figures["held_out_tokens"]:,} tokens of whole stories in
+rows of up to 1024 tokens, from seeds that training never uses.
+
+`heldout.txt` holds further unseen stories, each followed by `</s>`; tokenize the file as it stands
+({figures["text_tokens"]:,} predicted tokens, entropy {figures["text_entropy"]:.4f} nats per token;
+this model in windows of 1024 tokens, float32: {figures["text_loss"]:.4f}).
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("models/shoal-stories")
+model = AutoModelForCausalLM.from_pretrained("models/shoal-stories")
+prompt = tokenizer("Once upon a time", return_tensors="pt")
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=300)[0], skip_special_tokens=True))
+```
+
+Good beginnings are "Once upon a time", "Long ago", "There once was" and "This is the story of".
+After `</s>` the model goes on with another story, with other people and another plot; its memory
+is 1024 tokens. Every name, place and sentence was written for this project.
+
+To make it again: `python examples/train_demo_model.py --out models/shoal-stories --seed 0`.
+"""
+
+
+def main() -> None:
+    """Parse the command line and train."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=40.0, help="wall-clock training time")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    Training(options.out, options.seed, options.minutes).run()
+
+
+if __name__ == "__main__":
+    main()

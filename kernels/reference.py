@@ -1,0 +1,81 @@
+"""The slow, obvious version of every kernel, in float64 and loops: what the tests compare with.
+
+Nothing else imports this file.
+"""
+
+import torch
+from torch import Tensor
+
+from .quantize import Int8Weight
+
+
+def linear_few(hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+    """Return the float64 product of unrounded activations with the quantized weight."""
+    weight_OI = weight.values_OI.double() * weight.scales_O.double()[:, None]
+    return _add_bias(hidden_NI.double() @ weight_OI.t(), bias_O)
+
+
+def linear_many(hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+    """Return the product with each row of activations rounded to 255 steps of its own absmax."""
+    rows = []
+    for row_I in hidden_NI.float():
+        absmax = row_I.abs().max()
+        step = absmax / 127 if absmax > 0 else torch.tensor(1.0)
+        whole_I = torch.round(row_I / step).to(torch.int64)
+        sums_O = (weight.values_OI.to(torch.int64) * whole_I).sum(dim=1)
+        rows.append(sums_O.double() * step.double() * weight.scales_O.double())
+    return _add_bias(torch.stack(rows), bias_O)
+
+
+def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the float64 value of hidden / root(mean(hidden**2) + eps) * weight."""
+    wide = hidden.double()
+    mean_square = (wide * wide).mean(dim=-1, keepdim=True)
+    return wide / torch.sqrt(mean_square + eps) * weight.double()
+
+
+def apply_rotary(states_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    """Turn each pair (d, d + D/2) as a complex number, in float64, one position at a time."""
+    width = cos_TD.shape[-1]
+    half = width // 2
+    turned = states_BHTD.double().clone()
+    for position in range(states_BHTD.shape[2]):
+        for pair in range(half):
+            cos, sin = cos_TD[position, pair].double(), sin_TD[position, pair].double()
+            real = states_BHTD[:, :, position, pair].double()
+            imaginary = states_BHTD[:, :, position, pair + half].double()
+            turned[:, :, position, pair] = real * cos - imaginary * sin
+            turned[:, :, position, pair + half] = real * sin + imaginary * cos
+    return turned
+
+
+def attention(
+    queries_BHTD: Tensor,
+    keys_BGSD: Tensor,
+    values_BGSD: Tensor,
+    start_position: int,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+) -> Tensor:
+    """Compute each head and query by itself, over the list of keys that it may see."""
+    num_batch, num_heads, num_queries, _ = queries_BHTD.shape
+    heads_per_group = num_heads // keys_BGSD.shape[1]
+    result = torch.zeros(*queries_BHTD.shape[:3], values_BGSD.shape[-1], dtype=torch.float64)
+    for batch in range(num_batch):
+        for head in range(num_heads):
+            keys_SD = keys_BGSD[batch, head // heads_per_group].double()
+            values_SD = values_BGSD[batch, head // heads_per_group].double()
+            for index in range(num_queries):
+                position = start_position + index
+                first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
+                query_D = queries_BHTD[batch, head, index].double()
+                scores_S = keys_SD[first : position + 1] @ query_D * scale
+                weights_S = torch.exp(scores_S - scores_S.max())
+                weights_S = weights_S / weights_S.sum()
+                result[batch, head, index] = weights_S @ values_SD[first : position + 1]
+    return result
+
+
+def _add_bias(product_NO: Tensor, bias_O: Tensor | None) -> Tensor:
+    return product_NO if bias_O is None else product_NO + bias_O.double()

@@ -1,0 +1,1 @@
+"""A peer serves a span of transformer blocks to clients."""

@@ -1,0 +1,53 @@
+"""Keeps the announcement of one peer fresh: every period, and at once when its state changes."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from ..protocol.announcements import Announcement, PeerState, sign_announcement
+from ..protocol.errors import DirectoryError
+from ..protocol.identity import Identity
+from ..protocol.net.clock import Clock
+from ..protocol.net.directory import Directory
+
+_logger = logging.getLogger(__name__)
+
+LIFETIME_PERIODS = 3
+"""An announcement outlives two that were lost on the way."""
+
+
+class Announcer:
+    """Publishes what `await describe(state, sequence, now)` returns, signed. Owned by one peer."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        identity: Identity,
+        describe: Callable[[PeerState, int, float], Awaitable[Announcement]],
+        clock: Clock,
+        period_seconds: float,
+    ) -> None:
+        self._directory = directory
+        self._identity = identity
+        self._describe = describe
+        self._clock = clock
+        self._period_seconds = period_seconds
+        self.state = PeerState.JOINING
+        # Wall time in milliseconds: a restarted peer goes on counting without remembering.
+        self._sequence = int(clock.wall() * 1000)
+
+    async def announce(self, state: PeerState) -> None:
+        """Publish a state now. Raises DirectoryError when no replica took it."""
+        self.state = state
+        self._sequence += 1
+        announcement = await self._describe(state, self._sequence, self._clock.wall())
+        await self._directory.announce(sign_announcement(self._identity, announcement))
+
+    async def run(self) -> None:
+        """Renew the announcement until cancelled; a directory in trouble is asked again."""
+        while True:
+            await asyncio.sleep(self._period_seconds)
+            try:
+                await self.announce(self.state)
+            except DirectoryError as error:
+                _logger.warning("could not renew the announcement: %s", error)

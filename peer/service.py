@@ -1,0 +1,323 @@
+"""One stream of a client: messages in, work for the engine, messages out. No decisions.
+
+What to do with a step is decided by `protocol.session`; what to compute next by
+`engine.scheduler`. Answers leave a stream in the order of their questions.
+"""
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass, field
+
+import torch
+
+from ..kernels.compress import decode_tensor, encode_tensor
+from ..protocol import limits
+from ..protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+)
+from ..protocol.ids import ModelId, PeerId, SessionId
+from ..protocol.messages import (
+    Close,
+    Declined,
+    Gap,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Step,
+    Welcome,
+)
+from ..protocol.net.clock import Clock
+from ..protocol.net.transport import Stream
+from ..protocol.session import Action, SessionState
+from ..protocol.spans import Span
+from ..protocol.tensors import WireCodec, WireDtype, WireTensor
+from ..protocol.versions import SOFTWARE, agree_on_version
+from ..protocol.wire import decode_frame, encode_frame
+from .engine.compute_thread import ComputedStep, ComputeThread
+from .engine.engine import Engine, StepWork
+from .engine.kv_cache import SessionCache
+
+_logger = logging.getLogger(__name__)
+
+TORCH_DTYPES = {
+    WireDtype.FP32: torch.float32,
+    WireDtype.FP16: torch.float16,
+    WireDtype.BF16: torch.bfloat16,
+}
+
+_MAX_PENDING_ANSWERS = 16
+"""Questions of one stream that wait for their answer; more are not read until one is sent."""
+
+
+@dataclass(slots=True)
+class HeldSession:
+    """A session and its cache; closed by the stream that opened it."""
+
+    state: SessionState
+    cache: SessionCache
+    span: Span
+    dtype: WireDtype
+    running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class ServiceFacts:
+    """What a service says of itself and checks requests against."""
+
+    peer_id: PeerId
+    model_id: ModelId
+    max_sessions: int
+    session_idle_seconds: float
+
+
+@dataclass
+class Service:
+    """All sessions of one peer, and the code that serves a stream."""
+
+    facts: ServiceFacts
+    engine: Engine
+    compute: ComputeThread
+    clock: Clock
+    is_draining: bool = False
+    sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
+    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def serve(self, stream: Stream) -> None:
+        """Serve one stream until it ends; frees everything that the stream opened."""
+        await _Conversation(self, stream).run()
+
+    async def wait_until_empty(self, timeout_seconds: float) -> bool:
+        """Wait until no session is left; return whether that happened in time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_seconds):
+                while self.sessions:
+                    self._closed.clear()
+                    await self._closed.wait()
+        return not self.sessions
+
+    def close_session(self, session: SessionId) -> None:
+        """Drop what a session still waits for and free its cache; unknown ids are fine."""
+        held = self.sessions.pop(session, None)
+        if held is not None:
+            for future in held.running:
+                future.cancel()
+            self.compute.post(held.cache.close)
+            self._closed.set()
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningStep:
+    """A step in the engine, whose answer is not known yet."""
+
+    step: Step
+    held: HeldSession
+    future: asyncio.Future[ComputedStep]
+
+
+class _Conversation:
+    """The state of one stream: a reader and a sender side by side, owned by one task group."""
+
+    def __init__(self, service: Service, stream: Stream) -> None:
+        self._service = service
+        self._stream = stream
+        self._opened: set[SessionId] = set()
+        self._answers: asyncio.Queue[bytes | _RunningStep | None] = asyncio.Queue(
+            _MAX_PENDING_ANSWERS
+        )
+        self._is_welcome = False
+
+    async def run(self) -> None:
+        """Serve until the stream ends. A client that vanishes is nobody's error."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send_answers())
+                await self._read_questions()
+                await self._answers.put(None)
+        except* UnavailableError as group:
+            _logger.debug("a client went away: %s", group.exceptions[0])
+        finally:
+            for session in self._opened:
+                self._service.close_session(session)
+
+    async def _read_questions(self) -> None:
+        """Read until the client ends the stream, breaks the protocol or falls silent."""
+        idle_seconds = self._service.facts.session_idle_seconds
+        try:
+            while True:
+                async with asyncio.timeout(idle_seconds):
+                    frame = await self._stream.receive()
+                if frame is None:
+                    return
+                await self._take(decode_frame(frame))
+        except RemoteProtocolError as error:
+            await self._end_stream(ErrorCode.BAD_FRAME, str(error))
+        except RefusedError as error:
+            await self._end_stream(error.code, str(error))
+        except TimeoutError:
+            detail = f"nothing was asked for {idle_seconds:.0f} s"
+            await self._end_stream(ErrorCode.UNKNOWN_SESSION, detail)
+
+    async def _end_stream(self, code: ErrorCode, detail: str) -> None:
+        _logger.info("closing a stream: %s", detail)
+        await self._answers.put(encode_frame(Declined(None, 0, code, detail)))
+
+    async def _send_answers(self) -> None:
+        while (answer := await self._answers.get()) is not None:
+            frame = await self._finish(answer) if isinstance(answer, _RunningStep) else answer
+            if frame is not None:
+                await self._stream.send(frame)
+
+    async def _take(self, message: Message) -> None:
+        """Act on one message; a refusal of a session is an answer, of a stream an exception."""
+        if isinstance(message, Hello):
+            await self._answers.put(encode_frame(self._welcome(message)))
+        elif not self._is_welcome:
+            raise RemoteProtocolError("the first message of a stream is Hello")
+        elif isinstance(message, Step):
+            await self._take_step(message)
+        elif isinstance(message, Open):
+            await self._answers.put(await self._open(message))
+        elif isinstance(message, Close):
+            if message.session in self._opened:
+                self._opened.discard(message.session)
+                self._service.close_session(message.session)
+        else:
+            raise RemoteProtocolError(f"a client does not send {type(message).__name__}")
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        version = agree_on_version(hello.min_version, hello.max_version)
+        self._is_welcome = True
+        facts, engine = self._service.facts, self._service.engine
+        wall = self._service.clock.wall()
+        return Welcome(version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
+
+    async def _open(self, message: Open) -> bytes:
+        service = self._service
+        try:
+            self._check_open(message)
+            cache, free_tokens = await self._open_cache(message)
+        except RefusedError as error:
+            return _encode_refusal(message.session, 0, error)
+        state = SessionState(message.num_rows, message.max_tokens, message.epoch)
+        service.sessions[message.session] = HeldSession(state, cache, message.span, message.dtype)
+        self._opened.add(message.session)
+        queue_seconds = service.compute.queue_seconds
+        return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
+
+    def _check_open(self, message: Open) -> None:
+        service, engine = self._service, self._service.engine
+        if service.is_draining:
+            raise RefusedError(ErrorCode.DRAINING, "the peer is about to leave")
+        if message.model_id != service.facts.model_id:
+            raise RefusedError(ErrorCode.WRONG_MODEL, "the peer serves another model")
+        if not engine.span.covers(message.span):
+            detail = f"the peer serves blocks {engine.span}, not {message.span}"
+            raise RefusedError(ErrorCode.WRONG_SPAN, detail)
+        if message.max_tokens > engine.spec.max_positions:
+            detail = f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
+            raise RefusedError(ErrorCode.TOO_LONG, detail)
+        if message.session in service.sessions:
+            raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
+        if (
+            len(service.sessions) >= service.facts.max_sessions
+            or len(self._opened) >= limits.MAX_SESSIONS_PER_STREAM
+        ):
+            raise RefusedError(ErrorCode.BUSY, "the peer holds as many sessions as it may", 5.0)
+
+    async def _open_cache(self, message: Open) -> tuple[SessionCache, int]:
+        """Return a new cache and how many tokens are free beside it."""
+        compute, engine = self._service.compute, self._service.engine
+
+        def open_on_thread() -> tuple[SessionCache, int]:
+            cache = engine.open_cache(message.num_rows, message.max_tokens, message.span)
+            return cache, engine.pool.statistics().num_free_tokens
+
+        opening = compute.call(open_on_thread)
+        try:
+            return await asyncio.shield(opening)
+        except asyncio.CancelledError:
+            # The stream broke while the cache was being opened: nobody will hold it.
+            opening.add_done_callback(lambda done: _discard_cache(done, compute))
+            raise
+
+    async def _take_step(self, step: Step) -> None:
+        held = self._service.sessions.get(step.session)
+        try:
+            if held is None:
+                raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open here")
+            decision = held.state.decide(step)
+        except RefusedError as error:
+            await self._answers.put(_encode_refusal(step.session, step.sequence, error))
+            return
+        if decision.action is Action.RESEND:
+            await self._answers.put(decision.answer)
+        elif decision.action is Action.GAP:
+            gap = Gap(step.session, step.epoch, step.sequence, held.state.length)
+            await self._answers.put(encode_frame(gap))
+        elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
+            held.state.accept(step)
+            future = self._service.compute.submit(_make_work(step, held))
+            held.running.add(future)
+            await self._answers.put(_RunningStep(step, held, future))
+
+    async def _finish(self, running: _RunningStep) -> bytes | None:
+        """Wait for the engine and return the answer, or None when the session was closed."""
+        step, held, future = running.step, running.held, running.future
+        await asyncio.wait([future])
+        held.running.discard(future)
+        if future.cancelled():
+            return None
+        error = future.exception()
+        if isinstance(error, RefusedError):
+            held.state.fail(step.position)
+            return _encode_refusal(step.session, step.sequence, error)
+        computed = future.result()
+        frame = encode_frame(_make_output(step, held, computed))
+        held.state.complete(step.sequence, frame)
+        return frame
+
+
+def _make_work(step: Step, held: HeldSession) -> StepWork:
+    hidden = decode_tensor(step.hidden.data, TORCH_DTYPES[step.hidden.dtype], step.hidden.shape)
+    return StepWork(
+        cache=held.cache,
+        span=held.span,
+        position=step.position,
+        hidden_BTH=hidden,
+        row_map=step.row_map,
+        last_token_only=step.last_token_only,
+        decoded=step.is_decoded,
+    )
+
+
+def _make_output(step: Step, held: HeldSession, computed: ComputedStep) -> Output:
+    hidden = computed.hidden_BTH.to(TORCH_DTYPES[held.dtype])
+    rows, tokens, width = hidden.shape
+    return Output(
+        step.session,
+        step.epoch,
+        step.sequence,
+        step.position,
+        WireTensor(held.dtype, WireCodec.RAW, rows, tokens, width, encode_tensor(hidden)),
+        computed.queue_seconds,
+        computed.compute_seconds,
+    )
+
+
+def _discard_cache(
+    opening: asyncio.Future[tuple[SessionCache, int]], compute: ComputeThread
+) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        compute.post(opening.result()[0].close)
+
+
+def _encode_refusal(session: SessionId, sequence: int, error: RefusedError) -> bytes:
+    return encode_frame(
+        Declined(session, sequence, error.code, str(error), error.retry_after_seconds)
+    )

@@ -1,0 +1,204 @@
+"""What a peer tells the swarm about itself: a typed, bounded, signed and expiring record.
+
+A record vouches for itself: the peer id inside it contains the key that signed it. Nothing here
+knows where records are kept.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from . import limits
+from .endpoints import Endpoint
+from .errors import LocalProtocolError, RemoteProtocolError
+from .identity import SIGNATURE_BYTES, Identity, public_key_of, verify
+from .ids import MODEL_ID_CHARACTERS, ModelId, PeerId
+from .spans import Span
+
+MAX_ADAPTERS = 16
+MAX_RTTS = 16
+
+# A record is one byte of version, the signature, and the body as compact JSON. The signed bytes
+# travel as they are, so no canonical form is needed. The context keeps a signature from being
+# worth anything elsewhere.
+_VERSION = b"\x01"
+_CONTEXT = b"shoal announcement 1\0"
+_HEADER_BYTES = len(_VERSION) + SIGNATURE_BYTES
+_HOST = re.compile(r"[0-9A-Za-z_.:%-]{1,253}")  # a name, or an IPv4 or IPv6 address
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
+_MAX_COUNT = 2**53 - 1  # the largest whole number that every JSON reader keeps exactly
+
+
+class PeerState(StrEnum):
+    """Where a peer is in its life. Only ONLINE peers take new sessions."""
+
+    JOINING = "joining"
+    ONLINE = "online"
+    DRAINING = "draining"
+    OFFLINE = "offline"
+
+
+def _check_peer_id(peer_id: PeerId) -> PeerId:
+    try:
+        public_key_of(peer_id)
+    except RemoteProtocolError as error:
+        raise ValueError(str(error)) from error  # what pydantic collects
+    return peer_id
+
+
+def _check_endpoint(endpoint: Endpoint) -> Endpoint:
+    if not _HOST.fullmatch(endpoint.host):
+        raise ValueError("the host is not a name or an address")
+    if not 0 < endpoint.port < 2**16:
+        raise ValueError("the port is not in 1..65535")
+    if endpoint.fingerprint and not _FINGERPRINT.fullmatch(endpoint.fingerprint):
+        raise ValueError("the fingerprint is not 64 lower-case hex digits")
+    return endpoint
+
+
+_PeerId = Annotated[PeerId, AfterValidator(_check_peer_id)]
+_ModelId = Annotated[ModelId, Field(pattern=rf"^[0-9a-f]{{{MODEL_ID_CHARACTERS}}}$")]
+_Endpoint = Annotated[Endpoint, AfterValidator(_check_endpoint)]
+_AdapterHash = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+_Version = Annotated[int, Field(ge=0, lt=2**16)]
+_Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+_Amount = Annotated[FiniteFloat, Field(ge=0, le=1e12)]
+
+WeightsFormat = Literal["int8", "bf16", "fp32", "nf4"]
+ComputeDtype = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """One peer's statement about one model, true to the best of its knowledge when issued.
+
+    The annotations are the schema that `read_announcement` enforces on strangers; a local
+    mistake is found by `sign_announcement`. Speeds are rows or tokens through the whole span.
+    """
+
+    peer_id: _PeerId
+    model_id: _ModelId
+    num_blocks: Annotated[int, Field(ge=1, le=limits.MAX_BLOCKS)]
+    """Blocks of the whole model, not of the span."""
+    span: Span
+    state: PeerState
+    endpoints: Annotated[tuple[_Endpoint, ...], Field(max_length=limits.MAX_ENDPOINTS)]
+    """Where to dial, best first."""
+    min_version: _Version
+    """Lowest protocol version that the peer speaks."""
+    max_version: _Version
+    """Highest protocol version that the peer speaks."""
+    weights: WeightsFormat
+    """How the peer keeps its weights."""
+    compute_dtype: ComputeDtype
+    """What the peer computes in between the weights."""
+    sequence: _Count
+    """Grows with every announcement of a peer, also across restarts: start at wall milliseconds."""
+    issued_at: _Amount
+    """Wall seconds of the issuer."""
+    expires_at: _Amount
+    """Wall seconds; must grow with the sequence, or a replicated directory keeps the older one."""
+    adapters: Annotated[tuple[_AdapterHash, ...], Field(max_length=MAX_ADAPTERS)] = ()
+    """Short hashes of the adapters that are loaded."""
+    free_kv_tokens: _Count = 0
+    """Tokens of one row that the KV cache could take now."""
+    decode_steps_per_second: _Amount | None = None
+    """Measured with one session alone; None when not measured yet."""
+    prefill_tokens_per_second: _Amount | None = None
+    """Measured with one session alone; None when not measured yet."""
+    loaded_decode_steps_per_second: _Amount | None = None
+    """What one session gets under present load; None when not measured yet."""
+    queue_seconds: _Amount = 0.0
+    """How long a step waits before it is computed, at present."""
+    rtts: Annotated[tuple[tuple[_PeerId, _Amount], ...], Field(max_length=MAX_RTTS)] = ()
+    """Measured round-trip times in seconds to likely neighbours."""
+    software: Annotated[str, Field(max_length=64)] = ""
+    """Name and version of the software, for people to read."""
+
+    def __post_init__(self) -> None:
+        if self.span.stop > self.num_blocks:
+            raise ValueError(f"span {self.span} is beyond the {self.num_blocks} blocks")
+        if self.min_version > self.max_version:
+            raise ValueError(f"no version is in {self.min_version}..{self.max_version}")
+        lifetime_seconds = self.expires_at - self.issued_at
+        if not 0 < lifetime_seconds <= limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS:
+            raise ValueError(f"a lifetime of {lifetime_seconds:.1f} seconds is not allowed")
+
+
+_SCHEMA = TypeAdapter(Announcement)
+
+
+def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
+    """Return the signed record of an announcement, ready for a directory.
+
+    Raises LocalProtocolError when it speaks for someone else, breaks the schema or is larger
+    than `limits.MAX_ANNOUNCEMENT_BYTES`.
+    """
+    if announcement.peer_id != identity.peer_id:
+        raise LocalProtocolError(f"{identity.peer_id} cannot speak for {announcement.peer_id}")
+    # A value of the wrong type is no reason to warn: reading it back below decides.
+    body = _SCHEMA.dump_json(announcement, exclude_defaults=True, warnings=False)
+    record = _VERSION + identity.sign(_CONTEXT + body) + body
+    try:
+        survived = verify_announcement(record)
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"this announcement cannot be published: {error}") from error
+    if survived != announcement:
+        raise LocalProtocolError("this announcement has values that JSON cannot carry")
+    return record
+
+
+def verify_announcement(record: bytes) -> Announcement:
+    """Return the announcement in a record, checked in everything that does not depend on time.
+
+    Raises RemoteProtocolError, and nothing else, for whatever bytes.
+    """
+    if len(record) > limits.MAX_ANNOUNCEMENT_BYTES:
+        raise RemoteProtocolError(f"an announcement of {len(record)} bytes is too large")
+    if len(record) <= _HEADER_BYTES:
+        raise RemoteProtocolError("the announcement is cut short")
+    if not record.startswith(_VERSION):
+        raise RemoteProtocolError(f"announcements of version {record[0]} are unknown")
+    signature, body = record[len(_VERSION) : _HEADER_BYTES], record[_HEADER_BYTES:]
+    try:
+        announcement = _SCHEMA.validate_json(body, strict=True)
+    except ValidationError as error:
+        raise RemoteProtocolError(f"the announcement is malformed: {_reason(error)}") from error
+    if not verify(announcement.peer_id, _CONTEXT + body, signature):
+        raise RemoteProtocolError("the announcement was not signed by the peer that it names")
+    return announcement
+
+
+def check_is_current(announcement: Announcement, now: float) -> None:
+    """Raise RemoteProtocolError unless the announcement holds at `now`, in wall seconds."""
+    if announcement.expires_at <= now:
+        raise RemoteProtocolError(
+            f"the announcement expired {now - announcement.expires_at:.1f} seconds ago"
+        )
+    if announcement.issued_at > now + limits.MAX_CLOCK_SKEW_SECONDS:
+        raise RemoteProtocolError(
+            f"the announcement is dated {announcement.issued_at - now:.1f} seconds in the future"
+        )
+
+
+def read_announcement(record: bytes, now: float) -> Announcement:
+    """Return the announcement in a record, if it is genuine, well formed and holds at `now`.
+
+    Raises RemoteProtocolError with the reason, and nothing else, for whatever bytes. Fields that
+    are not known are ignored, so that we understand those who know more.
+    """
+    announcement = verify_announcement(record)
+    check_is_current(announcement, now)
+    return announcement
+
+
+def _reason(error: ValidationError) -> str:
+    """Return the first complaint in one short line, without what the stranger sent."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:64]
+    return f"{where}: {first['msg'][:160]}" if where else first["msg"][:160]

@@ -1,0 +1,134 @@
+"""Fixtures for everybody: tiny random checkpoints of every family that shoal knows."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+
+NUM_BLOCKS = 4
+SEED = 20240229
+
+_SHAPE = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": NUM_BLOCKS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": None,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 128,
+}
+_LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+
+# Every variant differs from its family's plain form in something that blocks must honour.
+VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "llama": ("llama", {}),
+        "llama-rope-llama3": ("llama", {"rope_parameters": _LLAMA3_ROPE}),
+        "llama-rope-linear": ("llama", {"rope_parameters": _LINEAR_ROPE}),
+        "llama-head-dim": ("llama", {"head_dim": 24}),
+        "llama-one-kv-head": ("llama", {"num_key_value_heads": 1}),
+        "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
+        "llama-tied": ("llama", {"tie_word_embeddings": True}),
+        "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
+        "mistral-window": ("mistral", {"sliding_window": 13}),
+        "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+        "qwen2-window": (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": 2},
+        ),
+        "qwen3": ("qwen3", {"head_dim": 24}),
+        "qwen3-window": (
+            "qwen3",
+            {
+                "head_dim": 16,
+                "attention_bias": True,
+                "use_sliding_window": True,
+                "sliding_window": 13,
+                "layer_types": ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
+            },
+        ),
+    }
+)
+
+
+class TinyModel:
+    """A random checkpoint on disk and the same weights as a transformers model in float32."""
+
+    def __init__(self, variant: str, directory: Path) -> None:
+        self.variant = variant
+        self.directory = directory
+        self.num_blocks = NUM_BLOCKS
+
+    @cached_property
+    def reference(self) -> Any:
+        """The transformers model (causal language model, eager attention, evaluation mode)."""
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(
+            self.directory, dtype=torch.float32, attn_implementation="eager"
+        )
+        return model.eval()
+
+
+class TinyModels:
+    """Makes each variant once per test run."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._models: dict[str, TinyModel] = {}
+
+    def get(self, variant: str = "llama") -> TinyModel:
+        """Return the model of this variant; `VARIANTS` lists them."""
+        if variant not in self._models:
+            directory = self._root / variant
+            save_tiny_model(directory, variant)
+            self._models[variant] = TinyModel(variant, directory)
+        return self._models[variant]
+
+
+def save_tiny_model(directory: Path, variant: str, **save_options: Any) -> None:
+    """Write a checkpoint with seeded random weights that make attention and MLP matter."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, changes = VARIANTS[variant]
+    config = AutoConfig.for_model(family, **{**_SHAPE, **changes})
+    model = AutoModelForCausalLM.from_config(config)
+    generator = torch.Generator().manual_seed(SEED)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 2:
+                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+            else:
+                # Norm weights start at one, biases at zero.
+                parameter.add_(noise * 0.2)
+    model.save_pretrained(directory, **save_options)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
+    """Tiny models by variant name: `tiny_models.get("qwen3").directory`."""
+    return TinyModels(tmp_path_factory.mktemp("tiny-models"))
+
+
+@pytest.fixture(params=list(VARIANTS))
+def any_tiny_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
+    """Runs the test once for every variant of every family."""
+    return tiny_models.get(request.param)

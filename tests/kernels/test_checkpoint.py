@@ -1,0 +1,222 @@
+import json
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from shoal.kernels.checkpoint import (
+    FINGERPRINT_SAMPLE_BYTES,
+    FINGERPRINT_SAMPLES,
+    Checkpoint,
+    CheckpointError,
+)
+
+CONFIG = {"model_type": "llama", "hidden_size": 8}
+TENSORS = {
+    "first": torch.arange(6, dtype=torch.float32).view(2, 3),
+    "second": torch.ones(4, dtype=torch.bfloat16),
+}
+
+
+def write_config(directory: Path) -> None:
+    (directory / "config.json").write_text(json.dumps(CONFIG))
+
+
+def write_single(directory: Path, tensors: dict[str, torch.Tensor] = TENSORS) -> None:
+    write_config(directory)
+    save_file(tensors, directory / "model.safetensors")
+
+
+def write_sharded(directory: Path, weight_map: dict[str, object] | None = None) -> None:
+    write_config(directory)
+    names = {"first": "model-1.safetensors", "second": "model-2.safetensors"}
+    for name, file_name in names.items():
+        save_file({name: TENSORS[name]}, directory / file_name)
+    index = {"metadata": {}, "weight_map": names if weight_map is None else weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+@pytest.mark.parametrize("write", [write_single, write_sharded])
+def test_checkpoint_loads_tensors_in_their_stored_dtype(tmp_path: Path, write) -> None:
+    write(tmp_path)
+
+    checkpoint = Checkpoint.open(str(tmp_path))
+
+    assert checkpoint.config == CONFIG
+    assert checkpoint.directory == tmp_path
+    assert checkpoint.names == {"first", "second"}
+    assert checkpoint.has("first")
+    assert not checkpoint.has("third")
+    for name, expected in TENSORS.items():
+        assert checkpoint.load(name).dtype == expected.dtype
+        assert torch.equal(checkpoint.load(name), expected)
+
+
+def test_checkpoint_names_a_tensor_that_is_not_there(tmp_path: Path) -> None:
+    write_single(tmp_path)
+
+    with pytest.raises(CheckpointError, match="no tensor 'third'"):
+        Checkpoint.open(tmp_path).load("third")
+
+
+def test_checkpoint_reports_a_tensor_that_its_shard_lacks(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {"first": "model-2.safetensors", "second": "model-2.safetensors"})
+    checkpoint = Checkpoint.open(tmp_path)
+
+    with pytest.raises(CheckpointError, match=r"'first' cannot be read from .*model-2"):
+        checkpoint.load("first")
+
+
+def test_revision_tells_weights_apart_and_not_directories(tmp_path: Path) -> None:
+    directories = [tmp_path / name for name in ("a", "copy", "other")]
+    for directory in directories:
+        directory.mkdir()
+        write_single(directory)
+    changed = {**TENSORS, "first": TENSORS["first"] + 1}
+    write_single(directories[2], changed)
+
+    original, copy, other = (Checkpoint.open(directory).revision for directory in directories)
+
+    assert original == copy
+    assert original != other
+
+
+def test_revision_samples_large_files_to_their_end(tmp_path: Path) -> None:
+    num_bytes = FINGERPRINT_SAMPLES * FINGERPRINT_SAMPLE_BYTES * 4
+    weights = torch.zeros(num_bytes, dtype=torch.int8)
+    revisions = set()
+    for changed in (None, 0, num_bytes - 1):
+        if changed is not None:
+            weights[changed] = 1
+        write_single(tmp_path, {"weights": weights})
+        revisions.add(Checkpoint.open(tmp_path).revision)
+
+    assert len(revisions) == 3
+
+
+def test_revision_reads_samples_from_every_shard(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    before = Checkpoint.open(tmp_path).revision
+    save_file({"second": TENSORS["second"] * 2}, tmp_path / "model-2.safetensors")
+
+    assert Checkpoint.open(tmp_path).revision != before
+
+
+def test_open_refuses_a_path_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="there is no model directory"):
+        Checkpoint.open(tmp_path / "nothing")
+    with pytest.raises(CheckpointError, match="there is no model directory"):
+        Checkpoint.open("./models/nothing")
+
+
+def test_open_refuses_a_directory_without_config(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+
+    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", b"[" * 100_000])
+def test_open_refuses_a_damaged_config(tmp_path: Path, content: bytes) -> None:
+    write_single(tmp_path)
+    (tmp_path / "config.json").write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
+        Checkpoint.open(tmp_path)
+
+
+class Bomb:
+    """Leaves a trace if anybody unpickles it."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self):
+        return (Path.touch, (self.trace,))
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "model.pth"])
+def test_open_refuses_pickles_without_reading_them(tmp_path: Path, name: str) -> None:
+    write_config(tmp_path)
+    (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
+
+    with pytest.raises(CheckpointError, match="convert it to safetensors"):
+        Checkpoint.open(tmp_path)
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_open_refuses_a_directory_without_weights(tmp_path: Path) -> None:
+    write_config(tmp_path)
+
+    with pytest.raises(CheckpointError, match="has no weights"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 7, 30, -1])
+def test_open_names_a_truncated_file(tmp_path: Path, kept_bytes: int) -> None:
+    write_sharded(tmp_path)
+    shard = tmp_path / "model-2.safetensors"
+    shard.write_bytes(shard.read_bytes()[:kept_bytes])
+
+    with pytest.raises(CheckpointError, match=r"model-2\.safetensors is truncated or damaged"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "header", [b"[]", b"{", b'{"a": 1}', b'{"a": {"data_offsets": [0, "x"]}}', b"\xff"]
+)
+def test_open_names_a_file_with_a_damaged_header(tmp_path: Path, header: bytes) -> None:
+    write_config(tmp_path)
+    content = len(header).to_bytes(8, "little") + header
+    (tmp_path / "model.safetensors").write_bytes(content)
+
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or damaged"):
+        Checkpoint.open(tmp_path)
+
+
+def test_open_refuses_a_header_length_beyond_the_file(tmp_path: Path) -> None:
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}")
+
+    with pytest.raises(CheckpointError, match="longer than the file"):
+        Checkpoint.open(tmp_path)
+
+
+def test_open_names_a_missing_shard(tmp_path: Path) -> None:
+    write_sharded(tmp_path)
+    (tmp_path / "model-1.safetensors").unlink()
+
+    with pytest.raises(CheckpointError, match=r"names model-1\.safetensors, which is not there"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "file_name",
+    [
+        "../outside.safetensors",
+        "/outside.safetensors",
+        "a/../../outside.safetensors",
+        "..\\outside.safetensors",
+        "C:outside.safetensors",
+        "config.json",
+        7,
+    ],
+)
+def test_open_refuses_an_index_that_points_elsewhere(tmp_path: Path, file_name: object) -> None:
+    directory = tmp_path / "model"
+    directory.mkdir()
+    save_file(TENSORS, tmp_path / "outside.safetensors")
+    write_sharded(directory, {"first": file_name, "second": "model-2.safetensors"})
+
+    with pytest.raises(CheckpointError, match="do not use this model"):
+        Checkpoint.open(directory)
+
+
+@pytest.mark.parametrize("index", ["{}", '{"weight_map": []}', '{"weight_map": {}}', "{"])
+def test_open_refuses_a_damaged_index(tmp_path: Path, index: str) -> None:
+    write_config(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+
+    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+        Checkpoint.open(tmp_path)

@@ -1,0 +1,89 @@
+"""Wire buffers: exact round trips, fixed byte order, refusals before allocation."""
+
+import struct
+from typing import cast
+
+import pytest
+import torch
+from shoal.kernels.compress import Codec, decode_tensor, encode_tensor, has_only_finite
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (2, 3, 5), (0, 4)])
+def test_tensor_survives_the_wire(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(dtype)
+
+    buffer = encode_tensor(tensor)
+    result = decode_tensor(buffer, dtype, shape)
+
+    assert len(buffer) == tensor.numel() * dtype.itemsize
+    assert result.dtype is dtype
+    assert result.shape == shape
+    assert torch.equal(result, tensor)
+
+
+def test_encoding_keeps_every_bit() -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)  # NaNs too
+
+    for dtype in (torch.float16, torch.bfloat16):
+        result = decode_tensor(encode_tensor(bits.view(dtype)), dtype, (2**16,))
+        assert torch.equal(result.view(torch.int16), bits)
+
+
+def test_encoding_is_little_endian_in_c_order() -> None:
+    tensor = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).t()
+
+    assert encode_tensor(tensor) == struct.pack("<4f", 1.0, 3.0, 2.0, 4.0)
+    assert encode_tensor(torch.tensor([1.0], dtype=torch.bfloat16)) == b"\x80\x3f"
+
+
+def test_encoding_accepts_a_tensor_with_gradient() -> None:
+    tensor = torch.ones(2, requires_grad=True)
+
+    assert encode_tensor(tensor) == struct.pack("<2f", 1.0, 1.0)
+
+
+def test_decoded_tensor_owns_its_memory() -> None:
+    buffer = bytearray(b"__" + struct.pack("<2f", 1.0, 2.0))  # not aligned either
+
+    tensor = decode_tensor(memoryview(buffer)[2:], torch.float32, (2,))
+    buffer[:] = bytes(len(buffer))
+    tensor += 1
+
+    assert tensor.tolist() == [2.0, 3.0]
+    assert not any(buffer)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2), (0,), (2**40, 2**40), (-1, -2), (-2,)])
+def test_decoding_refuses_a_length_that_contradicts_the_shape(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=r"bytes|negative"):
+        decode_tensor(bytes(8), torch.float32, shape)
+
+
+def test_unknown_dtypes_and_codecs_are_refused() -> None:
+    with pytest.raises(ValueError, match="does not travel"):
+        encode_tensor(torch.ones(2, dtype=torch.int64))
+    with pytest.raises(ValueError, match="does not travel"):
+        decode_tensor(bytes(8), torch.float64, (1,))
+    with pytest.raises(ValueError, match="codec"):
+        decode_tensor(bytes(8), torch.float32, (2,), codec=cast(Codec, 77))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 500, 1000])
+def test_non_finite_values_are_found(place: int, value: float, dtype: torch.dtype) -> None:
+    tensor = torch.zeros(7, 143, dtype=dtype)
+    assert has_only_finite(tensor)
+
+    tensor.view(-1)[place] = value
+
+    assert not has_only_finite(tensor)
+
+
+def test_large_finite_values_pass() -> None:
+    # A sum of these overflows; they are finite all the same.
+    assert has_only_finite(torch.full((64,), torch.finfo(torch.float16).max, dtype=torch.float16))
+    assert has_only_finite(torch.zeros(0))

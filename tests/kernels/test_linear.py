@@ -1,0 +1,221 @@
+"""Linear layers against the reference: formats, paths, odd shapes and independent rows."""
+
+import pytest
+import torch
+from shoal.kernels import reference
+from shoal.kernels.linear import FEW_ROWS_LIMIT, RowPath, choose_row_path, make_linear
+from shoal.kernels.quantize import WeightFormat, quantize_int8
+from torch import Tensor
+
+SHAPES = [(24, 40), (33, 7), (1, 1), (64, 128), (256, 96)]  # (in, out)
+ROWS = [1, 2, 5, 17, 40]
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def make_case(
+    num_rows: int, in_features: int, out_features: int, dtype: torch.dtype, seed: int = 3
+) -> tuple[Tensor, Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(num_rows, in_features, generator=draw).to(dtype)
+    weight = torch.randn(out_features, in_features, generator=draw) * 0.05
+    bias = torch.randn(out_features, generator=draw).to(dtype)
+    return hidden, weight, bias
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_int8_few_matches_the_reference(
+    in_features: int, out_features: int, num_rows: int, dtype: torch.dtype, with_bias: bool
+) -> None:
+    hidden, weight, bias = make_case(num_rows, in_features, out_features, dtype)
+    linear = make_linear(weight, bias if with_bias else None, WeightFormat.INT8, dtype)
+
+    result = linear(hidden, RowPath.FEW)
+
+    expected = reference.linear_few(hidden, quantize_int8(weight), bias if with_bias else None)
+    assert result.dtype is dtype
+    assert result.shape == (num_rows, out_features)
+    # Activations and sums pass through bfloat16: 8 significant bits, each off by half a step.
+    assert relative_error(result, expected) < 3 * 2**-9
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_int8_many_matches_the_reference(
+    in_features: int, out_features: int, num_rows: int, dtype: torch.dtype, with_bias: bool
+) -> None:
+    hidden, weight, bias = make_case(num_rows, in_features, out_features, dtype)
+    linear = make_linear(weight, bias if with_bias else None, WeightFormat.INT8, dtype)
+
+    result = linear(hidden, RowPath.MANY)
+
+    expected = reference.linear_many(hidden, quantize_int8(weight), bias if with_bias else None)
+    assert result.dtype is dtype
+    # Integers are exact; what remains is the rounding of the result to its dtype.
+    assert relative_error(result, expected) < (1e-6 if dtype is torch.float32 else 2**-8)
+
+
+def test_int8_many_sums_extreme_integers_exactly() -> None:
+    # Sums of 127 * 127 * 4096 leave float32's 24 bits: a kernel that accumulates in floats, or
+    # saturates pairs in 16 bits, as AVX2 code without care does, is off.
+    weight = torch.full((40, 4096), 127.0)
+    weight[1::2, ::2] = -127.0
+    weight[:, 0] = 126.0
+    hidden = torch.full((20, 4096), 127.0)
+    hidden[1::2] *= -1
+    linear = make_linear(weight, None, WeightFormat.INT8, torch.float32)
+    quantized = quantize_int8(weight)
+
+    result = linear(hidden, RowPath.MANY)
+
+    sums = (hidden.to(torch.int64) @ quantized.values_OI.to(torch.int64).t()).float()
+    assert torch.equal(result, sums * quantized.scales_O)
+
+
+@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_is_close_to_the_unquantized_product(path: RowPath, dtype: torch.dtype) -> None:
+    hidden, weight, _ = make_case(6, 256, 96, dtype)
+    linear = make_linear(weight, None, WeightFormat.INT8, dtype)
+
+    result = linear(hidden, path)
+
+    assert relative_error(result, hidden.double() @ weight.double().t()) < 0.02
+
+
+@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_rows", [2, 9, 33])
+def test_int8_row_does_not_depend_on_its_company(
+    num_rows: int, dtype: torch.dtype, path: RowPath
+) -> None:
+    hidden, weight, bias = make_case(num_rows, 96, 72, dtype)
+    hidden[-1] *= 1e4  # an outlier row would spoil a scale shared by the batch
+    linear = make_linear(weight, bias, WeightFormat.INT8, dtype)
+
+    together = linear(hidden, path)
+    alone = torch.cat([linear(row[None], path) for row in hidden])
+
+    torch.testing.assert_close(
+        together, alone, rtol=2**-8 if dtype is torch.bfloat16 else 1e-6, atol=0.0
+    )
+
+
+@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_int8_keeps_a_non_finite_row_visible_and_apart(value: float, path: RowPath) -> None:
+    hidden, weight, _ = make_case(3, 24, 40, torch.float32)
+    linear = make_linear(weight, None, WeightFormat.INT8, torch.float32)
+    clean = linear(hidden, path)
+    hidden[1, 5] = value
+
+    result = linear(hidden, path)
+
+    assert not bool(result[1].isfinite().any())
+    assert torch.equal(result[[0, 2]], clean[[0, 2]])
+
+
+@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_int8_maps_zero_rows_to_the_bias(dtype: torch.dtype, path: RowPath) -> None:
+    _, weight, bias = make_case(1, 24, 40, dtype)
+    linear = make_linear(weight, bias, WeightFormat.INT8, dtype)
+
+    assert torch.equal(linear(torch.zeros(2, 24, dtype=dtype), path), bias.expand(2, 40))
+    assert linear(torch.zeros(0, 24, dtype=dtype), path).shape == (0, 40)
+
+
+@pytest.mark.parametrize("path", list(RowPath))
+def test_int8_accepts_rows_that_are_not_contiguous(path: RowPath) -> None:
+    hidden, weight, _ = make_case(24, 6, 40, torch.float32)
+    linear = make_linear(weight.repeat(1, 4), None, WeightFormat.INT8, torch.float32)
+
+    result = linear(hidden.t(), path)
+
+    assert torch.equal(result, linear(hidden.t().contiguous(), path))
+
+
+@pytest.mark.parametrize("path", list(RowPath))
+def test_int8_refuses_to_pretend_a_gradient(path: RowPath) -> None:
+    hidden, weight, _ = make_case(2, 24, 40, torch.float32)
+    linear = make_linear(weight, None, WeightFormat.INT8, torch.float32)
+    hidden.requires_grad_()
+
+    with pytest.raises(ValueError, match="no backward"):
+        linear(hidden, path)
+    with torch.no_grad():
+        assert linear(hidden, path).shape == (2, 40)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
+@pytest.mark.parametrize("weights", [WeightFormat.BF16, WeightFormat.FP32])
+@pytest.mark.parametrize("path", list(RowPath))
+def test_float_formats_match_the_plain_product(
+    weights: WeightFormat, dtype: torch.dtype, path: RowPath
+) -> None:
+    hidden, weight, bias = make_case(5, 33, 40, dtype)
+    linear = make_linear(weight, bias, weights, dtype)
+
+    result = linear(hidden, path)
+
+    expected = hidden.double() @ weight.double().t() + bias.double()
+    exact = weights is WeightFormat.FP32 and dtype is torch.float32
+    assert result.dtype is dtype
+    assert relative_error(result, expected) < (1e-6 if exact else 0.01)
+
+
+def test_float_linear_does_not_share_the_callers_memory() -> None:
+    hidden, weight, bias = make_case(2, 8, 8, torch.float32)
+    linear = make_linear(weight, bias, WeightFormat.FP32, torch.float32)
+    before = linear(hidden, RowPath.FEW)
+
+    weight.zero_()
+    bias.zero_()
+
+    assert torch.equal(linear(hidden, RowPath.FEW), before)
+
+
+@pytest.mark.parametrize(
+    ("weights", "low", "high"),
+    [(WeightFormat.INT8, 1.0, 1.05), (WeightFormat.BF16, 2.0, 2.0), (WeightFormat.FP32, 4.0, 4.0)],
+)
+def test_linear_counts_its_bytes_and_parameters(
+    weights: WeightFormat, low: float, high: float
+) -> None:
+    linear = make_linear(torch.ones(1024, 1024), None, weights, torch.float32)
+
+    assert (linear.in_features, linear.out_features) == (1024, 1024)
+    assert linear.num_parameters == 1024 * 1024
+    assert low <= linear.num_bytes / linear.num_parameters <= high
+
+
+def test_linear_counts_its_bias() -> None:
+    linear = make_linear(torch.ones(40, 24), torch.ones(40), WeightFormat.FP32, torch.bfloat16)
+
+    assert linear.num_parameters == 40 * 24 + 40
+    assert linear.num_bytes == 40 * 24 * 4 + 40 * 2
+
+
+def test_row_path_changes_behind_the_limit() -> None:
+    assert choose_row_path(1) is RowPath.FEW
+    assert choose_row_path(FEW_ROWS_LIMIT) is RowPath.FEW
+    assert choose_row_path(FEW_ROWS_LIMIT + 1) is RowPath.MANY
+
+
+def test_make_linear_refuses_what_does_not_fit() -> None:
+    with pytest.raises(ValueError, match="matrix"):
+        make_linear(torch.ones(4), None, WeightFormat.FP32, torch.float32)
+    with pytest.raises(ValueError, match="bias"):
+        make_linear(torch.ones(4, 3), torch.ones(3), WeightFormat.INT8, torch.float32)
+    with pytest.raises(ValueError, match="floating point"):
+        make_linear(torch.ones(4, 3), None, WeightFormat.INT8, torch.int8)
+    with pytest.raises(ValueError, match="NaN"):
+        make_linear(torch.full((4, 3), float("nan")), None, WeightFormat.INT8, torch.float32)

@@ -1,0 +1,70 @@
+"""Int8 weights: error bound, exact cases and refusals."""
+
+import pytest
+import torch
+from shoal.kernels.quantize import dequantize_int8, quantize_int8
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (40, 24), (7, 33), (128, 256)])
+def test_quantize_is_off_by_at_most_half_a_step(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    quantized = quantize_int8(weight)
+
+    error = (dequantize_int8(quantized) - weight.float()).abs()
+    assert bool((error <= quantized.scales_O[:, None] * 0.50001).all())
+    assert torch.equal(quantized.scales_O, weight.float().abs().amax(dim=1) / 127)
+
+
+def test_quantize_returns_contiguous_int8_and_float32() -> None:
+    weight = torch.randn(6, 10, generator=torch.Generator().manual_seed(2)).t()
+
+    quantized = quantize_int8(weight)
+
+    assert quantized.values_OI.shape == (10, 6)
+    assert quantized.values_OI.dtype is torch.int8
+    assert quantized.values_OI.is_contiguous()
+    assert quantized.scales_O.dtype is torch.float32
+    assert int(quantized.values_OI.abs().max()) == 127
+
+
+def test_quantize_keeps_multiples_of_the_step_exactly() -> None:
+    weight = torch.tensor([[127.0, -3.0, 0.0], [-254.0, 2.0, 4.0]])
+
+    assert torch.equal(dequantize_int8(quantize_int8(weight)), weight)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e-40, -1e-37])
+def test_quantize_accepts_rows_of_nothing(value: float) -> None:
+    weight = torch.tensor([[value, value], [1.0, 2.0]])
+
+    quantized = quantize_int8(weight)
+
+    assert bool(quantized.scales_O.isfinite().all())
+    assert bool((quantized.scales_O > 0).all())
+    assert (dequantize_int8(quantized)[0] - value).abs().max() <= quantized.scales_O[0] / 2
+
+
+def test_quantize_leaves_its_input_alone() -> None:
+    weight = torch.tensor([[1.0, -2.0]])
+
+    quantize_int8(weight)
+
+    assert weight.tolist() == [[1.0, -2.0]]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantize_refuses_non_finite_weights(value: float, dtype: torch.dtype) -> None:
+    weight = torch.ones(4, 5, dtype=dtype)
+    weight[2, 3] = value
+
+    with pytest.raises(ValueError, match="NaN or infinity"):
+        quantize_int8(weight)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 2, 2), (0, 4), (4, 0)])
+def test_quantize_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="matrix"):
+        quantize_int8(torch.zeros(shape))

@@ -1,0 +1,204 @@
+"""The blocks of every family compute what transformers computes from the same checkpoint."""
+
+import json
+
+import pytest
+import torch
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.families import FAMILIES, read_spec
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.protocol.errors import ModelError
+from shoal.protocol.spans import Span
+from transformers import AutoConfig
+
+TOLERANCE = 1e-4
+KV_BUDGET = 2**26
+
+
+def load_engine(tiny_model, start: int = 0, stop: int | None = None) -> Engine:
+    span = Span(start, tiny_model.num_blocks if stop is None else stop)
+    checkpoint = open_checkpoint(tiny_model.directory)
+    return Engine.load(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=KV_BUDGET)
+
+
+def draw_tokens(tiny_model, num_rows: int, num_tokens: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(num_rows * 1000 + num_tokens)
+    vocabulary = tiny_model.reference.config.vocab_size
+    return torch.randint(0, vocabulary, (num_rows, num_tokens), generator=generator)
+
+
+def run_engines(engines: list[Engine], hidden: torch.Tensor, cuts: list[int]) -> torch.Tensor:
+    """Stream hidden states through the engines in steps that end at `cuts`."""
+    num_rows, num_tokens, _ = hidden.shape
+    caches = [engine.open_cache(num_rows, num_tokens, engine.span) for engine in engines]
+    outputs = []
+    for start, stop in zip([0, *cuts], [*cuts, num_tokens], strict=True):
+        step = hidden[:, start:stop]
+        for engine, cache in zip(engines, caches, strict=True):
+            (step,) = engine.execute([StepWork(cache, engine.span, start, step)])
+            assert isinstance(step, torch.Tensor), step
+        outputs.append(step)
+    return torch.cat(outputs, dim=1)
+
+
+@torch.no_grad()
+def check_equal_to_transformers(tiny_model, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
+    """Compare final hidden states, before the head's norm by way of the norm, and logits."""
+    model = tiny_model.reference
+    expected = model.model(tokens).last_hidden_state
+    normed = model.model.norm(hidden)
+    torch.testing.assert_close(normed, expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(
+        model.lm_head(normed), model.lm_head(expected), rtol=TOLERANCE, atol=TOLERANCE
+    )
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("num_tokens", [1, 2, 17, 300])
+def test_one_step_equals_transformers(any_tiny_model, num_rows: int, num_tokens: int) -> None:
+    tokens = draw_tokens(any_tiny_model, num_rows, num_tokens)
+    hidden = any_tiny_model.reference.model.embed_tokens(tokens).detach()
+
+    output = run_engines([load_engine(any_tiny_model)], hidden, cuts=[])
+
+    check_equal_to_transformers(any_tiny_model, tokens, output)
+
+
+def test_four_engines_equal_transformers_after_every_block(any_tiny_model) -> None:
+    tokens = draw_tokens(any_tiny_model, 2, 40)
+    model = any_tiny_model.reference
+    with torch.no_grad():
+        expected = model.model(tokens, output_hidden_states=True).hidden_states
+    engines = [load_engine(any_tiny_model, index, index + 1) for index in range(4)]
+
+    for index in range(3):
+        hidden = run_engines(engines[: index + 1], expected[0], cuts=[])
+        torch.testing.assert_close(hidden, expected[index + 1], rtol=0, atol=TOLERANCE)
+    check_equal_to_transformers(any_tiny_model, tokens, run_engines(engines, expected[0], cuts=[]))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "cuts"),
+    [(300, [100, 101, 128, 256]), (40, list(range(1, 40))), (60, list(range(17, 60)))],
+    ids=["chunks", "token-by-token", "prompt-then-tokens"],
+)
+def test_steps_of_any_length_equal_transformers(
+    any_tiny_model, num_tokens: int, cuts: list[int]
+) -> None:
+    tokens = draw_tokens(any_tiny_model, 2, num_tokens)
+    hidden = any_tiny_model.reference.model.embed_tokens(tokens).detach()
+    engines = [load_engine(any_tiny_model, 0, 3), load_engine(any_tiny_model, 3, 4)]
+
+    output = run_engines(engines, hidden, cuts)
+
+    check_equal_to_transformers(any_tiny_model, tokens, output)
+
+
+def read_config(tiny_model) -> dict:
+    return json.loads((tiny_model.directory / "config.json").read_text())
+
+
+@pytest.mark.parametrize("variant", ["llama", "llama-rope-linear", "llama-rope-llama3"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+def test_configs_of_transformers_4_read_like_those_of_5(tiny_models, variant, key) -> None:
+    config = read_config(tiny_models.get(variant))
+    scaling = dict(config.pop("rope_parameters"))
+    old = {**config, "rope_theta": scaling.pop("rope_theta"), "rope_scaling": None}
+    if variant != "llama":
+        old["rope_scaling"] = {**scaling, key: scaling["rope_type"]}
+        if key == "type":
+            del old["rope_scaling"]["rope_type"]
+
+    assert read_spec(old) == read_spec(read_config(tiny_models.get(variant)))
+
+
+MINIMAL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 512,
+    "vocab_size": 128,
+}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("optional", [{}, {"use_sliding_window": True}, {"sliding_window": None}])
+def test_what_a_config_leaves_out_is_read_as_in_transformers(family: str, optional: dict) -> None:
+    if family == "llama" and optional:
+        pytest.skip("Llama has no sliding windows")
+    if family == "mistral" and "use_sliding_window" in optional:
+        pytest.skip("Mistral has a window or null")
+
+    spec = read_spec({"model_type": family, **MINIMAL, **optional})
+    expected = AutoConfig.for_model(family, **MINIMAL, **optional)
+
+    assert spec.head_dim == getattr(expected, "head_dim", 64 // 8)
+    assert spec.norm_eps == expected.rms_norm_eps
+    assert spec.activation == expected.hidden_act
+    assert spec.tie_word_embeddings == expected.tie_word_embeddings
+    assert dict(spec.rope_parameters) == expected.rope_parameters
+    window = getattr(expected, "sliding_window", None)
+    layer_types = getattr(expected, "layer_types", None) or ["sliding_attention"] * spec.num_blocks
+    expected_windows = [
+        window if layer_type == "sliding_attention" else None for layer_type in layer_types
+    ]
+    assert list(spec.sliding_windows) == expected_windows
+
+
+def test_published_dtype_is_read_in_both_spellings() -> None:
+    config = {"model_type": "llama", **MINIMAL}
+
+    assert read_spec({**config, "torch_dtype": "bfloat16"}).dtype is torch.bfloat16
+    assert read_spec({**config, "dtype": "float16"}).dtype is torch.float16
+
+
+def test_unknown_family_is_refused_with_the_supported_ones() -> None:
+    with pytest.raises(ModelError, match="'mamba' is not supported.*llama, mistral, qwen2, qwen3"):
+        read_spec({"model_type": "mamba"})
+    with pytest.raises(ModelError, match="not supported"):
+        read_spec({})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"hidden_size": 0}, "hidden_size must be a whole number"),
+        ({"hidden_size": "64"}, "hidden_size must be a whole number"),
+        ({"hidden_size": 2**40}, "hidden_size must be a whole number"),
+        ({"hidden_size": 65}, "no multiple of 8 heads"),
+        ({"num_hidden_layers": True}, "num_hidden_layers must be a whole number"),
+        ({"num_key_value_heads": 3}, "8 attention heads cannot share 3"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a positive number"),
+        ({"rope_theta": -1.0}, "rope_theta must be a positive number"),
+        ({"rope_scaling": 3}, "rope_scaling must be an object"),
+        ({"rope_parameters": {"full_attention": {}}}, "differ by block"),
+        ({"attention_bias": "yes"}, "attention_bias must be true or false"),
+        ({"hidden_act": "tan"}, "activation 'tan' is not supported"),
+        ({"hidden_act": 1}, "hidden_act must be a text"),
+        ({"dtype": "int4"}, "dtype 'int4' is not one of"),
+        ({"quantization_config": {"bits": 4}}, "quantized already"),
+    ],
+)
+def test_unusable_values_are_refused_by_name(changes: dict, complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        read_spec({"model_type": "llama", **MINIMAL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({"layer_types": ["full_attention"]}, "1 layer types for 30 blocks"),
+        ({"layer_types": ["chunked_attention"] * 30}, "layer_types may only hold"),
+        ({"layer_types": "full_attention"}, "layer_types must be a list"),
+        ({"max_window_layers": "all"}, "not a block index"),
+        ({"sliding_window": -4}, "sliding_window must be a whole number"),
+    ],
+)
+def test_unusable_sliding_windows_are_refused(changes: dict, complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        read_spec({"model_type": "qwen2", "use_sliding_window": True, **MINIMAL, **changes})
