@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
 from ..protocol.errors import UsageError
@@ -80,10 +80,11 @@ def check_token_ids(ids: object, vocab_size: int) -> Tensor:
         raise UsageError(f"token ids must have the shape [rows, tokens], got {list(ids.shape)}")
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise UsageError(f"token ids must be whole numbers, got {ids.dtype}")
-    if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < vocab_size):
+    lowest, highest = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+    if lowest < 0 or highest >= vocab_size:
         raise UsageError(
-            f"token ids must be from 0 to {vocab_size - 1}, got {int(ids.min())} to "
-            f"{int(ids.max())}; does the tokenizer belong to this model?"
+            f"token ids must be from 0 to {vocab_size - 1}, got {lowest} to {highest}; does the "
+            "tokenizer belong to this model?"
         )
     return ids.long()
 
@@ -123,11 +124,11 @@ def plan_generation(
     attention_mask: Tensor | None,
     remembered_BT: Tensor | None,
     settings: Settings,
-    model_config: object,
+    model_config: PreTrainedConfig,
 ) -> GenerationPlan:
     """Check one call and say what it will do; raises UsageError and changes nothing."""
     check_settings(settings)
-    input_ids_BT = _join_text(inputs, remembered_BT, int(getattr(model_config, "vocab_size")))
+    input_ids_BT = _join_text(inputs, remembered_BT, model_config.vocab_size)
     num_remembered = 0 if remembered_BT is None else remembered_BT.shape[1]
     check_attention_mask(attention_mask)
     if attention_mask is None:
@@ -175,7 +176,7 @@ def _check_for_padding(new_ids_BT: Tensor, settings: Settings) -> None:
         )
 
 
-def _plan_length(num_tokens: int, settings: Settings, model_config: object) -> int:
+def _plan_length(num_tokens: int, settings: Settings, model_config: PreTrainedConfig) -> int:
     """Return how many tokens the text may have in the end, as transformers would."""
     max_positions = getattr(model_config, "max_position_embeddings", None) or MAX_SESSION_TOKENS
     max_positions = min(max_positions, MAX_SESSION_TOKENS)
@@ -235,6 +236,9 @@ class SessionTexts:
     def __init__(self) -> None:
         self._marks: WeakKeyDictionary[InferenceSession, _Mark] = WeakKeyDictionary()
 
+    def __len__(self) -> int:
+        return len(self._marks)
+
     def recall(self, session: InferenceSession) -> Tensor | None:
         """Return the text [B, T] that this session continues, shortened if it was rolled back.
 
@@ -270,9 +274,13 @@ class SessionTexts:
             self._marks[session] = _Mark(session.position, num_rows)
 
     def append(self, session: InferenceSession, position: int, ids_BT: Tensor) -> None:
-        """Note tokens that were sent at `position`, outside of generate()."""
+        """Note tokens that were sent at `position`, outside of generate().
+
+        After tokens that nobody has told us, or of other rows, the text is unknown.
+        """
         text_BT = session.output_ids if position > 0 else ids_BT[:, :0]
-        is_known = text_BT is not None and text_BT.shape[1] >= position
-        if is_known and text_BT.shape[0] == ids_BT.shape[0]:
-            text_BT = torch.cat([text_BT[:, :position].to(ids_BT.device), ids_BT], dim=1)
-            self.note(session, text_BT, ids_BT.shape[0])
+        if text_BT is None or text_BT.shape[1] < position or len(text_BT) != len(ids_BT):
+            self.note(session, None, 0)
+            return
+        text_BT = torch.cat([text_BT[:, :position].to(ids_BT.device), ids_BT], dim=1)
+        self.note(session, text_BT, len(ids_BT))

@@ -33,9 +33,7 @@ class LocalTensorNames:
     head: str
 
 
-_LLAMA_NAMES = LocalTensorNames(
-    "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
-)
+_LLAMA_NAMES = LocalTensorNames("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 
 FAMILIES = {
     "llama": _LLAMA_NAMES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import torch
@@ -77,16 +77,18 @@ class RemoteSequential(nn.Module):
 
         Continues the active session, or opens one for this call alone. No gradients flow back.
         """
-        self._check_hidden(hidden_BTH)
-        session = self.active_session
-        if session is not None:
-            return session.step(hidden_BTH, prompts, hypo_ids, last_token_only=last_token_only)
-        if hidden_BTH.shape[1] == 0:
+        self.check_hidden(hidden_BTH)
+        active, num_tokens = self.active_session, hidden_BTH.shape[1]
+        if active is None and num_tokens == 0:
             return hidden_BTH
-        with self.open_session(hidden_BTH.shape[1]) as session:
-            return session.step(hidden_BTH, prompts, hypo_ids, last_token_only=last_token_only)
+        with nullcontext(active) if active else self.open_session(num_tokens) as session:
+            output = session.step(
+                hidden_BTH.to("cpu"), prompts, hypo_ids, last_token_only=last_token_only
+            )
+        return output.to(hidden_BTH.device)
 
-    def _check_hidden(self, hidden_BTH: Tensor) -> None:
+    def check_hidden(self, hidden_BTH: Tensor) -> None:
+        """Raise UsageError unless these can be hidden states of this model."""
         if hidden_BTH.ndim != 3 or hidden_BTH.shape[2] != self._hidden_size:
             raise UsageError(
                 f"hidden states are [rows, tokens, {self._hidden_size}], "

@@ -38,7 +38,7 @@ class RemoteCache(Cache):
         generated tokens, so that text in one call or in several comes out the same.
         """
         output = self._session.step(
-            hidden_BTH,
+            hidden_BTH.to("cpu"),
             hypo_ids=self._row_map,
             last_token_only=last_token_only,
             is_decoded=hidden_BTH.shape[1] == 1 and self._session.position > 0,

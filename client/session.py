@@ -8,7 +8,7 @@ failed goes on where it stopped.
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -150,14 +150,14 @@ class RemoteSession:
     async def _step_piece(self, question: Question) -> Tensor:
         """Take one piece over all hops, replacing those that are lost on the way."""
         num_rows, num_tokens, _ = question.hidden_BTH.shape
-        deadline = self._clock.now() + self._config.failover_timeout_seconds
         if not self._hops:
             self._hops = await self._driver.cover(
-                self._facts.span, RecoveryLog(), num_rows, deadline
+                self._facts.span, RecoveryLog(), num_rows, self._make_deadline()
             )
             self._num_rows = num_rows
         hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
         moved: list[tuple[LiveHop, RecoveryLog[Tensor]]] = []
+        deadline: float | None = None
         index = 0
         try:
             while index < len(self._hops):
@@ -171,7 +171,8 @@ class RemoteSession:
                 try:
                     output_BTH = await self._driver.ask(live, asked)
                 except LostHopError as error:
-                    await self._replace(index, str(error), question.position)
+                    deadline = deadline or self._make_deadline()
+                    await self._replace(index, error, question.position, deadline)
                     continue
                 if asked.row_map is not None:
                     moved.append((live, live.log.copy()))
@@ -187,3 +188,30 @@ class RemoteSession:
                 await self._driver.hang_up(live)
             raise
         return hidden_BTH
+
+    async def _replace(
+        self, index: int, error: LostHopError, position: int, deadline: float
+    ) -> None:
+        """Put other hops, with the same cache, into the place of a lost one."""
+        lost = self._hops[index]
+        started_at = self._clock.now()
+        if started_at > deadline:
+            # Replacements were found and lost again, over and over.
+            raise error.__cause__ or error
+        replacements = await self._driver.cover(
+            lost.hop.span, lost.log, self._num_rows, deadline, lost.hop.peer.weights
+        )
+        self._hops[index : index + 1] = replacements
+        failover = Failover(
+            lost.hop,
+            str(error),
+            tuple(live.hop for live in replacements),
+            position,
+            lost.log.length,
+            self._clock.now() - started_at,
+        )
+        self.failovers.append(failover)
+        _logger.info("replaced blocks %s at token %d: %s", lost.hop.span, position, error)
+
+    def _make_deadline(self) -> float:
+        return self._clock.now() + self._config.failover_timeout_seconds

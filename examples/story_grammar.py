@@ -22,16 +22,9 @@ PLOTS_FILE = Path(__file__).with_name("story_plots.txt")
 # continuations well apart, so that greedy text does not hang on the last bit of a logit.
 ZIPF_EXPONENT = 0.7
 MEMORY_LIMIT = 4
-INVENTED_NAME_SHARE = 0.1
+INVENTED_NAME_FRACTION = 0.1
+INVENTED_NAME_LETTERS = ("KVZYWG", "aeiou", "bdkvzg", "aeiou", "lnrsm", "ao")
 
-GIRLS = (
-    "Mia Lily Anna Rosa Clara Nora Ella Sophie Emma Ruby Lucy Maya Hanna Ida Zoe Alice Grace Lena "
-    "Molly Nina Daisy Eva Julia Sara Tessa Vera Olga Pippa Leila Amina"
-).split()
-BOYS = (
-    "Tom Ben Leo Max Jack Sam Oskar Finn Noah Peter Hugo Emil Oliver Felix Anton Theo Jonas Paul "
-    "Milo Karim Toby Adam Henry Luka Simon Jakob Otto Ravi David Marco"
-).split()
 ELDERS = {
     "Grandma": "girl", "Grandpa": "boy", "Mother": "girl", "Father": "boy",
     "Aunt Edda": "girl", "Uncle Bruno": "boy",
@@ -46,43 +39,37 @@ PRONOUNS = {
 }
 # Which prefix the pronoun slots of a person carry: {he} is the hero, {fhe} the friend.
 PERSON_PREFIXES = {"hero": "", "friend": "f", "elder": "e", "neighbor": "n"}
-# home (where somebody lives), outside (where one plays), water, spots (where things are).
-SETTINGS = (
-    ("in a small village by the sea", "the beach", "the sea",
-     "under the old boat|behind the lighthouse|near the wooden pier|between the big rocks|"
-     "beside the fishing nets"),
-    ("in a little house at the edge of the forest", "the forest", "the stream",
-     "under the old oak|behind the mossy stones|beside the fallen tree|near the stream|"
-     "in the tall ferns"),
-    ("on a farm with a red barn", "the meadow", "the brook",
-     "behind the barn|under the apple tree|near the duck pond|beside the stone wall|"
-     "in the long grass"),
-    ("in a quiet town with narrow streets", "the park", "the canal",
-     "beside the fountain|behind the bakery|near the iron gate|under the rose bushes|"
-     "behind the library"),
-    ("in a white house beside a river", "the riverbank", "the river",
-     "under the stone bridge|near the water mill|behind the willow|in the reeds|"
-     "beside the ferry landing"),
-    ("in a village high in the mountains", "the valley", "the mountain stream",
-     "near the waterfall|behind the wooden hut|under the tall pine|beside the goat path|"
-     "between the gray rocks"),
-    ("in a valley full of orchards", "the orchard", "the creek",
-     "under the pear tree|beside the well|behind the wagon|near the beehives|"
-     "in the tall clover"),
-)  # fmt: skip
 
-# A parsed sentence: plain text, the name of a slot, or alternatives that are sequences again.
-Node = str | tuple[str, str] | list[list["Node"]]
-Sequence_ = list[Node]
+
+@dataclass(frozen=True)
+class Slot:
+    """A place in a sentence where a word of the story goes."""
+
+    name: str
+
+
+# A part of a parsed sentence: plain text, a slot, or alternatives that are sentences again.
+Node = str | Slot | list[list["Node"]]
+Sentence = list[Node]
+
+
+@dataclass(frozen=True)
+class Place:
+    """What belongs to one home, so that nobody finds a lighthouse in the mountains."""
+
+    outside: str
+    water: str
+    spots: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """The parsed story file: word lists, sentences by name, and plots by name."""
+    """The parsed story file: word lists, places by home, sentences and plots by name."""
 
     lists: dict[str, tuple[str, ...]]
-    macros: dict[str, list[Sequence_]]
-    plots: dict[str, list[list[Sequence_]]]
+    places: dict[str, Place]
+    macros: dict[str, list[Sentence]]
+    plots: dict[str, list[list[Sentence]]]
 
 
 @dataclass(frozen=True)
@@ -95,10 +82,10 @@ class Story:
     words: dict[str, str] = field(repr=False)
 
 
-def parse_sentence(text: str) -> Sequence_:
+def parse_sentence(text: str) -> Sentence:
     """Parse the bracket notation of one sentence. Raises ValueError if brackets do not match."""
     tokens = [token for token in re.split(r"([\[\]|]|\{\w+\})", text) if token]
-    stack: list[list[Sequence_]] = [[[]]]
+    stack: list[list[Sentence]] = [[[]]]
     for token in tokens:
         if token == "[":
             stack.append([[]])
@@ -110,7 +97,7 @@ def parse_sentence(text: str) -> Sequence_:
         elif token in "[|]":
             raise ValueError(f"unbalanced brackets in: {text}")
         elif token.startswith("{"):
-            stack[-1][-1].append(("slot", token[1:-1]))
+            stack[-1][-1].append(Slot(token[1:-1]))
         else:
             stack[-1][-1].append(token)
     if len(stack) > 1:
@@ -118,17 +105,21 @@ def parse_sentence(text: str) -> Sequence_:
     return stack[0][0]
 
 
+@cache
 def load_grammar(path: Path = PLOTS_FILE) -> Grammar:
     """Read the story file. Raises ValueError if a line belongs to no section."""
-    grammar = Grammar({}, {}, {})
-    macro: list[Sequence_] | None = None
-    plot: list[list[Sequence_]] | None = None
+    grammar = Grammar({}, {}, {}, {})
+    macro: list[Sentence] | None = None
+    plot: list[list[Sentence]] | None = None
     for line in path.read_text(encoding="utf-8").splitlines():
         if line.startswith("# ") or line == "#":
             continue
         if line.startswith("$ "):
             name, words = line[2:].split(": ")
             grammar.lists[name] = tuple(words.split("|"))
+        elif line.startswith("@ place: "):
+            home, outside, water, spots = line.removeprefix("@ place: ").split("; ")
+            grammar.places[home] = Place(outside, water, tuple(spots.split("|")))
         elif line.startswith("= "):
             macro, plot = [], None
             grammar.macros[line[2:]] = macro
@@ -158,7 +149,6 @@ class Storyteller:
         self._random = random.Random(seed)
         self._recent: dict[str, deque[str]] = {}
         self._words: dict[str, str] = {}
-        self._spots: tuple[str, ...] = ()
         self._nats = 0.0
 
     def tell(self) -> Story:
@@ -172,13 +162,13 @@ class Storyteller:
         text = "\n\n".join(paragraph for paragraph in paragraphs if paragraph) + "\n\n"
         return Story(text, self._nats, plot, dict(self._words))
 
-    def _expand(self, sentence: Sequence_) -> str:
+    def _expand(self, sentence: Sentence) -> str:
         parts: list[str] = []
         for node in sentence:
             if isinstance(node, str):
                 parts.append(node)
-            elif isinstance(node, tuple):
-                parts.append(self._fill(node[1]))
+            elif isinstance(node, Slot):
+                parts.append(self._fill(node.name))
             else:
                 parts.append(self._expand(node[self._pick(len(node))]))
         return "".join(parts)
@@ -211,13 +201,13 @@ class Storyteller:
 
     def _bind_place(self, key: str, base: str) -> None:
         if "home" not in self._words:
-            home = self._pick_fresh("home", tuple(setting[0] for setting in SETTINGS))
-            _, outside, water, spots = next(s for s in SETTINGS if s[0] == home)
-            self._words |= {"home": home, "outside": outside, "water": water}
-            self._spots = tuple(spots.split("|"))
+            home = self._pick_fresh("home", tuple(self._grammar.places))
+            place = self._grammar.places[home]
+            self._words |= {"home": home, "outside": place.outside, "water": place.water}
         if base == "spot":
             taken = set(self._words.values())
-            free = [spot for spot in self._spots if spot not in taken]
+            spots = self._grammar.places[self._words["home"]].spots
+            free = [spot for spot in spots if spot not in taken]
             self._words[key] = free[self._pick(len(free))]
 
     def _bind_person(self, key: str) -> None:
@@ -237,37 +227,34 @@ class Storyteller:
             self._words[PERSON_PREFIXES[role] + word] = form
 
     def _draw_child(self) -> tuple[str, str]:
-        invented = self._random.random() < INVENTED_NAME_SHARE
-        share = INVENTED_NAME_SHARE if invented else 1 - INVENTED_NAME_SHARE
-        self._nats -= math.log(share)
+        invented = self._random.random() < INVENTED_NAME_FRACTION
+        chance = INVENTED_NAME_FRACTION if invented else 1 - INVENTED_NAME_FRACTION
+        self._nats -= math.log(chance)
         if invented:
             return self._invent_name()
-        pairs = zip(GIRLS, BOYS, strict=True)
-        name = self._pick_fresh("name", tuple(name for pair in pairs for name in pair))
-        return name, "girl" if name in GIRLS else "boy"
+        girls, boys = self._grammar.lists["girl_name"], self._grammar.lists["boy_name"]
+        names = tuple(name for pair in zip(girls, boys, strict=True) for name in pair)
+        name = self._pick_fresh("name", names)
+        return name, "girl" if name in girls else "boy"
 
     def _invent_name(self) -> tuple[str, str]:
         """Compose a name that no list holds, so that a model learns to copy and not to recall.
 
-        Three consonants and the ending tell the whole draw, so its log-probability is exact;
-        names that end in "a" are girls.
+        Every letter is one draw, so the log-probability is exact. A name in "a" is a girl's.
         """
-        letters = [
-            self._uniform("KVZYWG"), self._uniform("aeiou"), self._uniform("bdkvzg"),
-            self._uniform("aeiou"), self._uniform("lnrsm"), self._uniform("ao"),
-        ]  # fmt: skip
-        return "".join(letters), "girl" if letters[-1] == "a" else "boy"
+        name = "".join(self._draw_letter(letters) for letters in INVENTED_NAME_LETTERS)
+        return name, "girl" if name.endswith("a") else "boy"
 
-    def _uniform(self, options: str) -> str:
-        self._nats += math.log(len(options))
-        return self._random.choice(options)
+    def _draw_letter(self, letters: str) -> str:
+        self._nats += math.log(len(letters))
+        return self._random.choice(letters)
 
     def _pick_fresh(self, name: str, options: tuple[str, ...]) -> str:
         """Pick one option that is not among the last picks of that name."""
-        memory = min(MEMORY_LIMIT, len(options) // 3)
+        # A story has two names, and one word of everything else.
+        limit = 2 * MEMORY_LIMIT if name == "name" else MEMORY_LIMIT
+        memory = min(limit, len(options) // 3)
         recent = self._recent.setdefault(name, deque(maxlen=2 * MEMORY_LIMIT))
-        if name == "name":
-            memory = 2 * MEMORY_LIMIT  # a story has two names
         avoid = set(list(recent)[-memory:]) if memory else set[str]()
         fresh = [option for option in options if option not in avoid]
         choice = fresh[self._pick(len(fresh))]

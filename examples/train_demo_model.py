@@ -25,16 +25,17 @@ from story_grammar import Storyteller
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-VOCABULARY = 1536
+CARD_FILE = Path(__file__).with_name("demo_model_card.md")
+VOCABULARY_SIZE = 1536
 BOS, EOS = "<s>", "</s>"
-TOKENIZER_STORIES = 4000
+NUM_TOKENIZER_STORIES = 4000
 # (share of the time, row length, rows): short rows teach sentences cheaply, long ones how to go on.
 PHASES = ((0.35, 256, 8), (0.40, 512, 8), (0.25, 1024, 4))
 PEAK_RATE, FINAL_RATE = 5e-3, 3e-5
-WARMUP_STEPS = 100
+NUM_WARMUP_UPDATES = 100
 SAVE_SECONDS = 240.0
-HELDOUT_ROWS = 16
-HELDOUT_BYTES = 20_000
+NUM_HELD_OUT_ROWS = 16
+HELD_OUT_LETTERS = 20_000
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class HeldOut:
     nats: float
 
     @property
-    def tokens(self) -> int:
+    def num_tokens(self) -> int:
         """The number of predicted tokens: all but the first of each row."""
         return sum(len(row) - 1 for row in self.rows)
 
@@ -57,12 +58,14 @@ def train_tokenizer(seed: int) -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY_SIZE,
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((teller.tell().text for _ in range(TOKENIZER_STORIES)), trainer)
+    tokenizer.train_from_iterator(
+        (teller.tell().text for _ in range(NUM_TOKENIZER_STORIES)), trainer
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, 0), (EOS, 1)]
     )
@@ -79,7 +82,7 @@ def build_model(seed: int) -> LlamaForCausalLM:
     """Build the untrained model: 8 layers of width 128, grouped-query attention, tied head."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=VOCABULARY_SIZE,
         hidden_size=128,
         intermediate_size=384,
         num_hidden_layers=8,
@@ -125,7 +128,7 @@ def held_out_rows(tokenizer: PreTrainedTokenizerFast, limit: int = 1024) -> Held
     """Build rows of at most `limit` tokens from seeds that training never uses."""
     rows: list[list[int]] = []
     nats = 0.0
-    for number in range(HELDOUT_ROWS):
+    for number in range(NUM_HELD_OUT_ROWS):
         teller, row = Storyteller(f"heldout-{number}"), [0]
         while True:
             story = teller.tell()
@@ -147,7 +150,7 @@ def mean_loss(model: LlamaForCausalLM, held_out: HeldOut) -> float:
         ids = torch.tensor([row])
         total += float(model(input_ids=ids, labels=ids).loss) * (len(row) - 1)
     model.train()
-    return total / held_out.tokens
+    return total / held_out.num_tokens
 
 
 def save(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
@@ -168,7 +171,7 @@ def write_held_out_text(tokenizer: PreTrainedTokenizerFast, out: Path) -> HeldOu
     """
     teller = Storyteller("heldout-text")
     text, nats = "", 0.0
-    while len(text) < HELDOUT_BYTES:
+    while len(text) < HELD_OUT_LETTERS:
         story = teller.tell()
         text += story.text + EOS
         nats += story.nats
@@ -177,13 +180,13 @@ def write_held_out_text(tokenizer: PreTrainedTokenizerFast, out: Path) -> HeldOu
     return HeldOut([tokenizer.encode(text)], nats)
 
 
-def training_rate(progress: float, step: int) -> float:
-    """Return the learning rate: linear warm-up by steps, then a cosine over the share of time."""
+def choose_rate(progress: float, update: int) -> float:
+    """Return the learning rate: linear warm-up by updates, and a cosine over the share of time."""
     cosine = FINAL_RATE + (PEAK_RATE - FINAL_RATE) * (1 + math.cos(math.pi * progress)) / 2
-    return cosine * min(1.0, (step + 1) / WARMUP_STEPS)
+    return cosine * min(1.0, (update + 1) / NUM_WARMUP_UPDATES)
 
 
-def batch_shape(progress: float) -> tuple[int, int]:
+def choose_batch_shape(progress: float) -> tuple[int, int]:
     """Return the number of rows and their length for this share of the training time."""
     for share, length, rows in PHASES:
         if progress < share:
@@ -213,28 +216,28 @@ class Training:
         self._streams = {
             length: training_rows(self._tokenizer, seed, length) for _, length, _ in PHASES
         }
-        self._tokens = 0
+        self._num_tokens = 0
 
     def run(self) -> None:
         """Train until the time is over, save, and write the model card."""
         write_held_out_text(self._tokenizer, self._out)
         started = saved = time.monotonic()
-        step, smooth = 0, 0.0
+        update, smooth = 0, 0.0
         while (elapsed := time.monotonic() - started) < self._seconds:
             progress = elapsed / self._seconds
-            loss = self._step(progress, step)
-            smooth = loss if step == 0 else 0.98 * smooth + 0.02 * loss
-            if step % 100 == 0:
-                print(f"{elapsed:6.0f} s  step {step:5}  loss {smooth:.4f}", flush=True)
+            loss = self._update(progress, update)
+            smooth = loss if update == 0 else 0.98 * smooth + 0.02 * loss
+            if update % 100 == 0:
+                print(f"{elapsed:6.0f} s  update {update:5}  loss {smooth:.4f}", flush=True)
             if time.monotonic() - saved > SAVE_SECONDS:
                 save(self._model, self._tokenizer, self._out)
                 saved = time.monotonic()
-            step += 1
+            update += 1
         save(self._model, self._tokenizer, self._out)
-        self._report(step, time.monotonic() - started)
+        self._report(update, time.monotonic() - started)
 
-    def _step(self, progress: float, step: int) -> float:
-        rows, length = batch_shape(progress)
+    def _update(self, progress: float, update: int) -> float:
+        rows, length = choose_batch_shape(progress)
         batch = torch.tensor([next(self._streams[length]) for _ in range(rows)])
         with torch.autocast("cpu", torch.bfloat16):
             logits = self._model(input_ids=batch[:, :-1], use_cache=False).logits
@@ -244,25 +247,25 @@ class Training:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
         for group in self._optimizer.param_groups:
-            group["lr"] = training_rate(progress, step)
+            group["lr"] = choose_rate(progress, update)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        self._tokens += batch[:, 1:].numel()
+        self._num_tokens += batch[:, 1:].numel()
         return float(loss.detach())
 
-    def _report(self, steps: int, seconds: float) -> None:
+    def _report(self, num_updates: int, seconds: float) -> None:
         held_out = held_out_rows(self._tokenizer)
         text = write_held_out_text(self._tokenizer, self._out)
         figures = {
-            "parameters": sum(p.numel() for p in self._model.parameters()),
-            "steps": steps,
-            "tokens": self._tokens,
+            "num_parameters": sum(p.numel() for p in self._model.parameters()),
+            "num_updates": num_updates,
+            "num_tokens": self._num_tokens,
             "minutes": round(seconds / 60, 1),
             "loss": round(mean_loss(self._model, held_out), 4),
-            "entropy": round(held_out.nats / held_out.tokens, 4),
-            "held_out_tokens": held_out.tokens,
-            "text_entropy": round(text.nats / text.tokens, 4),
-            "text_tokens": text.tokens,
+            "entropy": round(held_out.nats / held_out.num_tokens, 4),
+            "num_held_out_tokens": held_out.num_tokens,
+            "text_entropy": round(text.nats / text.num_tokens, 4),
+            "num_text_tokens": text.num_tokens,
             "text_loss": round(mean_loss(self._model, in_windows(text)), 4),
         }
         print(json.dumps(figures), flush=True)
@@ -270,54 +273,12 @@ class Training:
 
 
 def model_card(figures: dict[str, float]) -> str:
-    """Return the README of the model directory."""
-    loss, entropy = figures["loss"], figures["entropy"]
-    return f"""---
-license: mit
-language: en
-pipeline_tag: text-generation
-tags: [llama, tiny, stories]
----
-
-# shoal-stories
-
-A Llama with {figures["parameters"]:,} parameters that tells short, friendly stories for children.
-It is bundled so that a swarm can be tried without downloading anything, and it is small enough to
-run on any machine. It knows nothing but its stories; do not ask it questions.
-
-| | |
-|---|---|
-| architecture | LlamaForCausalLM, 8 layers, hidden 128, MLP 384, 4 heads, 2 KV heads, tied head |
-| vocabulary | byte-level BPE, {VOCABULARY} tokens, `<s>` begins a text, `</s>` ends a story |
-| weights | float32 |
-| trained on | {figures["tokens"] / 1e6:.1f} M tokens from `examples/story_grammar.py`, none seen twice |
-| trained with | one CPU core, {figures["minutes"]:.0f} minutes, {figures["steps"]:,} steps, rows up to 1024 |
-| held-out loss | **{loss:.4f}** nats per token, perplexity {math.exp(loss):.3f} |
-| entropy of the text | **{entropy:.4f}** nats per token, perplexity {math.exp(entropy):.3f}: the floor |
-
-The floor is exact, not estimated: the generator of the stories reports the probability of every
-choice it makes. Held-out figures are over {figures["held_out_tokens"]:,} tokens of whole stories in
-rows of up to 1024 tokens, from seeds that training never uses.
-
-`heldout.txt` holds further unseen stories, each followed by `</s>`; tokenize the file as it stands
-({figures["text_tokens"]:,} predicted tokens, entropy {figures["text_entropy"]:.4f} nats per token;
-this model in windows of 1024 tokens, float32: {figures["text_loss"]:.4f}).
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-tokenizer = AutoTokenizer.from_pretrained("models/shoal-stories")
-model = AutoModelForCausalLM.from_pretrained("models/shoal-stories")
-prompt = tokenizer("Once upon a time", return_tensors="pt")
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=300)[0], skip_special_tokens=True))
-```
-
-Good beginnings are "Once upon a time", "Long ago", "There once was" and "This is the story of".
-After `</s>` the model goes on with another story, with other people and another plot; its memory
-is 1024 tokens. Every name, place and sentence was written for this project.
-
-To make it again: `python examples/train_demo_model.py --out models/shoal-stories --seed 0`.
-"""
+    """Return the README of the model directory with the figures of this run filled in."""
+    perplexities = {
+        "perplexity": math.exp(figures["loss"]),
+        "floor_perplexity": math.exp(figures["entropy"]),
+    }
+    return CARD_FILE.read_text(encoding="utf-8").format(**figures, **perplexities)
 
 
 def main() -> None:

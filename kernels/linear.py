@@ -110,14 +110,25 @@ class _FloatLinear(Linear):
         return hidden_NO if self._bias_O is None else hidden_NO + self._bias_O
 
 
+_COLUMNS_PER_LOAD = 16
+"""FEW's kernel reads rows in loads of 16 elements and past the end of a row that is no multiple."""
+
+_ALIGNMENT = 32
+"""FEW's kernel loads activations with aligned instructions; at other addresses the process dies."""
+
+
 class _Int8Linear(Linear):
-    """Weights as int8 with one scale per output. Computes without gradients, on the CPU."""
+    """Weights as int8 with one scale per output, on the CPU, without gradients.
+
+    Columns are padded with zeros to whole loads; activations follow when they come in.
+    """
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
         weight = quantize_int8(weight_OI)
         self.out_features, self.in_features = weight_OI.shape
-        self._values_OI = weight.values_OI
-        self._values_IO = weight.values_OI.t()
+        self._padding = -self.in_features % _COLUMNS_PER_LOAD
+        self._values_OI = F.pad(weight.values_OI, (0, self._padding))
+        self._values_IO = self._values_OI.t()
         self._scales_O = weight.scales_O
         # The kernel of FEW wants scales in the activations' bfloat16, which would put a fixed
         # error of up to 0.2 % on a channel. It gets ones; the true scales follow in float32.
@@ -130,19 +141,23 @@ class _Int8Linear(Linear):
         if hidden_NI.requires_grad and torch.is_grad_enabled():
             # Rounding has no gradient: autograd would return a plausible, wrong one.
             raise ValueError("an int8 linear has no backward; call it under torch.no_grad()")
-        if path is RowPath.FEW:
-            sums_NO = self._multiply_few(hidden_NI)
-        else:
-            sums_NO = self._multiply_many(hidden_NI)
+        dtype = hidden_NI.dtype
+        if self._padding:
+            hidden_NI = F.pad(hidden_NI, (0, self._padding))
+        multiply = self._multiply_few if path is RowPath.FEW else self._multiply_many
+        sums_NO = multiply(hidden_NI)
         if self._bias_O is not None:
             sums_NO += self._bias_O
-        return sums_NO.to(hidden_NI.dtype)
+        return sums_NO.to(dtype)
 
     def _multiply_few(self, hidden_NI: Tensor) -> Tensor:
         # The kernel is vectorized for bfloat16 alone: its float32 form takes 13 times as long,
         # more than a plain float32 product. Sums are float32 inside and rounded to bfloat16 once.
-        sums_NO = torch._weight_int8pack_mm(
-            hidden_NI.to(torch.bfloat16), self._values_OI, self._ones_O
+        hidden_NI = hidden_NI.to(torch.bfloat16).contiguous()
+        if hidden_NI.data_ptr() % _ALIGNMENT:
+            hidden_NI = hidden_NI.clone()
+        sums_NO = torch._weight_int8pack_mm(  # pyright: ignore[reportPrivateImportUsage]
+            hidden_NI, self._values_OI, self._ones_O
         )
         return sums_NO * self._scales_O
 
@@ -151,5 +166,7 @@ class _Int8Linear(Linear):
         steps_N1 = hidden_NI.abs().amax(dim=1, keepdim=True).div_(INT8_MAX)
         steps_N1.clamp_min_(torch.finfo(torch.float32).tiny)  # a row of zeros
         rounded_NI = (hidden_NI / steps_N1).round_().to(torch.int8)
-        sums_NO = torch._int_mm(rounded_NI, self._values_IO) * steps_N1
-        return sums_NO.mul_(self._scales_O)
+        sums_NO = torch._int_mm(  # pyright: ignore[reportPrivateImportUsage]
+            rounded_NI, self._values_IO
+        )
+        return (sums_NO * steps_N1).mul_(self._scales_O)

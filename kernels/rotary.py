@@ -153,9 +153,10 @@ def _scale_llama3(reader: _Parameters) -> tuple[Tensor, float]:
     if not low < high:
         raise ValueError(f"rope low_freq_factor {low} must be below high_freq_factor {high}")
     frequencies = _base_frequencies(reader)
-    turns = reader.original_positions * frequencies / (2 * math.pi)
+    # In this order float32 rounds as it does in transformers: far positions multiply the last bit.
+    turns = reader.original_positions / (2 * math.pi / frequencies)
     kept = ((turns - low) / (high - low)).clamp(0, 1)
-    return frequencies * kept + frequencies / reader.number("factor") * (1 - kept), 1.0
+    return (1 - kept) * frequencies / reader.number("factor") + kept * frequencies, 1.0
 
 
 def _scale_yarn(reader: _Parameters) -> tuple[Tensor, float]:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..protocol.spans import Span
+
 
 @dataclass(frozen=True)
 class PeerConfig:
@@ -11,11 +13,8 @@ class PeerConfig:
     model: str
     """Directory of the model, or its id on the Hub."""
 
-    start: int | None = None
-    """First block to serve; None: the first of the model."""
-
-    stop: int | None = None
-    """One past the last block to serve; None: the end of the model."""
+    span: Span | None = None
+    """Blocks to serve; None: all of them."""
 
     weights: str = "int8"
     """How block weights are held: int8, bf16 or fp32."""

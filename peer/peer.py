@@ -6,11 +6,13 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from ..kernels.checkpoint import Checkpoint, CheckpointError
+import torch
+
+from ..kernels.checkpoint import Checkpoint
 from ..kernels.quantize import WeightFormat
 from ..protocol import versions
 from ..protocol.announcements import Announcement, PeerState
-from ..protocol.errors import DirectoryError, ModelError, UsageError
+from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.endpoints import Endpoint
 from ..protocol.identity import Identity
 from ..protocol.ids import ModelId, make_model_id
@@ -25,11 +27,14 @@ from .config import PeerConfig
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine
 from .engine.families import read_spec
+from .engine.loader import check_span, open_checkpoint
 from .identity_file import load_or_create_identity
 from .service import Service, ServiceFacts
 from .throughput import Throughput, measure_throughput
 
 _logger = logging.getLogger(__name__)
+
+_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ Report = Callable[[PeerEvent], None]
 async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> None:
     """Serve a span until `stop` is set.
 
-    Reports `started`, `directory`, `loading` (per block) and `online`. Raises UsageError for what
+    Reports `started`, `directory`, `loading` (per block), `online` and `left`. Raises UsageError for what
     the caller can mend and DirectoryError when the swarm cannot be joined; whatever was begun is
     undone before.
     """
@@ -90,6 +95,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         report(PeerEvent("online", _describe_online(service, endpoint, throughput, directory)))
         await _serve_until(stop, announcer)
         await _leave(service, announcer, config.drain_seconds)
+    report(PeerEvent("left", {}))
 
 
 def _choose_identity(config: PeerConfig) -> Identity:
@@ -100,40 +106,38 @@ def _choose_identity(config: PeerConfig) -> Identity:
 
 def _inspect_model(config: PeerConfig) -> tuple[Checkpoint, Span, ModelId]:
     """Open the model and choose the span; nothing is loaded yet."""
-    try:
-        checkpoint = Checkpoint.open(config.model)
-        spec = read_spec(checkpoint.config)
-        model_id = make_model_id(checkpoint.config, checkpoint.revision)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
-    start = 0 if config.start is None else config.start
-    stop = spec.num_blocks if config.stop is None else config.stop
-    if not 0 <= start < stop <= spec.num_blocks:
-        raise UsageError(
-            f"blocks {start}:{stop} are not in the model, which has 0:{spec.num_blocks}"
-        )
-    return checkpoint, Span(start, stop), model_id
+    checkpoint = open_checkpoint(config.model)
+    spec = read_spec(checkpoint.config)
+    span = config.span or Span(0, spec.num_blocks)
+    check_span(spec, span)
+    return checkpoint, span, make_model_id(checkpoint.config, checkpoint.revision)
 
 
 async def _load_engine(
     config: PeerConfig, checkpoint: Checkpoint, span: Span, report: Report
 ) -> Engine:
     loop = asyncio.get_running_loop()
+    is_wanted = True
 
     def on_progress(num_done: int, num_blocks: int) -> None:
+        if not is_wanted:
+            raise asyncio.CancelledError  # ends the loading thread
         facts: dict[str, object] = {"done": num_done, "blocks": num_blocks}
         loop.call_soon_threadsafe(report, PeerEvent("loading", facts))
 
-    return await asyncio.to_thread(
-        Engine.load,
-        checkpoint,
-        span,
-        WeightFormat(config.weights),
-        device=config.device,
-        kv_budget_bytes=config.kv_budget_bytes,
-        num_threads=config.num_threads,
-        on_progress=on_progress,
-    )
+    try:
+        return await asyncio.to_thread(
+            Engine.load,
+            checkpoint,
+            span,
+            WeightFormat(config.weights),
+            device=config.device,
+            kv_budget_bytes=config.kv_budget_bytes,
+            num_threads=config.num_threads,
+            on_progress=on_progress,
+        )
+    finally:
+        is_wanted = False
 
 
 def _choose_endpoint(config: PeerConfig, listening: Endpoint) -> Endpoint:
@@ -167,11 +171,11 @@ def _make_describe(
             min_version=versions.MIN_VERSION,
             max_version=versions.MAX_VERSION,
             weights=config.weights,  # type: ignore[arg-type] - the schema checks it
-            compute_dtype=engine.compute_dtype_name,
+            compute_dtype=_DTYPE_NAMES[engine.dtype],
             sequence=sequence,
             issued_at=now,
             expires_at=now + LIFETIME_PERIODS * config.announce_period_seconds,
-            free_kv_tokens=statistics.num_free_tokens,
+            free_kv_tokens=statistics.free_tokens,
             decode_steps_per_second=throughput.decode_steps_per_second,
             prefill_tokens_per_second=throughput.prefill_tokens_per_second,
             queue_seconds=service.compute.queue_seconds,

@@ -236,7 +236,7 @@ class _Conversation:
 
         def open_on_thread() -> tuple[SessionCache, int]:
             cache = engine.open_cache(message.num_rows, message.max_tokens, message.span)
-            return cache, engine.pool.statistics().num_free_tokens
+            return cache, engine.pool.statistics().free_tokens
 
         opening = compute.call(open_on_thread)
         try:

@@ -23,8 +23,9 @@ from .spec import ACTIVATIONS, ModelSpec
 class Segment:
     """The rows `[start, stop)` of N that belong to one session's step.
 
-    `stop - start == num_rows * num_tokens`; the tokens of a row are consecutive. `cos_TD` and
-    `sin_TD` are the rotary tables of its positions.
+    `stop - start == num_rows * num_tokens`; the tokens of a row are consecutive. Tokens with
+    `is_decoded` attend one by one, as they were or would be computed. `cos_TD` and `sin_TD` are
+    the rotary tables of their positions.
     """
 
     start: int
@@ -32,6 +33,7 @@ class Segment:
     num_rows: int
     num_tokens: int
     position: int
+    is_decoded: bool
     cache: SessionCache
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
@@ -149,14 +151,21 @@ class Block:
         keys_BGSD, values_BGSD = segment.cache.keys_values(self.index)
         keys_BGSD[:, :, position:stop] = query_key_BJTD[:, self._num_heads :]
         values_BGSD[:, :, position:stop] = values_BTGD.transpose(1, 2)
-        attended_BHTD = attention(
-            query_key_BJTD[:, : self._num_heads],
-            keys_BGSD[:, :, :stop],
-            values_BGSD[:, :, :stop],
-            position,
-            scale=self._scale,
-            sliding_window=self._sliding_window,
-        )
+        # One token at a time sums in another order than many at once. Replays of decoded tokens
+        # keep to it: with int8 weights they reproduce what was lost bit by bit.
+        stride = 1 if segment.is_decoded else num_tokens
+        attended = [
+            attention(
+                query_key_BJTD[:, : self._num_heads, first : first + stride],
+                keys_BGSD[:, :, : position + first + stride],
+                values_BGSD[:, :, : position + first + stride],
+                position + first,
+                scale=self._scale,
+                sliding_window=self._sliding_window,
+            )
+            for first in range(0, num_tokens, stride)
+        ]
+        attended_BHTD = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         return attended_BHTD.transpose(1, 2).reshape(num_rows * num_tokens, -1)
 
 

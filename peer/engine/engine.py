@@ -42,7 +42,7 @@ class StepWork:
     `span` is the range of hosted blocks that the session uses here, the one its cache was opened
     for. `hidden_BTH` may be of any float dtype. `row_map` reorders the rows of the cache first.
     `decoded` says that these tokens were computed one by one, or are a replay of such tokens:
-    they get the numerics of single rows, however many arrive at once.
+    they get the numerics of single tokens, however many arrive at once.
     """
 
     cache: SessionCache
@@ -246,6 +246,7 @@ def _lay_out(steps: Sequence[_Step]) -> tuple[list[Segment], list[PathRange]]:
                 num_rows=num_rows,
                 num_tokens=num_tokens,
                 position=step.work.position,
+                is_decoded=step.work.decoded,
                 cache=step.work.cache,
                 cos_TD=step.cos_TD,
                 sin_TD=step.sin_TD,

@@ -136,9 +136,7 @@ class _BlockTensors:
         Scales are per output channel, so stacking before or after quantizing is the same.
         """
         bias_O = (
-            torch.cat([self.load(f"{name}_bias") for name in local_names])
-            if has_bias
-            else None
+            torch.cat([self.load(f"{name}_bias") for name in local_names]) if has_bias else None
         )
         weight_OI = torch.cat([self.load(name) for name in local_names])
         try:

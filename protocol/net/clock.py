@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import selectors
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -106,7 +106,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         return self._virtual_now
 
     @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> Generator[None]:
         """Keep time from jumping while a thread is expected to call `call_soon_threadsafe`."""
         self._num_holds += 1
         try:
@@ -144,7 +144,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         raise DeadlockError(f"nothing is left that could wake up {self._describe_tasks()}")
 
     def _describe_tasks(self) -> str:
-        lines = []
+        lines: list[str] = []
         for task in asyncio.all_tasks(self):
             frames = task.get_stack(limit=1)
             where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "its end"

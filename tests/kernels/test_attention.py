@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from shoal.kernels import reference
-from shoal.kernels.attention import attention
 from torch import Tensor
 from transformers import MistralConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import repeat_kv
+
+from shoal.kernels import reference
+from shoal.kernels.attention import attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -53,9 +54,8 @@ def test_attention_equals_eager_attention_with_transformers_masks(
     start: int, count: int, window: int | None
 ) -> None:
     queries, keys, values = make_case(4, 2, start, count, torch.float32)
-    config = MistralConfig(
-        hidden_size=32, num_attention_heads=4, sliding_window=window, attn_implementation="eager"
-    )
+    config = MistralConfig(hidden_size=32, num_attention_heads=4, sliding_window=window)
+    config._attn_implementation = "eager"
     # One pass over all positions; the rows of a later step are its last rows.
     draw_mask = create_causal_mask if window is None else create_sliding_window_causal_mask
     mask = draw_mask(
@@ -66,6 +66,7 @@ def test_attention_equals_eager_attention_with_transformers_masks(
         position_ids=torch.arange(start + count)[None].expand(2, -1),
     )
 
+    assert isinstance(mask, Tensor)
     scores = queries @ repeat_kv(keys, 2).transpose(2, 3) * 0.25 + mask[:, :, start:]
     expected = scores.softmax(dim=-1) @ repeat_kv(values, 2)
 

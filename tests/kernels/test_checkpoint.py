@@ -1,10 +1,14 @@
 import json
+import os
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+
 from shoal.kernels.checkpoint import (
     FINGERPRINT_SAMPLE_BYTES,
     FINGERPRINT_SAMPLES,
@@ -220,3 +224,58 @@ def test_open_refuses_a_damaged_index(tmp_path: Path, index: str) -> None:
 
     with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
         Checkpoint.open(tmp_path)
+
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+HUB_SCRIPT = """
+import json
+from shoal.kernels.checkpoint import Checkpoint, CheckpointError
+
+answers = {}
+for model in ("org/sharded", "org/single", "org/partial", "org/unknown"):
+    try:
+        checkpoint = Checkpoint.open(model)
+        answers[model] = [checkpoint.revision, checkpoint.load("first").tolist()]
+        checkpoint.load("second")
+    except CheckpointError as error:
+        answers.setdefault(model, []).append(str(error))
+print(json.dumps(answers))
+"""
+
+
+def add_to_hub_cache(cache: Path, name: str, write) -> Path:
+    """Lay out what the Hub's client leaves after fetching a repository."""
+    repository = cache / "hub" / f"models--org--{name}"
+    snapshot = repository / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    write(snapshot)
+    return snapshot
+
+
+@pytest.mark.slow
+def test_hub_ids_open_from_the_cache_and_need_only_the_shards_asked_for(tmp_path: Path) -> None:
+    add_to_hub_cache(tmp_path, "sharded", write_sharded)
+    add_to_hub_cache(tmp_path, "single", write_single)
+    partial = add_to_hub_cache(tmp_path, "partial", write_sharded)
+    (partial / "model-2.safetensors").unlink()
+
+    # A process of its own, because the Hub's client reads its settings when it is imported.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", HUB_SCRIPT],
+        env={**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    answers = json.loads(done.stdout)
+    first = TENSORS["first"].tolist()
+    assert answers["org/sharded"] == [COMMIT, first]
+    assert answers["org/single"] == [COMMIT, first]
+    assert answers["org/partial"][:2] == [COMMIT, first]
+    assert "the Hub cannot be reached for model-2.safetensors" in answers["org/partial"][2]
+    assert "no directory 'org/unknown' here" in answers["org/unknown"][0]

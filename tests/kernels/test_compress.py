@@ -5,6 +5,7 @@ from typing import cast
 
 import pytest
 import torch
+
 from shoal.kernels.compress import Codec, decode_tensor, encode_tensor, has_only_finite
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -2,10 +2,11 @@
 
 import pytest
 import torch
+from torch import Tensor
+
 from shoal.kernels import reference
 from shoal.kernels.linear import FEW_ROWS_LIMIT, RowPath, choose_row_path, make_linear
 from shoal.kernels.quantize import WeightFormat, quantize_int8
-from torch import Tensor
 
 SHAPES = [(24, 40), (33, 7), (1, 1), (64, 128), (256, 96)]  # (in, out)
 ROWS = [1, 2, 5, 17, 40]
@@ -141,6 +142,18 @@ def test_int8_accepts_rows_that_are_not_contiguous(path: RowPath) -> None:
     result = linear(hidden.t(), path)
 
     assert torch.equal(result, linear(hidden.t().contiguous(), path))
+
+
+@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("offset", [1, 8, 13])
+def test_int8_accepts_rows_at_any_address(offset: int, path: RowPath) -> None:
+    # torch's kernel ends the process on such an address: a segmentation fault here is a failure.
+    hidden, weight, _ = make_case(3, 64, 8, torch.bfloat16)
+    linear = make_linear(weight, None, WeightFormat.INT8, torch.bfloat16)
+    shifted = torch.zeros(offset + hidden.numel(), dtype=torch.bfloat16)[offset:].view(3, 64)
+    shifted.copy_(hidden)
+
+    assert torch.equal(linear(shifted, path), linear(hidden, path))
 
 
 @pytest.mark.parametrize("path", list(RowPath))

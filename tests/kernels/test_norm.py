@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
 from shoal.kernels import reference
 from shoal.kernels.norm import rms_norm
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 def draw(*shape: int, seed: int = 4) -> torch.Tensor:

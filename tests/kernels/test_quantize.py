@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from shoal.kernels.quantize import dequantize_int8, quantize_int8
 
 

@@ -1,0 +1,59 @@
+"""The front door: finds the subcommand, runs it, and turns errors into one sentence."""
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Sequence
+
+from ..protocol.errors import ShoalError
+from ..protocol.versions import SOFTWARE
+
+# Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
+_COMMANDS = {
+    "demo": "watch a peer die in mid-sentence, and the sentence go on",
+    "serve": "run a peer: host some blocks of a model for others",
+    "swarm": "run a whole swarm on this machine until Ctrl-C",
+    "generate": "stream text from a swarm",
+    "doctor": "say which link of a swarm is broken",
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command line; return the exit code. Prints no traceback unless SHOAL_DEBUG is set."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(
+        prog="shoal", description="Run large language models on machines that nobody rents together."
+    )
+    parser.add_argument("--version", action="version", version=SOFTWARE)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    chosen = next((word for word in given if not word.startswith("-")), None)
+    for name, summary in _COMMANDS.items():
+        subparser = subparsers.add_parser(name, help=summary, description=summary)
+        if name == chosen:
+            module = importlib.import_module(f".{name}", __package__)
+            module.add_arguments(subparser)
+            subparser.set_defaults(run=module.run)
+    options = parser.parse_args(given)
+    logging.basicConfig(
+        level=os.environ.get("SHOAL_LOG", "WARNING").upper(),
+        format="%(levelname)s %(name)s: %(message)s",
+    )
+    try:
+        return int(options.run(options))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        # The reader of a pipe (`shoal generate … | head`) had enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ShoalError as error:
+        if os.environ.get("SHOAL_DEBUG"):
+            raise
+        print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _in_one_line(error: ShoalError) -> str:
+    return " ".join(str(error).split())

@@ -1,0 +1,178 @@
+"""`shoal serve`: run a peer until Ctrl-C or SIGTERM."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import uvloop
+
+from ..peer.config import PeerConfig
+from ..peer.peer import PeerEvent, run_peer
+from ..protocol.errors import UsageError
+from ..protocol.spans import Span
+from .sizes import parse_bytes
+
+_DEFAULTS = PeerConfig(model="")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal serve`."""
+    parser.add_argument("model", metavar="MODEL", help="model directory, or its id on the Hub")
+    swarm = parser.add_mutually_exclusive_group()
+    swarm.add_argument("--new-swarm", action="store_true", help="begin a swarm with this peer")
+    swarm.add_argument(
+        "--initial-peers", nargs="+", default=[], metavar="ADDRESS",
+        help="join a swarm through these addresses",
+    )  # fmt: skip
+    parser.add_argument("--blocks", metavar="A:B", help="blocks to serve (default: all)")
+    parser.add_argument(
+        "--weights", choices=("int8", "bf16", "fp32"), default=_DEFAULTS.weights,
+        help="how weights are held (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--device", default=_DEFAULTS.device, help="cpu (default)")
+    parser.add_argument("--threads", type=int, metavar="N", help="compute threads")
+    parser.add_argument(
+        "--kv-memory", type=parse_bytes, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
+        help="memory for running sessions, such as 512M or 4G (default: 1G)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--listen", default=_DEFAULTS.listen_host, metavar="HOST[:PORT]",
+        help="where to accept sessions (default: %(default)s, any free port)",
+    )  # fmt: skip
+    parser.add_argument("--announce-host", metavar="HOST", help="address that others dial")
+    parser.add_argument(
+        "--directory-port", type=int, default=0, metavar="PORT", help="port of the DHT (default: any)"
+    )
+    parser.add_argument("--identity", type=Path, metavar="FILE", help="key file; made if missing")
+    parser.add_argument(
+        "--announce-period", type=float, default=_DEFAULTS.announce_period_seconds,
+        metavar="SECONDS", help="how often to renew the announcement (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drain", type=float, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
+        help="let running sessions go on this long before leaving (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until asked to stop; return 0 after leaving in good order."""
+    report = _print_json if options.json else _print_for_people
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(_make_config(options), report, options.end_with_stdin))
+    return 0
+
+
+def _make_config(options: argparse.Namespace) -> PeerConfig:
+    if not options.new_swarm and not options.initial_peers:
+        raise UsageError(
+            "say which swarm: --new-swarm begins one, --initial-peers ADDRESS… joins one"
+        )
+    try:
+        span = Span.parse(options.blocks) if options.blocks else None
+    except ValueError as error:
+        raise UsageError(f"--blocks: {error}") from error
+    host, port = parse_listen(options.listen)
+    return PeerConfig(
+        model=options.model,
+        span=span,
+        weights=options.weights,
+        device=options.device,
+        num_threads=options.threads,
+        kv_budget_bytes=options.kv_memory,
+        initial_peers=tuple(options.initial_peers),
+        listen_host=host,
+        listen_port=port,
+        directory_port=options.directory_port,
+        announce_host=options.announce_host,
+        identity_path=options.identity,
+        announce_period_seconds=options.announce_period,
+        drain_seconds=options.drain,
+    )
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Read HOST or HOST:PORT; port 0 means any free one.
+
+    >>> parse_listen("0.0.0.0:7000"), parse_listen("127.0.0.1"), parse_listen("[::1]:70")
+    (('0.0.0.0', 7000), ('127.0.0.1', 0), ('::1', 70))
+    """
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    else:
+        host, port = text, ""
+    if not host or (port and not (port.isdecimal() and int(port) < 2**16)):
+        raise UsageError(f"--listen takes HOST or HOST:PORT, not {text!r}")
+    return host, int(port or 0)
+
+
+async def _serve(config: PeerConfig, report, end_with_stdin: bool) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if end_with_stdin:
+        loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, stop)
+    try:
+        await _run_until_stopped(config, stop, report)
+    finally:
+        if end_with_stdin:
+            loop.remove_reader(sys.stdin.fileno())
+
+
+async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report) -> None:
+    """Run the peer; a stop that comes before it is online cancels the start."""
+    is_online = False
+
+    def watch(event: PeerEvent) -> None:
+        nonlocal is_online
+        is_online = is_online or event.name == "online"
+        report(event)
+
+    running = asyncio.ensure_future(run_peer(config, stop, watch))
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not running.done() and not is_online:
+        running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+
+
+def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        stop.set()
+
+
+def _print_json(event: PeerEvent) -> None:
+    print(json.dumps({"event": event.name, **event.facts}), flush=True)
+
+
+def _print_for_people(event: PeerEvent) -> None:
+    facts = event.facts
+    if event.name == "started":
+        print(f"Peer {facts['peer_id']}", flush=True)
+    elif event.name == "directory":
+        print("Joined the directory. Others can join through:", flush=True)
+        for address in facts["addresses"]:
+            print(f"  {address}", flush=True)
+    elif event.name == "loading":
+        end = "\n" if facts["done"] == facts["blocks"] else ""
+        print(f"\rLoading block {facts['done']} of {facts['blocks']}", end=end, flush=True)
+    elif event.name == "online":
+        print(
+            f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
+            f"{facts['decode_steps_per_second']} steps/s. Ctrl-C to leave.",
+            flush=True,
+        )
+    elif event.name == "left":
+        print("Left the swarm.", flush=True)

@@ -1,0 +1,35 @@
+"""What a Python user imports. Cheap: the network libraries are loaded when a swarm is joined."""
+
+from ..protocol.errors import (
+    CacheFullError,
+    DirectoryError,
+    ModelError,
+    RefusedError,
+    RemoteProtocolError,
+    RouteError,
+    ShoalError,
+    UnavailableError,
+    UsageError,
+)
+from .client import Client
+from .config import ClientConfig
+from .inference_session import InferenceSession
+from .model import AutoDistributedModelForCausalLM
+from .remote_blocks import RemoteSequential
+
+__all__ = [
+    "AutoDistributedModelForCausalLM",
+    "CacheFullError",
+    "Client",
+    "ClientConfig",
+    "DirectoryError",
+    "InferenceSession",
+    "ModelError",
+    "RefusedError",
+    "RemoteProtocolError",
+    "RemoteSequential",
+    "RouteError",
+    "ShoalError",
+    "UnavailableError",
+    "UsageError",
+]

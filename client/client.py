@@ -1,0 +1,145 @@
+"""The main path of a client: join a swarm, open sessions over it, leave."""
+
+import importlib
+import random
+import secrets
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+
+from ..protocol.errors import UsageError
+from ..protocol.ids import ModelId, SessionId
+from ..protocol.net.clock import SystemClock
+from ..protocol.net.directory import Directory
+from ..protocol.net.transport import Transport
+from ..protocol.spans import Span
+from ..protocol.swarm_view import SwarmView
+from ..protocol.tensors import WireDtype
+from .config import ClientConfig
+from .inference_session import InferenceSession
+from .live_hops import SessionFacts
+from .portal import Portal
+from .session import RemoteSession
+from .swarm import Swarm
+
+Connect = Callable[[ClientConfig], Awaitable[tuple[Transport, Directory]]]
+"""Makes the two things a client needs of a network. Called on the client's loop."""
+
+
+async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directory]:
+    """Return gRPC and the DHT, joined through the initial peers.
+
+    The two are imported here, not above: they cost seconds, and a client over loopback or a
+    script that only reads `--help` needs neither.
+    """
+    if not config.initial_peers:
+        raise UsageError(
+            "say which swarm to join: initial_peers=[...] takes the addresses that `shoal serve` "
+            "and `shoal swarm` print"
+        )
+    grpc_transport = importlib.import_module("..protocol.net.grpc_transport", __package__)
+    hivemind_directory = importlib.import_module("..protocol.net.hivemind_directory", __package__)
+    directory = await hivemind_directory.HivemindDirectory.join(
+        config.initial_peers, identity=None, clock=SystemClock(), client_mode=True
+    )
+    return grpc_transport.GrpcTransport(), directory
+
+
+class Client:
+    """A member of one model's swarm that only uses it. Close it, or use it in a `with` block.
+
+    Everything asynchronous lives on a loop of its own, so that a client serves plain scripts.
+    """
+
+    def __init__(
+        self, portal: Portal, swarm: Swarm, transport: Transport, directory: Directory,
+        hidden_size: int, config: ClientConfig,
+    ) -> None:  # fmt: skip
+        self._portal = portal
+        self._swarm = swarm
+        self._transport = transport
+        self._directory = directory
+        self._hidden_size = hidden_size
+        self._config = config
+
+    def __repr__(self) -> str:
+        return f"<Client of {self._swarm!r}>"
+
+    @classmethod
+    def join(
+        cls,
+        model_id: ModelId,
+        num_blocks: int,
+        hidden_size: int,
+        config: ClientConfig,
+        connect: Connect = connect_over_network,
+    ) -> "Client":
+        """Join a swarm and return when its directory was read once.
+
+        Raises DirectoryError when no initial peer answers, UsageError for settings that cannot
+        be.
+        """
+        _check_config(config)
+        portal = Portal()
+
+        async def join_on_loop() -> Client:
+            transport, directory = await connect(config)
+            rng = random.Random(config.seed)
+            swarm = Swarm(directory, model_id, num_blocks, SystemClock(), rng)
+            try:
+                await swarm.refresh()
+            except BaseException:
+                await directory.close()
+                await transport.close()
+                raise
+            return cls(portal, swarm, transport, directory, hidden_size, config)
+
+        try:
+            return portal.run(join_on_loop())
+        except BaseException:
+            portal.close()
+            raise
+
+    def __enter__(self) -> "Client":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def open_session(self, max_length: int, span: Span) -> InferenceSession:
+        """Return a session over some blocks; its route is chosen with the first step."""
+        if max_length < 1:
+            raise UsageError(f"a session needs a length of at least one token, not {max_length}")
+        facts = SessionFacts(
+            SessionId(secrets.token_bytes(16)),
+            self._swarm.view.model_id,
+            span,
+            self._hidden_size,
+            max_length,
+        )
+        remote = RemoteSession(facts, self._swarm, self._transport, SystemClock(), self._config)
+        return InferenceSession(remote, self._portal)
+
+    def view_swarm(self) -> SwarmView:
+        """Read the directory and return who serves what."""
+        return self._portal.run(self._swarm.refresh())
+
+    def close(self) -> None:
+        """Hang up on everybody and end the client's thread; safe to call twice."""
+        if not self._portal.is_closed:
+            self._portal.run(self._close())
+            self._portal.close()
+
+    async def _close(self) -> None:
+        await self._transport.close()
+        await self._directory.close()
+
+
+def _check_config(config: ClientConfig) -> None:
+    names = ("auto", *(dtype.name.lower() for dtype in WireDtype))
+    if config.wire_dtype not in names:
+        raise UsageError(f"wire_dtype is one of {', '.join(names)}, not {config.wire_dtype!r}")

@@ -1,0 +1,118 @@
+"""The session that a script holds: the same steps without `await`, and what `generate` remembers."""
+
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ..protocol.errors import UsageError
+from .portal import Portal
+from .router import Hop
+from .session import Failover, RemoteSession
+
+
+class InferenceSession:
+    """A generation over the swarm, for one thread at a time. Made by `Client.open_session`.
+
+    `output_ids` holds the tokens [B, T] of the text so far when `generate` drives the session.
+    """
+
+    def __init__(self, remote: RemoteSession, portal: Portal) -> None:
+        self._remote = remote
+        self._portal = portal
+        self._row_map: tuple[int, ...] | None = None
+        self.closed = False
+        self.output_ids: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"<InferenceSession of {self._remote!r}>"
+
+    def __enter__(self) -> "InferenceSession":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens per row that the session may hold."""
+        return self._remote.max_tokens
+
+    @property
+    def position(self) -> int:
+        """Index of the next token. Setting a lower one rolls the session back."""
+        return self._remote.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        self._remote.rollback(position)
+        if self.output_ids is not None and self.output_ids.shape[1] > position:
+            self.output_ids = self.output_ids[:, :position]
+
+    @property
+    def last_token_id(self) -> Tensor | None:
+        """The newest token of each row, [B, 1], or None."""
+        return None if self.output_ids is None else self.output_ids[:, -1:]
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The hops in use, in order; empty before the first step."""
+        return self._remote.hops
+
+    @property
+    def failovers(self) -> tuple[Failover, ...]:
+        """Every unplanned change of hop so far."""
+        return tuple(self._remote.failovers)
+
+    def step(
+        self,
+        hidden_BTH: Tensor,
+        prompts: Tensor | None = None,
+        hypo_ids: Tensor | None = None,
+        *,
+        last_token_only: bool = False,
+        is_decoded: bool | None = None,
+    ) -> Tensor:
+        """Send hidden states of the next tokens, [B, T, H]; return those behind the last block.
+
+        `hypo_ids` [B] names for each row the row whose prefix it continues. A step of no tokens
+        only moves rows. `is_decoded` says that the tokens were generated one by one; by default a
+        step of one token is. Returns [B, T, H], or [B, 1, H] with `last_token_only`, in the dtype
+        of the input. Errors are those of `RemoteSession.step`.
+        """
+        if self.closed:
+            raise UsageError("the session is closed; open a new one")
+        if prompts is not None:
+            raise UsageError("prompts inside of blocks are not supported yet")
+        row_map = self._compose(hypo_ids)
+        if hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 0:
+            self._row_map = row_map
+            return hidden_BTH
+        if is_decoded is None:
+            is_decoded = hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 1
+        step = self._remote.step(hidden_BTH.detach(), row_map, is_decoded, last_token_only)
+        output_BTH = self._portal.run(step)
+        self._row_map = None
+        return output_BTH.to(hidden_BTH.dtype)
+
+    def close(self) -> None:
+        """Free the caches on all peers; safe to call twice."""
+        if not self.closed:
+            self.closed = True
+            if self._portal.is_closed:
+                return  # the client hung up on everybody already
+            self._portal.run(self._remote.close())
+
+    def _compose(self, hypo_ids: Tensor | None) -> tuple[int, ...] | None:
+        """Return the row map of this step after the one that waits from a step of no tokens."""
+        if hypo_ids is None:
+            return self._row_map
+        rows = [int(row) for row in hypo_ids.to(torch.int64).flatten()]
+        if self._row_map is None:
+            return tuple(rows)
+        return tuple(self._row_map[row] for row in rows)

@@ -1,0 +1,377 @@
+"""What a Python user touches: a causal language model whose blocks are on other machines.
+
+It is a transformers model: generate() is transformers' own, over embedding, norm and head that
+are local and blocks that are not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.utils import ModelOutput
+
+from ..kernels.checkpoint import Checkpoint, CheckpointError
+from ..protocol.errors import ModelError, ShoalError, UsageError
+from ..protocol.ids import make_model_id
+from ..protocol.spans import Span
+from .client import Client
+from .config import ClientConfig
+from .generation import (
+    GenerationPlan,
+    NewTextStreamer,
+    SessionTexts,
+    Settings,
+    check_attention_mask,
+    check_token_ids,
+    plan_generation,
+)
+from .inference_session import InferenceSession
+from .local_layers import LocalLayers, load_config, load_local_layers, resolve_dtype
+from .remote_blocks import RemoteSequential
+from .remote_cache import RemoteCache
+
+# Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
+
+GENERATION_FILE = "generation_config.json"
+
+
+class DistributedTransformer(nn.Module):
+    """The parts of the model under the names that PETALS gives them on every architecture."""
+
+    def __init__(self, layers: LocalLayers, blocks: RemoteSequential) -> None:
+        super().__init__()
+        self.word_embeddings = layers.embedding
+        self.word_embeddings_layernorm = nn.Identity()
+        self.h = blocks
+        self.ln_f = layers.norm
+
+
+class DistributedCausalLM(PreTrainedModel, GenerationMixin):
+    """A causal language model over a swarm.
+
+    Owns its client: close() it, or use it in a `with`. Blocks are frozen and no gradient flows
+    through them, so outputs never require one.
+    """
+
+    base_model_prefix = "transformer"
+    main_input_name = "input_ids"
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        layers: LocalLayers,
+        client: Client,
+        generation_config: GenerationConfig | None = None,
+    ) -> None:
+        super().__init__(config)
+        blocks = RemoteSequential(client, Span(0, config.num_hidden_layers), config.hidden_size)
+        self.transformer = DistributedTransformer(layers, blocks)
+        self.lm_head = layers.head
+        if generation_config is not None:
+            self.generation_config = generation_config
+        # A configuration saved during training may say otherwise; here there is no other way.
+        self.generation_config.use_cache = True
+        self._client = client
+        self._texts = SessionTexts()
+        self.eval()
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        model: str | Path,
+        *,
+        initial_peers: Sequence[str] | str = (),
+        torch_dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        **client_config: Any,
+    ) -> Self:
+        """Open a model directory or Hub id, join its swarm and return the model.
+
+        Reads embedding, final norm and head; blocks are never downloaded. `torch_dtype` None or
+        "auto" keeps the checkpoint's; `dtype` is the same under its newer name. Everything else
+        is a field of ClientConfig. Raises UsageError for an unknown argument, ModelError when
+        the model cannot be used, DirectoryError when the swarm cannot be joined.
+        """
+        dtype = resolve_dtype(client_config.pop("dtype", torch_dtype))
+        config = _make_client_config(initial_peers, client_config)
+        try:
+            checkpoint = Checkpoint.open(model, revision)
+        except CheckpointError as error:
+            raise ModelError(str(error)) from error
+        model_config = load_config(checkpoint)
+        model_config.name_or_path = str(model)
+        layers = load_local_layers(checkpoint, model_config, dtype)
+        generation_config = _load_generation_config(model, checkpoint)
+        client = cls._join(checkpoint, model_config, config)
+        return cls(model_config, layers, client, generation_config)
+
+    @staticmethod
+    def _join(
+        checkpoint: Checkpoint, model_config: PreTrainedConfig, config: ClientConfig
+    ) -> Client:
+        model_id = make_model_id(checkpoint.config, checkpoint.revision)
+        return Client.join(
+            model_id, model_config.num_hidden_layers, model_config.hidden_size, config
+        )
+
+    def close(self) -> None:
+        """Leave the swarm; the model cannot be used afterwards."""
+        self._client.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def inference_session(self, *, max_length: int) -> AbstractContextManager[InferenceSession]:
+        """Open a session of at most `max_length` tokens per row, for use in a `with`.
+
+        Inside, calls of generate() and of the model continue one text: what was computed is
+        remembered, and `session.position = n` rolls back to the first n tokens.
+        """
+        return self.transformer.h.inference_session(max_length=max_length)
+
+    def use_session(
+        self, session: InferenceSession | None
+    ) -> AbstractContextManager[InferenceSession | None]:
+        """Make an open session the one that calls continue, for use in a `with`."""
+        return self.transformer.h.use_session(session)
+
+    @property
+    def active_session(self) -> InferenceSession | None:
+        """The session that calls continue in this thread or task, or None."""
+        return self.transformer.h.active_session
+
+    @torch.no_grad()
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RemoteCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Return float32 logits [B, T, V] of token ids [B, T] or embeddings [B, T, H].
+
+        Continues `past_key_values` or the active session; otherwise this is one stateless pass.
+        `logits_to_keep` n > 0 returns the last n tokens' only. Nothing is sent if an input is
+        refused with UsageError.
+        """
+        hidden_BTH = self._embed(input_ids, inputs_embeds)
+        check_attention_mask(attention_mask)
+        cache = self._find_cache(past_key_values)
+        position = 0 if cache is None else cache.get_seq_length()
+        self._check_positions(position + hidden_BTH.shape[1])
+
+        last_token_only = isinstance(logits_to_keep, int) and logits_to_keep == 1
+        if cache is None:
+            hidden_BTH = self.transformer.h(hidden_BTH, last_token_only=last_token_only)
+        else:
+            hidden_BTH = cache.step(hidden_BTH, last_token_only=last_token_only)
+        if cache is not None and past_key_values is None and input_ids is not None:
+            self._texts.append(cache.session, position, input_ids.long())
+
+        hidden_BTH = hidden_BTH.to(self.device)
+        is_count = isinstance(logits_to_keep, int)
+        kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        logits_BTV = self.lm_head(self.transformer.ln_f(hidden_BTH[:, kept]))
+        output = CausalLMOutputWithPast(logits=logits_BTV, past_key_values=cache)
+        return output if return_dict is not False else output.to_tuple()
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UsageError("the model takes either input_ids or inputs_embeds")
+        if input_ids is not None:
+            ids_BT = check_token_ids(input_ids, self.config.vocab_size).to(self.device)
+            # What comes back has the dtype of what is sent: 16 bits would round it needlessly.
+            inputs_embeds = self.transformer.word_embeddings(ids_BT).float()
+        hidden_BTH: Tensor = inputs_embeds  # pyright: ignore[reportAssignmentType]
+        self.transformer.h.check_hidden(hidden_BTH)
+        if hidden_BTH.shape[1] == 0:
+            raise UsageError("the input is empty; it needs at least one token")
+        return self.transformer.word_embeddings_layernorm(hidden_BTH)
+
+    def _find_cache(self, past_key_values: object) -> RemoteCache | None:
+        if past_key_values is None:
+            session = self.active_session
+            return None if session is None else RemoteCache(session)
+        if not isinstance(past_key_values, RemoteCache):
+            raise UsageError(
+                f"past_key_values must come from this model, got {type(past_key_values).__name__};"
+                " use a session to continue a text"
+            )
+        return past_key_values
+
+    def _check_positions(self, num_tokens: int) -> None:
+        maximum = getattr(self.config, "max_position_embeddings", None)
+        if maximum is not None and num_tokens > maximum:
+            raise UsageError(f"{num_tokens} tokens are more than the model's {maximum} positions")
+
+    @torch.no_grad()
+    def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        inputs: Tensor | None = None,
+        generation_config: GenerationConfig | None = None,
+        *args: Any,
+        session: InferenceSession | None = None,
+        **kwargs: Any,
+    ) -> Tensor | ModelOutput:
+        """Generate text as transformers' generate() does, with the same arguments.
+
+        In a session (given, or active) the text of earlier calls is continued, not recomputed:
+        the result is the input of this call and what was generated after it, and without inputs
+        only the latter. A call that fails or is interrupted leaves the session as it was. Raises
+        UsageError before anything is sent if the call cannot be completed.
+        """
+        if "input_ids" in kwargs:
+            if inputs is not None:
+                raise UsageError("generate() takes either inputs or input_ids")
+            inputs = kwargs.pop("input_ids")
+        session = session if session is not None else self.active_session
+        settings = Settings(kwargs, generation_config, self.generation_config)
+        mask = kwargs.pop("attention_mask", None)
+        remembered = None if session is None else self._recall(session)
+        plan = plan_generation(inputs, mask, remembered, settings, self.config)
+
+        args = (generation_config, *args)
+        if session is not None:
+            return self._generate_in(session, plan, args, kwargs)
+        with self.transformer.h.open_session(plan.max_length) as session:
+            return self._generate_in(session, plan, args, kwargs)
+
+    def _recall(self, session: InferenceSession) -> Tensor | None:
+        if session.closed:
+            raise UsageError("the session is closed; open a new one")
+        return self._texts.recall(session)
+
+    def _generate_in(
+        self,
+        session: InferenceSession,
+        plan: GenerationPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor | ModelOutput:
+        """Run a plan in a session; on any failure the session is as before."""
+        if plan.cached_length > session.max_length:
+            raise UsageError(
+                f"the text may grow to {plan.max_length} tokens and the session holds "
+                f"{session.max_length}; open it with a larger max_length"
+            )
+        self._texts.check_rows(session, plan.num_rows)
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"] = NewTextStreamer(kwargs["streamer"], plan.num_remembered)
+        if session.position == plan.input_ids_BT.shape[1]:
+            # Everything is cached: the last token goes once more, for its logits.
+            session.position -= 1
+
+        position = session.position
+        try:
+            result = super().generate(
+                plan.input_ids_BT,
+                *args,
+                # Without a mask transformers would look for padding in the text.
+                attention_mask=torch.ones_like(plan.input_ids_BT),
+                past_key_values=RemoteCache(session),
+                **kwargs,
+            )
+        except BaseException:
+            self._undo(session, plan, position)
+            raise
+        return self._finish(session, plan, result)
+
+    def _finish(self, session: InferenceSession, plan: GenerationPlan, result: Any) -> Any:
+        sequences_BT = result if isinstance(result, Tensor) else result.sequences
+        if plan.has_beams:
+            # The beams' caches are not those of the sequences chosen in the end. The prompt's
+            # are the same in all beams of a sequence; a next call computes the rest once more.
+            session.position = min(session.position, plan.input_ids_BT.shape[1])
+        self._texts.note(session, sequences_BT, plan.num_rows)
+        new_BT = sequences_BT[:, plan.num_remembered :].clone()
+        if isinstance(result, Tensor):
+            return new_BT
+        result.sequences = new_BT
+        return result
+
+    def _undo(self, session: InferenceSession, plan: GenerationPlan, position: int) -> None:
+        """Roll back to before the call; close the session if even that fails."""
+        remembered_BT = plan.input_ids_BT[:, : plan.num_remembered]
+        try:
+            if session.position != position:
+                session.position = position
+        except ShoalError:
+            session.close()
+        else:
+            self._texts.note(session, remembered_BT if plan.num_remembered else None, plan.num_rows)
+
+    def save_pretrained(self, *args: object, **kwargs: object) -> None:
+        """Refuse: the blocks are not here."""
+        raise UsageError(
+            "the blocks of this model are on other machines, so it cannot be saved; the model "
+            f"directory it was opened from ({self.name_or_path!r}) is the model"
+        )
+
+    push_to_hub = save_pretrained
+
+
+class AutoDistributedModelForCausalLM:
+    """Finds the right class for a model directory or Hub id; never constructed itself."""
+
+    @staticmethod
+    def from_pretrained(
+        model: str | Path,
+        *,
+        initial_peers: Sequence[str] | str = (),
+        torch_dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        **client_config: Any,
+    ) -> DistributedCausalLM:
+        """Open a model and join its swarm: see DistributedCausalLM.from_pretrained()."""
+        return DistributedCausalLM.from_pretrained(
+            model,
+            initial_peers=initial_peers,
+            torch_dtype=torch_dtype,
+            revision=revision,
+            **client_config,
+        )
+
+
+def _make_client_config(
+    initial_peers: Sequence[str] | str, options: dict[str, Any]
+) -> ClientConfig:
+    known = sorted(field.name for field in fields(ClientConfig))
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise UsageError(
+            f"from_pretrained() does not know {', '.join(unknown)}; client settings are "
+            f"{', '.join(known)}"
+        )
+    peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
+    return ClientConfig(initial_peers=peers, **options)
+
+
+def _load_generation_config(model: str | Path, checkpoint: Checkpoint) -> GenerationConfig | None:
+    """Return the model's own defaults for generate(), or None if it has none."""
+    local_file = checkpoint.directory / GENERATION_FILE
+    if local_file.is_file():
+        try:
+            return GenerationConfig.from_pretrained(checkpoint.directory)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{local_file} is damaged: {error}") from error
+    if Path(model).expanduser().is_dir():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(str(model), revision=checkpoint.revision)
+    except OSError:
+        # Many models on the Hub have none; the defaults are in their config.json.
+        return None

@@ -1,0 +1,282 @@
+"""A swarm of real processes on this machine: for tests, demos and trying things out.
+
+Every peer is a `shoal serve` of its own. Whatever happens to the program that made the swarm, no
+process is left behind: each peer watches a pipe from its parent and ends with it.
+"""
+
+import contextlib
+import json
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from ..protocol.errors import UnavailableError, UsageError
+from ..protocol.ids import PeerId
+from ..protocol.spans import Span
+
+_LOG_TAIL_CHARACTERS = 2000
+
+
+class PeerProcessError(UnavailableError):
+    """A peer's process ended before it was online; the message holds what it said last."""
+
+
+@dataclass(frozen=True)
+class LocalSwarmConfig:
+    """How the peers of a local swarm are started."""
+
+    weights: str = "int8"
+    """How block weights are held: int8, bf16 or fp32."""
+
+    num_threads: int = 1
+    """Compute threads of each peer."""
+
+    kv_budget_bytes: int = 2**28
+    """KV cache of each peer."""
+
+    announce_period_seconds: float = 5.0
+    """Short, so that the swarm notices changes while one watches."""
+
+    ready_timeout_seconds: float = 120.0
+    """How long one peer may take until it is online; generous for busy machines."""
+
+    serve_arguments: tuple[str, ...] = ()
+    """More arguments for every `shoal serve`."""
+
+
+class LocalPeer:
+    """One `shoal serve` process. Made by `LocalSwarm`."""
+
+    def __init__(
+        self, model: str, span: Span, directory: Path, arguments: Sequence[str]
+    ) -> None:
+        self.model = model
+        self.span = span
+        self.facts: dict[str, Any] = {}
+        self._log_path = directory / "stderr.log"
+        self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        command = [sys.executable, "-P", "-m", "shoal.cli", "serve", model, "--json"]
+        command += ["--blocks", str(span), "--end-with-stdin", *arguments]
+        with self._log_path.open("ab") as log:
+            # A process group of its own: Ctrl-C in a terminal goes to the parent only, who then
+            # ends the peers in good order.
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                process_group=0,
+            )
+        self._reader = threading.Thread(target=self._read_events, daemon=True)
+        self._reader.start()
+
+    def __repr__(self) -> str:
+        state = "running" if self.is_running else "ended"
+        return f"<LocalPeer {self.span} pid {self.pid} {state}>"
+
+    @property
+    def pid(self) -> int:
+        """Process id."""
+        return self._process.pid
+
+    @property
+    def is_running(self) -> bool:
+        """Return whether the process exists."""
+        return self._process.poll() is None
+
+    @property
+    def peer_id(self) -> PeerId:
+        """The peer's id; known once it has started."""
+        return PeerId(self.facts["peer_id"])
+
+    @property
+    def addresses(self) -> list[str]:
+        """Addresses that `initial_peers` takes; known once the directory is up."""
+        return list(self.facts.get("addresses", ()))
+
+    def wait_for(self, event: str, deadline: float) -> None:
+        """Read events until one has this name. Raises PeerProcessError when the process ends."""
+        while True:
+            try:
+                facts = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise PeerProcessError(f"{self!r} is not {event} in time: {self.log()}") from None
+            if facts is None:
+                raise PeerProcessError(f"{self!r} ended before it was {event}: {self.log()}")
+            self.facts.update(facts)
+            if facts.get("event") == event:
+                return
+
+    def log(self) -> str:
+        """Return the end of what the process wrote to stderr."""
+        text = self._log_path.read_text(errors="replace").strip()
+        return text[-_LOG_TAIL_CHARACTERS:] or "it said nothing"
+
+    def kill(self) -> None:
+        """SIGKILL: the process is gone at once and can say nothing."""
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        """SIGSTOP: the process keeps its connections and answers nothing."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT after a pause."""
+        self._process.send_signal(signal.SIGCONT)
+
+    def terminate(self, signal_number: int = signal.SIGTERM) -> None:
+        """Ask the process to leave in good order; does not wait."""
+        if self.is_running:
+            self._process.send_signal(signal_number)
+
+    def wait(self, timeout_seconds: float) -> int:
+        """Wait for the end of the process and return its exit code."""
+        return self._process.wait(timeout_seconds)
+
+    def close(self, deadline: float) -> None:
+        """End the process by whatever it takes and free what belongs to it."""
+        if self.is_running:
+            try:
+                self._process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                self.kill()
+        self._reader.join()
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    pipe.close()
+
+    def _read_events(self) -> None:
+        assert self._process.stdout is not None
+        for facts in _read_json_lines(self._process.stdout):
+            self._events.put(facts)
+        self._events.put(None)
+
+
+def _read_json_lines(pipe: IO[bytes]) -> Iterator[dict[str, Any]]:
+    for line in pipe:
+        with contextlib.suppress(ValueError):
+            facts = json.loads(line)
+            if isinstance(facts, dict):
+                yield facts
+
+
+class LocalSwarm:
+    """Peers on this machine, one process each, for use in a `with` block.
+
+        with LocalSwarm("path", spans=[(0, 4), (4, 8), (4, 8)], weights="fp32") as swarm:
+            model = AutoDistributedModelForCausalLM.from_pretrained(
+                "path", initial_peers=swarm.initial_peers)
+            swarm.peers[1].kill()
+
+    The block is entered when all peers are announced. `config` and the keywords are those of
+    `LocalSwarmConfig`.
+    """
+
+    def __init__(
+        self, model: str | Path, spans: Sequence[tuple[int, int] | Span], **settings: Any
+    ) -> None:
+        if not spans:
+            raise UsageError("a swarm needs at least one span")
+        self.model = str(model)
+        self.config = LocalSwarmConfig(**settings)
+        self.peers: list[LocalPeer] = []
+        self._spans = [_make_span(span) for span in spans]
+        self._directory: tempfile.TemporaryDirectory[str] | None = None
+
+    def __repr__(self) -> str:
+        return f"<LocalSwarm of {self.peers}>"
+
+    def __enter__(self) -> "LocalSwarm":
+        self._directory = tempfile.TemporaryDirectory(prefix="shoal-swarm-")
+        try:
+            deadline = self._make_deadline()
+            first = self._start(self._spans[0], ())
+            first.wait_for("directory", deadline)
+            others = [self._start(span, first.addresses) for span in self._spans[1:]]
+            for peer in (first, *others):
+                peer.wait_for("online", deadline)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def initial_peers(self) -> list[str]:
+        """Addresses to join through: those of every peer that runs."""
+        running = [peer for peer in self.peers if peer.is_running]
+        return [address for peer in running for address in peer.addresses]
+
+    def add(
+        self, span: tuple[int, int] | Span, identity: Path | None = None, wait: bool = True
+    ) -> LocalPeer:
+        """Start one more peer; return it when it is announced (or at once, with `wait=False`)."""
+        arguments = ("--identity", str(identity)) if identity else ()
+        peer = self._start(_make_span(span), self.initial_peers, arguments)
+        if wait:
+            peer.wait_for("online", self._make_deadline())
+        return peer
+
+    def find(self, peer_id: PeerId) -> LocalPeer:
+        """Return the process of a peer."""
+        for peer in self.peers:
+            if peer.facts.get("peer_id") == peer_id:
+                return peer
+        raise UsageError(f"no peer of this swarm is {peer_id}")
+
+    def close(self) -> None:
+        """End all peers: asked first, killed if they do not listen. Safe to call twice."""
+        for peer in self.peers:
+            peer.terminate()
+            peer.terminate(signal.SIGCONT)  # a paused one cannot hear otherwise
+        deadline = time.monotonic() + 5.0
+        for peer in self.peers:
+            peer.close(deadline)
+        if self._directory is not None:
+            self._directory.cleanup()
+            self._directory = None
+
+    def _start(
+        self, span: Span, initial_peers: Sequence[str], more: Sequence[str] = ()
+    ) -> LocalPeer:
+        if self._directory is None:
+            raise UsageError("the swarm is not running; use it in a `with` block")
+        config = self.config
+        arguments = ["--weights", config.weights, "--threads", str(config.num_threads)]
+        arguments += ["--kv-memory", str(config.kv_budget_bytes)]
+        arguments += ["--announce-period", str(config.announce_period_seconds)]
+        arguments += [*config.serve_arguments, *more]
+        arguments += ["--initial-peers", *initial_peers] if initial_peers else ["--new-swarm"]
+        folder = Path(self._directory.name) / f"peer-{len(self.peers)}"
+        folder.mkdir()
+        peer = LocalPeer(self.model, span, folder, arguments)
+        self.peers.append(peer)
+        return peer
+
+    def _make_deadline(self) -> float:
+        return time.monotonic() + self.config.ready_timeout_seconds
+
+
+def _make_span(span: tuple[int, int] | Span) -> Span:
+    try:
+        return span if isinstance(span, Span) else Span(*span)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{span!r} is not a span of blocks: {error}") from error

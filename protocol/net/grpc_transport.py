@@ -1,0 +1,415 @@
+"""Transport over `grpc.aio`: one bidirectional method that carries raw frames, under pinned TLS.
+
+The only file that imports grpc. There is no generated code: the method takes and gives bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+# gRPC's core prints a line on stderr for every connection that a peer ends; we raise errors.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+
+import grpc
+
+from ..endpoints import Endpoint
+from ..errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+    UsageError,
+)
+from ..limits import MAX_FRAME_BYTES
+from .addresses import check_can_bind, is_loopback
+from .stream_end import StreamEnd
+from .tls import fetch_pinned_certificate, fingerprint_of, make_tls_identity, name_in
+from .transport import Lane, StreamServer
+
+log = logging.getLogger(__name__)
+
+_SERVICE = "shoal.v1.Peer"
+_METHOD = "Exchange"
+# gRPC reports "headers received" for a call that failed at once, too; this header is the proof
+# that our method runs at the other end.
+_ACCEPTED = (("shoal-accepted", "1"),)
+
+_EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the type stubs
+
+_LINGER_SECONDS = 5.0
+"""How long a closed stream waits for the other end to read what was sent and to close as well."""
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long the servers of broken streams may clean up before they are cancelled."""
+
+_ORDERLY_SECONDS = 0.05
+"""gRPC ends the messages of a vanished client like those of one that closed, and cancels the call
+in the same breath. This long we listen for the cancellation before we believe in good order."""
+
+_MAX_STREAMS_PER_CONNECTION = 512
+_MAX_STREAMS_PER_LISTENER = 4096
+
+_COMMON_OPTIONS = (
+    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    # Both ends notice a silent partner within 25 s, also while no stream is open.
+    ("grpc.keepalive_time_ms", 15_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+)
+_SERVER_OPTIONS = (
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),
+    ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+)
+_CHANNEL_OPTIONS = (
+    *_COMMON_OPTIONS,
+    # Channels to one address share their TCP connection otherwise, and bulk would delay tokens.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.service_config_disable_resolution", 1),
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+class TlsIdentityLike(Protocol):
+    """What a listener shows (PEM): `tls.TlsIdentity` or anything with these two attributes."""
+
+    @property
+    def certificate_pem(self) -> bytes: ...
+
+    @property
+    def private_key_pem(self) -> bytes: ...
+
+
+class GrpcTransport:
+    """Dials and listens over TCP. Two connections per endpoint, one for each lane.
+
+    Listens under TLS with the identity given, or a fresh one; with `plaintext=True` without TLS
+    and on loopback addresses only. An endpoint without a fingerprint is dialled in plain text,
+    on loopback addresses only.
+    """
+
+    def __init__(self, identity: TlsIdentityLike | None = None, *, plaintext: bool = False) -> None:
+        if identity is not None and plaintext:
+            raise UsageError("a transport has a TLS identity or speaks plain text, not both")
+        self._identity = None if plaintext else identity or make_tls_identity()
+        self._certificates: dict[Endpoint, bytes] = {}
+        self._connections: dict[tuple[Endpoint, Lane], _Connection] = {}
+        self._streams: set[_DialledStream] = set()
+        self._listeners: set[_GrpcListener] = set()
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return (
+            f"GrpcTransport(streams={len(self._streams)}, connections={len(self._connections)}, "
+            f"listeners={len(self._listeners)}, closed={self._is_closed})"
+        )
+
+    async def listen(self, host: str, port: int, serve: StreamServer) -> _GrpcListener:
+        self._check_open()
+        if self._identity is None and not is_loopback(host):
+            raise UsageError(f"plain text is for loopback addresses only, not for {host}")
+        await check_can_bind(host, port)
+        server = grpc.aio.server(
+            options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_STREAMS_PER_LISTENER
+        )
+        fingerprint = ""
+        try:
+            if self._identity is None:
+                port = server.add_insecure_port(str(Endpoint(host, port)))
+            else:
+                fingerprint = fingerprint_of(self._identity.certificate_pem)
+                pair = (self._identity.private_key_pem, self._identity.certificate_pem)
+                credentials = grpc.ssl_server_credentials([pair])
+                port = server.add_secure_port(str(Endpoint(host, port)), credentials)
+        except (RuntimeError, ValueError) as error:
+            raise UsageError(f"cannot listen on {Endpoint(host, port)}: {error}") from error
+        listener = _GrpcListener(server, Endpoint(host, port, fingerprint), serve)
+        await listener.start()
+        self._listeners.add(listener)
+        return listener
+
+    async def open_stream(
+        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
+    ) -> _DialledStream:
+        self._check_open()
+        if not endpoint.fingerprint and not is_loopback(endpoint.host):
+            raise UsageError(f"{endpoint} has no TLS fingerprint and is not a loopback address")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                stream = await self._dial(endpoint, lane)
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{endpoint} did not answer within {timeout_seconds:g} s"
+            ) from error
+        if self._is_closed:
+            await stream.abort("this transport was closed")
+            raise LocalProtocolError("this transport was closed while it dialled")
+        self._streams.add(stream)
+        return stream
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for stream in list(self._streams):
+            await stream.abort("this transport was closed")
+        for connection in list(self._connections.values()):
+            await connection.channel.close()
+        self._connections.clear()
+        for listener in list(self._listeners):
+            await listener.close()
+        self._listeners.clear()
+
+    async def _dial(self, endpoint: Endpoint, lane: Lane) -> _DialledStream:
+        """Open a stream; if what we knew of the endpoint proves stale, once more from nothing."""
+        is_known = (endpoint, lane) in self._connections or endpoint in self._certificates
+        try:
+            return await self._open_on(await self._connect(endpoint, lane))
+        except UnavailableError:
+            if not is_known:
+                raise
+        return await self._open_on(await self._connect(endpoint, lane))
+
+    async def _open_on(self, connection: _Connection) -> _DialledStream:
+        connection.num_streams += 1
+        call: Any = connection.channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
+        try:
+            await _wait_accepted(call, connection.endpoint)
+        except BaseException:
+            call.cancel()
+            connection.num_streams -= 1
+            await self._forget(connection)
+            raise
+        return _DialledStream(call, connection, self._release)
+
+    async def _connect(self, endpoint: Endpoint, lane: Lane) -> _Connection:
+        if not endpoint.fingerprint:
+            channel = grpc.aio.insecure_channel(str(endpoint), options=_CHANNEL_OPTIONS)
+        else:
+            certificate = self._certificates.get(endpoint)
+            if certificate is None:
+                certificate = await fetch_pinned_certificate(endpoint)
+                self._certificates[endpoint] = certificate
+            options = (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name_in(certificate)))
+            credentials = grpc.ssl_channel_credentials(root_certificates=certificate)
+            channel = grpc.aio.secure_channel(str(endpoint), credentials, options=options)
+        return self._connections.setdefault((endpoint, lane), _Connection(endpoint, lane, channel))
+
+    async def _forget(self, connection: _Connection) -> None:
+        """Let the next stream to an endpoint start from nothing; running streams go on."""
+        self._certificates.pop(connection.endpoint, None)
+        if self._connections.get((connection.endpoint, connection.lane)) is connection:
+            del self._connections[connection.endpoint, connection.lane]
+        if not connection.num_streams:
+            await connection.channel.close()
+
+    async def _release(self, stream: _DialledStream) -> None:
+        """Take back a stream that ended; its connection stays unless it is broken or replaced."""
+        if stream not in self._streams:
+            return
+        self._streams.discard(stream)
+        connection = stream.connection
+        connection.num_streams -= 1
+        is_current = self._connections.get((connection.endpoint, connection.lane)) is connection
+        if not connection.num_streams and (stream.is_broken or not is_current):
+            await self._forget(connection)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise LocalProtocolError("this transport is closed")
+
+
+class _Connection:
+    """One TCP connection to an endpoint for one lane, and how many streams use it."""
+
+    def __init__(self, endpoint: Endpoint, lane: Lane, channel: grpc.aio.Channel) -> None:
+        self.endpoint = endpoint
+        self.lane = lane
+        self.channel = channel
+        self.num_streams = 0
+
+
+class _GrpcListener:
+    """A gRPC server and the tasks that serve its streams."""
+
+    def __init__(self, server: grpc.aio.Server, endpoint: Endpoint, serve: StreamServer) -> None:
+        self._server = server
+        self._endpoint = endpoint
+        self._serve = serve
+        self._tasks: set[asyncio.Task[None]] = set()
+        handler: Any = grpc.stream_stream_rpc_method_handler(self._exchange)
+        server.add_generic_rpc_handlers(
+            [grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})]
+        )
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        await self._server.stop(grace_seconds or None)
+        tasks = self._tasks - {asyncio.current_task()}
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
+
+    async def _exchange(self, _: object, context: Any) -> None:
+        """Be the gRPC method: ends when the stream is closed here, broken, or cancelled there."""
+        await context.send_initial_metadata(_ACCEPTED)
+        stream = _AcceptedStream(context)
+        # A task of its own: gRPC cancels this one when the client vanishes, and whoever serves
+        # the stream shall learn it from the stream.
+        task = asyncio.create_task(self._serve_stream(stream), name=f"serve {context.peer()}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        try:
+            await stream.wait_over()
+        except asyncio.CancelledError:
+            stream.break_off("the other end went away")
+            raise
+        if stream.is_broken:
+            await context.abort(grpc.StatusCode.ABORTED, "the stream was broken off")
+
+    async def _serve_stream(self, stream: _AcceptedStream) -> None:
+        try:
+            await self._serve(stream)
+        except ShoalError as error:
+            log.debug("a stream at %s ended: %s", self._endpoint, error)
+            stream.break_off(str(error))
+        except Exception:
+            log.exception("serving a stream at %s failed", self._endpoint)
+            stream.break_off("serving it failed")
+        finally:
+            await stream.close()
+
+
+class _AcceptedStream(StreamEnd):
+    """The listener's end."""
+
+    def __init__(self, context: Any) -> None:
+        super().__init__()
+        self._context = context
+
+    async def close(self) -> None:
+        self.end()
+        await self.stop_reading()
+
+    async def _read(self) -> bytes | None:
+        try:
+            message = await self._context.read()
+        except grpc.aio.BaseError as error:
+            raise UnavailableError("the other end went away") from error
+        if message is not _EOF:
+            return message
+        await asyncio.wait({self._over}, timeout=_ORDERLY_SECONDS)
+        if self._fault is not None:
+            raise self._fault
+        return None
+
+    async def _write(self, frame: bytes) -> None:
+        try:
+            await self._context.write(frame)
+        except grpc.aio.BaseError as error:
+            raise UnavailableError("the other end went away") from error
+
+
+class _DialledStream(StreamEnd):
+    """The dialler's end."""
+
+    def __init__(
+        self,
+        call: Any,
+        connection: _Connection,
+        release: Callable[[_DialledStream], Awaitable[None]],
+    ) -> None:
+        super().__init__()
+        self.connection = connection
+        self._call = call
+        self._release = release
+        self._lingering: asyncio.Task[None] | None = None
+
+    async def close(self) -> None:
+        self.end()
+        if self._lingering is None:
+            self._lingering = asyncio.create_task(self._linger())
+        if self.is_broken:
+            await asyncio.wait({self._lingering})
+
+    async def abort(self, reason: str) -> None:
+        """Break the stream off, or cut its lingering short."""
+        self.break_off(reason)
+        if self._lingering is None:
+            self._lingering = asyncio.create_task(self._linger())
+        elif not self._lingering.done():
+            self._lingering.cancel()
+        await asyncio.wait({self._lingering})
+
+    async def _linger(self) -> None:
+        """See a closed stream to its end: what was sent still arrives, what comes is dropped."""
+        try:
+            if not self.is_broken:
+                async with asyncio.timeout(_LINGER_SECONDS):
+                    await self._call.done_writing()
+                    while await (self._reading or self._read()) is not None:
+                        self._reading = None
+        except (TimeoutError, ShoalError, grpc.aio.BaseError):
+            log.debug("a stream to %s did not end in good order", self.connection.endpoint)
+        finally:
+            self._call.cancel()
+            await self.stop_reading()
+            await self._release(self)
+
+    async def _read(self) -> bytes | None:
+        try:
+            message = await self._call.read()
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error, self.connection.endpoint) from error
+        except asyncio.CancelledError:
+            # Also how gRPC reports that the call, rather than this task, was cancelled.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise UnavailableError(f"the stream to {self.connection.endpoint} was cut") from None
+        return None if message is _EOF else message
+
+    async def _write(self, frame: bytes) -> None:
+        endpoint = self.connection.endpoint
+        try:
+            await self._call.write(frame)
+        except grpc.aio.AioRpcError as error:
+            raise _translate(error, endpoint) from error
+        except (asyncio.InvalidStateError, grpc.aio.BaseError) as error:
+            raise UnavailableError(f"{endpoint} ended the stream") from error
+        # gRPC takes messages for a call that ended in good order, and drops them.
+        if self._call.done():
+            raise UnavailableError(f"{endpoint} ended the stream")
+
+
+async def _wait_accepted(call: Any, endpoint: Endpoint) -> None:
+    headers = await call.initial_metadata()
+    if _ACCEPTED[0][0] in headers:
+        return
+    code = await call.code()
+    if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.OK):
+        raise RemoteProtocolError(f"{endpoint} answers, but does not speak {_SERVICE}")
+    if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        raise UnavailableError(f"{endpoint} has too many streams open")
+    raise UnavailableError(f"nobody answers at {endpoint}: {await call.details()}")
+
+
+def _translate(error: grpc.aio.AioRpcError, endpoint: Endpoint) -> ShoalError:
+    if error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED:
+        return RemoteProtocolError(f"{endpoint} sent too much: {error.details()}")
+    return UnavailableError(f"the stream to {endpoint} broke: {error.details()}")

@@ -1,0 +1,118 @@
+"""Addresses of the directory as libp2p writes them, `/ip4/HOST/tcp/PORT/p2p/PEER_ID`."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import DirectoryError, RemoteProtocolError, UsageError
+from ..identity import public_key_of
+from ..ids import PeerId
+
+_HOST_PARTS = frozenset({"ip4", "ip6", "dns", "dns4", "dns6"})
+_PARTS_WITH_VALUE = _HOST_PARTS | {"tcp", "udp", "p2p"}
+_PARTS_WITHOUT_VALUE = frozenset({"p2p-circuit", "quic", "quic-v1", "tls", "ws", "wss"})
+
+
+@dataclass(frozen=True)
+class PeerAddress:
+    """Where one peer's directory node can be dialled.
+
+    `tcp_port` is None when it takes more than a TCP connection to find out whether it is there.
+    """
+
+    text: str
+    host: str
+    tcp_port: int | None
+    peer_id: PeerId
+
+    @classmethod
+    def parse(cls, text: str) -> PeerAddress:
+        """Read a multiaddr that ends in a peer id; raises UsageError for anything else.
+
+        >>> id = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+        >>> address = PeerAddress.parse("/ip4/127.0.0.1/tcp/4001/p2p/" + id)
+        >>> address.host, address.tcp_port, address.peer_id == id, address.is_loopback
+        ('127.0.0.1', 4001, True, True)
+        """
+        try:
+            return cls._parse(text)
+        except (ValueError, RemoteProtocolError) as error:
+            raise UsageError(
+                f"{text!r} is not the address of a peer, /ip4/HOST/tcp/PORT/p2p/PEER_ID: {error}"
+            ) from error
+
+    @classmethod
+    def _parse(cls, text: str) -> PeerAddress:
+        empty, *words = text.split("/")
+        parts: list[tuple[str, str]] = []
+        while words:
+            name = words.pop(0)
+            if name not in _PARTS_WITH_VALUE | _PARTS_WITHOUT_VALUE:
+                raise ValueError(f"{name!r} is unknown")
+            parts.append((name, words.pop(0) if name in _PARTS_WITH_VALUE and words else ""))
+        names = [name for name, _ in parts]
+        if empty or len(parts) < 3 or names[0] not in _HOST_PARTS or names[-1] != "p2p":
+            raise ValueError("it needs a host, a port and a peer id")
+        host, port, peer_id = parts[0][1], parts[1][1], parts[-1][1]
+        if names[0] in ("ip4", "ip6") and f"ip{ipaddress.ip_address(host).version}" != names[0]:
+            raise ValueError(f"{host} is of another family")
+        if not host or names[1] not in ("tcp", "udp") or not 0 < int(port) < 2**16:
+            raise ValueError("it needs a host and a port in 1..65535")
+        public_key_of(peer_id)
+        return cls(text, host, int(port) if names[1:] == ["tcp", "p2p"] else None, PeerId(peer_id))
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can be meant."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host is an address or the name of this machine's loopback."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def make_listen_multiaddr(host: str, port: int) -> str:
+    """Return where to listen; raises UsageError when the host is not an IP address.
+
+    >>> make_listen_multiaddr("::1", 0)
+    '/ip6/::1/tcp/0'
+    """
+    try:
+        version = ipaddress.ip_address(host).version
+    except ValueError as error:
+        raise UsageError(f"cannot listen on {host!r}: it is not an IP address") from error
+    return f"/ip{version}/{host}/tcp/{port}"
+
+
+async def find_listening(
+    addresses: Sequence[PeerAddress], timeout_seconds: float
+) -> list[PeerAddress]:
+    """Return the addresses where someone accepts a connection, or that cannot be tried.
+
+    Raises DirectoryError that names all of them when there are some and none is left.
+    """
+    are_listening = await asyncio.gather(*(_is_listening(a, timeout_seconds) for a in addresses))
+    listening = [a for a, is_up in zip(addresses, are_listening, strict=True) if is_up]
+    if addresses and not listening:
+        texts = ", ".join(address.text for address in addresses)
+        raise DirectoryError(f"no initial peer can be reached: {texts}")
+    return listening
+
+
+async def _is_listening(address: PeerAddress, timeout_seconds: float) -> bool:
+    if address.tcp_port is None:
+        return True
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            _, writer = await asyncio.open_connection(address.host, address.tcp_port)
+    except (OSError, TimeoutError):
+        return False
+    writer.close()
+    return True

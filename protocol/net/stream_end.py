@@ -1,0 +1,97 @@
+"""What the two ends of any stream share when the library below cannot cancel a read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from ..errors import LocalProtocolError, ShoalError, UnavailableError
+from ..limits import MAX_FRAME_BYTES
+
+
+class StreamEnd:
+    """One end of a stream: at most one read in progress, and how it all ended.
+
+    For libraries whose reads cannot be cancelled without breaking the stream. A read is a task
+    that outlives its reader: a cancelled `receive` leaves it to the next one, and no frame is
+    lost. A subclass brings `_read` and `_write`, which raise errors of ours only, and `close`.
+    """
+
+    def __init__(self) -> None:
+        self._reading: asyncio.Task[bytes | None] | None = None
+        self._is_closed = False
+        self._fault: ShoalError | None = None
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def is_broken(self) -> bool:
+        return self._fault is not None
+
+    async def send(self, frame: bytes) -> None:
+        if len(frame) > MAX_FRAME_BYTES:
+            raise LocalProtocolError(f"a frame of {len(frame)} bytes is beyond {MAX_FRAME_BYTES}")
+        if self._is_closed:
+            raise LocalProtocolError("the stream was closed here")
+        if self._fault is not None:
+            raise UnavailableError(str(self._fault)) from self._fault
+        try:
+            await self._write(frame)
+        except asyncio.CancelledError:
+            self.break_off("a send was cancelled half-way")
+            raise
+        except UnavailableError as error:
+            self.break_off(str(error))
+            raise
+
+    async def receive(self) -> bytes | None:
+        if self._is_closed:
+            return None
+        if self._fault is not None:
+            raise self._fault
+        if self._reading is None:
+            self._reading = asyncio.create_task(self._read())
+            self._reading.add_done_callback(_retrieve)
+        await asyncio.wait({self._reading, self._over}, return_when=asyncio.FIRST_COMPLETED)
+        if self._over.done():
+            return await self.receive()
+        try:
+            frame = self._reading.result()
+        except ShoalError as error:
+            self.end(error)
+            raise
+        if frame is not None:
+            self._reading = None
+        return frame
+
+    async def wait_over(self) -> None:
+        """Wait until the stream is closed at this end, or broken."""
+        await asyncio.wait({self._over})
+
+    def break_off(self, reason: str) -> None:
+        """Make every use of the stream from now on raise UnavailableError."""
+        self.end(UnavailableError(reason))
+
+    def end(self, fault: ShoalError | None = None) -> None:
+        """Note how the stream ended, the first time: closed here, or broken by a fault."""
+        if not self._over.done():
+            self._fault = fault
+            self._is_closed = fault is None
+            self._over.set_result(None)
+
+    async def stop_reading(self) -> None:
+        """Cancel the read in progress and wait for it to be gone."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+
+    async def _read(self) -> bytes | None:
+        raise NotImplementedError
+
+    async def _write(self, frame: bytes) -> None:
+        raise NotImplementedError
+
+
+def _retrieve(task: asyncio.Task[Any]) -> None:
+    """Take note of a task's error, which the stream reports in its own time or not at all."""
+    if not task.cancelled():
+        task.exception()

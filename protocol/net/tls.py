@@ -1,0 +1,114 @@
+"""Self-signed TLS certificates, each known by its fingerprint.
+
+There is no authority: the fingerprint in a signed announcement says which certificate must answer.
+"""
+
+import asyncio
+import datetime
+import hashlib
+import ssl
+from dataclasses import dataclass
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from ..endpoints import Endpoint
+from ..errors import RemoteProtocolError, UnavailableError, UsageError
+
+_COMMON_NAME = "shoal.invalid"
+_LIFETIME = datetime.timedelta(days=3650)
+# Clocks of volunteers differ: a certificate that is valid only from now on would be refused.
+_BACKDATED = datetime.timedelta(days=2)
+
+
+@dataclass(frozen=True)
+class TlsIdentity:
+    """A certificate and its private key, both PEM. `repr` does not show the key."""
+
+    certificate_pem: bytes
+    private_key_pem: bytes
+
+    def __repr__(self) -> str:
+        return f"TlsIdentity({fingerprint_of(self.certificate_pem)[:12]}…)"
+
+
+def make_tls_identity() -> TlsIdentity:
+    """Return a fresh self-signed ECDSA P-256 certificate."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _COMMON_NAME)])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - _BACKDATED)
+        .not_valid_after(now + _LIFETIME)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(_COMMON_NAME)]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    return TlsIdentity(
+        certificate.public_bytes(serialization.Encoding.PEM),
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        ),
+    )
+
+
+def fingerprint_of(certificate_pem: bytes) -> str:
+    """Return the SHA-256 of a certificate's DER form, 64 lower-case hex digits."""
+    try:
+        der = ssl.PEM_cert_to_DER_cert(certificate_pem.decode("ascii"))
+    except ValueError as error:
+        raise UsageError("the TLS certificate is not in PEM form") from error
+    return hashlib.sha256(der).hexdigest()
+
+
+def name_in(certificate_pem: bytes) -> str:
+    """Return the name that a verifier has to expect in this certificate.
+
+    Raises RemoteProtocolError when there is none: the certificate comes from a stranger.
+    """
+    try:
+        certificate = x509.load_pem_x509_certificate(certificate_pem)
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
+        return names.value.get_values_for_type(x509.DNSName)[0]
+    except (ValueError, IndexError, x509.ExtensionNotFound) as error:
+        raise RemoteProtocolError("the TLS certificate of the peer carries no name") from error
+
+
+async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
+    """Return the PEM certificate that answers at an endpoint, once its fingerprint is right.
+
+    Raises UnavailableError when nobody answers and RemoteProtocolError when someone answers
+    without TLS or with another certificate. Waits as long as it takes: wrap it in a timeout.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    # Nothing is sent over this connection and nothing it says is believed but the certificate,
+    # which the fingerprint proves and the real connection verifies.
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    try:
+        _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context)
+    except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError) as error:
+        raise UnavailableError(f"{endpoint} broke off the TLS handshake") from error
+    except ssl.SSLError as error:
+        raise RemoteProtocolError(f"{endpoint} does not answer with TLS") from error
+    except (OSError, UnicodeError) as error:
+        raise UnavailableError(f"nobody answers at {endpoint}: {error}") from error
+    try:
+        der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
+    finally:
+        writer.transport.abort()
+    if hashlib.sha256(der).hexdigest() != endpoint.fingerprint:
+        raise RemoteProtocolError(
+            f"the peer at {endpoint} presents another TLS certificate than it announced"
+        )
+    return ssl.DER_cert_to_PEM_cert(der).encode("ascii")

@@ -1,0 +1,163 @@
+"""A swarm in the test itself: sessions that compute with transformers' own decoder layers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationConfig
+
+from shoal.client.local_layers import load_config, load_local_layers
+from shoal.client.model import DistributedCausalLM
+from shoal.kernels.checkpoint import Checkpoint
+from shoal.protocol.errors import UsageError
+from shoal.protocol.spans import Span
+
+
+@dataclass(frozen=True)
+class SentStep:
+    """One step that a session took."""
+
+    position: int
+    num_rows: int
+    num_tokens: int
+    has_row_map: bool
+    last_token_only: bool
+    is_decoded: bool | None
+
+
+class FakeSession:
+    """The surface of InferenceSession over a DynamicCache; strict about its inputs."""
+
+    def __init__(self, blocks: nn.Module, max_length: int) -> None:
+        self._blocks = blocks
+        self._cache = DynamicCache()
+        self._num_rows: int | None = None
+        self._closed = False
+        self.max_length = max_length
+        self.output_ids: Tensor | None = None
+        self.sent: list[SentStep] = []
+
+    def step(
+        self,
+        hidden: Tensor,
+        prompts: Tensor | None = None,
+        hypo_ids: Tensor | None = None,
+        *,
+        last_token_only: bool = False,
+        is_decoded: bool | None = None,
+    ) -> Tensor:
+        assert not self._closed
+        assert prompts is None
+        num_rows, num_tokens, _ = hidden.shape
+        if self.position + num_tokens > self.max_length:
+            raise UsageError(f"Maximum length exceeded: {self.position} + {num_tokens}")
+        if self._num_rows not in (None, num_rows):
+            raise UsageError(f"the session has {self._num_rows} rows, got {num_rows}")
+        self._num_rows = num_rows
+        self.sent.append(
+            SentStep(
+                self.position,
+                num_rows,
+                num_tokens,
+                hypo_ids is not None,
+                last_token_only,
+                is_decoded,
+            )
+        )
+        if hypo_ids is not None:
+            assert hypo_ids.shape == (num_rows,)
+            assert hypo_ids.dtype == torch.int64
+            self._cache.reorder_cache(hypo_ids)
+        with torch.no_grad():
+            output = self._blocks(
+                inputs_embeds=hidden.float(), past_key_values=self._cache, use_cache=True
+            ).last_hidden_state
+        output = output.to(hidden.dtype)
+        return output[:, -1:] if last_token_only else output
+
+    @property
+    def position(self) -> int:
+        return self._cache.get_seq_length()
+
+    @position.setter
+    def position(self, value: int) -> None:
+        assert 0 <= value <= self.position
+        assert not self._closed
+        self._cache.crop(value - self.position)
+        if self.output_ids is not None and self.output_ids.shape[1] > value:
+            self.output_ids = self.output_ids[:, :value]
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __enter__(self) -> FakeSession:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class FakeClient:
+    """The surface of Client: opens sessions over the blocks of a transformers model."""
+
+    def __init__(self, reference: Any) -> None:
+        self._decoder = reference.model
+        self.sessions: list[FakeSession] = []
+        self.spans: list[Span] = []
+        self.is_closed = False
+
+    def open_session(self, max_length: int, span: Span) -> FakeSession:
+        blocks = copy.deepcopy(self._decoder)
+        blocks.norm = nn.Identity()
+        blocks.layers = blocks.layers[span.start : span.stop]
+        for index, layer in enumerate(blocks.layers):
+            layer.self_attn.layer_idx = index
+        self.sessions.append(FakeSession(blocks, max_length))
+        self.spans.append(span)
+        return self.sessions[-1]
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One checkpoint as a distributed model over a fake swarm and as a transformers model."""
+
+    model: DistributedCausalLM
+    reference: Any
+    client: FakeClient
+
+
+def make_pair(tiny_model: Any, generation_config: GenerationConfig | None = None) -> Pair:
+    checkpoint = Checkpoint.open(tiny_model.directory)
+    config = load_config(checkpoint)
+    client = FakeClient(tiny_model.reference)
+    model = DistributedCausalLM(
+        config,
+        load_local_layers(checkpoint, config),
+        client,  # pyright: ignore[reportArgumentType]
+        generation_config,
+    )
+    return Pair(model, tiny_model.reference, client)
+
+
+@pytest.fixture
+def pair(tiny_models: Any) -> Pair:
+    """A plain tiny Llama, both ways."""
+    return make_pair(tiny_models.get("llama"))
+
+
+@pytest.fixture
+def any_pair(any_tiny_model: Any) -> Pair:
+    """Every variant of every family, both ways."""
+    return make_pair(any_tiny_model)

@@ -1,0 +1,185 @@
+"""Embedding, final norm and head come from the checkpoint, and nothing else does."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from shoal.client.local_layers import load_config, load_local_layers, resolve_dtype
+from shoal.kernels.checkpoint import Checkpoint
+from shoal.protocol.errors import ModelError, UsageError
+
+SEED = 1234
+
+
+@dataclass
+class CountingCheckpoint:
+    """A checkpoint that notes which tensors are read."""
+
+    inner: Checkpoint
+    read: list[str] = field(default_factory=list)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def load(self, name: str) -> Tensor:
+        self.read.append(name)
+        return self.inner.load(name)
+
+
+def copy_checkpoint(
+    source: Path, target: Path, config: dict[str, Any], tensors: dict[str, Tensor | None]
+) -> Checkpoint:
+    """Write a checkpoint with changes; a tensor of None is left out."""
+    target.mkdir()
+    content = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps({**content, **config}))
+    changed = {**load_file(source / "model.safetensors"), **tensors}
+    kept = {name: tensor for name, tensor in changed.items() if tensor is not None}
+    save_file(kept, target / "model.safetensors", {"format": "pt"})
+    return Checkpoint.open(target)
+
+
+def test_layers_equal_transformers(any_tiny_model: Any) -> None:
+    checkpoint = Checkpoint.open(any_tiny_model.directory)
+    layers = load_local_layers(checkpoint, load_config(checkpoint))
+    reference = any_tiny_model.reference
+    generator = torch.Generator().manual_seed(SEED)
+    hidden = torch.randn(2, 3, 64, generator=generator)
+    ids = torch.randint(0, 128, (2, 3), generator=generator)
+
+    torch.testing.assert_close(layers.embedding(ids), reference.model.embed_tokens(ids))
+    torch.testing.assert_close(layers.norm(hidden), reference.model.norm(hidden), atol=1e-6, rtol=0)
+    torch.testing.assert_close(layers.head(hidden), reference.lm_head(hidden), atol=1e-5, rtol=0)
+
+
+def test_loading_reads_only_the_tensors_of_the_client(tiny_models: Any) -> None:
+    checkpoint = CountingCheckpoint(Checkpoint.open(tiny_models.get("llama").directory))
+
+    load_local_layers(checkpoint, load_config(checkpoint))  # pyright: ignore[reportArgumentType]
+
+    assert sorted(checkpoint.read) == [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.norm.weight",
+    ]
+
+
+def test_tied_head_shares_the_embedding(tiny_models: Any) -> None:
+    checkpoint = Checkpoint.open(tiny_models.get("llama-tied").directory)
+
+    layers = load_local_layers(checkpoint, load_config(checkpoint))
+
+    assert layers.head.weight is layers.embedding.weight
+
+
+def test_stored_head_is_shared_only_if_it_equals_the_embedding(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    source = tiny_models.get("llama-tied").directory
+    embedding = load_file(source / "model.safetensors")["model.embed_tokens.weight"]
+    same = copy_checkpoint(source, tmp_path / "a", {}, {"lm_head.weight": embedding.clone()})
+    other = copy_checkpoint(source, tmp_path / "b", {}, {"lm_head.weight": embedding + 1})
+
+    same_layers = load_local_layers(same, load_config(same))
+    other_layers = load_local_layers(other, load_config(other))
+
+    assert same_layers.head.weight is same_layers.embedding.weight
+    assert torch.equal(other_layers.head.weight, embedding + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtype_is_that_of_the_checkpoint_unless_asked(
+    tiny_models: Any, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    source = tiny_models.get("llama").directory
+    tensors = load_file(source / "model.safetensors")
+    stored: dict[str, Tensor | None] = {name: t.to(dtype) for name, t in tensors.items()}
+    checkpoint = copy_checkpoint(source, tmp_path / "model", {}, stored)
+
+    layers = load_local_layers(checkpoint, load_config(checkpoint))
+    asked = load_local_layers(checkpoint, load_config(checkpoint), torch.float32)
+
+    assert layers.embedding.weight.dtype == layers.norm.weight.dtype == dtype
+    assert layers.head.weight.dtype == dtype
+    assert layers.head(torch.ones(1, 1, 64)).dtype == torch.float32
+    assert asked.head.weight.dtype == torch.float32
+
+
+def test_layers_outlive_the_file(tiny_models: Any, tmp_path: Path) -> None:
+    source = tiny_models.get("llama").directory
+    checkpoint = copy_checkpoint(source, tmp_path / "model", {}, {})
+    layers = load_local_layers(checkpoint, load_config(checkpoint))
+    before = layers.embedding.weight.clone()
+
+    path = tmp_path / "model" / "model.safetensors"
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+    assert torch.equal(layers.embedding.weight, before)
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors", "message"),
+    [
+        ({"model_type": "bloom"}, {}, "'bloom' are not supported; supported are llama, mistral"),
+        ({"model_type": None}, {}, "not supported"),
+        ({"hidden_size": 0}, {}, "hidden_size"),
+        ({"hidden_size": 2**30}, {}, "hidden_size"),
+        ({"num_hidden_layers": 0}, {}, "num_hidden_layers"),
+        ({"vocab_size": "many"}, {}, "vocab_size"),
+        ({"vocab_size": 127}, {}, r"embed_tokens.weight' has shape \[128, 64\]"),
+        ({}, {"model.norm.weight": torch.ones(65)}, r"norm.weight' has shape \[65\]"),
+        ({}, {"model.norm.weight": None}, "no tensor 'model.norm.weight'"),
+        ({}, {"lm_head.weight": None}, "lm_head.weight"),
+        ({}, {"model.norm.weight": torch.ones(64, dtype=torch.int8)}, "torch.int8"),
+    ],
+    ids=str,
+)
+def test_unusable_checkpoint_is_named(
+    tiny_models: Any,
+    tmp_path: Path,
+    config: dict[str, Any],
+    tensors: dict[str, Tensor | None],
+    message: str,
+) -> None:
+    source = tiny_models.get("llama").directory
+    checkpoint = copy_checkpoint(source, tmp_path / "model", config, tensors)
+
+    with pytest.raises(ModelError, match=message):
+        load_local_layers(checkpoint, load_config(checkpoint))
+
+
+def test_configuration_cannot_ask_for_foreign_attention_code(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    source = tiny_models.get("llama").directory
+    checkpoint = copy_checkpoint(
+        source, tmp_path / "model", {"attn_implementation": "someone/code"}, {}
+    )
+
+    assert load_config(checkpoint)._attn_implementation == "eager"
+
+
+@pytest.mark.parametrize(
+    ("requested", "expected"),
+    [
+        (None, None),
+        ("auto", None),
+        ("float16", torch.float16),
+        ("torch.bfloat16", torch.bfloat16),
+        (torch.float32, torch.float32),
+    ],
+)
+def test_dtype_is_resolved(requested: Any, expected: torch.dtype | None) -> None:
+    assert resolve_dtype(requested) == expected
+
+
+@pytest.mark.parametrize("requested", ["float8", "int8", torch.int64, "half precision"])
+def test_unknown_dtype_is_refused(requested: Any) -> None:
+    with pytest.raises(UsageError, match="float32, bfloat16, float16"):
+        resolve_dtype(requested)

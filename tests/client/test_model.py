@@ -1,0 +1,335 @@
+"""The distributed model as an object: forward, remote blocks, sessions, opening."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, GenerationConfig
+
+from shoal.client.config import ClientConfig
+from shoal.client.model import AutoDistributedModelForCausalLM, DistributedCausalLM
+from shoal.client.remote_cache import RemoteCache
+from shoal.protocol.errors import ModelError, UsageError
+from shoal.protocol.spans import Span
+
+SEED = 1234
+
+
+def make_ids(num_rows: int, num_tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(SEED)
+    return torch.randint(3, 128, (num_rows, num_tokens), generator=generator)
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_stateless_forward_equals_transformers(any_pair: Any, num_tokens: int) -> None:
+    ids = make_ids(3, num_tokens)
+
+    output = any_pair.model(ids, attention_mask=torch.ones_like(ids))
+
+    assert_near(output.logits, any_pair.reference(ids).logits)
+    assert output.logits.dtype == torch.float32
+    assert not output.logits.requires_grad
+    assert output.past_key_values is None
+    assert any_pair.client.sessions[-1].closed
+
+
+def test_forward_of_embeddings_equals_forward_of_ids(pair: Any) -> None:
+    ids = make_ids(2, 5)
+    embeddings = pair.model.transformer.word_embeddings(ids)
+
+    logits = pair.model(inputs_embeds=embeddings).logits
+
+    assert_near(logits, pair.reference(ids).logits)
+
+
+def test_forward_in_a_session_continues_it(pair: Any) -> None:
+    ids = make_ids(2, 9)
+    expected = pair.reference(ids).logits
+
+    with pair.model.inference_session(max_length=9) as session:
+        first = pair.model(ids[:, :6])
+        second = pair.model(ids[:, 6:8], past_key_values=first.past_key_values)
+        third = pair.model(ids[:, 8:])
+
+    logits = torch.cat([first.logits, second.logits, third.logits], dim=1)
+    assert_near(logits, expected)
+    assert [step.num_tokens for step in session.sent] == [6, 2, 1]
+
+
+def test_forward_keeps_the_logits_that_are_asked_for(pair: Any) -> None:
+    ids = make_ids(2, 6)
+    expected = pair.reference(ids).logits
+
+    assert_near(pair.model(ids, logits_to_keep=1).logits, expected[:, -1:])
+    assert_near(pair.model(ids, logits_to_keep=2).logits, expected[:, -2:])
+    assert_near(pair.model(ids, logits_to_keep=torch.tensor([0, 3])).logits, expected[:, [0, 3]])
+    assert [step.last_token_only for s in pair.client.sessions for step in s.sent] == [
+        True,
+        False,
+        False,
+    ]
+    assert_near(pair.model(ids, return_dict=False)[0], expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either"),
+        ({"input_ids": torch.tensor([[5]]), "inputs_embeds": torch.zeros(1, 1, 64)}, "either"),
+        ({"input_ids": torch.tensor([[5.0]])}, "whole numbers"),
+        ({"input_ids": torch.tensor([[500]])}, "from 0 to 127"),
+        ({"input_ids": torch.zeros(1, 0, dtype=torch.int64)}, "empty"),
+        ({"inputs_embeds": torch.zeros(1, 2, 65)}, "64"),
+        ({"inputs_embeds": torch.zeros(1, 2, 64, dtype=torch.int64)}, "floating point"),
+        ({"input_ids": torch.full((1, 513), 5)}, "513 tokens are more than the model's 512"),
+        (
+            {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]])},
+            "no padding",
+        ),
+        (
+            {"input_ids": torch.tensor([[5]]), "past_key_values": DynamicCache()},
+            "DynamicCache",
+        ),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_forward_refuses_wrong_inputs_before_anything_is_sent(
+    pair: Any, arguments: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        pair.model(**arguments)
+
+    assert pair.client.sessions == []
+
+
+def test_model_has_the_names_of_petals(pair: Any) -> None:
+    transformer, reference = pair.model.transformer, pair.reference
+
+    assert torch.equal(transformer.word_embeddings.weight, reference.model.embed_tokens.weight)
+    assert torch.equal(transformer.ln_f.weight, reference.model.norm.weight)
+    assert torch.equal(pair.model.lm_head.weight, reference.lm_head.weight)
+    assert len(transformer.h) == 4
+    hidden = torch.ones(1, 1, 64)
+    assert transformer.word_embeddings_layernorm(hidden) is hidden
+    assert pair.model.config.hidden_size == 64
+
+
+def test_model_holds_no_block_and_nothing_to_train(pair: Any) -> None:
+    names = {name for name, _ in pair.model.named_parameters()}
+
+    assert names == {
+        "transformer.word_embeddings.weight",
+        "transformer.ln_f.weight",
+        "lm_head.weight",
+    }
+    assert not any(parameter.requires_grad for parameter in pair.model.parameters())
+
+
+def test_model_cannot_be_saved(pair: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="other machines"):
+        pair.model.save_pretrained(tmp_path / "out")
+
+    assert not (tmp_path / "out").exists()
+
+
+def test_closing_the_model_closes_its_client(pair: Any) -> None:
+    with pair.model as model:
+        assert model is pair.model
+
+    assert pair.client.is_closed
+
+
+def test_blocks_are_sliced_like_a_list(pair: Any) -> None:
+    blocks = pair.model.transformer.h
+
+    assert blocks[1].span == Span(1, 2)
+    assert blocks[-1].span == Span(3, 4)
+    assert blocks[1:3].span == Span(1, 3)
+    assert blocks[1:3][1].span == Span(2, 3)
+    assert blocks[2:].span == Span(2, 4)
+    assert [block.span for block in blocks[1:3]] == [Span(1, 2), Span(2, 3)]
+    with pytest.raises(IndexError):
+        blocks[4]
+    for uneven in (slice(2, 2), slice(0, 4, 2), slice(None, None, -1)):
+        with pytest.raises(UsageError, match="in a row"):
+            blocks[uneven]
+
+
+def test_blocks_one_by_one_equal_all_at_once(pair: Any) -> None:
+    hidden = pair.model.transformer.word_embeddings(make_ids(2, 7))
+    blocks = pair.model.transformer.h
+
+    expected = blocks(hidden)
+    output = hidden
+    for block in blocks:
+        output = block(output)
+
+    assert_near(output, expected)
+    assert pair.client.spans == [Span(0, 4), Span(0, 1), Span(1, 2), Span(2, 3), Span(3, 4)]
+    assert all(session.closed for session in pair.client.sessions)
+
+
+def test_blocks_continue_the_active_session_only(pair: Any) -> None:
+    hidden = pair.model.transformer.word_embeddings(make_ids(1, 7))
+    blocks = pair.model.transformer.h
+    expected = blocks(hidden)
+
+    with blocks.inference_session(max_length=7) as session:
+        assert blocks.active_session is session
+        first = blocks(hidden[:, :5])
+        assert blocks.position == 5
+        with blocks.use_session(None):
+            assert_near(blocks(hidden[:, :2]), expected[:, :2])
+        assert blocks[0:2].active_session is None
+        second = blocks(hidden[:, 5:])
+
+    assert_near(torch.cat([first, second], dim=1), expected)
+    assert blocks.active_session is None
+    with pytest.raises(UsageError, match="no session"):
+        _ = blocks.position
+
+
+def test_blocks_return_an_empty_input_as_it_is(pair: Any) -> None:
+    assert pair.model.transformer.h(torch.zeros(2, 0, 64)).shape == (2, 0, 64)
+    assert pair.client.sessions == []
+
+
+def test_remote_cache_composes_row_maps_until_the_next_step(pair: Any) -> None:
+    hidden = pair.model.transformer.word_embeddings(make_ids(3, 4))
+    session = pair.model.transformer.h.open_session(8)
+    twin = pair.model.transformer.h.open_session(8)
+    cache = RemoteCache(session)
+
+    cache.step(hidden[:, :3], last_token_only=False)
+    cache.reorder_cache(torch.tensor([1, 2, 0], dtype=torch.int32))
+    cache.reorder_cache(torch.tensor([2, 2, 1], dtype=torch.int32))
+    output = cache.step(hidden[:, 3:], last_token_only=True)
+
+    rows = [0, 0, 2]
+    twin.step(hidden[rows, :3])
+    assert_near(output, twin.step(hidden[:, 3:]))
+    assert cache.get_seq_length() == session.position == 4
+    assert cache.get_max_length() == 8
+
+
+def test_remote_cache_sends_no_row_map_that_moves_nothing(pair: Any) -> None:
+    hidden = pair.model.transformer.word_embeddings(make_ids(3, 2))
+    cache = RemoteCache(pair.model.transformer.h.open_session(8))
+
+    cache.step(hidden[:, :1], last_token_only=False)
+    cache.reorder_cache(torch.tensor([1, 2, 0]))
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    cache.step(hidden[:, 1:], last_token_only=False)
+
+    assert not any(step.has_row_map for step in pair.client.sessions[-1].sent)
+
+
+def test_remote_cache_rolls_back_when_it_is_cropped(pair: Any) -> None:
+    hidden = pair.model.transformer.word_embeddings(make_ids(1, 6))
+    cache = RemoteCache(pair.model.transformer.h.open_session(8))
+    cache.step(hidden, last_token_only=False)
+
+    cache.crop(0)
+    assert cache.get_seq_length() == 6
+    cache.crop(-2)
+    assert cache.get_seq_length() == 4
+    cache.crop(3)
+    assert cache.get_seq_length() == 3
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    for call in (cache.batch_repeat_interleave, cache.batch_select_indices):
+        with pytest.raises(UsageError, match="open a new session"):
+            call(2)  # pyright: ignore[reportArgumentType]
+
+
+class OfflineModel(DistributedCausalLM):
+    """Joins no swarm; keeps what it would have joined with."""
+
+    joined: list[tuple[int, ClientConfig]]
+
+    @staticmethod
+    def _join(checkpoint: Any, model_config: Any, config: ClientConfig) -> Any:
+        OfflineModel.joined.append((model_config.num_hidden_layers, config))
+        return object()
+
+
+def test_from_pretrained_forwards_client_settings(tiny_models: Any) -> None:
+    OfflineModel.joined = []
+
+    model = OfflineModel.from_pretrained(
+        tiny_models.get("llama").directory,
+        initial_peers=["/ip4/127.0.0.1/tcp/1/p2p/x"],
+        torch_dtype="bfloat16",
+        seed=7,
+    )
+
+    config = ClientConfig(initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/x",), seed=7)
+    assert OfflineModel.joined == [(4, config)]
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id == 2
+    assert model.transformer.h.span == Span(0, 4)
+
+
+def test_from_pretrained_reads_the_defaults_of_generation(tiny_models: Any, tmp_path: Path) -> None:
+    OfflineModel.joined = []
+    shutil.copytree(tiny_models.get("llama").directory, tmp_path / "model")
+    GenerationConfig(eos_token_id=[5, 6], use_cache=False).save_pretrained(tmp_path / "model")
+
+    model = OfflineModel.from_pretrained(tmp_path / "model")
+
+    assert model.generation_config.eos_token_id == [5, 6]
+    assert model.generation_config.use_cache is True
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"initial_peer": ["x"]}, "does not know initial_peer; client settings are .*seed"),
+        ({"torch_dtype": "int4"}, "torch_dtype"),
+        ({"dtype": torch.int8}, "torch_dtype"),
+    ],
+)
+def test_from_pretrained_refuses_unknown_settings(
+    tiny_models: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UsageError, match=message):
+        AutoDistributedModelForCausalLM.from_pretrained(
+            tiny_models.get("llama").directory, **options
+        )
+
+
+def test_from_pretrained_names_what_is_wrong_with_a_model(tiny_models: Any, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(tiny_models.get("llama").directory, model)
+
+    with pytest.raises(ModelError, match="no model directory"):
+        AutoDistributedModelForCausalLM.from_pretrained(tmp_path / "nowhere")
+    (model / "generation_config.json").write_text("{")
+    with pytest.raises(ModelError, match=r"generation_config\.json is damaged"):
+        AutoDistributedModelForCausalLM.from_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "gpt2"}))
+    with pytest.raises(ModelError, match="llama, mistral, qwen2, qwen3"):
+        AutoDistributedModelForCausalLM.from_pretrained(model)
+
+
+def test_importing_the_model_loads_no_network_library() -> None:
+    code = (
+        "import sys, shoal.client.model; "
+        "print(sorted({'hivemind', 'grpc', 'bitsandbytes'} & set(sys.modules)))"
+    )
+    process = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+
+    assert process.stdout.strip() == "[]"

@@ -1,0 +1,306 @@
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import torch
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.rotary import RotaryTable
+from shoal.peer.engine.block import Block
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.families import read_spec
+from shoal.peer.engine.kv_cache import KVCachePool, SessionCache
+from shoal.peer.engine.loader import load_block, open_checkpoint
+from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
+from shoal.protocol.spans import Span
+
+HIDDEN = 64
+WHOLE = Span(0, 4)
+
+
+def load_engine(tiny_models, weights=WeightFormat.FP32, span=WHOLE, budget=2**26) -> Engine:
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+    return Engine.load(checkpoint, span, weights, kv_budget_bytes=budget)
+
+
+@pytest.fixture
+def engine(tiny_models) -> Engine:
+    return load_engine(tiny_models)
+
+
+def draw_hidden(seed: int, num_rows: int = 1, num_tokens: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, num_tokens, HIDDEN, generator=generator)
+
+
+def make_work(
+    engine: Engine, hidden: torch.Tensor, span: Span = WHOLE, max_tokens: int = 100, **options
+) -> StepWork:
+    """Open a fresh session and return its first step."""
+    cache = engine.open_cache(hidden.shape[0], max_tokens, span)
+    return StepWork(cache, span, 0, hidden, **options)
+
+
+def expect_tensor(result: object) -> torch.Tensor:
+    assert isinstance(result, torch.Tensor), result
+    return result
+
+
+def run(engine: Engine, work: StepWork) -> torch.Tensor:
+    (result,) = engine.execute([work])
+    return expect_tensor(result)
+
+
+def assert_refused(result: object, code: ErrorCode) -> None:
+    assert isinstance(result, RefusedError)
+    assert result.code is code
+
+
+@pytest.mark.parametrize("weights", list(WeightFormat))
+def test_compute_dtype_follows_the_weights(tiny_models, weights: WeightFormat) -> None:
+    engine = load_engine(tiny_models, weights)
+    output = run(engine, make_work(engine, draw_hidden(1, 1, 5).to(torch.float16)))
+
+    expected = torch.bfloat16 if weights is WeightFormat.BF16 else torch.float32
+    assert output.dtype == engine.dtype == expected
+
+
+def test_last_token_only_returns_the_last_token(engine: Engine) -> None:
+    hidden = draw_hidden(2, 3, 7)
+
+    every = run(engine, make_work(engine, hidden))
+    last = run(engine, make_work(engine, hidden, last_token_only=True))
+
+    assert torch.equal(last, every[:, -1:])
+
+
+def test_empty_batch_has_no_results(engine: Engine) -> None:
+    assert engine.execute([]) == []
+
+
+def test_sessions_with_different_spans_share_a_batch(engine: Engine) -> None:
+    spans = [Span(0, 4), Span(0, 2), Span(1, 3), Span(3, 4), Span(0, 1)]
+    hidden = [draw_hidden(seed, 1 + seed % 3, 1 + 4 * seed) for seed in range(len(spans))]
+    pairs = list(zip(hidden, spans, strict=True))
+
+    alone = [run(engine, make_work(engine, *pair)) for pair in pairs]
+    together = engine.execute([make_work(engine, *pair) for pair in pairs])
+
+    for output, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_spans_with_a_gap_between_them_share_a_batch(engine: Engine) -> None:
+    pairs = [(draw_hidden(1), Span(0, 1)), (draw_hidden(2), Span(3, 4))]
+
+    alone = [run(engine, make_work(engine, *pair)) for pair in pairs]
+    together = engine.execute([make_work(engine, *pair) for pair in pairs])
+
+    for output, expected in zip(together, alone, strict=True):
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_int8_results_do_not_depend_on_who_shares_the_batch(tiny_models) -> None:
+    engine = load_engine(tiny_models, WeightFormat.INT8)
+    token, prompt = draw_hidden(1), draw_hidden(2, 1, 40)
+    alone = [run(engine, make_work(engine, hidden)) for hidden in (token, prompt)]
+
+    strangers = [draw_hidden(seed, 2, 30) * 1000 for seed in (3, 4)]
+    works = [make_work(engine, hidden) for hidden in (prompt, *strangers, token)]
+    prompt_output, _, _, token_output = engine.execute(works)
+
+    assert torch.equal(expect_tensor(prompt_output), alone[1])
+    assert torch.equal(expect_tensor(token_output), alone[0])
+
+
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_int8_replay_of_decoded_tokens_is_exact(tiny_models, num_rows: int) -> None:
+    engine = load_engine(tiny_models, WeightFormat.INT8)
+    prompt, tokens = draw_hidden(1, num_rows, 20), draw_hidden(2, num_rows, 30)
+    original = make_work(engine, prompt)
+    run(engine, original)
+    expected = [
+        run(
+            engine,
+            replace(original, position=20 + t, hidden_BTH=tokens[:, t : t + 1], decoded=True),
+        )
+        for t in range(30)
+    ]
+
+    replayed = make_work(engine, prompt)
+    run(engine, replayed)
+    output = run(engine, replace(replayed, position=20, hidden_BTH=tokens, decoded=True))
+
+    assert torch.equal(output, torch.cat(expected, dim=1))
+    for block in range(4):
+        for ours, theirs in zip(
+            original.cache.keys_values(block), replayed.cache.keys_values(block), strict=True
+        ):
+            assert torch.equal(ours[:, :, :50], theirs[:, :, :50])
+
+
+def test_rollback_continues_from_the_earlier_position(engine: Engine) -> None:
+    hidden, other = draw_hidden(1, 2, 10), draw_hidden(2, 2, 3)
+    work = make_work(engine, hidden)
+    run(engine, work)
+
+    output = run(engine, replace(work, position=4, hidden_BTH=other))
+
+    assert work.cache.length == 7
+    expected = run(engine, make_work(engine, torch.cat([hidden[:, :4], other], dim=1)))[:, 4:]
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_row_map_continues_the_chosen_rows(engine: Engine) -> None:
+    hidden, token = draw_hidden(1, 3, 10), draw_hidden(2, 3, 1)
+    work = make_work(engine, hidden)
+    run(engine, work)
+
+    output = run(engine, replace(work, position=10, hidden_BTH=token, row_map=(2, 0, 2)))
+
+    chosen = make_work(engine, hidden[[2, 0, 2]])
+    run(engine, chosen)
+    expected = run(engine, replace(chosen, position=10, hidden_BTH=token))
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def take_snapshot(cache: SessionCache) -> tuple[int, int, list[torch.Tensor]]:
+    states = [
+        state[:, :, : cache.length].clone()
+        for block in range(cache.span.start, cache.span.stop)
+        for state in cache.keys_values(block)
+    ]
+    return cache.length, cache.committed_bytes, states
+
+
+def assert_unchanged(cache: SessionCache, snapshot: tuple[int, int, list[torch.Tensor]]) -> None:
+    length, committed_bytes, states = take_snapshot(cache)
+    assert (length, committed_bytes) == snapshot[:2]
+    assert all(map(torch.equal, states, snapshot[2]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"hidden_BTH": torch.full((2, 1, HIDDEN), float("nan"))}, ErrorCode.BAD_VALUES),
+        ({"hidden_BTH": torch.full((2, 1, HIDDEN), float("inf"))}, ErrorCode.BAD_VALUES),
+        ({"hidden_BTH": torch.zeros(2, 1, HIDDEN + 1)}, ErrorCode.BAD_VALUES),
+        ({"hidden_BTH": torch.zeros(1, 1, HIDDEN)}, ErrorCode.BAD_VALUES),
+        ({"hidden_BTH": torch.zeros(2, HIDDEN)}, ErrorCode.BAD_VALUES),
+        ({"hidden_BTH": torch.zeros(2, 0, HIDDEN)}, ErrorCode.BAD_VALUES),
+        ({"hidden_BTH": torch.zeros(2, 1, HIDDEN, dtype=torch.int64)}, ErrorCode.BAD_VALUES),
+        ({"hidden_BTH": torch.zeros(2, 99, HIDDEN)}, ErrorCode.TOO_LONG),
+        ({"position": 6}, ErrorCode.BAD_VALUES),
+        ({"row_map": (0, 5)}, ErrorCode.BAD_VALUES),
+        ({"span": Span(0, 3)}, ErrorCode.WRONG_SPAN),
+    ],
+)
+def test_bad_steps_are_refused_and_disturb_nobody(engine: Engine, changes, code) -> None:
+    work, neighbour = make_work(engine, draw_hidden(1, 2, 5)), make_work(engine, draw_hidden(2))
+    run(engine, work)
+    snapshot = take_snapshot(work.cache)
+    bad = replace(work, **{"position": 5, "hidden_BTH": draw_hidden(3, 2, 1), **changes})
+
+    refusal, output = engine.execute([bad, neighbour])
+
+    assert_refused(refusal, code)
+    assert_unchanged(work.cache, snapshot)
+    assert torch.equal(expect_tensor(output), run(engine, make_work(engine, draw_hidden(2))))
+    engine.pool.check_integrity()
+
+
+class OverflowingBlock:
+    """A block whose result is infinite wherever its input is large."""
+
+    def __init__(self, block: Block) -> None:
+        self.weights = block.weights
+        self._block = block
+
+    def __call__(self, hidden_NH: torch.Tensor, segments, ranges) -> torch.Tensor:
+        output_NH = self._block(hidden_NH, segments, ranges)
+        return output_NH.masked_fill(hidden_NH > 100, float("inf"))
+
+
+def test_a_result_that_overflows_is_refused_and_not_committed(tiny_models) -> None:
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+    spec, span = read_spec(checkpoint.config), Span(0, 1)
+    block = load_block(checkpoint, spec, 0, WeightFormat.FP32, torch.float32)
+    rotary = RotaryTable.build(spec.head_dim, spec.max_positions, spec.rope_parameters)
+    pool = KVCachePool(2**20, 1, spec.num_kv_heads, spec.head_dim, torch.float32)
+    blocks = cast(list[Block], [OverflowingBlock(block)])
+    engine = Engine(spec, span, blocks, rotary, pool)
+    work, neighbour = (make_work(engine, draw_hidden(seed, 1, 5), span) for seed in (1, 2))
+    run(engine, work)
+    snapshot = take_snapshot(work.cache)
+
+    huge = replace(work, position=5, hidden_BTH=draw_hidden(3) * 1000)
+    refusal, output = engine.execute([huge, neighbour])
+
+    assert_refused(refusal, ErrorCode.BAD_VALUES)
+    assert_unchanged(work.cache, snapshot)
+    expected = run(engine, make_work(engine, draw_hidden(2, 1, 5), span))
+    torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+    run(engine, replace(work, position=5, hidden_BTH=draw_hidden(3)))
+    pool.check_integrity()
+
+
+def test_full_cache_refuses_one_step_and_computes_the_others(tiny_models) -> None:
+    page_bytes = load_engine(tiny_models).pool.token_bytes * 64 * 4
+    engine = load_engine(tiny_models, budget=2 * page_bytes)
+    fits, too_much = make_work(engine, draw_hidden(1)), make_work(engine, draw_hidden(2, 1, 70))
+
+    output, refusal = engine.execute([fits, too_much])
+
+    assert isinstance(output, torch.Tensor)
+    assert isinstance(refusal, CacheFullError)
+    assert refusal.retry_after_seconds is not None
+    assert too_much.cache.length == 0
+    fits.cache.close()
+    run(engine, too_much)
+
+
+def test_two_steps_of_one_session_in_a_batch_are_refused(engine: Engine) -> None:
+    work = make_work(engine, draw_hidden(1))
+
+    first, second = engine.execute([work, replace(work, position=1)])
+
+    assert isinstance(first, torch.Tensor)
+    assert_refused(second, ErrorCode.INTERNAL)
+    assert work.cache.length == 1
+
+
+def test_a_closed_session_is_refused(engine: Engine) -> None:
+    work = make_work(engine, draw_hidden(1))
+    work.cache.close()
+
+    assert_refused(engine.execute([work])[0], ErrorCode.UNKNOWN_SESSION)
+
+
+def test_caches_outside_of_span_or_model_length_are_refused(tiny_models) -> None:
+    engine = load_engine(tiny_models, span=Span(1, 3))
+
+    for span in (Span(0, 2), Span(2, 4), Span(3, 4)):
+        with pytest.raises(RefusedError) as refusal:
+            engine.open_cache(1, 10, span)
+        assert refusal.value.code is ErrorCode.WRONG_SPAN
+    with pytest.raises(RefusedError) as refusal:
+        engine.open_cache(1, engine.spec.max_positions + 1, Span(1, 3))
+    assert refusal.value.code is ErrorCode.TOO_LONG
+    engine.open_cache(1, engine.spec.max_positions, Span(1, 3))
+
+
+def test_engine_counts_its_weights(tiny_models) -> None:
+    model = tiny_models.get().reference
+    num_parameters = sum(p.numel() for p in model.model.layers[1:3].parameters())
+
+    engine = load_engine(tiny_models, span=Span(1, 3))
+
+    assert engine.num_parameters == num_parameters
+    assert engine.num_weight_bytes == 4 * num_parameters
+    assert "1:3" in repr(engine)
+
+
+def test_results_require_no_gradients(engine: Engine) -> None:
+    hidden = draw_hidden(1).requires_grad_()
+
+    assert not run(engine, make_work(engine, hidden)).requires_grad

@@ -1,0 +1,274 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shoal.kernels.checkpoint import Checkpoint
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.families import read_spec
+from shoal.peer.engine.loader import load_block, open_checkpoint
+from shoal.protocol.errors import ModelError, UsageError
+from shoal.protocol.spans import Span
+
+KV_BUDGET = 2**24
+
+
+class RecordingCheckpoint:
+    """A checkpoint that remembers which tensors were read, in which order."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self.config = checkpoint.config
+        self.reads: list[str] = []
+        self._checkpoint = checkpoint
+
+    def load(self, name: str) -> torch.Tensor:
+        self.reads.append(name)
+        return self._checkpoint.load(name)
+
+
+def copy_model(tiny_model, directory: Path, **changed_tensors: torch.Tensor | None) -> Path:
+    """Copy a tiny model as a single file; `block0_…` names stand for tensors, None removes."""
+    directory.mkdir()
+    config = (tiny_model.directory / "config.json").read_text()
+    (directory / "config.json").write_text(config)
+    tensors = load_file(tiny_model.directory / "model.safetensors")
+    for name, tensor in changed_tensors.items():
+        if tensor is None:
+            del tensors[name]
+        else:
+            tensors[name] = tensor
+    save_file(tensors, directory / "model.safetensors")
+    return directory
+
+
+def load_engine(directory: Path, weights: WeightFormat, span: Span | None = None, **options):
+    return Engine.load(
+        open_checkpoint(directory),
+        span or Span(0, 4),
+        weights,
+        kv_budget_bytes=KV_BUDGET,
+        **options,
+    )
+
+
+def run_step(engine: Engine, hidden: torch.Tensor) -> torch.Tensor:
+    cache = engine.open_cache(hidden.shape[0], hidden.shape[1], engine.span)
+    (output,) = engine.execute([StepWork(cache, engine.span, 0, hidden)])
+    cache.close()
+    assert isinstance(output, torch.Tensor), output
+    return output
+
+
+def test_load_reads_each_tensor_of_the_own_span_once_and_no_other(tiny_models) -> None:
+    checkpoint = RecordingCheckpoint(open_checkpoint(tiny_models.get().directory))
+
+    Engine.load(
+        checkpoint,  # pyright: ignore[reportArgumentType]
+        Span(1, 3),
+        WeightFormat.INT8,
+        kv_budget_bytes=KV_BUDGET,
+    )
+
+    stored = open_checkpoint(tiny_models.get().directory).names
+    expected = {name for name in stored if name.startswith(("model.layers.1.", "model.layers.2."))}
+    assert sorted(checkpoint.reads) == sorted(expected)
+
+
+def test_load_touches_only_the_shards_of_the_own_span(tiny_models, tmp_path: Path) -> None:
+    whole = load_file(tiny_models.get().directory / "model.safetensors")
+    config = (tiny_models.get().directory / "config.json").read_text()
+    (tmp_path / "config.json").write_text(config)
+    file_of = {
+        name: f"shard-{re.sub(r'[^0-9]', '', name.partition('layers')[2]) or 'rest'}.safetensors"
+        for name in whole
+    }
+    for file_name in set(file_of.values()):
+        shard = {name: tensor for name, tensor in whole.items() if file_of[name] == file_name}
+        save_file(shard, tmp_path / file_name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
+    sharded = open_checkpoint(tmp_path)
+    hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
+    expected = run_step(
+        load_engine(tiny_models.get().directory, WeightFormat.FP32, Span(2, 4)), hidden
+    )
+    for file_name in ("shard-0.safetensors", "shard-1.safetensors", "shard-rest.safetensors"):
+        (tmp_path / file_name).unlink()
+
+    engine = Engine.load(sharded, Span(2, 4), WeightFormat.FP32, kv_budget_bytes=KV_BUDGET)
+
+    assert torch.equal(run_step(engine, hidden), expected)
+
+
+def test_loaded_weights_do_not_depend_on_the_file_any_more(tiny_models, tmp_path: Path) -> None:
+    directory = copy_model(tiny_models.get(), tmp_path / "model")
+    engine = load_engine(directory, WeightFormat.FP32)
+    hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(2))
+    before = run_step(engine, hidden)
+
+    # Overwrites in place: a mapping of the file would show it.
+    with (directory / "model.safetensors").open("r+b") as file:
+        file.seek(4096)
+        file.write(b"\x7f" * 100_000)
+
+    assert torch.equal(run_step(engine, hidden), before)
+
+
+def test_load_reports_progress_by_blocks(tiny_models) -> None:
+    reports = []
+
+    load_engine(
+        tiny_models.get().directory,
+        WeightFormat.FP32,
+        Span(1, 4),
+        on_progress=lambda done, total: reports.append((done, total)),
+    )
+
+    assert reports == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_16_bit_checkpoints_load_in_every_format(tiny_models, tmp_path: Path) -> None:
+    tensors = load_file(tiny_models.get("llama-biases").directory / "model.safetensors")
+    halves = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    directory = copy_model(tiny_models.get("llama-biases"), tmp_path / "model", **halves)
+    hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(3))
+
+    outputs = {
+        weights: run_step(load_engine(directory, weights), hidden) for weights in WeightFormat
+    }
+
+    assert outputs[WeightFormat.BF16].dtype == torch.bfloat16
+    for output in outputs.values():
+        error = (output.float() - outputs[WeightFormat.FP32]).norm()
+        assert error < 0.05 * outputs[WeightFormat.FP32].norm()
+
+
+@pytest.mark.parametrize("num_rows", [1, 40], ids=["few-rows", "many-rows"])
+def test_int8_blocks_are_close_to_fp32(any_tiny_model, num_rows: int) -> None:
+    hidden = torch.randn(num_rows, 4, 64, generator=torch.Generator().manual_seed(4))
+
+    exact = run_step(load_engine(any_tiny_model.directory, WeightFormat.FP32), hidden)
+    quantized = run_step(load_engine(any_tiny_model.directory, WeightFormat.INT8), hidden)
+
+    # Four blocks of seven linears, each off by about one percent of its result.
+    assert (quantized - exact).norm() < 0.05 * exact.norm()
+
+
+def test_int8_takes_at_most_105_bytes_for_100_parameters(tmp_path: Path, tiny_models) -> None:
+    hidden, inner = 512, 1024
+    config = json.loads((tiny_models.get().directory / "config.json").read_text())
+    config |= {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1}
+    config |= {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_spec(config)
+    generator = torch.Generator().manual_seed(5)
+    save_file(
+        {
+            read_name(local_name): torch.randn(shape, generator=generator)
+            for local_name, shape in spec.tensor_shapes().items()
+        },
+        tmp_path / "model.safetensors",
+    )
+
+    engine = load_engine(tmp_path, WeightFormat.INT8, Span(0, 1))
+
+    assert engine.num_parameters == sum(
+        torch.Size(shape).numel() for shape in spec.tensor_shapes().values()
+    )
+    assert engine.num_weight_bytes <= 1.05 * engine.num_parameters
+
+
+def read_name(local_name: str, block: int = 0) -> str:
+    from shoal.peer.engine.families import FAMILIES
+
+    return FAMILIES["llama"].checkpoint_name(block, local_name)
+
+
+def test_span_beyond_the_model_is_refused_before_reading(tiny_models) -> None:
+    checkpoint = RecordingCheckpoint(open_checkpoint(tiny_models.get().directory))
+
+    with pytest.raises(UsageError, match="blocks 0:4, the span 2:5 reaches beyond"):
+        Engine.load(
+            checkpoint,  # pyright: ignore[reportArgumentType]
+            Span(2, 5),
+            WeightFormat.FP32,
+            kv_budget_bytes=KV_BUDGET,
+        )
+    assert checkpoint.reads == []
+
+
+def test_unusable_rotary_parameters_are_refused_before_reading(tiny_models, tmp_path) -> None:
+    directory = copy_model(tiny_models.get(), tmp_path / "model")
+    config = json.loads((directory / "config.json").read_text())
+    config["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 10_000.0}
+    (directory / "config.json").write_text(json.dumps(config))
+    checkpoint = RecordingCheckpoint(open_checkpoint(directory))
+
+    with pytest.raises(ModelError, match="spiral"):
+        Engine.load(
+            checkpoint,  # pyright: ignore[reportArgumentType]
+            Span(0, 1),
+            WeightFormat.FP32,
+            kv_budget_bytes=KV_BUDGET,
+        )
+    assert checkpoint.reads == []
+
+
+def test_another_device_is_refused(tiny_models) -> None:
+    with pytest.raises(UsageError, match="'cuda'"):
+        load_engine(tiny_models.get().directory, WeightFormat.FP32, device="cuda")
+
+
+NAME = "model.layers.2.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensor", "complaint"),
+    [
+        (None, f"no tensor '{NAME}'"),
+        (torch.zeros(96, 63), rf"{NAME} has shape \(96, 63\), config.json makes it \(96, 64\)"),
+        (torch.zeros(64, 96), rf"{NAME} has shape \(64, 96\)"),
+        (torch.zeros(96 * 64), rf"{NAME} has shape \(6144,\)"),
+        (torch.zeros(96, 64, dtype=torch.int8), f"{NAME} is stored as torch.int8"),
+        (torch.full((96, 64), float("nan")), f"{NAME} cannot be used"),
+    ],
+)
+def test_unusable_tensors_are_refused_by_name(
+    tiny_models, tmp_path: Path, tensor: torch.Tensor | None, complaint: str
+) -> None:
+    directory = copy_model(tiny_models.get(), tmp_path / "model", **{NAME: tensor})
+
+    with pytest.raises(ModelError, match=complaint):
+        load_engine(directory, WeightFormat.INT8)
+
+
+def test_other_blocks_load_beside_a_damaged_one(tiny_models, tmp_path: Path) -> None:
+    directory = copy_model(tiny_models.get(), tmp_path / "model", **{NAME: None})
+
+    assert load_engine(directory, WeightFormat.INT8, Span(0, 2)).span == Span(0, 2)
+
+
+def test_truncated_and_pickled_checkpoints_are_model_errors(tiny_models, tmp_path: Path) -> None:
+    directory = copy_model(tiny_models.get(), tmp_path / "model")
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged"):
+        open_checkpoint(directory)
+
+    weights.rename(directory / "pytorch_model.bin")
+    with pytest.raises(ModelError, match="convert it to safetensors"):
+        open_checkpoint(directory)
+
+
+def test_a_file_that_shrinks_after_opening_is_a_model_error(tiny_models, tmp_path: Path) -> None:
+    directory = copy_model(tiny_models.get(), tmp_path / "model")
+    checkpoint = open_checkpoint(directory)
+    weights = directory / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+    with pytest.raises(ModelError, match=r"model\.safetensors"):
+        load_block(checkpoint, read_spec(checkpoint.config), 0, WeightFormat.FP32, torch.float32)

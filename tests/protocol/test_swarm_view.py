@@ -1,0 +1,120 @@
+"""The snapshot of a swarm: who counts, who covers, and what is missing."""
+
+from collections.abc import Callable
+
+import pytest
+
+from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.ids import ModelId
+from shoal.protocol.spans import Span
+from shoal.protocol.swarm_view import SwarmView
+
+Announce = Callable[..., Announcement]
+MODEL = ModelId("a" * 32)
+
+
+def test_view_tells_who_serves_each_block(announce: Announce, now: float) -> None:
+    first, second = announce(1, span=Span(0, 4)), announce(2, span=Span(3, 6))
+
+    view = SwarmView.from_announcements(MODEL, [first, second], now)
+
+    assert view.num_blocks == 8
+    assert view.serving(0) == (first,)
+    assert set(view.serving(3)) == {first, second}
+    assert view.serving(5) == (second,)
+    assert view.serving(6) == view.serving(8) == view.serving(-1) == ()
+    assert [len(peers) for peers in view.coverage] == [1, 1, 1, 2, 1, 1, 0, 0]
+    assert view.gaps == (Span(6, 8),)
+    assert view.find(second.peer_id) == second
+
+
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING, PeerState.OFFLINE])
+def test_only_online_peers_cover_but_all_are_visible(
+    announce: Announce, now: float, state: PeerState
+) -> None:
+    whole = announce(1, span=Span(0, 8), state=state)
+
+    view = SwarmView.from_announcements(MODEL, [whole], now)
+
+    assert view.peers == (whole,)
+    assert view.online == ()
+    assert view.gaps == (Span(0, 8),)
+    assert not view.is_usable(now)
+    assert str(state) in repr(view)
+
+
+def test_newest_sequence_stands_whatever_the_order(announce: Announce, now: float) -> None:
+    old = announce(sequence=1)
+    new = announce(sequence=2, span=Span(4, 8), state=PeerState.DRAINING)
+
+    for order in ([old, new], [new, old]):
+        assert SwarmView.from_announcements(MODEL, order, now).peers == (new,)
+
+
+def test_expired_announcement_does_not_bring_an_older_one_back(
+    announce: Announce, now: float
+) -> None:
+    old = announce(sequence=1, expires_at=now + 90)
+    leave = announce(sequence=2, state=PeerState.OFFLINE, expires_at=now + 10)
+
+    assert SwarmView.from_announcements(MODEL, [old, leave], now + 20).peers == ()
+
+
+def test_other_models_and_expired_announcements_are_left_out(
+    announce: Announce, now: float
+) -> None:
+    other = announce(1, model_id=ModelId("b" * 32))
+    expired = announce(2, expires_at=now + 5)
+
+    assert SwarmView.from_announcements(MODEL, [other, expired], now + 5).peers == ()
+
+
+def test_num_blocks_is_what_most_peers_say(announce: Announce, now: float) -> None:
+    honest = [announce(number) for number in (1, 2)]
+    liar = announce(3, num_blocks=4000, span=Span(0, 4000))
+
+    view = SwarmView.from_announcements(MODEL, [*honest, liar], now)
+
+    assert view.num_blocks == 8
+    assert set(view.peers) == set(honest)
+
+
+def test_num_blocks_from_the_configuration_overrules_peers(announce: Announce, now: float) -> None:
+    honest = announce(1)
+    liars = [announce(number, num_blocks=16) for number in (2, 3)]
+
+    view = SwarmView.from_announcements(MODEL, [honest, *liars], now, num_blocks=8)
+
+    assert view.peers == (honest,)
+
+
+def test_view_without_peers_has_the_gaps_they_leave(announce: Announce, now: float) -> None:
+    peers = [announce(1, span=Span(0, 8)), announce(2, span=Span(0, 4))]
+    view = SwarmView.from_announcements(MODEL, peers, now)
+
+    smaller = view.without({peers[0].peer_id})
+
+    assert view.gaps == ()
+    assert smaller.gaps == (Span(4, 8),)
+    assert smaller.peers == (peers[1],)
+
+
+def test_view_is_usable_until_a_needed_peer_expires(announce: Announce, now: float) -> None:
+    peers = [
+        announce(1, span=Span(0, 4), expires_at=now + 30),
+        announce(2, span=Span(4, 8), expires_at=now + 60),
+    ]
+    view = SwarmView.from_announcements(MODEL, peers, now)
+
+    assert view.is_usable(now)
+    assert view.is_usable(now + 29.9)
+    assert not view.is_usable(now + 30)
+
+
+def test_empty_view_is_not_usable(now: float) -> None:
+    view = SwarmView.from_announcements(MODEL, [], now)
+
+    assert view.num_blocks == 0
+    assert view.gaps == ()
+    assert not view.is_usable(now)
+    assert SwarmView.from_announcements(MODEL, [], now, num_blocks=4).gaps == (Span(0, 4),)
