@@ -91,6 +91,8 @@ def check_token_ids(ids: object, vocab_size: int) -> Tensor:
 
 def check_attention_mask(mask: Tensor | None) -> None:
     """Raise UsageError unless the mask attends to everything: peers know no padding."""
+    if mask is not None and not isinstance(mask, Tensor):
+        raise UsageError(f"the attention mask must be a tensor, got {type(mask).__name__}")
     if mask is not None and not bool((mask == 1).all()):
         raise UsageError(
             "the attention mask hides tokens, and remote blocks know no padding; give prompts of "
@@ -133,8 +135,14 @@ def plan_generation(
     check_attention_mask(attention_mask)
     if attention_mask is None:
         _check_for_padding(input_ids_BT[:, num_remembered:], settings)
-    elif attention_mask.ndim != 2 or attention_mask.shape[0] != input_ids_BT.shape[0]:
-        raise UsageError("the attention mask must have the shape of the token ids")
+    elif attention_mask.shape not in (
+        input_ids_BT.shape,
+        input_ids_BT[:, num_remembered:].shape,
+    ):
+        raise UsageError(
+            f"the attention mask has shape {list(attention_mask.shape)}, the token ids have "
+            f"{list(input_ids_BT[:, num_remembered:].shape)}"
+        )
 
     num_beams = settings.get_count("num_beams") or 1
     num_returned = settings.get_count("num_return_sequences") or 1

@@ -139,7 +139,7 @@ def load_local_layers(
     dtype = embedding_VH.dtype
     norm_H = _load(checkpoint, names.norm, (hidden_size,), dtype)
     embedding = nn.Embedding.from_pretrained(embedding_VH, freeze=True)
-    head_weight = embedding.weight
+    head_weight = cast(nn.Parameter, embedding.weight)
     if checkpoint.has(names.head):
         head_VH = _load(checkpoint, names.head, (vocab_size, hidden_size), dtype)
         if not torch.equal(head_VH, embedding_VH):

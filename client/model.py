@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from ..kernels.checkpoint import Checkpoint, CheckpointError
 from ..protocol.errors import ModelError, ShoalError, UsageError
@@ -277,7 +277,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
 
         position = session.position
         try:
-            result = super().generate(
+            result = super().generate(  # pyright: ignore[reportAttributeAccessIssue]
                 plan.input_ids_BT,
                 *args,
                 # Without a mask transformers would look for padding in the text.
@@ -321,7 +321,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
             f"directory it was opened from ({self.name_or_path!r}) is the model"
         )
 
-    push_to_hub = save_pretrained
+    push_to_hub = save_pretrained  # pyright: ignore[reportAssignmentType]
 
 
 class AutoDistributedModelForCausalLM:

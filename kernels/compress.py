@@ -32,7 +32,7 @@ def encode_tensor(tensor: Tensor, codec: Codec = Codec.RAW) -> bytes:
     '0000803f000000c0'
     """
     carrier, layout = _carrier(tensor.dtype, codec)
-    bits = tensor.detach().to("cpu").contiguous().view(carrier)
+    bits = tensor.detach().to("cpu").view(carrier)
     return bits.numpy().astype(layout, copy=False).tobytes()
 
 

@@ -164,7 +164,8 @@ class _Int8Linear(Linear):
     def _multiply_many(self, hidden_NI: Tensor) -> Tensor:
         hidden_NI = hidden_NI.to(torch.float32)
         steps_N1 = hidden_NI.abs().amax(dim=1, keepdim=True).div_(INT8_MAX)
-        steps_N1.clamp_min_(torch.finfo(torch.float32).tiny)  # a row of zeros
+        # A row of zeros would divide 0 by 0, and casting NaN to int8 is undefined.
+        steps_N1.clamp_min_(torch.finfo(torch.float32).tiny)
         rounded_NI = (hidden_NI / steps_N1).round_().to(torch.int8)
         sums_NO = torch._int_mm(  # pyright: ignore[reportPrivateImportUsage]
             rounded_NI, self._values_IO

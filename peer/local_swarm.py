@@ -25,6 +25,9 @@ from ..protocol.spans import Span
 
 _LOG_TAIL_CHARACTERS = 2000
 
+SHOAL_PROGRAM = ("-m", "shoal.cli")
+"""What Python runs for a peer; tests put programs here that fail on purpose."""
+
 
 class PeerProcessError(UnavailableError):
     """A peer's process ended before it was online; the message holds what it said last."""
@@ -57,14 +60,19 @@ class LocalPeer:
     """One `shoal serve` process. Made by `LocalSwarm`."""
 
     def __init__(
-        self, model: str, span: Span, directory: Path, arguments: Sequence[str]
+        self,
+        model: str,
+        span: Span,
+        directory: Path,
+        arguments: Sequence[str],
+        program: Sequence[str] = SHOAL_PROGRAM,
     ) -> None:
         self.model = model
         self.span = span
         self.facts: dict[str, Any] = {}
         self._log_path = directory / "stderr.log"
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
-        command = [sys.executable, "-P", "-m", "shoal.cli", "serve", model, "--json"]
+        command = [sys.executable, "-P", *program, "serve", model, "--json"]
         command += ["--blocks", str(span), "--end-with-stdin", *arguments]
         with self._log_path.open("ab") as log:
             # A process group of its own: Ctrl-C in a terminal goes to the parent only, who then
@@ -226,11 +234,15 @@ class LocalSwarm:
         return [address for peer in running for address in peer.addresses]
 
     def add(
-        self, span: tuple[int, int] | Span, identity: Path | None = None, wait: bool = True
+        self,
+        span: tuple[int, int] | Span,
+        identity: Path | None = None,
+        wait: bool = True,
+        program: Sequence[str] = SHOAL_PROGRAM,
     ) -> LocalPeer:
         """Start one more peer; return it when it is announced (or at once, with `wait=False`)."""
         arguments = ("--identity", str(identity)) if identity else ()
-        peer = self._start(_make_span(span), self.initial_peers, arguments)
+        peer = self._start(_make_span(span), self.initial_peers, arguments, program)
         if wait:
             peer.wait_for("online", self._make_deadline())
         return peer
@@ -254,8 +266,17 @@ class LocalSwarm:
             self._directory.cleanup()
             self._directory = None
 
+    def wait_until_online(self, peers: Sequence[LocalPeer]) -> None:
+        """Wait for peers that were added with `wait=False`."""
+        for peer in peers:
+            peer.wait_for("online", self._make_deadline())
+
     def _start(
-        self, span: Span, initial_peers: Sequence[str], more: Sequence[str] = ()
+        self,
+        span: Span,
+        initial_peers: Sequence[str],
+        more: Sequence[str] = (),
+        program: Sequence[str] = SHOAL_PROGRAM,
     ) -> LocalPeer:
         if self._directory is None:
             raise UsageError("the swarm is not running; use it in a `with` block")
@@ -267,7 +288,7 @@ class LocalSwarm:
         arguments += ["--initial-peers", *initial_peers] if initial_peers else ["--new-swarm"]
         folder = Path(self._directory.name) / f"peer-{len(self.peers)}"
         folder.mkdir()
-        peer = LocalPeer(self.model, span, folder, arguments)
+        peer = LocalPeer(self.model, span, folder, arguments, program)
         self.peers.append(peer)
         return peer
 

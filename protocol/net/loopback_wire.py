@@ -1,4 +1,4 @@
-"""One stream of a loopback network: two pipes, the frames in them, and a stream end at each side."""
+"""One stream of a loopback network: two pipes, the frames in them, a stream end at each side."""
 
 from __future__ import annotations
 

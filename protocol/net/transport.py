@@ -28,21 +28,26 @@ class Stream(Protocol):
     async def send(self, frame: bytes) -> None:
         """Hand one frame to the network, waiting while it is congested.
 
-        Raises UnavailableError when the stream is broken and LocalProtocolError when the frame
-        is larger than the limit or the stream was closed here.
+        Cancelling it breaks the stream, since part of the frame may have left. Raises
+        UnavailableError when the stream is broken and LocalProtocolError when the frame is larger
+        than the limit or the stream was closed here.
         """
         ...
 
     async def receive(self) -> bytes | None:
-        """Return the next frame, or None after the other end closed in good order.
+        """Return the next frame, or None after one of the two ends closed in good order.
 
-        Raises UnavailableError when the stream is broken, RemoteProtocolError when the other end
-        sent a frame beyond the limit.
+        Cancelling it loses nothing: the next call goes on where it stood. Raises UnavailableError
+        when the stream is broken, RemoteProtocolError when the other end sent a frame beyond the
+        limit.
         """
         ...
 
     async def close(self) -> None:
-        """End the stream; safe to call twice and on a broken stream. Never raises."""
+        """End the stream: what was sent still arrives, what was not received is dropped.
+
+        Does not wait for the other end. Safe to call twice and on a broken stream. Never raises.
+        """
         ...
 
 
@@ -51,7 +56,7 @@ class Listener(Protocol):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where others can dial, with the real port and fingerprint."""
+        """Where others can dial: the host that was asked for, the real port and fingerprint."""
         ...
 
     async def close(self, grace_seconds: float = 0.0) -> None:
@@ -60,7 +65,11 @@ class Listener(Protocol):
 
 
 StreamServer = Callable[[Stream], Awaitable[None]]
-"""Serves one accepted stream; the stream is closed when it returns or raises."""
+"""Serves one accepted stream, which is closed when it returns and broken when it raises.
+
+An error that is not a ShoalError is logged with its traceback. When the stream or the listener
+breaks, it learns so from the stream and has a second to end before it is cancelled.
+"""
 
 
 class Transport(Protocol):
@@ -79,7 +88,8 @@ class Transport(Protocol):
         """Dial an endpoint and return a stream that is known to be connected.
 
         Raises UnavailableError when nobody answers in time and RemoteProtocolError when the one
-        who answers does not hold the certificate of the endpoint's fingerprint.
+        who answers does not hold the certificate of the endpoint's fingerprint, or does not speak
+        our protocol. Every stream has to be closed by the one who opened it.
         """
         ...
 

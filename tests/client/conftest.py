@@ -72,7 +72,7 @@ class FakeSession:
         if hypo_ids is not None:
             assert hypo_ids.shape == (num_rows,)
             assert hypo_ids.dtype == torch.int64
-            self._cache.reorder_cache(hypo_ids)
+            self._cache.reorder_cache(hypo_ids)  # pyright: ignore[reportArgumentType]
         with torch.no_grad():
             output = self._blocks(
                 inputs_embeds=hidden.float(), past_key_values=self._cache, use_cache=True

@@ -51,7 +51,7 @@ class OnlyEven(LogitsProcessor):
 
 
 class StopAtLength(StoppingCriteria):
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 10)
 
 
@@ -337,6 +337,8 @@ def test_text_of_manual_steps_must_be_told(pair: Any) -> None:
         (torch.tensor([[5, 6]]), {"input_ids": torch.tensor([[5]])}, "either"),
         (torch.tensor([[5, 6]]), {"attention_mask": torch.tensor([[0, 1]])}, "grouped by length"),
         (torch.tensor([[5, 6]]), {"attention_mask": torch.ones(2, 2)}, "shape"),
+        (torch.tensor([[5, 6]]), {"attention_mask": torch.ones(1, 3)}, "shape"),
+        (torch.tensor([[5, 6]]), {"attention_mask": [[1, 1]]}, "tensor"),
         (torch.tensor([[0, 6]]), {"pad_token_id": 0, "eos_token_id": 2}, "padding token 0"),
         (torch.tensor([[5, 6]]), {"max_new_tokens": 511}, "make 513, the model has 512"),
         (torch.tensor([[5, 6]]), {"max_new_tokens": 0}, "at least 1"),

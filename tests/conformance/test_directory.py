@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
@@ -35,6 +35,8 @@ class ManualClock:
         return self.seconds
 
 
+Test = Callable[[Directory, Directory, ManualClock], Coroutine[Any, Any, None]]
+Run = Callable[[Test], None]
 Open = Callable[[ManualClock, int], AbstractAsyncContextManager[list[Directory]]]
 
 
@@ -60,13 +62,11 @@ async def open_hivemind(clock: ManualClock, num_directories: int) -> AsyncIterat
 
 
 @pytest.fixture(params=["memory", pytest.param("hivemind", marks=pytest.mark.network)])
-def run(request: pytest.FixtureRequest) -> Callable[..., None]:
+def run(request: pytest.FixtureRequest) -> Run:
     """Runs a test with two directories that share a store, and their clock."""
     open_directories: Open = {"memory": open_memory, "hivemind": open_hivemind}[request.param]
 
-    def run_test(
-        test: Callable[[Directory, Directory, ManualClock], Coroutine[Any, Any, None]],
-    ) -> None:
+    def run_test(test: Test) -> None:
         async def main() -> None:
             clock = ManualClock()
             async with open_directories(clock, 2) as (ours, theirs):
@@ -98,12 +98,6 @@ def make_announcement(clock: ManualClock, number: int = 1, **changes: Any) -> An
 
 def sign(announcement: Announcement, number: int = 1) -> bytes:
     return sign_announcement(Identity(bytes([number]) * 32), announcement)
-
-
-Run = Callable[
-    [Callable[[Directory, Directory, ManualClock], Awaitable[None]]],
-    None,
-]
 
 
 def test_directory_shows_announcements_to_everybody(run: Run) -> None:
@@ -149,9 +143,9 @@ def test_older_announcement_does_not_replace_newer(run: Run) -> None:
         newer = make_announcement(clock, sequence=2)
         await ours.announce(sign(newer))
 
-        with pytest.raises(DirectoryError, match="newer|no replica"):
+        with pytest.raises(DirectoryError, match=r"newer|no replica"):
             await ours.announce(sign(older))
-        with pytest.raises(DirectoryError, match="newer|no replica"):
+        with pytest.raises(DirectoryError, match=r"newer|no replica"):
             await theirs.announce(sign(older))
 
         assert await ours.lookup(MODEL) == [newer]

@@ -1,0 +1,48 @@
+"""A `shoal` whose peer kills itself (SIGKILL) at a chosen point of the protocol.
+
+    python dying_peer.py POINT serve MODEL ...
+
+POINT is `open` (asked to open a session, not answered yet), `prefill` (the second piece of a
+prompt or of a replay has arrived, not computed yet) or `answer` (the third single token is
+computed, its answer not sent yet). Everything up to there is the real program.
+"""
+
+import os
+import signal
+import sys
+
+from shoal.cli.main import main
+from shoal.peer import service
+from shoal.protocol.messages import Open, Step
+
+_real_conversation = service._Conversation
+_counts = {"prefill": 0, "answer": 0}
+
+
+def die_at(point: str, nth: int) -> None:
+    if sys.argv[1] == point:
+        _counts[point] = _counts.get(point, 0) + 1
+        if _counts[point] == nth:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class DyingConversation(_real_conversation):
+    async def _open(self, message: Open) -> bytes:
+        die_at("open", 1)
+        return await super()._open(message)
+
+    async def _take_step(self, step: Step) -> None:
+        if step.hidden.tokens > 1:
+            die_at("prefill", 2)
+        await super()._take_step(step)
+
+    async def _finish(self, running: service._RunningStep) -> bytes | None:
+        frame = await super()._finish(running)
+        if running.step.hidden.tokens == 1:
+            die_at("answer", 3)
+        return frame
+
+
+if __name__ == "__main__":
+    service._Conversation = DyingConversation  # type: ignore[misc]
+    sys.exit(main(sys.argv[2:]))
