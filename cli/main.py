@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from ..protocol.errors import ShoalError
 from ..protocol.versions import SOFTWARE
@@ -20,11 +21,20 @@ _COMMANDS = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong with a command line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; return the exit code. Prints no traceback unless SHOAL_DEBUG is set."""
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(
-        prog="shoal", description="Run large language models on machines that nobody rents together."
+    parser = _Parser(
+        prog="shoal",
+        description="Run large language models on machines that nobody rents together.",
+        epilog="Begin with `shoal demo`.",
     )
     parser.add_argument("--version", action="version", version=SOFTWARE)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -3,26 +3,35 @@
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from ..peer.config import PeerConfig
-from ..peer.peer import PeerEvent, run_peer
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
+from .bundled_model import find_model
+from .quantities import parse_count
 from .sizes import parse_bytes
+
+if TYPE_CHECKING:
+    # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.
+    from ..peer.peer import PeerEvent, Report
 
 _DEFAULTS = PeerConfig(model="")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal serve`."""
-    parser.add_argument("model", metavar="MODEL", help="model directory, or its id on the Hub")
+    parser.add_argument(
+        "model", metavar="MODEL", help="model directory, its id on the Hub, or shoal-stories"
+    )
     swarm = parser.add_mutually_exclusive_group()
     swarm.add_argument("--new-swarm", action="store_true", help="begin a swarm with this peer")
     swarm.add_argument(
@@ -35,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how weights are held (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--device", default=_DEFAULTS.device, help="cpu (default)")
-    parser.add_argument("--threads", type=int, metavar="N", help="compute threads")
+    parser.add_argument("--threads", type=parse_count, metavar="N", help="compute threads")
     parser.add_argument(
         "--kv-memory", type=parse_bytes, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
         help="memory for running sessions, such as 512M or 4G (default: 1G)",
@@ -64,8 +73,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0 after leaving in good order."""
     report = _print_json if options.json else _print_for_people
+    config = _make_config(options)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(_make_config(options), report, options.end_with_stdin))
+        runner.run(_serve(config, report, options.end_with_stdin))
     return 0
 
 
@@ -80,7 +90,7 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         raise UsageError(f"--blocks: {error}") from error
     host, port = parse_listen(options.listen)
     return PeerConfig(
-        model=options.model,
+        model=find_model(options.model),
         span=span,
         weights=options.weights,
         device=options.device,
@@ -115,7 +125,7 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, int(port or 0)
 
 
-async def _serve(config: PeerConfig, report, end_with_stdin: bool) -> None:
+async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -129,11 +139,14 @@ async def _serve(config: PeerConfig, report, end_with_stdin: bool) -> None:
             loop.remove_reader(sys.stdin.fileno())
 
 
-async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report) -> None:
+async def _run_until_stopped(
+    config: PeerConfig, stop: asyncio.Event, report: "Report"
+) -> None:
     """Run the peer; a stop that comes before it is online cancels the start."""
+    run_peer = importlib.import_module("..peer.peer", __package__).run_peer
     is_online = False
 
-    def watch(event: PeerEvent) -> None:
+    def watch(event: "PeerEvent") -> None:
         nonlocal is_online
         is_online = is_online or event.name == "online"
         report(event)
@@ -153,11 +166,11 @@ def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
         stop.set()
 
 
-def _print_json(event: PeerEvent) -> None:
+def _print_json(event: "PeerEvent") -> None:
     print(json.dumps({"event": event.name, **event.facts}), flush=True)
 
 
-def _print_for_people(event: PeerEvent) -> None:
+def _print_for_people(event: "PeerEvent") -> None:
     facts = event.facts
     if event.name == "started":
         print(f"Peer {facts['peer_id']}", flush=True)

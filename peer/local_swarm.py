@@ -248,8 +248,8 @@ class LocalSwarm:
         return peer
 
     def find(self, peer_id: PeerId) -> LocalPeer:
-        """Return the process of a peer."""
-        for peer in self.peers:
+        """Return the process of a peer: the newest, where one was restarted."""
+        for peer in reversed(self.peers):
             if peer.facts.get("peer_id") == peer_id:
                 return peer
         raise UsageError(f"no peer of this swarm is {peer_id}")

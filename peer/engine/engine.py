@@ -22,7 +22,7 @@ from ...protocol.spans import Span
 from .block import Block, PathRange, Segment
 from .families import read_spec
 from .kv_cache import KVCachePool, SessionCache
-from .loader import ReportProgress, check_span, load_span
+from .loader import ReportProgress, load_span
 from .spec import ModelSpec
 
 COMPUTE_DTYPES = {
@@ -111,7 +111,6 @@ class Engine:
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         spec = read_spec(checkpoint.config)
-        check_span(spec, span)
         rotary = _build_rotary(spec)
         dtype = COMPUTE_DTYPES[weights]
         pool = KVCachePool(kv_budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import selectors
 import time
 from collections.abc import Callable, Coroutine, Generator
@@ -13,8 +14,6 @@ Result = TypeVar("Result")
 
 VIRTUAL_EPOCH = 1_700_000_000.0
 """What a virtual wall clock shows when its loop stands at zero (14 November 2023, 22:13:20 UTC)."""
-
-_MAX_START_SECONDS = 2e9
 
 
 class Clock(Protocol):
@@ -91,14 +90,12 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self, start: float = 0.0) -> None:
-        if not 0.0 <= start <= _MAX_START_SECONDS:
-            raise ValueError(f"start must be between 0 and {_MAX_START_SECONDS:g} seconds")
         self._virtual_now = start
         self._num_holds = 0
         super().__init__(_JumpingSelector(self._pass_time))
         # Timers this near are due. asyncio's nanosecond vanishes in a float beyond 8e6 seconds,
         # and a timer that is never quite due would spin the loop forever.
-        self._clock_resolution = 1e-6
+        self._clock_resolution = max(1e-6, 4 * math.ulp(start))
         # The loop's own wake-up socket: with nothing else registered, no file can bring an event.
         self._num_own_files = len(self._own_selector().get_map())
 

@@ -9,7 +9,8 @@ import asyncio
 import logging
 import os
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 # gRPC's core prints a line on stderr for every connection that a peer ends; we raise errors.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
@@ -24,10 +25,10 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
-from ..limits import MAX_FRAME_BYTES
 from .addresses import check_can_bind, is_loopback
+from .grpc_options import CHANNEL_OPTIONS, MAX_STREAMS_PER_LISTENER, SERVER_OPTIONS
 from .stream_end import StreamEnd
-from .tls import fetch_pinned_certificate, fingerprint_of, make_tls_identity, name_in
+from .tls import TlsIdentity, fetch_pinned_certificate, fingerprint_of, make_tls_identity, name_in
 from .transport import Lane, StreamServer
 
 log = logging.getLogger(__name__)
@@ -50,43 +51,6 @@ _ORDERLY_SECONDS = 0.05
 """gRPC ends the messages of a vanished client like those of one that closed, and cancels the call
 in the same breath. This long we listen for the cancellation before we believe in good order."""
 
-_MAX_STREAMS_PER_CONNECTION = 512
-_MAX_STREAMS_PER_LISTENER = 4096
-
-_COMMON_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
-    # Both ends notice a silent partner within 25 s, also while no stream is open.
-    ("grpc.keepalive_time_ms", 15_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.max_pings_without_data", 0),
-)
-_SERVER_OPTIONS = (
-    *_COMMON_OPTIONS,
-    ("grpc.so_reuseport", 0),
-    ("grpc.max_concurrent_streams", _MAX_STREAMS_PER_CONNECTION),
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-)
-_CHANNEL_OPTIONS = (
-    *_COMMON_OPTIONS,
-    # Channels to one address share their TCP connection otherwise, and bulk would delay tokens.
-    ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_retries", 0),
-    ("grpc.service_config_disable_resolution", 1),
-    ("grpc.enable_http_proxy", 0),
-)
-
-
-class TlsIdentityLike(Protocol):
-    """What a listener shows (PEM): `tls.TlsIdentity` or anything with these two attributes."""
-
-    @property
-    def certificate_pem(self) -> bytes: ...
-
-    @property
-    def private_key_pem(self) -> bytes: ...
-
 
 class GrpcTransport:
     """Dials and listens over TCP. Two connections per endpoint, one for each lane.
@@ -96,7 +60,7 @@ class GrpcTransport:
     on loopback addresses only.
     """
 
-    def __init__(self, identity: TlsIdentityLike | None = None, *, plaintext: bool = False) -> None:
+    def __init__(self, identity: TlsIdentity | None = None, *, plaintext: bool = False) -> None:
         if identity is not None and plaintext:
             raise UsageError("a transport has a TLS identity or speaks plain text, not both")
         self._identity = None if plaintext else identity or make_tls_identity()
@@ -118,7 +82,7 @@ class GrpcTransport:
             raise UsageError(f"plain text is for loopback addresses only, not for {host}")
         await check_can_bind(host, port)
         server = grpc.aio.server(
-            options=_SERVER_OPTIONS, maximum_concurrent_rpcs=_MAX_STREAMS_PER_LISTENER
+            options=SERVER_OPTIONS, maximum_concurrent_rpcs=MAX_STREAMS_PER_LISTENER
         )
         fingerprint = ""
         try:
@@ -189,17 +153,18 @@ class GrpcTransport:
         return _DialledStream(call, connection, self._release)
 
     async def _connect(self, endpoint: Endpoint, lane: Lane) -> _Connection:
-        if not endpoint.fingerprint:
-            channel = grpc.aio.insecure_channel(str(endpoint), options=_CHANNEL_OPTIONS)
-        else:
-            certificate = self._certificates.get(endpoint)
-            if certificate is None:
-                certificate = await fetch_pinned_certificate(endpoint)
-                self._certificates[endpoint] = certificate
-            options = (*_CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name_in(certificate)))
-            credentials = grpc.ssl_channel_credentials(root_certificates=certificate)
-            channel = grpc.aio.secure_channel(str(endpoint), credentials, options=options)
-        return self._connections.setdefault((endpoint, lane), _Connection(endpoint, lane, channel))
+        """Return the connection we have, or a new one to a certificate that was checked."""
+        self._check_open()
+        certificate = self._certificates.get(endpoint)
+        if endpoint.fingerprint and certificate is None:
+            certificate = await fetch_pinned_certificate(endpoint)
+            self._check_open()
+            self._certificates[endpoint] = certificate
+        connection = self._connections.get((endpoint, lane))
+        if connection is None:
+            connection = _Connection(endpoint, lane, _open_channel(endpoint, certificate))
+            self._connections[endpoint, lane] = connection
+        return connection
 
     async def _forget(self, connection: _Connection) -> None:
         """Let the next stream to an endpoint start from nothing; running streams go on."""
@@ -225,14 +190,14 @@ class GrpcTransport:
             raise LocalProtocolError("this transport is closed")
 
 
+@dataclass(eq=False)
 class _Connection:
     """One TCP connection to an endpoint for one lane, and how many streams use it."""
 
-    def __init__(self, endpoint: Endpoint, lane: Lane, channel: grpc.aio.Channel) -> None:
-        self.endpoint = endpoint
-        self.lane = lane
-        self.channel = channel
-        self.num_streams = 0
+    endpoint: Endpoint
+    lane: Lane
+    channel: grpc.aio.Channel
+    num_streams: int = 0
 
 
 class _GrpcListener:
@@ -395,6 +360,15 @@ class _DialledStream(StreamEnd):
         # gRPC takes messages for a call that ended in good order, and drops them.
         if self._call.done():
             raise UnavailableError(f"{endpoint} ended the stream")
+
+
+def _open_channel(endpoint: Endpoint, certificate: bytes | None) -> grpc.aio.Channel:
+    """Return a channel that trusts exactly this certificate; plain text without one."""
+    if certificate is None:
+        return grpc.aio.insecure_channel(str(endpoint), options=CHANNEL_OPTIONS)
+    options = (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", name_in(certificate)))
+    credentials = grpc.ssl_channel_credentials(root_certificates=certificate)
+    return grpc.aio.secure_channel(str(endpoint), credentials, options=options)
 
 
 async def _wait_accepted(call: Any, endpoint: Endpoint) -> None:

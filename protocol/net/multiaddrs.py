@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,8 +13,11 @@ from ..identity import public_key_of
 from ..ids import PeerId
 
 _HOST_PARTS = frozenset({"ip4", "ip6", "dns", "dns4", "dns6"})
-_PARTS_WITH_VALUE = _HOST_PARTS | {"tcp", "udp", "p2p"}
+_PORT_PARTS = frozenset({"tcp", "udp"})
+_PARTS_WITH_VALUE = _HOST_PARTS | _PORT_PARTS | {"p2p"}
 _PARTS_WITHOUT_VALUE = frozenset({"p2p-circuit", "quic", "quic-v1", "tls", "ws", "wss"})
+# No comma above all: p2pd takes its initial peers as a list with commas.
+_CHARACTERS = re.compile(r"/[0-9A-Za-z._:/-]+")
 
 
 @dataclass(frozen=True)
@@ -46,28 +50,41 @@ class PeerAddress:
 
     @classmethod
     def _parse(cls, text: str) -> PeerAddress:
-        empty, *words = text.split("/")
+        if not _CHARACTERS.fullmatch(text):
+            raise ValueError("it has characters that no address has")
+        words = text.split("/")[1:]
         parts: list[tuple[str, str]] = []
         while words:
             name = words.pop(0)
-            if name not in _PARTS_WITH_VALUE | _PARTS_WITHOUT_VALUE:
-                raise ValueError(f"{name!r} is unknown")
-            parts.append((name, words.pop(0) if name in _PARTS_WITH_VALUE and words else ""))
+            value = words.pop(0) if name in _PARTS_WITH_VALUE and words else ""
+            _check_part(name, value)
+            parts.append((name, value))
         names = [name for name, _ in parts]
-        if empty or len(parts) < 3 or names[0] not in _HOST_PARTS or names[-1] != "p2p":
+        if len(parts) < 3 or names[0] not in _HOST_PARTS or names[1] not in _PORT_PARTS:
             raise ValueError("it needs a host, a port and a peer id")
+        if names[-1] != "p2p":
+            raise ValueError("it needs a peer id at its end")
         host, port, peer_id = parts[0][1], parts[1][1], parts[-1][1]
-        if names[0] in ("ip4", "ip6") and f"ip{ipaddress.ip_address(host).version}" != names[0]:
-            raise ValueError(f"{host} is of another family")
-        if not host or names[1] not in ("tcp", "udp") or not 0 < int(port) < 2**16:
-            raise ValueError("it needs a host and a port in 1..65535")
-        public_key_of(peer_id)
         return cls(text, host, int(port) if names[1:] == ["tcp", "p2p"] else None, PeerId(peer_id))
 
     @property
     def is_loopback(self) -> bool:
         """Whether only this machine can be meant."""
         return is_loopback(self.host)
+
+
+def _check_part(name: str, value: str) -> None:
+    """Raise ValueError or RemoteProtocolError unless a multiaddr may have this part."""
+    if name in _PORT_PARTS and not (value.isdecimal() and 0 < int(value) < 2**16):
+        raise ValueError(f"{value!r} is no port in 1..65535")
+    elif name in ("ip4", "ip6") and f"ip{ipaddress.ip_address(value).version}" != name:
+        raise ValueError(f"{value} is of the other family")
+    elif name == "p2p":
+        public_key_of(value)
+    elif name in _PARTS_WITH_VALUE and not value:
+        raise ValueError(f"{name} needs a value")
+    elif name not in _PARTS_WITH_VALUE | _PARTS_WITHOUT_VALUE:
+        raise ValueError(f"{name!r} is unknown")
 
 
 def is_loopback(host: str) -> bool:

@@ -84,7 +84,7 @@ def seam(request: pytest.FixtureRequest) -> Seam:
 async def wait_until(condition: Callable[[], bool]) -> None:
     """Poll for what happens behind the seam, where no event says so."""
     async with asyncio.timeout(5):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
 

@@ -152,6 +152,17 @@ def test_what_a_config_leaves_out_is_read_as_in_transformers(family: str, option
     assert list(spec.sliding_windows) == expected_windows
 
 
+@pytest.mark.parametrize("rope_type", ["llama3", "yarn"])
+def test_scaling_without_an_original_length_starts_from_the_whole(rope_type: str) -> None:
+    factors = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scaling = {"rope_type": rope_type, "rope_theta": 1e4, **factors}
+
+    spec = read_spec({"model_type": "llama", **MINIMAL, "rope_parameters": scaling})
+    expected = AutoConfig.for_model("llama", **MINIMAL, rope_parameters=dict(scaling))
+
+    assert dict(spec.rope_parameters) == expected.rope_parameters
+
+
 def test_published_dtype_is_read_in_both_spellings() -> None:
     config = {"model_type": "llama", **MINIMAL}
 

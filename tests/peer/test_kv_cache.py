@@ -180,6 +180,22 @@ def test_pages_of_a_prepared_step_are_not_taken_away() -> None:
     pool.check_integrity()
 
 
+def test_reclaiming_leaves_the_pages_of_a_prepared_step() -> None:
+    pool = make_pool(4)
+    first, second = pool.open(1, 500, SPAN), pool.open(1, 500, SPAN)
+    values = torch.arange(4.0 * PAGE_TOKENS)[None]
+    take_step(first, 0, values)
+
+    first.prepare(10, PAGE_TOKENS)
+    write_tokens(first, values[:, :PAGE_TOKENS], 10)
+    take_step(second, 0, values[:, : 2 * PAGE_TOKENS])
+    first.commit(PAGE_TOKENS)
+
+    assert first.committed_bytes == 2 * ROW_PAGE_BYTES
+    assert_holds(first, torch.cat([values[:, :10], values[:, :PAGE_TOKENS]], dim=1))
+    pool.check_integrity()
+
+
 @pytest.mark.parametrize(
     ("position", "num_tokens", "row_map", "code"),
     [

@@ -1,0 +1,44 @@
+"""Finds models by the names that people type, the bundled one first."""
+
+import importlib
+import json
+from pathlib import Path
+
+from ..protocol.errors import ModelError
+
+BUNDLED_NAME = "shoal-stories"
+
+# Next to this package in both layouts: <root>/cli beside <root>/models in a checkout, shoal/cli
+# beside shoal/models where it is installed.
+_BUNDLED_PATH = Path(__file__).resolve().parent.parent / "models" / BUNDLED_NAME
+
+
+def find_model(name: str = BUNDLED_NAME) -> str:
+    """Return the directory of the bundled model for its name, and any other name as it is.
+
+    Raises ModelError when the bundled model was not installed.
+    """
+    if name != BUNDLED_NAME or Path(name).is_dir():
+        return name
+    if not (_BUNDLED_PATH / "config.json").is_file():
+        raise ModelError(
+            f"the bundled model is not in {_BUNDLED_PATH}; install shoal again, or name another "
+            "model"
+        )
+    return str(_BUNDLED_PATH)
+
+
+def count_blocks(model: str) -> int:
+    """Return how many blocks a model has; raises ModelError when it cannot be opened.
+
+    A local directory answers without torch, which takes seconds to import.
+    """
+    try:
+        num_blocks = json.loads((Path(model) / "config.json").read_bytes())["num_hidden_layers"]
+        if isinstance(num_blocks, int) and num_blocks > 0:
+            return num_blocks
+    except (OSError, ValueError, LookupError, TypeError):
+        pass  # what is wrong is said better below
+    loader = importlib.import_module("..peer.engine.loader", __package__)
+    families = importlib.import_module("..peer.engine.families", __package__)
+    return families.read_spec(loader.open_checkpoint(model).config).num_blocks

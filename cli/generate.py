@@ -1,0 +1,161 @@
+"""`shoal generate`: stream text from a swarm."""
+
+import argparse
+import json
+import sys
+
+from ..protocol.errors import UsageError
+from .bundled_model import BUNDLED_NAME, find_model
+from .quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
+from .terminal import Progress, Terminal, WordWrapper
+from .text_generation import (
+    Generation,
+    Sampling,
+    TextModel,
+    describe_route,
+    failover_facts,
+    route_facts,
+    tail_of,
+)
+
+_DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal generate`."""
+    parser.add_argument(
+        "model", metavar="MODEL",
+        help=f"model directory, its id on the Hub, or {BUNDLED_NAME}, which comes with shoal",
+    )  # fmt: skip
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
+    parser.add_argument(
+        "--initial-peers", nargs="+", required=True, metavar="ADDRESS",
+        help="addresses of the swarm, as `shoal serve` and `shoal swarm` print them",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-new-tokens", type=parse_count, default=64, metavar="N",
+        help="end after so many tokens (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--temperature", type=parse_non_negative, metavar="T",
+        help="sample, and how boldly (0: greedy)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-p", type=parse_fraction, metavar="P",
+        help="sample among the likeliest tokens that share P",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-k", type=parse_count, metavar="K", help="sample among the K likeliest tokens"
+    )
+    parser.add_argument(
+        "--seed", type=parse_whole, metavar="S", help="sample; the same seed gives the same text"
+    )
+    parser.add_argument(
+        "--beams", type=parse_count, default=1, metavar="N",
+        help="search with N beams; the text comes at the end",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=tuple(_DTYPES), default="auto",
+        help="how embedding and head are held on this machine (default: as stored)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate one text; return 0."""
+    output, notices = Terminal(sys.stdout), Terminal(sys.stderr)
+    prompt = _read_prompt(options.prompt)
+    sampling = Sampling(
+        options.max_new_tokens,
+        options.temperature,
+        options.top_p,
+        options.top_k,
+        options.seed,
+        options.beams,
+    )
+    with Progress(notices, lambda: "Joining the swarm"):
+        model = TextModel.open(
+            find_model(options.model), options.initial_peers, _DTYPES[options.dtype]
+        )
+    with model:
+        printer = None if options.json else _Printer(output)
+        if printer:
+            printer.begin(prompt)
+        generation = model.generate(prompt, sampling, printer.add if printer else _ignore)
+        if printer:
+            printer.end()
+    if options.json:
+        print(json.dumps(_make_json(generation)), flush=True)
+    else:
+        _report(notices, generation)
+    return 0
+
+
+def _read_prompt(text: str) -> str:
+    if text == "-":
+        try:
+            text = sys.stdin.read().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise UsageError("the prompt on stdin is not text in this locale's encoding") from error
+    if not text.strip():
+        raise UsageError("the prompt is empty; give a text that the model can continue")
+    return text
+
+
+class _Printer:
+    """Shows text as it comes: wrapped behind its prompt on a terminal, as it is in a pipe."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._wrapper = WordWrapper(terminal.width) if terminal.is_terminal else None
+
+    def begin(self, prompt: str) -> None:
+        """Repeat the prompt where a person reads along."""
+        if self._wrapper:
+            self._terminal.write(self._terminal.paint(self._wrapper.feed(prompt), "dim"))
+
+    def add(self, piece: str) -> None:
+        """Show a piece of text, as far as its words are complete."""
+        self._terminal.write(self._wrapper.feed(piece) if self._wrapper else piece)
+
+    def end(self) -> None:
+        """Show what is left."""
+        self._terminal.print(self._wrapper.flush() if self._wrapper else "")
+
+
+def _ignore(piece: str) -> None:
+    pass
+
+
+def _report(terminal: Terminal, generation: Generation) -> None:
+    """Say on one line how it went, and on one more for each failover."""
+    num_tokens = len(generation.token_ids)
+    terminal.print(
+        terminal.paint(
+            f"{num_tokens} token{'s' if num_tokens != 1 else ''}, "
+            f"{generation.tokens_per_second:.1f} tok/s, "
+            f"route {describe_route(generation.route)}",
+            "dim",
+        )
+    )
+    for failover in generation.failovers:
+        terminal.print(
+            terminal.paint(
+                f"failover at token {failover.position}: {tail_of(failover.lost.peer.peer_id)}"
+                f"[{failover.lost.span}] was lost, {describe_route(failover.replacements)} "
+                f"took over after {failover.seconds:.2f} s",
+                "yellow",
+            )
+        )
+
+
+def _make_json(generation: Generation) -> dict[str, object]:
+    return {
+        "text": generation.text,
+        "tokens": len(generation.token_ids),
+        "seconds": round(generation.seconds, 4),
+        "tokens_per_second": round(generation.tokens_per_second, 2),
+        "time_to_first_token_seconds": round(generation.first_token_seconds, 4),
+        "route": route_facts(generation.route),
+        "failovers": [failover_facts(failover) for failover in generation.failovers],
+    }

@@ -1,0 +1,199 @@
+"""`shoal swarm`: run a whole swarm on this machine until Ctrl-C."""
+
+import argparse
+import json
+import os
+import sys
+import time
+
+from ..peer.local_swarm import LocalPeer, LocalSwarm
+from ..protocol.errors import UnavailableError
+from ..protocol.spans import Span, find_gaps
+from .bundled_model import BUNDLED_NAME, count_blocks, find_model
+from .interrupts import end_in_good_order
+from .layout import choose_num_replicas, plan_spans
+from .quantities import parse_count
+from .terminal import Progress, Terminal
+
+_WATCH_SECONDS = 0.3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal swarm`."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default=BUNDLED_NAME,
+        help="model directory, or its id on the Hub (default: %(default)s, which comes with shoal)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peers", type=parse_count, default=4, metavar="N",
+        help="how many peers to run (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--replicas", type=parse_count, metavar="R",
+        help="how many peers hold each block (default: 2 from 4 peers on, else 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weights", choices=("int8", "bf16", "fp32"), default="int8",
+        help="how weights are held (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=parse_count, metavar="N",
+        help="compute threads of each peer (default: the processors shared among the peers)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the swarm until asked to end; return 0."""
+    model = find_model(options.model)
+    num_blocks = count_blocks(model)
+    num_replicas = options.replicas or choose_num_replicas(options.peers)
+    spans = plan_spans(num_blocks, options.peers, num_replicas)
+    num_threads = options.threads or max(1, (os.cpu_count() or 1) // len(spans))
+    swarm = LocalSwarm(model, spans, weights=options.weights, num_threads=num_threads)
+    reporter = _JsonReporter() if options.json else _Reporter(options.model, Terminal(sys.stdout))
+    try:
+        with end_in_good_order():
+            with Progress(Terminal(sys.stderr), lambda: describe_start(swarm, len(spans))):
+                swarm.__enter__()
+            with swarm:
+                reporter.report_ready(swarm, num_blocks)
+                _watch(swarm, num_blocks, reporter)
+    except KeyboardInterrupt:
+        reporter.report_stopped()
+    return 0
+
+
+def describe_start(swarm: LocalSwarm, num_peers: int) -> str:
+    """Return how far the start of a swarm has come."""
+    num_online = sum(peer.facts.get("event") == "online" for peer in list(swarm.peers))
+    return f"Starting {num_peers} peers, {num_online} online"
+
+
+def _watch(swarm: LocalSwarm, num_blocks: int, reporter: "_Reporter | _JsonReporter") -> None:
+    """Report peers that end by themselves; raises UnavailableError when none is left."""
+    running = list(swarm.peers)
+    while running:
+        time.sleep(_WATCH_SECONDS)
+        for peer in [peer for peer in running if not peer.is_running]:
+            running.remove(peer)
+            missing = find_gaps(num_blocks, (other.span for other in running))
+            reporter.report_ended(peer, missing, swarm.initial_peers)
+    raise UnavailableError("every peer of the swarm has ended; start it again")
+
+
+class _Reporter:
+    """Tells people what goes on."""
+
+    def __init__(self, model: str, terminal: Terminal) -> None:
+        self._model = model
+        self._terminal = terminal
+
+    def report_ready(self, swarm: LocalSwarm, num_blocks: int) -> None:
+        """Say who serves what, and how to use it."""
+        show, paint = self._terminal.print, self._terminal.paint
+        show(paint(f"{len(swarm.peers)} peers serve {self._model}, {num_blocks} blocks:", "bold"))
+        for peer in swarm.peers:
+            facts = peer.facts
+            show(
+                f"  {peer.peer_id}  blocks {str(peer.span):7}  pid {peer.pid}"
+                if self._terminal.width < 60
+                else f"  …{peer.peer_id[-6:]}  blocks {str(peer.span):7} pid {peer.pid:<8}"
+                f"{facts.get('endpoint', ''):22} {facts.get('decode_steps_per_second', '')} steps/s"
+            )
+        address = swarm.initial_peers[0]
+        show()
+        show(paint("Generate text from another terminal:", "bold"))
+        show(f'  shoal generate {self._model} "Once upon a time" \\')
+        show(f"    --initial-peers {address}")
+        show()
+        show(paint("Or from Python:", "bold"))
+        for line in _make_snippet(swarm.model, address):
+            show(f"  {line}".rstrip())
+        show()
+        show("Ctrl-C ends the swarm.")
+
+    def report_ended(self, peer: LocalPeer, missing: list[Span], addresses: list[str]) -> None:
+        """Say that a peer has ended, and whether the swarm can do without it."""
+        self._terminal.print(
+            self._terminal.paint(
+                f"Peer …{peer.peer_id[-6:]} (blocks {peer.span}, pid {peer.pid}) has ended: "
+                f"{describe_exit(peer.wait(0))}.",
+                "yellow",
+            )
+        )
+        if missing:
+            names = ", ".join(map(str, missing))
+            self._terminal.print(f"  Nobody serves blocks {names} now; start the swarm again.")
+        elif addresses:
+            self._terminal.print("  The others serve all blocks. Join through:")
+            self._terminal.print(f"    {addresses[0]}")
+
+    def report_stopped(self) -> None:
+        """Say that nothing is left behind."""
+        self._terminal.print("\nThe swarm has ended.")
+
+
+class _JsonReporter:
+    """The same as JSON lines."""
+
+    def report_ready(self, swarm: LocalSwarm, num_blocks: int) -> None:
+        peers = [
+            {
+                "peer_id": peer.peer_id,
+                "span": str(peer.span),
+                "pid": peer.pid,
+                "endpoint": peer.facts.get("endpoint"),
+                "addresses": peer.addresses,
+            }
+            for peer in swarm.peers
+        ]
+        _print_event(
+            "online",
+            model=swarm.model,
+            num_blocks=num_blocks,
+            peers=peers,
+            initial_peers=swarm.initial_peers,
+        )
+
+    def report_ended(self, peer: LocalPeer, missing: list[Span], addresses: list[str]) -> None:
+        _print_event(
+            "peer_ended",
+            peer_id=peer.peer_id,
+            span=str(peer.span),
+            pid=peer.pid,
+            exit_code=peer.wait(0),
+            missing=[str(span) for span in missing],
+            initial_peers=addresses,
+        )
+
+    def report_stopped(self) -> None:
+        _print_event("stopped")
+
+
+def describe_exit(code: int) -> str:
+    """Return an exit code in words.
+
+    >>> describe_exit(-9), describe_exit(1)
+    ('killed by signal 9', 'exit code 1')
+    """
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _print_event(event: str, **facts: object) -> None:
+    print(json.dumps({"event": event, **facts}), flush=True)
+
+
+def _make_snippet(model: str, address: str) -> list[str]:
+    return [
+        "from transformers import AutoTokenizer",
+        "from shoal.client import AutoDistributedModelForCausalLM",
+        "",
+        f"path = {model!r}",
+        "model = AutoDistributedModelForCausalLM.from_pretrained(",
+        "    path, initial_peers=[",
+        f"        {address!r}])",
+        "tokenizer = AutoTokenizer.from_pretrained(path)",
+        'ids = tokenizer("Once upon a time", return_tensors="pt").input_ids',
+        "print(tokenizer.decode(model.generate(ids, max_new_tokens=64)[0]))",
+    ]

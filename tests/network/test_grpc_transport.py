@@ -1,0 +1,357 @@
+"""gRPC under what only real processes and sockets can do to it."""
+
+import asyncio
+import random
+import signal
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    UnavailableError,
+    UsageError,
+)
+from shoal.protocol.limits import MAX_FRAME_BYTES
+from shoal.protocol.net.grpc_transport import GrpcTransport
+from shoal.protocol.net.tls import make_tls_identity
+from shoal.protocol.net.transport import Lane, Stream
+
+pytestmark = pytest.mark.network
+
+ECHO_PROCESS = """
+import asyncio
+from shoal.protocol.net.grpc_transport import GrpcTransport
+
+async def echo(stream):
+    while (frame := await stream.receive()) is not None:
+        await stream.send(frame)
+
+async def main():
+    listener = await GrpcTransport().listen("127.0.0.1", 0, echo)
+    print(listener.endpoint.port, listener.endpoint.fingerprint, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+WAITING_PROCESS = """
+import asyncio, sys
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.net.grpc_transport import GrpcTransport
+
+async def main():
+    endpoint = Endpoint("127.0.0.1", int(sys.argv[1]), sys.argv[2])
+    stream = await GrpcTransport().open_stream(endpoint)
+    await stream.send(b"here")
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+FORGETFUL_PROCESS = """
+import asyncio, sys
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.net.grpc_transport import GrpcTransport
+
+async def main():
+    endpoint = Endpoint("127.0.0.1", int(sys.argv[1]), sys.argv[2])
+    stream = await GrpcTransport().open_stream(endpoint)
+    await stream.send(b"x")
+    print((await stream.receive()).decode(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def start_python(script: str, *arguments: str) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", script, *arguments, stdout=pipe, stderr=pipe
+    )
+
+
+async def echo(stream: Stream) -> None:
+    while (frame := await stream.receive()) is not None:
+        await stream.send(frame)
+
+
+@asynccontextmanager
+async def echo_process() -> AsyncGenerator[tuple[asyncio.subprocess.Process, Endpoint]]:
+    """Run a listener in a process of its own, and kill it in the end."""
+    process = await start_python(ECHO_PROCESS)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            port, fingerprint = (await process.stdout.readline()).decode().split()
+        yield process, Endpoint("127.0.0.1", int(port), fingerprint)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def test_killed_process_breaks_its_streams_promptly() -> None:
+    async def test() -> None:
+        client = GrpcTransport()
+        async with echo_process() as (process, endpoint):
+            stream = await client.open_stream(endpoint)
+            await stream.send(b"alive")
+            assert await stream.receive() == b"alive"
+            waiting = asyncio.create_task(stream.receive())
+
+            process.send_signal(signal.SIGKILL)
+
+            with pytest.raises(UnavailableError):
+                async with asyncio.timeout(2):
+                    await waiting
+            with pytest.raises(UnavailableError):
+                await stream.send(b"anyone?")
+            await stream.close()
+            with pytest.raises(UnavailableError):
+                async with asyncio.timeout(2):
+                    await client.open_stream(endpoint)
+        await client.close()
+
+    asyncio.run(test())
+
+
+def test_stopped_process_is_silent_and_the_callers_timeout_works() -> None:
+    async def test() -> None:
+        client = GrpcTransport()
+        async with echo_process() as (process, endpoint):
+            stream = await client.open_stream(endpoint)
+            process.send_signal(signal.SIGSTOP)
+            await stream.send(b"hello?")
+
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await stream.receive()
+            with pytest.raises(UnavailableError, match=r"0\.3 s"):
+                await client.open_stream(endpoint, timeout_seconds=0.3)
+
+            process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(5):
+                assert await stream.receive() == b"hello?"
+            process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(5):
+                await stream.close()
+                await client.close()
+
+    asyncio.run(test())
+
+
+def test_killed_client_process_frees_the_server() -> None:
+    async def test() -> None:
+        arrived = asyncio.Event()
+        outcome: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+        async def serve(stream: Stream) -> None:
+            assert await stream.receive() == b"here"
+            arrived.set()
+            try:
+                outcome.set_result(await stream.receive())
+            except UnavailableError as error:
+                outcome.set_result(error)
+
+        server = GrpcTransport()
+        endpoint = (await server.listen("127.0.0.1", 0, serve)).endpoint
+        process = await start_python(WAITING_PROCESS, str(endpoint.port), endpoint.fingerprint)
+        async with asyncio.timeout(30):
+            await arrived.wait()
+        process.kill()
+        await process.wait()
+
+        async with asyncio.timeout(2):
+            assert isinstance(await outcome, UnavailableError)
+        await server.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("plaintext", [False, True])
+def test_random_bytes_on_the_port_disturb_nobody(plaintext: bool) -> None:
+    generator = random.Random(11)
+
+    async def throw(endpoint: Endpoint) -> None:
+        _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        try:
+            writer.write(generator.randbytes(generator.randrange(1, 20_000)))
+            await writer.drain()
+        except ConnectionError:
+            pass  # Being thrown out is fine.
+        finally:
+            writer.transport.abort()
+
+    async def test() -> None:
+        transport = GrpcTransport(plaintext=plaintext)
+        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+        stream = await transport.open_stream(endpoint)
+        for turn in range(20):
+            await throw(endpoint)
+            await stream.send(bytes([turn]))
+            assert await stream.receive() == bytes([turn])
+        fresh = await transport.open_stream(endpoint, Lane.BULK)
+        await fresh.close()
+        await stream.close()
+        await transport.close()
+
+    asyncio.run(test())
+
+
+def test_frame_beyond_the_limit_breaks_only_the_strangers_stream() -> None:
+    async def test() -> None:
+        transport = GrpcTransport(plaintext=True)
+        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+        honest = await transport.open_stream(endpoint)
+
+        options = [("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(str(endpoint), options=options) as channel:
+            call = channel.stream_stream("/shoal.v1.Peer/Exchange")()
+            await call.write(bytes(MAX_FRAME_BYTES + 1))
+            assert await call.code() is not grpc.StatusCode.OK
+
+        await honest.send(b"fine")
+        assert await honest.receive() == b"fine"
+        await honest.close()
+        await transport.close()
+
+    asyncio.run(test())
+
+
+def test_server_of_something_else_is_a_protocol_error() -> None:
+    async def test() -> None:
+        server = grpc.aio.server()
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        client = GrpcTransport(plaintext=True)
+
+        with pytest.raises(RemoteProtocolError):
+            await client.open_stream(Endpoint("127.0.0.1", port))
+        await client.close()
+        await server.stop(None)
+
+    asyncio.run(test())
+
+
+def test_port_that_speaks_no_tls_is_a_protocol_error() -> None:
+    async def test() -> None:
+        transport = GrpcTransport(plaintext=True)
+        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+
+        with pytest.raises((RemoteProtocolError, UnavailableError)):
+            await transport.open_stream(Endpoint(endpoint.host, endpoint.port, "1" * 64))
+        await transport.close()
+
+    asyncio.run(test())
+
+
+def test_other_certificate_after_a_restart_is_noticed() -> None:
+    async def test() -> None:
+        first = GrpcTransport()
+        listener = await first.listen("127.0.0.1", 0, echo)
+        announced = listener.endpoint
+        client = GrpcTransport()
+        await (await client.open_stream(announced)).close()
+        await first.close()
+        impostor = GrpcTransport()
+        await impostor.listen("127.0.0.1", announced.port, echo)
+
+        with pytest.raises(RemoteProtocolError, match="another TLS certificate"):
+            await client.open_stream(announced)
+        await client.close()
+        await impostor.close()
+
+    asyncio.run(test())
+
+
+def test_given_identity_keeps_its_fingerprint_over_restarts() -> None:
+    async def test() -> None:
+        identity = make_tls_identity()
+        fingerprints: set[str] = set()
+        for _ in range(2):
+            transport = GrpcTransport(identity)
+            endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+            fingerprints.add(endpoint.fingerprint)
+            await (await transport.open_stream(endpoint)).close()
+            await transport.close()
+        assert len(fingerprints) == 1
+        assert "PRIVATE" not in repr(identity)
+
+    asyncio.run(test())
+
+
+def test_closing_a_transport_ends_a_dial_in_progress() -> None:
+    async def test() -> None:
+        door = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+        port = door.sockets[0].getsockname()[1]
+        client = GrpcTransport(plaintext=True)
+        dialling = asyncio.create_task(client.open_stream(Endpoint("127.0.0.1", port)))
+        await asyncio.sleep(0.1)
+
+        await client.close()
+
+        with pytest.raises((LocalProtocolError, UnavailableError)):
+            async with asyncio.timeout(2):
+                await dialling
+        door.close()
+
+    asyncio.run(test())
+
+
+def test_plain_text_stays_on_this_machine() -> None:
+    async def test() -> None:
+        transport = GrpcTransport(plaintext=True)
+
+        with pytest.raises(UsageError, match="loopback"):
+            await transport.listen("0.0.0.0", 0, echo)
+        with pytest.raises(UsageError, match="fingerprint"):
+            await transport.open_stream(Endpoint("192.0.2.1", 1))
+
+    asyncio.run(test())
+
+
+@pytest.mark.skipif(not Path("/proc/self/net/tcp6").exists(), reason="reads Linux's TCP tables")
+def test_lanes_use_connections_of_their_own_and_streams_share_them() -> None:
+    def count_connections(port: int) -> int:
+        tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6")]
+        rows = [row for table in tables for row in table.read_text().splitlines()[1:]]
+        # Columns: number, local address, remote address (hex), state (01: established).
+        remote = [row.split()[2] for row in rows if row.split()[3] == "01"]
+        return sum(int(address.rpartition(":")[2], 16) == port for address in remote)
+
+    async def test() -> None:
+        server = GrpcTransport()
+        endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
+        client = GrpcTransport()
+        lanes = [*Lane, *Lane]
+
+        streams = [await client.open_stream(endpoint, lane) for lane in lanes]
+
+        assert count_connections(endpoint.port) == 2
+        for stream in streams:
+            await stream.close()
+        await client.close()
+        await server.close()
+
+    asyncio.run(test())
+
+
+def test_client_process_that_exits_without_closing_is_quiet() -> None:
+    async def test() -> None:
+        server = GrpcTransport()
+        endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
+        process = await start_python(FORGETFUL_PROCESS, str(endpoint.port), endpoint.fingerprint)
+        async with asyncio.timeout(30):
+            out, err = await process.communicate()
+        assert (out, err, process.returncode) == (b"x\n", b"", 0)
+        await server.close()
+
+    asyncio.run(test())

@@ -1,0 +1,133 @@
+"""What a node of the DHT lets in, without a DHT."""
+
+from collections.abc import Callable
+
+import pytest
+
+from shoal.protocol.announcements import Announcement, sign_announcement
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.record_gate import RecordGate
+
+Announce = Callable[..., Announcement]
+IdentityOf = Callable[[int], Identity]
+MODEL = ModelId("a" * 32)
+
+
+class StoppedClock:
+    def __init__(self, wall_seconds: float) -> None:
+        self.wall_seconds = wall_seconds
+
+    def now(self) -> float:
+        return self.wall_seconds
+
+    def wall(self) -> float:
+        return self.wall_seconds
+
+
+def pack(value: str | bytes) -> bytes:
+    """MSGPack's form of byte strings; of text only that it is another one."""
+    if isinstance(value, str):
+        return b"text " + value.encode()
+    if len(value) < 256:
+        return b"\xc4" + len(value).to_bytes(1, "big") + value
+    return b"\xc5" + len(value).to_bytes(2, "big") + value
+
+
+class Entry:
+    """One honest entry of the DHT, to be passed to a gate with one thing changed."""
+
+    def __init__(self, gate: RecordGate, identity: Identity, announcement: Announcement) -> None:
+        self.key = digest(gate.key_of(announcement.model_id))
+        self.subkey = pack(announcement.peer_id)
+        self.value = pack(gate.wrap(sign_announcement(identity, announcement)))
+        self.expires_at = announcement.expires_at
+
+    def is_accepted_by(self, gate: RecordGate) -> bool:
+        return gate.accept(self.key, self.subkey, self.value, self.expires_at)
+
+
+def digest(key: str) -> bytes:
+    return b"digest of " + key.encode()
+
+
+@pytest.fixture
+def clock(now: float) -> StoppedClock:
+    return StoppedClock(now)
+
+
+@pytest.fixture
+def gate(clock: StoppedClock) -> RecordGate:
+    return RecordGate("main", clock, digest, pack)
+
+
+@pytest.fixture
+def entry(gate: RecordGate, announce: Announce, identity_of: IdentityOf) -> Entry:
+    return Entry(gate, identity_of(1), announce())
+
+
+def test_gate_lets_in_and_remembers_what_a_peer_signed(
+    gate: RecordGate, entry: Entry, announce: Announce
+) -> None:
+    assert entry.is_accepted_by(gate)
+    assert entry.is_accepted_by(gate)
+    assert gate.list_current(MODEL) == [announce()]
+
+
+def test_gate_refuses_an_entry_in_another_place(
+    gate: RecordGate, entry: Entry, identity_of: IdentityOf
+) -> None:
+    wrong_key = digest(gate.key_of(ModelId("b" * 32)))
+    wrong_subkey = pack(identity_of(2).peer_id)
+
+    assert not gate.accept(wrong_key, entry.subkey, entry.value, entry.expires_at)
+    assert not gate.accept(entry.key, wrong_subkey, entry.value, entry.expires_at)
+    assert not gate.accept(entry.key, entry.subkey, entry.value, entry.expires_at + 0.001)
+    assert not gate.accept(entry.key, entry.subkey, entry.value, float("nan"))
+    assert gate.list_current(MODEL) == []
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"\xc4", b"\xc4\x05abc", b"\xc5\x00\x01a", b"\xc0", pack(b""), pack(b"\xff\0x")]
+)
+def test_gate_refuses_what_is_no_record(gate: RecordGate, entry: Entry, value: bytes) -> None:
+    assert not gate.accept(entry.key, entry.subkey, value, entry.expires_at)
+
+
+def test_gate_refuses_a_replay_of_an_older_record(
+    gate: RecordGate, entry: Entry, announce: Announce, identity_of: IdentityOf, now: float
+) -> None:
+    newer = announce(sequence=2, expires_at=now + 91)
+    assert Entry(gate, identity_of(1), newer).is_accepted_by(gate)
+
+    assert not entry.is_accepted_by(gate)
+    assert gate.list_current(MODEL) == [newer]
+
+
+def test_gate_refuses_an_expired_record_and_forgets_it(
+    gate: RecordGate, entry: Entry, clock: StoppedClock, now: float
+) -> None:
+    assert entry.is_accepted_by(gate)
+
+    clock.wall_seconds = now + 90
+
+    assert not entry.is_accepted_by(gate)
+    assert gate.list_current(MODEL) == []
+
+
+def test_gate_keeps_records_of_other_swarms_apart(
+    gate: RecordGate, clock: StoppedClock, announce: Announce, identity_of: IdentityOf
+) -> None:
+    other = RecordGate("other", clock, digest, pack)
+    entry = Entry(other, identity_of(1), announce())
+
+    assert entry.is_accepted_by(gate)  # it is stored for them
+    assert gate.list_current(MODEL) == []
+
+
+def test_gate_refuses_the_record_of_one_swarm_under_the_key_of_another(
+    gate: RecordGate, clock: StoppedClock, entry: Entry
+) -> None:
+    other_key = digest(RecordGate("other", clock, digest, pack).key_of(MODEL))
+
+    assert not gate.accept(other_key, entry.subkey, entry.value, entry.expires_at)
