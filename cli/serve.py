@@ -55,7 +55,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--announce-host", metavar="HOST", help="address that others dial")
     parser.add_argument(
-        "--directory-port", type=int, default=0, metavar="PORT", help="port of the DHT (default: any)"
+        "--directory-port",
+        type=int,
+        default=0,
+        metavar="PORT",
+        help="port of the DHT (default: any)",
     )
     parser.add_argument("--identity", type=Path, metavar="FILE", help="key file; made if missing")
     parser.add_argument(
@@ -139,9 +143,7 @@ async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> 
             loop.remove_reader(sys.stdin.fileno())
 
 
-async def _run_until_stopped(
-    config: PeerConfig, stop: asyncio.Event, report: "Report"
-) -> None:
+async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "Report") -> None:
     """Run the peer; a stop that comes before it is online cancels the start."""
     run_peer = importlib.import_module("..peer.peer", __package__).run_peer
     is_online = False

@@ -1,6 +1,7 @@
 """`shoal swarm`: run a whole swarm on this machine until Ctrl-C."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -53,12 +54,11 @@ def run(options: argparse.Namespace) -> int:
     swarm = LocalSwarm(model, spans, weights=options.weights, num_threads=num_threads)
     reporter = _JsonReporter() if options.json else _Reporter(options.model, Terminal(sys.stdout))
     try:
-        with end_in_good_order():
+        with end_in_good_order(), contextlib.ExitStack() as stack:
             with Progress(Terminal(sys.stderr), lambda: describe_start(swarm, len(spans))):
-                swarm.__enter__()
-            with swarm:
-                reporter.report_ready(swarm, num_blocks)
-                _watch(swarm, num_blocks, reporter)
+                stack.enter_context(swarm)
+            reporter.report_ready(swarm, num_blocks)
+            _watch(swarm, num_blocks, reporter)
     except KeyboardInterrupt:
         reporter.report_stopped()
     return 0
@@ -94,12 +94,9 @@ class _Reporter:
         show, paint = self._terminal.print, self._terminal.paint
         show(paint(f"{len(swarm.peers)} peers serve {self._model}, {num_blocks} blocks:", "bold"))
         for peer in swarm.peers:
-            facts = peer.facts
             show(
-                f"  {peer.peer_id}  blocks {str(peer.span):7}  pid {peer.pid}"
-                if self._terminal.width < 60
-                else f"  …{peer.peer_id[-6:]}  blocks {str(peer.span):7} pid {peer.pid:<8}"
-                f"{facts.get('endpoint', ''):22} {facts.get('decode_steps_per_second', '')} steps/s"
+                f"  …{peer.peer_id[-6:]}  blocks {peer.span!s:7} pid {peer.pid:<9}"
+                f"{peer.facts['endpoint']:22} {peer.facts['decode_steps_per_second']:.0f} steps/s"
             )
         address = swarm.initial_peers[0]
         show()

@@ -14,7 +14,19 @@ MAX_WIDTH = 80
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _FALLBACKS = str.maketrans(
-    {"…": "...", "→": "->", "✓": "+", "✗": "x", "•": "*", "─": "-", "×": "x", "“": '"', "”": '"'}
+    {
+        "…": "...",
+        "→": "->",
+        "✓": "+",
+        "✗": "x",
+        "•": "*",
+        "─": "-",
+        "×": "x",
+        "■": "#",
+        "·": ".",
+        "“": '"',
+        "”": '"',
+    }
     | dict.fromkeys("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "*")
 )
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
@@ -32,9 +44,7 @@ class Terminal:
         self.stream = stream
         self.is_terminal = stream.isatty()
         self.has_colours = (
-            self.is_terminal
-            and not os.environ.get("NO_COLOR")
-            and os.environ.get("TERM") != "dumb"
+            self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         )
         self._encoding = (getattr(stream, "encoding", None) or "ascii").lower()
         self._is_utf8 = self._encoding.replace("-", "").replace("_", "") == "utf8"

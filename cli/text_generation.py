@@ -145,9 +145,7 @@ class TextModel:
         self._tokenizer = tokenizer
 
     @classmethod
-    def open(
-        cls, name: str, initial_peers: Sequence[str], dtype: str | None = None
-    ) -> "TextModel":
+    def open(cls, name: str, initial_peers: Sequence[str], dtype: str | None = None) -> "TextModel":
         """Load a tokenizer and the client's layers, and join the swarm.
 
         Raises ModelError when there is no tokenizer, else as from_pretrained does.

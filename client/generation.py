@@ -1,11 +1,10 @@
 """What one call of generate() will do, decided before anything is sent, and what it remembers.
 
-Holds no network and no layers: checks, plans and the text of sessions.
+Holds no network and no layers: checks, plans and the texts of sessions.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -226,69 +225,33 @@ class NewTextStreamer(BaseStreamer):
         self._streamer.end()
 
 
-@dataclass(frozen=True)
-class _Mark:
-    """Where a session stood when its text was last noted; a lower position is a rollback."""
+def recall_text(session: InferenceSession) -> Tensor | None:
+    """Return the text [B, T] that a session continues, or None at its beginning.
 
-    position: int
-    num_rows: int
-
-
-class SessionTexts:
-    """Keeps `session.output_ids` in step with what the sessions of one model have cached.
-
-    Usually the text is one token longer than the cache: the last token of a call is sent by the
-    next one. Sessions are not kept alive by this.
+    The text is `session.output_ids`, which the session shortens when it is rolled back. Usually
+    it is one token longer than the cache: the last token of a call is sent by the next one.
+    Raises UsageError when the session is closed or holds tokens that nobody has told us.
     """
+    if session.closed:
+        raise UsageError("the session is closed; open a new one")
+    text_BT = session.output_ids
+    num_known = 0 if text_BT is None else text_BT.shape[1]
+    if num_known < session.position:
+        raise UsageError(
+            f"the session holds {session.position} tokens per row, of which {num_known} are "
+            "known; set session.output_ids to all of them, or open a new session"
+        )
+    return text_BT if num_known else None
 
-    def __init__(self) -> None:
-        self._marks: WeakKeyDictionary[InferenceSession, _Mark] = WeakKeyDictionary()
 
-    def __len__(self) -> int:
-        return len(self._marks)
+def append_text(session: InferenceSession, position: int, ids_BT: Tensor) -> None:
+    """Note tokens that were sent at `position`, outside of generate().
 
-    def recall(self, session: InferenceSession) -> Tensor | None:
-        """Return the text [B, T] that this session continues, shortened if it was rolled back.
-
-        Raises UsageError when the session holds tokens that nobody has told us.
-        """
-        text_BT = session.output_ids
-        mark = self._marks.get(session)
-        if text_BT is not None and mark is not None and session.position < mark.position:
-            text_BT = text_BT[:, : session.position]
-        num_known = 0 if text_BT is None else text_BT.shape[1]
-        if num_known < session.position:
-            raise UsageError(
-                f"the session holds {session.position} tokens per row, of which {num_known} are "
-                "known; set session.output_ids to all of them, or open a new session"
-            )
-        return text_BT if num_known else None
-
-    def check_rows(self, session: InferenceSession, num_rows: int) -> None:
-        """Raise UsageError when a call needs another number of rows than the session has."""
-        mark = self._marks.get(session)
-        if mark is not None and mark.num_rows != num_rows:
-            raise UsageError(
-                f"the session has {mark.num_rows} rows (sequences times beams) and this call "
-                f"needs {num_rows}; open another session for it"
-            )
-
-    def note(self, session: InferenceSession, text_BT: Tensor | None, num_rows: int) -> None:
-        """Note the text of a session as it stands now."""
-        session.output_ids = text_BT
-        if text_BT is None:
-            self._marks.pop(session, None)
-        else:
-            self._marks[session] = _Mark(session.position, num_rows)
-
-    def append(self, session: InferenceSession, position: int, ids_BT: Tensor) -> None:
-        """Note tokens that were sent at `position`, outside of generate().
-
-        After tokens that nobody has told us, or of other rows, the text is unknown.
-        """
-        text_BT = session.output_ids if position > 0 else ids_BT[:, :0]
-        if text_BT is None or text_BT.shape[1] < position or len(text_BT) != len(ids_BT):
-            self.note(session, None, 0)
-            return
-        text_BT = torch.cat([text_BT[:, :position].to(ids_BT.device), ids_BT], dim=1)
-        self.note(session, text_BT, len(ids_BT))
+    After tokens that nobody has told us, or of other rows, the text is unknown.
+    """
+    text_BT = session.output_ids if position > 0 else ids_BT[:, :0]
+    if text_BT is None or text_BT.shape[1] < position or len(text_BT) != len(ids_BT):
+        session.output_ids = None
+    else:
+        text_BT = text_BT[:, :position].to(ids_BT.device)
+        session.output_ids = torch.cat([text_BT, ids_BT], dim=1)

@@ -27,11 +27,12 @@ from .config import ClientConfig
 from .generation import (
     GenerationPlan,
     NewTextStreamer,
-    SessionTexts,
     Settings,
+    append_text,
     check_attention_mask,
     check_token_ids,
     plan_generation,
+    recall_text,
 )
 from .inference_session import InferenceSession
 from .local_layers import LocalLayers, load_config, load_local_layers, resolve_dtype
@@ -80,7 +81,6 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         # A configuration saved during training may say otherwise; here there is no other way.
         self.generation_config.use_cache = True
         self._client = client
-        self._texts = SessionTexts()
         self.eval()
 
     @classmethod
@@ -180,7 +180,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         else:
             hidden_BTH = cache.step(hidden_BTH, last_token_only=last_token_only)
         if cache is not None and past_key_values is None and input_ids is not None:
-            self._texts.append(cache.session, position, input_ids.long())
+            append_text(cache.session, position, input_ids.long())
 
         hidden_BTH = hidden_BTH.to(self.device)
         is_count = isinstance(logits_to_keep, int)
@@ -241,7 +241,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         session = session if session is not None else self.active_session
         settings = Settings(kwargs, generation_config, self.generation_config)
         mask = kwargs.pop("attention_mask", None)
-        remembered = None if session is None else self._recall(session)
+        remembered = None if session is None else recall_text(session)
         plan = plan_generation(inputs, mask, remembered, settings, self.config)
 
         args = (generation_config, *args)
@@ -249,11 +249,6 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
             return self._generate_in(session, plan, args, kwargs)
         with self.transformer.h.open_session(plan.max_length) as session:
             return self._generate_in(session, plan, args, kwargs)
-
-    def _recall(self, session: InferenceSession) -> Tensor | None:
-        if session.closed:
-            raise UsageError("the session is closed; open a new one")
-        return self._texts.recall(session)
 
     def _generate_in(
         self,
@@ -268,7 +263,6 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
                 f"the text may grow to {plan.max_length} tokens and the session holds "
                 f"{session.max_length}; open it with a larger max_length"
             )
-        self._texts.check_rows(session, plan.num_rows)
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = NewTextStreamer(kwargs["streamer"], plan.num_remembered)
         if session.position == plan.input_ids_BT.shape[1]:
@@ -296,7 +290,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
             # The beams' caches are not those of the sequences chosen in the end. The prompt's
             # are the same in all beams of a sequence; a next call computes the rest once more.
             session.position = min(session.position, plan.input_ids_BT.shape[1])
-        self._texts.note(session, sequences_BT, plan.num_rows)
+        session.output_ids = sequences_BT
         new_BT = sequences_BT[:, plan.num_remembered :].clone()
         if isinstance(result, Tensor):
             return new_BT
@@ -311,8 +305,8 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
                 session.position = position
         except ShoalError:
             session.close()
-        else:
-            self._texts.note(session, remembered_BT if plan.num_remembered else None, plan.num_rows)
+        # Rolling back shortened the text by what the call had not sent yet.
+        session.output_ids = remembered_BT if plan.num_remembered else None
 
     def save_pretrained(self, *args: object, **kwargs: object) -> None:
         """Refuse: the blocks are not here."""

@@ -127,7 +127,9 @@ class _Int8Linear(Linear):
         weight = quantize_int8(weight_OI)
         self.out_features, self.in_features = weight_OI.shape
         self._padding = -self.in_features % _COLUMNS_PER_LOAD
-        self._values_OI = F.pad(weight.values_OI, (0, self._padding))
+        # No padding, no copy: a second one per weight would leave holes in the heap as large.
+        values_OI = weight.values_OI
+        self._values_OI = F.pad(values_OI, (0, self._padding)) if self._padding else values_OI
         self._values_IO = self._values_OI.t()
         self._scales_O = weight.scales_O
         # The kernel of FEW wants scales in the activations' bfloat16, which would put a fixed

@@ -21,6 +21,7 @@ from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, 
 from ...protocol.spans import Span
 from .block import Block, PathRange, Segment
 from .families import read_spec
+from .heap import keep_large_tensors_apart
 from .kv_cache import KVCachePool, SessionCache
 from .loader import ReportProgress, load_span
 from .spec import ModelSpec
@@ -114,7 +115,7 @@ class Engine:
         rotary = _build_rotary(spec)
         dtype = COMPUTE_DTYPES[weights]
         pool = KVCachePool(kv_budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, dtype)
-        with torch.inference_mode():
+        with torch.inference_mode(), keep_large_tensors_apart():
             blocks = load_span(checkpoint, spec, span, weights, dtype, on_progress)
         return cls(spec, span, blocks, rotary, pool)
 

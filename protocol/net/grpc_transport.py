@@ -47,6 +47,10 @@ _LINGER_SECONDS = 5.0
 _LAST_WORDS_SECONDS = 1.0
 """How long the servers of broken streams may clean up before they are cancelled."""
 
+_SETTLING_SECONDS = 0.05
+"""How long gRPC's own thread has to report the end of calls that were cut. What it reports to a
+loop that is gone by then becomes a traceback in the log of the next loop."""
+
 _ORDERLY_SECONDS = 0.05
 """gRPC ends the messages of a vanished client like those of one that closed, and cancels the call
 in the same breath. This long we listen for the cancellation before we believe in good order."""
@@ -125,10 +129,12 @@ class GrpcTransport:
             await stream.abort("this transport was closed")
         for connection in list(self._connections.values()):
             await connection.channel.close()
-        self._connections.clear()
         for listener in list(self._listeners):
             await listener.close()
         self._listeners.clear()
+        if self._connections:
+            self._connections.clear()
+            await asyncio.sleep(_SETTLING_SECONDS)
 
     async def _dial(self, endpoint: Endpoint, lane: Lane) -> _DialledStream:
         """Open a stream; if what we knew of the endpoint proves stale, once more from nothing."""

@@ -33,9 +33,10 @@ with warnings.catch_warnings():
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
     from hivemind.utils import MSGPackSerializer
     from hivemind.utils.logging import use_hivemind_log_handler
+    from hivemind.utils.multiaddr import Multiaddr
 
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
 
@@ -199,9 +200,23 @@ class HivemindDirectory:
         if self._has_neighbours:
             return
         self._node.blacklist.clear()
-        peer_ids = {PeerID.from_base58(peer.peer_id) for peer in self._initial_peers}
-        await asyncio.gather(*(self._node.protocol.call_ping(peer_id) for peer_id in peer_ids))
+        # After a failed dial, libp2p refuses that address for 5 s, and longer each time.
+        with suppress(DirectoryError):
+            listening = await find_listening(self._initial_peers, _PROBE_SECONDS)
+            await asyncio.gather(*map(self._greet, listening))
         await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
+
+    async def _greet(self, peer: PeerAddress) -> None:
+        peer_id = PeerID.from_base58(peer.peer_id)
+        transport_address = Multiaddr(peer.text.rpartition("/p2p/")[0])
+        try:
+            # A ping alone would need p2pd to remember an address, which it does for a while.
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                await cast(Any, self._p2p)._client.connect(peer_id, [transport_address])
+        except (ControlFailure, OSError, EOFError, TimeoutError) as error:
+            _logger.debug("%s does not answer: %r", peer.text, error)
+        else:
+            await self._node.protocol.call_ping(peer_id)
 
     async def _store(self, announcement: Announcement, value: bytes) -> bool:
         """Return whether at least one replica holds the value now."""

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, GenerationConfig
+from transformers import DynamicCache
 
 from shoal.client.local_layers import load_config, load_local_layers
 from shoal.client.model import DistributedCausalLM
@@ -28,6 +28,7 @@ class SentStep:
     has_row_map: bool
     last_token_only: bool
     is_decoded: bool | None
+    dtype: torch.dtype
 
 
 class FakeSession:
@@ -67,6 +68,7 @@ class FakeSession:
                 hypo_ids is not None,
                 last_token_only,
                 is_decoded,
+                hidden.dtype,
             )
         )
         if hypo_ids is not None:
@@ -91,6 +93,10 @@ class FakeSession:
         self._cache.crop(value - self.position)
         if self.output_ids is not None and self.output_ids.shape[1] > value:
             self.output_ids = self.output_ids[:, :value]
+
+    @property
+    def last_token_id(self) -> Tensor | None:
+        return None if self.output_ids is None else self.output_ids[:, -1:]
 
     @property
     def closed(self) -> bool:
@@ -138,15 +144,14 @@ class Pair:
     client: FakeClient
 
 
-def make_pair(tiny_model: Any, generation_config: GenerationConfig | None = None) -> Pair:
+def make_pair(tiny_model: Any, dtype: torch.dtype | None = None) -> Pair:
     checkpoint = Checkpoint.open(tiny_model.directory)
     config = load_config(checkpoint)
     client = FakeClient(tiny_model.reference)
     model = DistributedCausalLM(
         config,
-        load_local_layers(checkpoint, config),
+        load_local_layers(checkpoint, config, dtype),
         client,  # pyright: ignore[reportArgumentType]
-        generation_config,
     )
     return Pair(model, tiny_model.reference, client)
 
@@ -161,3 +166,9 @@ def pair(tiny_models: Any) -> Pair:
 def any_pair(any_tiny_model: Any) -> Pair:
     """Every variant of every family, both ways."""
     return make_pair(any_tiny_model)
+
+
+@pytest.fixture
+def bf16_pair(tiny_models: Any) -> Pair:
+    """A plain tiny Llama whose local layers are bfloat16; the blocks stay float32."""
+    return make_pair(tiny_models.get("llama"), torch.bfloat16)

@@ -15,7 +15,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from shoal.client.generation import SessionTexts, Settings, plan_generation
+from shoal.client.generation import Settings, plan_generation
 from shoal.protocol.errors import UsageError
 
 SEED = 1234
@@ -308,6 +308,28 @@ def test_forward_in_a_session_is_part_of_its_text(pair: Any) -> None:
     assert torch.equal(text, expected[:, 5:])
 
 
+def test_forward_may_send_the_last_token_of_a_text(pair: Any) -> None:
+    ids = make_ids(1, 4)
+    expected = pair.reference.generate(ids, max_new_tokens=9)
+
+    with pair.model.inference_session(max_length=30) as session:
+        text = pair.model.generate(ids, max_new_tokens=3)
+        logits = pair.model(session.last_token_id).logits
+        rest = pair.model.generate(logits.argmax(dim=-1), max_new_tokens=5)
+
+    assert torch.equal(torch.cat([text, rest], dim=1), expected)
+
+
+def test_text_is_unknown_after_forward_of_single_beams(pair: Any) -> None:
+    with pair.model.inference_session(max_length=30) as session:
+        pair.model.generate(make_ids(1, 6), max_new_tokens=3, num_beams=3)
+        pair.model(make_ids(3, 2))
+
+        assert session.output_ids is None
+        with pytest.raises(UsageError, match="output_ids"):
+            pair.model.generate(None, max_new_tokens=3, num_beams=3)
+
+
 def test_text_of_manual_steps_must_be_told(pair: Any) -> None:
     ids = make_ids(1, 8)
     hidden = pair.model.transformer.word_embeddings(ids[:, :5])
@@ -412,14 +434,3 @@ def test_plan_counts_rows_and_remembered_tokens() -> None:
 
     assert plan.input_ids_BT.shape == (2, 8)
     assert (plan.num_remembered, plan.num_rows, plan.max_length) == (5, 6, 28)
-
-
-def test_session_texts_do_not_keep_sessions_alive(pair: Any) -> None:
-    texts = SessionTexts()
-    session = pair.client.open_session(8, pair.model.transformer.h.span)
-    pair.client.sessions.clear()
-    texts.note(session, make_ids(1, 2), 1)
-
-    del session
-
-    assert len(texts) == 0

@@ -64,6 +64,17 @@ def test_forward_in_a_session_continues_it(pair: Any) -> None:
     assert [step.num_tokens for step in session.sent] == [6, 2, 1]
 
 
+def test_forward_of_a_16_bit_model_does_not_round_what_blocks_return(bf16_pair: Any) -> None:
+    ids = make_ids(2, 5)
+
+    logits = bf16_pair.model(ids).logits
+
+    assert bf16_pair.client.sessions[-1].sent[0].dtype == torch.float32
+    assert logits.dtype == torch.float32
+    # Rounding embedding, norm and head to 8 bits of mantissa leaves about this much.
+    torch.testing.assert_close(logits, bf16_pair.reference(ids).logits, atol=0.15, rtol=0)
+
+
 def test_forward_keeps_the_logits_that_are_asked_for(pair: Any) -> None:
     ids = make_ids(2, 6)
     expected = pair.reference(ids).logits

@@ -3,6 +3,7 @@
 import asyncio
 import random
 import signal
+import socket
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -290,10 +291,10 @@ def test_given_identity_keeps_its_fingerprint_over_restarts() -> None:
 
 def test_closing_a_transport_ends_a_dial_in_progress() -> None:
     async def test() -> None:
-        door = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-        port = door.sockets[0].getsockname()[1]
+        silent = socket.create_server(("127.0.0.1", 0))
+        endpoint = Endpoint("127.0.0.1", silent.getsockname()[1])
         client = GrpcTransport(plaintext=True)
-        dialling = asyncio.create_task(client.open_stream(Endpoint("127.0.0.1", port)))
+        dialling = asyncio.create_task(client.open_stream(endpoint))
         await asyncio.sleep(0.1)
 
         await client.close()
@@ -301,7 +302,7 @@ def test_closing_a_transport_ends_a_dial_in_progress() -> None:
         with pytest.raises((LocalProtocolError, UnavailableError)):
             async with asyncio.timeout(2):
                 await dialling
-        door.close()
+        silent.close()
 
     asyncio.run(test())
 

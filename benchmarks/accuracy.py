@@ -1,0 +1,146 @@
+"""What int8 weights cost on the bundled model: perplexity, greedy words, and memory.
+
+The engines run in this process, without a network; `--weights` of a peer changes nothing else.
+"""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from _report import STORIES, Figure, make_benchmark_model, parse_arguments, report
+from shoal.client.local_layers import load_config, load_local_layers
+from shoal.kernels.checkpoint import Checkpoint
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.protocol.spans import Span
+
+WINDOW_TOKENS = 512
+PROMPTS = ("Once upon a time", "One morning", "There was a", "The old", "Every day")
+NUM_GREEDY_TOKENS = 100
+"""Greedy words are compared under the same context: the reference's own words."""
+
+
+class LocalModel:
+    """Embedding, all blocks in one engine, norm and head: what client and peers do together."""
+
+    def __init__(self, directory: Path, weights: WeightFormat) -> None:
+        checkpoint = Checkpoint.open(directory)
+        config = load_config(checkpoint)
+        self.layers = load_local_layers(checkpoint, config, torch.float32)
+        self.span = Span(0, config.num_hidden_layers)
+        self.engine = Engine.load(checkpoint, self.span, weights, kv_budget_bytes=2**28)
+
+    def compute_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
+        """Return the logits [B, T, V] of whole sequences."""
+        cache = self.engine.open_cache(*tokens_BT.shape, self.span)
+        try:
+            work = StepWork(cache, self.span, 0, self.layers.embedding(tokens_BT))
+            (hidden_BTH,) = self.engine.execute([work])
+            if isinstance(hidden_BTH, Exception):
+                raise hidden_BTH
+            return self.layers.head(self.layers.norm(hidden_BTH))
+        finally:
+            cache.close()
+
+
+def compute_perplexity(model: LocalModel, tokens: torch.Tensor) -> float:
+    """Return the perplexity of a text, cut into windows."""
+    losses, num_tokens = 0.0, 0
+    for window in tokens.split(WINDOW_TOKENS):
+        if len(window) < 2:
+            continue
+        logits_TV = model.compute_logits(window[None])[0, :-1]
+        losses += torch.nn.functional.cross_entropy(logits_TV, window[1:], reduction="sum").item()
+        num_tokens += len(window) - 1
+    return math.exp(losses / num_tokens)
+
+
+def compare_greedy(ours: LocalModel, texts: list[torch.Tensor]) -> float:
+    """Return the fraction of greedy tokens that are the same, each under the reference's text."""
+    num_same, num_tokens = 0, 0
+    for tokens_1T in texts:
+        predicted = ours.compute_logits(tokens_1T)[0].argmax(-1)
+        start = tokens_1T.shape[1] - NUM_GREEDY_TOKENS
+        num_same += int((predicted[start - 1 : -1] == tokens_1T[0, start:]).sum())
+        num_tokens += NUM_GREEDY_TOKENS
+    return num_same / num_tokens
+
+
+def measure_loading_bytes(directory: Path, weights: str) -> tuple[int, int]:
+    """Return (peak, final) bytes that loading all blocks adds, in a fresh process.
+
+    The peak is the kernel's high-water mark, less what was there after loading one block, which
+    warms up and is dropped again.
+    """
+    program = (
+        "import sys\n"
+        "from shoal.kernels.checkpoint import Checkpoint\n"
+        "from shoal.kernels.quantize import WeightFormat\n"
+        "from shoal.peer.engine.engine import Engine\n"
+        "from shoal.protocol.spans import Span\n"
+        "checkpoint = Checkpoint.open(sys.argv[1])\n"
+        "span = Span(0, checkpoint.config['num_hidden_layers'])\n"
+        "Engine.load(checkpoint, Span(0, 1), WeightFormat(sys.argv[2]), kv_budget_bytes=0)\n"
+        "def read(name):\n"
+        "    lines = open('/proc/self/status').read().splitlines()\n"
+        "    return 1024 * int(next(l.split()[1] for l in lines if l.startswith(name)))\n"
+        "before = read('VmRSS')\n"
+        "engine = Engine.load(checkpoint, span, WeightFormat(sys.argv[2]), kv_budget_bytes=0)\n"
+        "print(read('VmHWM') - before, engine.num_weight_bytes)\n"
+    )
+    output = subprocess.run(
+        [sys.executable, "-P", "-c", program, str(directory), weights],
+        check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    peak, final = output.split()
+    return int(peak), int(final)
+
+
+def main() -> None:
+    """Measure everything and print it."""
+    options = parse_arguments(__doc__ or "")
+    torch.manual_seed(0)
+    tokenizer = AutoTokenizer.from_pretrained(STORIES)
+    heldout = (STORIES / "heldout.txt").read_text()
+    tokens = tokenizer(heldout, return_tensors="pt").input_ids[0]
+    reference = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    texts = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt, return_tensors="pt").input_ids
+        settings = {"max_new_tokens": NUM_GREEDY_TOKENS, "min_new_tokens": NUM_GREEDY_TOKENS}
+        texts.append(reference.generate(ids, do_sample=False, **settings))
+    fp32 = LocalModel(STORIES, WeightFormat.FP32)
+    int8 = LocalModel(STORIES, WeightFormat.INT8)
+    fp32_perplexity = compute_perplexity(fp32, tokens)
+    int8_perplexity = compute_perplexity(int8, tokens)
+    loss = int8_perplexity / fp32_perplexity - 1
+    same = compare_greedy(int8, texts)
+    bytes_per_parameter = int8.engine.num_weight_bytes / int8.engine.num_parameters
+    large = make_benchmark_model()
+    peak, final = measure_loading_bytes(large, "int8")
+    block_bytes = 4 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 2816)
+    over = (peak - final) / block_bytes
+    report(
+        "int8 against fp32",
+        [
+            Figure("held-out perplexity, fp32", fp32_perplexity, ""),
+            Figure("held-out perplexity, int8", int8_perplexity, ""),
+            Figure("  increase", 100 * loss, "%", "<= 1", loss <= 0.01),
+            Figure("greedy tokens equal to fp32", 100 * same, "%", ">= 98", same >= 0.98),
+            Figure(
+                "weight bytes per parameter, bundled model", bytes_per_parameter, "",
+                "<= 1.05", bytes_per_parameter <= 1.05,
+            ),
+            Figure("benchmark model, weights", final / 2**20, "MiB"),
+            Figure("  peak over the final size, in fp32 blocks", over, "", "<= 1", over <= 1),
+        ],
+        options.json,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+"""`shoal demo`: a peer dies in mid-sentence, and the sentence goes on with the same words."""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..peer.local_swarm import LocalPeer, LocalSwarm
+from ..protocol.errors import UsageError
+from ..protocol.spans import Span
+from .bundled_model import count_blocks, find_model
+from .demo_screen import DemoScreen
+from .interrupts import end_in_good_order
+from .layout import cut_evenly
+from .quantities import parse_count, parse_non_negative, parse_whole
+from .swarm import describe_start
+from .terminal import Progress, Terminal
+from .text_generation import (
+    Generation,
+    Sampling,
+    TextModel,
+    failover_facts,
+    import_client,
+    route_facts,
+)
+
+_LETTERS = "ABCD"
+_SAMPLING_TEMPERATURE = 0.7
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal demo`."""
+    parser.add_argument(
+        "--tokens", type=parse_count, default=160, metavar="N",
+        help="how long the story gets (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kill-after", type=parse_count, default=40, metavar="N",
+        help="kill a peer after so many tokens (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prompt", default="Once upon a time", metavar="TEXT",
+        help="how the story begins (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--seed", type=parse_whole, metavar="S",
+        help="another story for every number (default: the likeliest words)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weights", choices=("int8", "bf16", "fp32"), default="int8",
+        help="how weights are held (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pace", type=parse_non_negative, default=30.0, metavar="N",
+        help="show at most N tokens per second on a terminal, to be read "
+        "(default: 30; 0: as fast as they come)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the demo; return 0 when a peer was lost and no token changed, else 1."""
+    if options.kill_after >= options.tokens:
+        raise UsageError(
+            f"the kill after {options.kill_after} tokens has to come before the last of "
+            f"{options.tokens}; choose a smaller --kill-after or more --tokens"
+        )
+    if not options.prompt.strip():
+        raise UsageError("the prompt is empty; give the beginning of a story")
+    screen = None if options.json else DemoScreen(Terminal(sys.stdout))
+    with end_in_good_order():
+        result = _run_demo(options, screen)
+    if screen is None:
+        print(json.dumps(result.to_json()), flush=True)
+    else:
+        screen.show_verdict(result)
+    return 0 if result.is_proof else 1
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Which peer was killed, when, and what it did to the time between two tokens."""
+
+    letter: str
+    peer: LocalPeer
+    after_tokens: int
+    gap_seconds: float
+    usual_seconds: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Everything that a demo found out."""
+
+    disturbed: Generation
+    undisturbed: Generation
+    kill: Kill | None
+    start_seconds: float
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first token that is not the same in both texts, or None."""
+        one, other = self.disturbed.token_ids, self.undisturbed.token_ids
+        pairs = zip(one, other, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+        return None if len(one) == len(other) == shared else shared
+
+    @property
+    def is_proof(self) -> bool:
+        """Return whether a failover took place and both texts are the same."""
+        return bool(self.disturbed.failovers) and self.first_difference is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON types."""
+        kill = self.kill
+        return {
+            "identical": self.first_difference is None,
+            "first_difference": self.first_difference,
+            "text": self.disturbed.text,
+            "tokens": len(self.disturbed.token_ids),
+            "killed": kill
+            and {
+                "peer": kill.letter,
+                "peer_id": kill.peer.peer_id,
+                "pid": kill.peer.pid,
+                "span": str(kill.peer.span),
+                "after_tokens": kill.after_tokens,
+                "gap_seconds": round(kill.gap_seconds, 4),
+                "usual_seconds_per_token": round(kill.usual_seconds, 4),
+            },
+            "failovers": [failover_facts(failover) for failover in self.disturbed.failovers],
+            "route": route_facts(self.disturbed.route),
+            "start_seconds": round(self.start_seconds, 2),
+            "seconds": round(self.disturbed.seconds, 4),
+            "undisturbed_seconds": round(self.undisturbed.seconds, 4),
+        }
+
+
+def plan_demo_spans(num_blocks: int) -> list[Span]:
+    """Return the spans of the four peers: three parts of the model, the middle one twice."""
+    first, middle, last = cut_evenly(num_blocks, 3)
+    return [first, middle, middle, last]
+
+
+def _run_demo(options: argparse.Namespace, screen: DemoScreen | None) -> DemoResult:
+    model_path = find_model()
+    spans = plan_demo_spans(count_blocks(model_path))
+    swarm = LocalSwarm(model_path, spans, weights=options.weights)
+    sampling = Sampling(
+        options.tokens,
+        temperature=None if options.seed is None else _SAMPLING_TEMPERATURE,
+        seed=options.seed,
+    )
+    if screen:
+        screen.show_title(len(spans))
+    with contextlib.ExitStack() as stack:
+        with Progress(Terminal(sys.stderr), lambda: describe_start(swarm, len(spans))) as progress:
+            # The client's libraries take seconds to import: meanwhile the peers start.
+            importing = threading.Thread(target=import_client, daemon=True)
+            importing.start()
+            stack.enter_context(swarm)
+            importing.join()
+            model = stack.enter_context(TextModel.open(model_path, swarm.initial_peers))
+        letters = {peer.peer_id: _LETTERS[i] for i, peer in enumerate(swarm.peers)}
+        if screen:
+            screen.show_peers(swarm.peers, letters, progress.seconds)
+            screen.begin_story(options.prompt)
+        pace = options.pace if screen and screen.terminal.is_terminal else 0.0
+        killer = _Killer(swarm, options.kill_after, pace, letters, screen)
+        disturbed = model.generate(options.prompt, sampling, killer.on_token, killer.on_session)
+        if screen:
+            screen.end_story(disturbed, letters)
+        with Progress(Terminal(sys.stderr), lambda: "The same again, undisturbed"):
+            undisturbed = model.generate(options.prompt, sampling, lambda piece: None)
+        return DemoResult(disturbed, undisturbed, killer.kill, progress.seconds)
+
+
+class _Killer:
+    """Watches the tokens come, and kills the peer in use that has a replica after some of them."""
+
+    def __init__(
+        self,
+        swarm: LocalSwarm,
+        kill_after: int,
+        pace: float,
+        letters: dict[Any, str],
+        screen: DemoScreen | None,
+    ) -> None:
+        self._swarm = swarm
+        self._kill_after = kill_after
+        self._pause_seconds = 1.0 / pace if pace else 0.0
+        self._letters = letters
+        self._screen = screen
+        self._session: Any = None
+        self._victim: LocalPeer | None = None
+        self._num_tokens = 0
+        self._token_seconds: list[float] = []
+        self._resumed_at = 0.0
+        self.kill: Kill | None = None
+
+    def on_session(self, session: Any) -> None:
+        """Take the session whose hops may be killed."""
+        self._session = session
+
+    def on_token(self, piece: str) -> None:
+        """Note how long the token took, show it, wait for readers, kill when it is time.
+
+        Only the time between the end of one call and the beginning of the next counts as the
+        token's: showing and waiting are not work of the swarm.
+        """
+        seconds = time.perf_counter() - self._resumed_at
+        self._num_tokens += 1
+        if self._victim and not self.kill and self._session.failovers:
+            self._note_failover(self._victim, seconds)
+        elif self._num_tokens > 1:  # the first one waited for the prompt
+            self._token_seconds.append(seconds)
+        if self._screen:
+            self._screen.add_story(piece)
+        time.sleep(max(0.0, self._pause_seconds - seconds))
+        self._resumed_at = time.perf_counter()
+        if self._num_tokens == self._kill_after:
+            self._kill_peer()
+
+    def _kill_peer(self) -> None:
+        replicated = [
+            peer.span
+            for peer in self._swarm.peers
+            if sum(other.span == peer.span for other in self._swarm.peers) > 1
+        ]
+        hop = next(hop for hop in self._session.hops if hop.peer.span in replicated)
+        self._victim = self._swarm.find(hop.peer.peer_id)
+        self._victim.kill()
+        if self._screen:
+            letter = self._letters[hop.peer.peer_id]
+            self._screen.show_kill(self._victim, letter, self._num_tokens)
+
+    def _note_failover(self, victim: LocalPeer, gap_seconds: float) -> None:
+        usual_seconds = statistics.median(self._token_seconds) if self._token_seconds else 0.0
+        letter = self._letters[victim.peer_id]
+        self.kill = Kill(letter, victim, self._kill_after, gap_seconds, usual_seconds)
+        if self._screen:
+            self._screen.show_failover(self._session.failovers[-1], self.kill, self._letters)
