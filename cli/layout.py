@@ -1,5 +1,7 @@
 """Which blocks the peers of a new swarm host: pure arithmetic."""
 
+from itertools import pairwise
+
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 
@@ -16,7 +18,7 @@ def cut_evenly(num_blocks: int, num_parts: int) -> list[Span]:
         raise UsageError(f"{num_blocks} blocks cannot be cut into {num_parts} spans")
     length, num_longer = divmod(num_blocks, num_parts)
     starts = [part * length + min(part, num_longer) for part in range(num_parts + 1)]
-    return [Span(start, stop) for start, stop in zip(starts, starts[1:], strict=False)]
+    return [Span(start, stop) for start, stop in pairwise(starts)]
 
 
 def choose_num_replicas(num_peers: int) -> int:

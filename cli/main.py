@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the line that ^C stands on
         return 130
     except BrokenPipeError:
         # The reader of a pipe (`shoal generate … | head`) had enough.

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import uvloop
 
@@ -173,7 +173,7 @@ def _print_json(event: "PeerEvent") -> None:
 
 
 def _print_for_people(event: "PeerEvent") -> None:
-    facts = event.facts
+    facts: dict[str, Any] = event.facts
     if event.name == "started":
         print(f"Peer {facts['peer_id']}", flush=True)
     elif event.name == "directory":

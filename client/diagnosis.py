@@ -71,8 +71,11 @@ class ModelFacts:
     num_blocks: int
 
     @classmethod
-    def read(cls, model: str) -> "ModelFacts":
-        """Read a model directory or Hub id; raises ModelError when it cannot be used."""
+    def read(cls, model: str, name: str) -> "ModelFacts":
+        """Read a model directory or Hub id; raises ModelError when it cannot be used.
+
+        `name` is what people call it.
+        """
         checkpoints = importlib.import_module("..kernels.checkpoint", __package__)
         layers = importlib.import_module(".local_layers", __package__)
         try:
@@ -80,7 +83,7 @@ class ModelFacts:
         except checkpoints.CheckpointError as error:
             raise ModelError(str(error)) from error
         num_blocks = layers.load_config(checkpoint).num_hidden_layers
-        return cls(model, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
+        return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
 
 
 @dataclass

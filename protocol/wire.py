@@ -366,7 +366,7 @@ def _decode_declined(parts: _Parts) -> Declined:
 
 
 # The decoders and encoders of every kind, both ways in one table.
-_CODECS: tuple[tuple[Kind, type, Callable, Callable], ...] = (
+CODECS: tuple[tuple[Kind, type, Callable, Callable], ...] = (
     (Kind.HELLO, Hello, _encode_hello, _decode_hello),
     (Kind.WELCOME, Welcome, _encode_welcome, _decode_welcome),
     (Kind.OPEN, Open, _encode_open, _decode_open),
@@ -377,5 +377,5 @@ _CODECS: tuple[tuple[Kind, type, Callable, Callable], ...] = (
     (Kind.CLOSE, Close, _encode_close, _decode_close),
     (Kind.DECLINED, Declined, _encode_declined, _decode_declined),
 )
-_ENCODERS: dict[type, Callable[..., _Parts]] = {row[1]: row[2] for row in _CODECS}
-_DECODERS: dict[Kind, Callable[[_Parts], Message]] = {row[0]: row[3] for row in _CODECS}
+_ENCODERS: dict[type, Callable[..., _Parts]] = {row[1]: row[2] for row in CODECS}
+_DECODERS: dict[Kind, Callable[[_Parts], Message]] = {row[0]: row[3] for row in CODECS}

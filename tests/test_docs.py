@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -102,3 +103,11 @@ def test_documents_name_existing_make_targets(name: str) -> None:
 
     assert named, f"{name} names no target"
     assert named <= targets
+
+
+def test_protocol_tables_are_those_of_the_code() -> None:
+    drawing = runpy.run_path(str(ROOT / "docs" / "draw_protocol.py"))
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+
+    assert text == drawing["draw"](text), "run `python docs/draw_protocol.py`"
+    assert "**ROLLBACK**" in text

@@ -109,7 +109,10 @@ class Wire:
 
 
 class Pipe:
-    """One direction: frames in transit, each with its time of arrival, then waiting to be taken."""
+    """One direction: frames in transit, each with its time of arrival, then waiting to be taken.
+
+    A late frame holds up those behind it: only the first one in transit has a timer.
+    """
 
     def __init__(self, wire: Wire, source: str, target: str) -> None:
         self._wire = wire
@@ -134,8 +137,6 @@ class Pipe:
         if arrival is None:
             wire.break_off("a frame was lost too often")
             return
-        if self._in_transit:
-            arrival = max(arrival, self._in_transit[-1][0])
         self._num_bytes += size
         self._in_transit.append((arrival, item))
         self._arm()

@@ -238,7 +238,7 @@ def test_reader_says_when_everyone_is_gone_and_finds_back(peers: contextlib.Exit
         again = start(peers, 1, port=port)
         assert again.address == first.address
         async with asyncio.timeout(10):  # libp2p does not dial again for 5 s
-            while not await is_answered(reader):
+            while not await is_answered(reader):  # noqa: ASYNC110 - nor tells us when it does
                 await asyncio.sleep(0.2)
 
         os.kill(again.p2pd, signal.SIGSTOP)

@@ -97,6 +97,23 @@ def test_lost_frames_arrive_late_and_in_order() -> None:
     run(LoopbackNetwork(seed=3), test)
 
 
+def test_each_retransmission_waits_twice_as_long() -> None:
+    async def test(pair: Pair) -> None:
+        stream = await pair.open_stream()
+        pair.network.set_link("a", "b", Link(loss_fraction=0.5))
+        waits: list[float] = []
+        for _ in range(20):
+            sent_at = now()
+            await stream.send(b"x")
+            await stream.receive()
+            waits.append(round(now() - sent_at, 3))
+
+        assert set(waits) <= {0.0, 0.2, 0.6, 1.4, 3.0, 6.2}
+        assert {0.0, 0.2, 0.6} <= set(waits)
+
+    run(LoopbackNetwork(seed=2), test)
+
+
 def test_frame_lost_again_and_again_breaks_the_stream() -> None:
     async def test(pair: Pair) -> None:
         stream = await pair.open_stream()

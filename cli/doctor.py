@@ -1,0 +1,214 @@
+"""`shoal doctor`: say which link of a swarm is broken, and what to do."""
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import json
+import sys
+import textwrap
+import threading
+from typing import TYPE_CHECKING, Any
+
+from .bundled_model import BUNDLED_NAME, find_model
+from .terminal import Progress, Terminal
+from .text_generation import import_client
+
+if TYPE_CHECKING:
+    from ..client.diagnosis import Diagnosis, Finding, ModelFacts
+    from ..client.peer_check import PeerCheck
+
+_SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "broken": ("✗", "red")}
+_NAME_COLUMNS = 15
+_INDENT = " " * (_NAME_COLUMNS + 4)
+_MAX_ROWS = 32
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal doctor`."""
+    parser.add_argument(
+        "model", metavar="MODEL", nargs="?", default=BUNDLED_NAME,
+        help="model directory, or its id on the Hub (default: %(default)s, which comes with shoal)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--initial-peers", nargs="+", required=True, metavar="ADDRESS",
+        help="the addresses that do not work, or some that do",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Examine a swarm; return 0 when nothing is broken, else 1."""
+    screen = None if options.json else _Screen(Terminal(sys.stdout))
+    with _Waiting(Terminal(sys.stderr)) as waiting:
+        import_client()
+        diagnosis_module = importlib.import_module("..client.diagnosis", __package__)
+        peer_check = importlib.import_module("..client.peer_check", __package__)
+
+        def report(finding: "Finding") -> None:
+            if screen:
+                with waiting.hidden():
+                    screen.show_finding(finding)
+
+        def read_model() -> "ModelFacts":
+            return diagnosis_module.ModelFacts.read(find_model(options.model), options.model)
+
+        async def examine() -> "Diagnosis":
+            probes = peer_check.make_network_probes()
+            diagnosis = diagnosis_module.Diagnosis(probes, report)
+            try:
+                await diagnosis.run(read_model, options.initial_peers)
+            finally:
+                await probes.transport.close()
+            return diagnosis
+
+        diagnosis = asyncio.run(examine())
+    if screen:
+        screen.show_peers(diagnosis)
+        screen.show_verdict(diagnosis)
+    else:
+        print(json.dumps(_make_json(diagnosis)), flush=True)
+    return 0 if diagnosis.is_well else 1
+
+
+class _Waiting:
+    """The moving line that says that something is under way, out of the way of findings."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+        self._progress = self._make()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "_Waiting":
+        self._progress.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._progress.__exit__(None, None, None)
+
+    @contextlib.contextmanager
+    def hidden(self) -> Any:
+        """Take the line away while something else is written."""
+        with self._lock:
+            self._progress.__exit__(None, None, None)
+            try:
+                yield
+            finally:
+                self._progress = self._make()
+                self._progress.__enter__()
+
+    def _make(self) -> Progress:
+        return Progress(self._terminal, lambda: "Examining")
+
+
+class _Screen:
+    """Shows findings as they come, then the peers and what it all means."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self._terminal = terminal
+
+    def show_finding(self, finding: "Finding") -> None:
+        """Show one finding on as many lines as it needs, and below it what to do."""
+        sign, colour = _SIGNS[finding.status]
+        width = self._terminal.width - len(_INDENT)
+        first, *rest = textwrap.wrap(finding.detail, width) or [""]
+        name = finding.name.ljust(_NAME_COLUMNS)
+        self._terminal.print(f" {self._terminal.paint(sign, 'bold', colour)} {name} {first}")
+        for line in rest:
+            self._terminal.print(_INDENT + line)
+        for number, line in enumerate(textwrap.wrap(finding.fix, width - 2)):
+            lead = "→ " if number == 0 else "  "
+            self._terminal.print(_INDENT + self._terminal.paint(lead + line, "bold"))
+
+    def show_peers(self, diagnosis: "Diagnosis") -> None:
+        """Show who announces what, as a table."""
+        if diagnosis.view is None or not diagnosis.view.peers:
+            return
+        rows = [("peer", "blocks", "state", "weights", "steps/s", "age", "rtt", "endpoint")]
+        checks = {check.peer.peer_id: check for check in diagnosis.checks}
+        for peer in diagnosis.view.peers[:_MAX_ROWS]:
+            check = checks.get(peer.peer_id)
+            speed, rtt = peer.decode_steps_per_second, check.rtt_seconds if check else None
+            rows.append(
+                (
+                    f"…{peer.peer_id[-6:]}",
+                    str(peer.span),
+                    str(peer.state),
+                    peer.weights,
+                    "-" if speed is None else f"{speed:.0f}",
+                    f"{diagnosis.view.taken_at - peer.issued_at:.0f} s",
+                    "-" if rtt is None else f"{rtt * 1000:.1f} ms",
+                    str(peer.endpoints[0]) if peer.endpoints else "-",
+                )
+            )
+        self._terminal.print()
+        columns = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for number, row in enumerate(rows):
+            cells = (cell.ljust(width) for cell, width in zip(row, columns, strict=True))
+            line = (" " + "  ".join(cells)).rstrip()
+            line = line if len(line) <= self._terminal.width else line[: self._terminal.width]
+            self._terminal.print(self._terminal.paint(line, "dim") if number == 0 else line)
+        num_more = len(diagnosis.view.peers) - _MAX_ROWS
+        if num_more > 0:
+            self._terminal.print(f" … and {num_more} more (--json shows all)")
+
+    def show_verdict(self, diagnosis: "Diagnosis") -> None:
+        """Say in one line what it all means."""
+        num_broken = sum(not finding.ok for finding in diagnosis.findings)
+        things = "one thing is" if num_broken == 1 else f"{num_broken} things are"
+        if diagnosis.is_well:
+            verdict, colour = "All is well: text can be generated.", "green"
+        elif diagnosis.is_usable:
+            verdict = f"Text can be generated, but {things} broken: see the arrows."
+            colour = "yellow"
+        else:
+            verdict = f"Text cannot be generated: {things} broken. Begin at the first arrow."
+            colour = "red"
+        self._terminal.print()
+        self._terminal.print(" " + self._terminal.paint(verdict, "bold", colour))
+
+
+def _make_json(diagnosis: "Diagnosis") -> dict[str, object]:
+    view, missing = diagnosis.view, diagnosis.missing
+    announcements, now = (view.peers, view.taken_at) if view else ((), 0.0)
+    checks = {check.peer.peer_id: check for check in diagnosis.checks}
+    return {
+        "ok": diagnosis.is_well,
+        "usable": diagnosis.is_usable,
+        "missing": None if missing is None else [str(span) for span in missing],
+        "findings": [
+            {
+                "name": finding.name,
+                "ok": finding.ok,
+                "status": str(finding.status),
+                "detail": finding.detail,
+                "fix": finding.fix,
+            }
+            for finding in diagnosis.findings
+        ],
+        "peers": [
+            {
+                "peer_id": peer.peer_id,
+                "span": str(peer.span),
+                "state": str(peer.state),
+                "weights": peer.weights,
+                "endpoints": [str(endpoint) for endpoint in peer.endpoints],
+                "decode_steps_per_second": peer.decode_steps_per_second,
+                "age_seconds": round(now - peer.issued_at, 3),
+                **_check_facts(checks.get(peer.peer_id)),
+            }
+            for peer in announcements
+        ],
+    }
+
+
+def _check_facts(check: "PeerCheck | None") -> dict[str, object]:
+    """Return what talking to a peer told; all None when it was not asked."""
+    if check is None:
+        return {"reachable": None, "fault": None, "rtt_seconds": None, "clock_ahead_seconds": None}
+    return {
+        "reachable": check.fault is None,
+        "fault": None if check.fault is None else str(check.fault),
+        "rtt_seconds": check.rtt_seconds,
+        "clock_ahead_seconds": check.clock_ahead_seconds,
+    }

@@ -1,0 +1,58 @@
+"""Draws the tables of `protocol.md` from the code: `python docs/draw_protocol.py` rewrites them."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from shoal.protocol import limits, session, wire
+
+DOCUMENT = Path(__file__).with_name("protocol.md")
+
+
+def draw_session_table() -> str:
+    """Return the table of what a peer does with a step."""
+    rows = ["| epoch | sequence | position | action |", "| --- | --- | --- | --- |"]
+    for *conditions, action in session.TRANSITIONS:
+        cells = [
+            "any" if values is None else ", ".join(sorted(value.name for value in values))
+            for values in conditions
+        ]
+        rows.append(f"| {' | '.join(cells)} | **{action.name}** |")
+    return "\n".join(rows)
+
+
+def draw_messages() -> str:
+    """Return the table of all messages."""
+    rows = ["| kind | message | fields | meaning |", "| ---: | --- | --- | --- |"]
+    for kind, message, *_ in wire.CODECS:
+        fields = ", ".join(field.name for field in dataclasses.fields(message))
+        summary = (message.__doc__ or "").strip().split("\n\n")[0]
+        rows.append(f"| {kind.value} | `{message.__name__}` | {fields} | {' '.join(summary.split())} |")
+    return "\n".join(rows)
+
+
+def draw_limits() -> str:
+    """Return the table of bounds on what a stranger may send."""
+    rows = ["| bound | value | on |", "| --- | ---: | --- |"]
+    source = Path(limits.__file__).read_text()
+    for name, summary in re.findall(r'^(MAX_\w+) = .*\n"""(.*?)"""', source, flags=re.M | re.S):
+        value = getattr(limits, name)
+        rows.append(f"| `{name}` | {value:,} | {' '.join(summary.split())} |")
+    return "\n".join(rows)
+
+
+TABLES = {"session": draw_session_table, "messages": draw_messages, "limits": draw_limits}
+
+
+def draw(text: str) -> str:
+    """Return the document with every table between its markers drawn anew."""
+    for name, draw_table in TABLES.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        head, _, rest = text.partition(begin)
+        _, _, tail = rest.partition(end)
+        text = f"{head}{begin}\n\n{draw_table()}\n\n{end}{tail}"
+    return text
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(draw(DOCUMENT.read_text()))
