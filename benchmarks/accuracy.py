@@ -7,11 +7,12 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+from _report import STORIES, Figure, make_benchmark_model, parse_arguments, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from _report import STORIES, Figure, make_benchmark_model, parse_arguments, report
 from shoal.client.local_layers import load_config, load_local_layers
 from shoal.kernels.checkpoint import Checkpoint
 from shoal.kernels.quantize import WeightFormat
@@ -36,7 +37,8 @@ class LocalModel:
 
     def compute_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, T, V] of whole sequences."""
-        cache = self.engine.open_cache(*tokens_BT.shape, self.span)
+        num_rows, num_tokens = tokens_BT.shape
+        cache = self.engine.open_cache(num_rows, num_tokens, self.span)
         try:
             work = StepWork(cache, self.span, 0, self.layers.embedding(tokens_BT))
             (hidden_BTH,) = self.engine.execute([work])
@@ -107,7 +109,7 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(STORIES)
     heldout = (STORIES / "heldout.txt").read_text()
     tokens = tokenizer(heldout, return_tensors="pt").input_ids[0]
-    reference = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
     texts = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt, return_tensors="pt").input_ids

@@ -7,11 +7,12 @@ out through all peers, without embedding and head.
 
 import statistics
 import time
+from typing import Any
 
 import torch
+from _report import Figure, make_benchmark_model, measure_seconds, parse_arguments, report
 from transformers import AutoModelForCausalLM
 
-from _report import Figure, make_benchmark_model, measure_seconds, parse_arguments, report
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm import LocalSwarm
 
@@ -22,7 +23,7 @@ CONTEXT_TOKENS = 300
 def measure_reference(prompt: torch.Tensor) -> tuple[float, float]:
     """Return tokens per second of plain transformers: generating, and on a prompt of 512."""
     torch.set_num_threads(2)
-    model = AutoModelForCausalLM.from_pretrained(make_benchmark_model(), dtype=torch.bfloat16)
+    model: Any = AutoModelForCausalLM.from_pretrained(make_benchmark_model(), dtype=torch.bfloat16)
     settings = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
     with torch.inference_mode():
         seconds = measure_seconds(lambda: model.generate(prompt, **settings), 3)
@@ -31,7 +32,7 @@ def measure_reference(prompt: torch.Tensor) -> tuple[float, float]:
     return NUM_TOKENS / seconds, 512 / prefill_seconds
 
 
-def measure_steps(model, num_steps: int, context: int) -> list[float]:
+def measure_steps(model: Any, num_steps: int, context: int) -> list[float]:
     """Return the seconds of single steps behind a context."""
     hidden_BTH = torch.randn(1, context + num_steps + 1, 1024) * 0.02
     with model.inference_session(max_length=context + num_steps + 1) as session:
@@ -44,7 +45,7 @@ def measure_steps(model, num_steps: int, context: int) -> list[float]:
     return seconds
 
 
-def measure_prefill(model, num_tokens: int) -> float:
+def measure_prefill(model: Any, num_tokens: int) -> float:
     """Return the seconds of a prompt's hidden states through all peers."""
     hidden_BTH = torch.randn(1, num_tokens, 1024) * 0.02
     with model.inference_session(max_length=num_tokens) as session:
@@ -56,7 +57,7 @@ def measure_prefill(model, num_tokens: int) -> float:
         return measure_seconds(prefill, 5)
 
 
-def measure_loss(swarm: LocalSwarm, model, action: str) -> float:
+def measure_loss(swarm: LocalSwarm, model: Any, action: str) -> float:
     """Return the seconds from killing (or pausing) a peer in use to the next step's answer."""
     hidden_BTH = torch.randn(1, CONTEXT_TOKENS + 40, 1024) * 0.02
     with model.inference_session(max_length=CONTEXT_TOKENS + 40) as session:
@@ -81,9 +82,8 @@ def main() -> None:
     torch.set_num_threads(1)
     directory = make_benchmark_model()
     with LocalSwarm(directory, spans=[(0, 8), (8, 16)], weights="int8") as swarm:
-        model = AutoDistributedModelForCausalLM.from_pretrained(
-            directory, initial_peers=swarm.initial_peers
-        )
+        connect = AutoDistributedModelForCausalLM.from_pretrained
+        model = connect(directory, initial_peers=swarm.initial_peers)
         settings = {"max_new_tokens": NUM_TOKENS, "min_new_tokens": NUM_TOKENS, "do_sample": False}
         step_seconds = measure_steps(model, 200, 16)
         steps = 1 / statistics.median(step_seconds)
@@ -91,7 +91,8 @@ def main() -> None:
         prefill = 512 / measure_prefill(model, 512)
         replicas = [swarm.add((8, 16), wait=False) for _ in range(2)]
         swarm.wait_until_online(replicas)
-        model.client.view_swarm()
+        model.close()
+        model = connect(directory, initial_peers=swarm.initial_peers)  # knows the replicas
         kill_seconds = measure_loss(swarm, model, "kill")
         pause_seconds = measure_loss(swarm, model, "pause")
         model.close()

@@ -5,6 +5,7 @@ import sys
 import time
 
 from _report import STORIES, Figure, parse_arguments, report
+
 from shoal.peer.local_swarm import LocalSwarm
 
 SPANS = [(0, 3), (3, 6), (3, 6), (6, 8)]

@@ -28,8 +28,10 @@ class DemoScreen:
         paint = self.terminal.paint
         self._print()
         self._print(paint("shoal demo", "bold", "cyan"))
-        self._print(f"A language model, cut into {num_peers} processes on this machine. Each holds")
-        self._print("a few of its blocks. One of them is killed in the middle of the story.")
+        self._print(
+            f"A small language model runs in {num_peers} processes on this machine; each holds a"
+        )
+        self._print("few of its blocks. One of them is killed in the middle of the story.")
         self._print()
 
     def show_peers(
@@ -71,24 +73,27 @@ class DemoScreen:
         """Say who took over and how long it took, then resume the story where it stood."""
         paint = self.terminal.paint
         names = " and ".join(letters[hop.peer.peer_id] for hop in failover.replacements)
-        gap = f"{kill.gap_seconds * 1000:.0f} ms"
         self._print(
             paint(f"✓ peer {names} took over", "bold", "green")
-            + paint(f": {failover.num_replayed_tokens} tokens replayed, next token", "green")
-            + paint(f" {gap}", "bold", "green")
-            + paint(" after the kill", "green")
+            + paint(f": {failover.num_replayed_tokens} tokens replayed", "green")
         )
-        usual = f"{kill.usual_seconds * 1000:.1f} ms"
-        self._print(paint(f"  (a token usually takes {usual})", "dim"))
+        gap, usual = f"{kill.gap_seconds * 1000:.0f} ms", f"{kill.usual_seconds * 1000:.0f} ms"
+        self._print(
+            paint(f"  the next token came {gap} after the kill", "bold")
+            + paint(f" (a token usually takes {usual})", "dim")
+        )
         self.terminal.write("\n" + " " * self._wrapper.column)
 
     def end_story(self, generation: Generation, letters: Mapping[Any, str]) -> None:
         """End the story's last line and say which route it ended on."""
         paint = self.terminal.paint
-        self.terminal.write(self._wrapper.flush() + "\n\n")
+        ending = "" if generation.is_complete else paint(" …", "dim")
+        self.terminal.write(self._wrapper.flush() + ending + "\n\n")
         hops = [f"{letters[hop.peer.peer_id]} {hop.span}" for hop in generation.route]
         num_tokens = len(generation.token_ids)
-        self._print(paint(f"{num_tokens} tokens, at the end over {' → '.join(hops)}.", "dim"))
+        self._print(
+            paint(f"{num_tokens} tokens; the last ones came over {' → '.join(hops)}.", "dim")
+        )
 
     def show_verdict(self, result: DemoResult) -> None:
         """Say whether the story survived."""

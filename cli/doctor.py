@@ -111,12 +111,12 @@ class _Screen:
         """Show one finding on as many lines as it needs, and below it what to do."""
         sign, colour = _SIGNS[finding.status]
         width = self._terminal.width - len(_INDENT)
-        first, *rest = textwrap.wrap(finding.detail, width) or [""]
+        first, *rest = _wrap(finding.detail, width) or [""]
         name = finding.name.ljust(_NAME_COLUMNS)
         self._terminal.print(f" {self._terminal.paint(sign, 'bold', colour)} {name} {first}")
         for line in rest:
             self._terminal.print(_INDENT + line)
-        for number, line in enumerate(textwrap.wrap(finding.fix, width - 2)):
+        for number, line in enumerate(_wrap(finding.fix, width - 2)):
             lead = "→ " if number == 0 else "  "
             self._terminal.print(_INDENT + self._terminal.paint(lead + line, "bold"))
 
@@ -126,7 +126,7 @@ class _Screen:
             return
         rows = [("peer", "blocks", "state", "weights", "steps/s", "age", "rtt", "endpoint")]
         checks = {check.peer.peer_id: check for check in diagnosis.checks}
-        for peer in diagnosis.view.peers[:_MAX_ROWS]:
+        for peer in sorted(diagnosis.view.peers, key=lambda peer: peer.span)[:_MAX_ROWS]:
             check = checks.get(peer.peer_id)
             speed, rtt = peer.decode_steps_per_second, check.rtt_seconds if check else None
             rows.append(
@@ -166,6 +166,11 @@ class _Screen:
             colour = "red"
         self._terminal.print()
         self._terminal.print(" " + self._terminal.paint(verdict, "bold", colour))
+
+
+def _wrap(text: str, width: int) -> list[str]:
+    """Return lines; options and names with hyphens stay whole."""
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def _make_json(diagnosis: "Diagnosis") -> dict[str, object]:

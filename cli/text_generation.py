@@ -65,6 +65,8 @@ class Generation:
     first_token_seconds: float
     route: tuple[Any, ...]
     failovers: tuple[Any, ...]
+    is_complete: bool
+    """Whether the model ended the text itself, before the limit."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -208,6 +210,7 @@ class TextModel:
                 (first_token_at or started_at) - started_at,
                 session.hops,
                 session.failovers,
+                len(stream.token_ids) < sampling.max_new_tokens,
             )
 
     def _run(self, ids_BT: Any, **arguments: Any) -> Any:

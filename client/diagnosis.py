@@ -12,6 +12,7 @@ from enum import StrEnum
 from statistics import median
 
 from ..protocol.announcements import Announcement, PeerState
+from ..protocol.endpoints import Endpoint
 from ..protocol.errors import (
     DirectoryError,
     ModelError,
@@ -114,7 +115,9 @@ class Diagnosis:
         reachable = await self._check_addresses(addresses)
         if reachable:
             self.view = await self._check_directory(model, reachable)
-        if model and self.view:
+        if model and self.view and not self.view.online:
+            self.missing = (Span(0, model.num_blocks),)
+        elif model and self.view:
             await self._check_peers(self.view)
             self._check_clocks()
             self._check_blocks(model)
@@ -132,7 +135,7 @@ class Diagnosis:
                 "model", Status.BROKEN, str(error), "name a model directory that both ends have"
             )
             return None
-        detail = f"{model.name}: {model.num_blocks} blocks, model id {model.model_id}"
+        detail = f"{model.name}: {model.num_blocks} blocks, id {_short(model.model_id)}"
         self._note("model", Status.OK, detail)
         return model
 
@@ -151,7 +154,7 @@ class Diagnosis:
                 "address", Status.BROKEN, str(error), "copy the whole line that a peer printed"
             )
         port = address.tcp_port
-        name = f"{address.host} port {port}, peer …{address.peer_id[-6:]}"
+        name = f"{Endpoint(address.host, port or 0)} (peer …{address.peer_id[-6:]})"
         if port is None:
             return Finding("address", Status.OK, f"{text}: only joining tells")
         started_at = self.probes.clock.now()
@@ -160,16 +163,16 @@ class Diagnosis:
                 await self.probes.dial(address.host, port)
         except TimeoutError:
             return Finding(
-                "address", Status.BROKEN, f"{name}: no answer within {DIAL_SECONDS:g} s",
+                "address", Status.BROKEN, f"{name} does not answer within {DIAL_SECONDS:g} s",
                 "check the address and that a firewall lets the port through",
             )  # fmt: skip
         except OSError as error:
             return Finding(
-                "address", Status.BROKEN, f"{name}: {_explain_os_error(error)}",
+                "address", Status.BROKEN, f"{name} cannot be reached: {_explain_os_error(error)}",
                 "check that this peer still runs and that the address is the one it printed last",
             )  # fmt: skip
         seconds = self.probes.clock.now() - started_at
-        return Finding("address", Status.OK, f"{name}: accepts connections ({_show(seconds)})")
+        return Finding("address", Status.OK, f"{name} accepts connections, {_show(seconds)}")
 
     async def _check_directory(
         self, model: ModelFacts | None, addresses: Sequence[str]
@@ -230,16 +233,17 @@ class Diagnosis:
         if view.online:
             self._note("announcements", Status.OK, f"peers: {', '.join(counts)}")
             return
-        detail = f"no peer is online with model id {model.model_id}"
-        self._note(
-            "announcements", Status.BROKEN, detail + (f" ({', '.join(counts)})" if counts else ""),
-            f"start one with `shoal serve {model.name} --initial-peers …`; if one runs, its files "
-            "differ from yours: the id stands for the exact weights",
-        )  # fmt: skip
+        detail = f"no peer is online for model id {_short(model.model_id)}"
+        detail += f" ({', '.join(counts)})" if counts else ""
+        fix = (
+            f"start one with `shoal serve {model.name} --initial-peers …`; if one runs, its "
+            "weights are not exactly yours, which is what the id stands for"
+        )
+        self._note("announcements", Status.BROKEN, detail, fix)
 
     async def _check_peers(self, view: SwarmView) -> None:
         """Talk to the peers that say they are online."""
-        asked = view.online[:MAX_PEERS_ASKED]
+        asked = sorted(view.online, key=lambda peer: peer.span)[:MAX_PEERS_ASKED]
         turns = asyncio.Semaphore(_PEERS_AT_ONCE)
 
         async def check(peer: Announcement) -> PeerCheck:
@@ -289,13 +293,14 @@ class Diagnosis:
         """Say which blocks are served by peers that answered."""
         assert self.view is not None
         sound = [check.peer.span for check in self.checks if check.fault is None]
-        unasked = [peer.span for peer in self.view.online[MAX_PEERS_ASKED:]]
+        asked = {check.peer.peer_id for check in self.checks}
+        unasked = [peer.span for peer in self.view.online if peer.peer_id not in asked]
         self.missing = tuple(find_gaps(model.num_blocks, [*sound, *unasked]))
         if not self.missing:
             counts = [sum(block in span for span in sound) for block in range(model.num_blocks)]
             fewest, most = min(counts), max(counts)
             often = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-            detail = f"0:{model.num_blocks} are all served, each by {often} peers that answer"
+            detail = f"0:{model.num_blocks} are all served; peers that answer per block: {often}"
             self._note("blocks", Status.OK, detail)
             return
         names = ", ".join(map(str, self.missing))
@@ -308,8 +313,12 @@ class Diagnosis:
 
 def _explain_os_error(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there (connection refused)"
+        return "nobody listens on that port"
     return " ".join(str(error).split())
+
+
+def _short(model_id: ModelId) -> str:
+    return f"{model_id[:12]}…"
 
 
 def _show(seconds: float) -> str:

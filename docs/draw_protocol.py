@@ -27,7 +27,9 @@ def draw_messages() -> str:
     for kind, message, *_ in wire.CODECS:
         fields = ", ".join(field.name for field in dataclasses.fields(message))
         summary = (message.__doc__ or "").strip().split("\n\n")[0]
-        rows.append(f"| {kind.value} | `{message.__name__}` | {fields} | {' '.join(summary.split())} |")
+        rows.append(
+            f"| {kind.value} | `{message.__name__}` | {fields} | {' '.join(summary.split())} |"
+        )
     return "\n".join(rows)
 
 

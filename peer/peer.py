@@ -12,8 +12,8 @@ from ..kernels.checkpoint import Checkpoint
 from ..kernels.quantize import WeightFormat
 from ..protocol import versions
 from ..protocol.announcements import Announcement, PeerState
-from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.endpoints import Endpoint
+from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.identity import Identity
 from ..protocol.ids import ModelId, make_model_id
 from ..protocol.net.clock import SystemClock

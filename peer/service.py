@@ -220,7 +220,9 @@ class _Conversation:
             detail = f"the peer serves blocks {engine.span}, not {message.span}"
             raise RefusedError(ErrorCode.WRONG_SPAN, detail)
         if message.max_tokens > engine.spec.max_positions:
-            detail = f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
+            detail = (
+                f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
+            )
             raise RefusedError(ErrorCode.TOO_LONG, detail)
         if message.session in service.sessions:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")

@@ -134,7 +134,7 @@ class ComputeThread:
     def _execute(self, works: list[StepWork]) -> list[Tensor | ShoalError]:
         try:
             return list(self._engine.execute(works))
-        except Exception:  # noqa: BLE001 - the thread serves all sessions and must go on
+        except Exception:
             _logger.exception("the engine failed on %d steps", len(works))
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the step")
             return [error for _ in works]
@@ -144,7 +144,7 @@ class ComputeThread:
             call = self._calls.popleft()
             try:
                 result = call.function()
-            except Exception as error:  # noqa: BLE001 - it belongs to the caller, who awaits it
+            except Exception as error:
                 if call.future is None:
                     _logger.exception("a call on the compute thread failed")
                 result = error

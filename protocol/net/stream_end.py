@@ -48,7 +48,7 @@ class StreamEnd:
             return None
         if self._fault is not None:
             raise self._fault
-        if True:
+        if self._reading is None:
             self._reading = asyncio.create_task(self._read())
             self._reading.add_done_callback(_retrieve)
         await asyncio.wait({self._reading, self._over}, return_when=asyncio.FIRST_COMPLETED)

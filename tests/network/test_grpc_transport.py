@@ -320,7 +320,8 @@ def test_plain_text_stays_on_this_machine() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp6").exists(), reason="reads Linux's TCP tables")
-def test_lanes_use_connections_of_their_own_and_streams_share_them() -> None:
+@pytest.mark.parametrize("plaintext", [False, True])
+def test_lanes_use_connections_of_their_own_and_streams_share_them(plaintext: bool) -> None:
     def count_connections(port: int) -> int:
         tables = [Path(f"/proc/self/net/{name}") for name in ("tcp", "tcp6")]
         rows = [row for table in tables for row in table.read_text().splitlines()[1:]]
@@ -329,9 +330,9 @@ def test_lanes_use_connections_of_their_own_and_streams_share_them() -> None:
         return sum(int(address.rpartition(":")[2], 16) == port for address in remote)
 
     async def test() -> None:
-        server = GrpcTransport()
+        server = GrpcTransport(plaintext=plaintext)
         endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
-        client = GrpcTransport()
+        client = GrpcTransport(plaintext=plaintext)
         lanes = [*Lane, *Lane]
 
         streams = [await client.open_stream(endpoint, lane) for lane in lanes]

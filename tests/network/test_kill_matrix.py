@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
 from shoal.client import AutoDistributedModelForCausalLM, RouteError
 from shoal.peer.local_swarm import LocalPeer, LocalSwarm
 from shoal.protocol.spans import Span
-from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -290,5 +291,3 @@ def test_kill_while_a_long_prompt_is_on_its_way(live: LiveSwarm) -> None:
 
         assert torch.equal(tokens, run_undisturbed(live, inputs))
         assert len(session.failovers) == 1
-
-

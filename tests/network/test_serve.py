@@ -1,0 +1,207 @@
+"""`shoal serve` as a process: how it begins, how it leaves, and what it says when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.peer.local_swarm import LocalSwarm, PeerProcessError
+from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.errors import UsageError
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.hivemind_directory import HivemindDirectory
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def swarm(tiny_models: Any) -> Iterator[LocalSwarm]:
+    with LocalSwarm(tiny_models.get().directory, spans=[(0, 2)], weights="fp32") as swarm:
+        yield swarm
+
+
+def run_shoal(*arguments: str, program: Sequence[str] = ("-m", "shoal.cli")) -> tuple[int, str]:
+    """Run a command that should fail by itself; return its exit code and stderr."""
+    done = subprocess.run(
+        [sys.executable, "-P", *program, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        stdin=subprocess.DEVNULL,
+    )
+    return done.returncode, done.stderr
+
+
+def find_children(pid: int) -> list[int]:
+    """Return the processes that a process started and that still exist."""
+    children = []
+    for entry in Path("/proc").iterdir():
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (OSError, IndexError):
+            continue
+        if entry.name.isdecimal() and int(fields[1]) == pid and fields[0] != "Z":
+            children.append(int(entry.name))
+    return children
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_dead(pids: Sequence[int], timeout_seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + timeout_seconds
+    while any(is_alive(pid) for pid in pids):
+        assert time.monotonic() < deadline, f"still alive: {pids}"
+        time.sleep(0.05)  # there is nothing to wait on: they are not our children
+
+
+async def look_up(swarm: LocalSwarm, model_id: str) -> list[Announcement]:
+    directory = await HivemindDirectory.join(
+        swarm.initial_peers, identity=None, clock=SystemClock(), client_mode=True
+    )
+    try:
+        return await directory.lookup(ModelId(model_id))
+    finally:
+        await directory.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm, number: int) -> None:
+    peer = swarm.add((2, 4))
+    children = find_children(peer.pid)
+    assert children, "the peer has a p2pd"
+
+    peer.terminate(number)
+
+    assert peer.wait(60) == 0
+    wait_until_dead(children)
+    records = asyncio.run(look_up(swarm, peer.facts["model_id"]))
+    states = {record.peer_id: record.state for record in records}
+    assert states[peer.peer_id] is PeerState.OFFLINE
+    assert states[swarm.peers[0].peer_id] is PeerState.ONLINE
+
+
+def test_killed_peer_leaves_no_process(swarm: LocalSwarm) -> None:
+    peer = swarm.add((2, 4))
+    children = find_children(peer.pid)
+
+    peer.kill()
+
+    wait_until_dead(children)
+
+
+def test_peer_ends_with_the_program_that_started_it(tiny_models: Any) -> None:
+    """The parent is killed and can clean up nothing; one of its peers is paused besides."""
+    program = (
+        "import json, os, signal, sys\n"
+        "from shoal.peer.local_swarm import LocalSwarm\n"
+        "with LocalSwarm(sys.argv[1], spans=[(0, 2), (2, 4)], weights='fp32') as swarm:\n"
+        "    swarm.peers[1].pause()\n"
+        "    print(json.dumps([peer.pid for peer in swarm.peers]), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    # A session of its own, as a terminal or a CI job would give it.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program, str(tiny_models.get().directory)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        start_new_session=True,
+    )
+    pids = json.loads(done.stdout)
+
+    assert done.returncode == -signal.SIGKILL
+    wait_until_dead([*pids, *(child for pid in pids for child in find_children(pid))])
+
+
+def test_identity_file_is_kept_and_private(swarm: LocalSwarm, tmp_path: Path) -> None:
+    path = tmp_path / "peer.key"
+    peer_ids = []
+    for _ in range(2):
+        peer = swarm.add((2, 4), identity=path)
+        peer_ids.append(peer.peer_id)
+        peer.terminate()
+        peer.wait(60)
+
+    assert peer_ids[0] == peer_ids[1]
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
+
+
+def expect_one_line(result: tuple[int, str], *words: str) -> None:
+    code, errors = result
+    assert code == 1
+    assert "Traceback" not in errors
+    assert len(errors.strip().splitlines()) == 1, errors
+    for word in words:
+        assert word in errors
+
+
+def test_port_in_use_is_named(tiny_models: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_shoal(
+            "serve",
+            str(tiny_models.get().directory),
+            "--new-swarm",
+            "--listen",
+            f"127.0.0.1:{port}",
+        )
+
+    expect_one_line(result, f"port {port}", "in use")
+
+
+def test_unreachable_initial_peer_is_named(tiny_models: Any) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+    result = run_shoal("serve", str(tiny_models.get().directory), "--initial-peers", address)
+
+    expect_one_line(result, str(port))
+
+
+def test_clock_that_is_off_is_named(swarm: LocalSwarm, tiny_models: Any) -> None:
+    program = (str(Path(__file__).with_name("skewed_peer.py")), "30")
+
+    result = run_shoal(
+        "serve",
+        str(tiny_models.get().directory),
+        "--initial-peers",
+        *swarm.initial_peers,
+        program=program,
+    )
+
+    expect_one_line(result, "clock")
+
+
+def test_swarm_whose_peer_cannot_start_says_why_and_leaves_nothing(tiny_models: Any) -> None:
+    children = find_children(os.getpid())
+
+    with pytest.raises(PeerProcessError, match="blocks 0:4"):
+        LocalSwarm(tiny_models.get().directory, spans=[(0, 2), (2, 9)]).__enter__()
+
+    assert find_children(os.getpid()) == children
+
+
+def test_swarm_that_is_not_running_refuses_new_peers(tiny_models: Any) -> None:
+    swarm = LocalSwarm(tiny_models.get().directory, spans=[(0, 4)])
+
+    with pytest.raises(UsageError, match="not running"):
+        swarm.add((0, 4))
