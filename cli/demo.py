@@ -72,8 +72,9 @@ def run(options: argparse.Namespace) -> int:
         )
     if not options.prompt.strip():
         raise UsageError("the prompt is empty; give the beginning of a story")
-    screen = None if options.json else DemoScreen(Terminal(sys.stdout))
-    with end_in_good_order():
+    terminal = Terminal(sys.stdout)
+    screen = None if options.json else DemoScreen(terminal)
+    with end_in_good_order(), terminal.ending_lines():
         result = _run_demo(options, screen)
     if screen is None:
         print(json.dumps(result.to_json()), flush=True)

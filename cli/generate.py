@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> int:
         model = TextModel.open(
             find_model(options.model), options.initial_peers, _DTYPES[options.dtype]
         )
-    with model:
+    with model, output.ending_lines():
         printer = None if options.json else _Printer(output)
         if printer:
             printer.begin(prompt)

@@ -1,11 +1,12 @@
 """How text reaches a terminal: colours, characters that it can show, wrapping, and progress."""
 
+import contextlib
 import os
 import shutil
 import threading
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
 
@@ -45,6 +46,7 @@ class Terminal:
         self.has_colours = (
             self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         )
+        self._is_mid_line = False
         self._encoding = (getattr(stream, "encoding", None) or "ascii").lower()
         self._is_utf8 = self._encoding.replace("-", "").replace("_", "") == "utf8"
 
@@ -69,8 +71,20 @@ class Terminal:
 
     def write(self, text: str) -> None:
         """Write and flush, so that text appears as it comes."""
+        if text:
+            self._is_mid_line = not text.endswith("\n")
         self.stream.write(self.fit(text))
         self.stream.flush()
+
+    @contextlib.contextmanager
+    def ending_lines(self) -> Iterator[None]:
+        """End a half-written line before an error or Ctrl-C goes on to say something."""
+        try:
+            yield
+        except BaseException:
+            if self._is_mid_line:
+                self.print()
+            raise
 
     def print(self, line: str = "") -> None:
         """Write one line."""

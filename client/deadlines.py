@@ -49,9 +49,7 @@ class AnswerTimes:
         4.0
         """
         decode = max(self.decode_seconds, default=announced_decode_seconds)
-        per_token = max(
-            self.prefill_seconds_per_token, default=announced_prefill_seconds_per_token
-        )
+        per_token = max(self.prefill_seconds_per_token, default=announced_prefill_seconds_per_token)
         if num_tokens == 1 and decode is not None:
             expected = decode
         elif per_token is not None or decode is not None:

@@ -270,9 +270,8 @@ class Diagnosis:
         }
         if not ahead:
             return
-        ours = median(ahead.values())
-        if abs(ours) > _WARNING_SKEW_SECONDS:
-            whose, worst = "this machine is", -ours
+        if min(map(abs, ahead.values())) > _WARNING_SKEW_SECONDS:  # nobody agrees with us
+            whose, worst = "this machine is", -median(ahead.values())
         else:
             peer_id, worst = max(ahead.items(), key=lambda item: abs(item[1]))
             whose = f"peer …{peer_id[-6:]} is"

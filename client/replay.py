@@ -18,34 +18,42 @@ class ReplayStep:
     is_decoded: bool
 
 
-def merge_pieces(
-    pieces: Iterable[ReplayPiece[Tensor]], max_tokens: int
-) -> Iterator[ReplayStep]:
-    """Join neighbouring pieces into steps of at most `max_tokens` tokens per row.
+def merge_pieces(pieces: Iterable[ReplayPiece[Tensor]], max_tokens: int) -> Iterator[ReplayStep]:
+    """Join neighbouring pieces into steps of at most `max_tokens` tokens per row, and cut longer
+    ones.
 
     Prompts and generated tokens are not joined: a peer may compute the two differently, and a
     rebuilt cache must hold what the lost one held.
     """
-    group: list[ReplayPiece[Tensor]] = []
+    group: list[ReplayStep] = []
     num_tokens = 0
     for piece in pieces:
-        if group and (
-            piece.is_decoded != group[0].is_decoded or num_tokens + piece.num_tokens > max_tokens
-        ):
-            yield _join(group)
-            group, num_tokens = [], 0
-        group.append(piece)
-        num_tokens += piece.num_tokens
+        for part in _cut(piece, max_tokens):
+            part_tokens = part.hidden_BTH.shape[1]
+            if group and (
+                part.is_decoded != group[0].is_decoded or num_tokens + part_tokens > max_tokens
+            ):
+                yield _join(group)
+                group, num_tokens = [], 0
+            group.append(part)
+            num_tokens += part_tokens
     if group:
         yield _join(group)
 
 
-def _join(group: list[ReplayPiece[Tensor]]) -> ReplayStep:
-    parts = [_select(piece) for piece in group]
-    hidden_BTH = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-    return ReplayStep(group[0].position, hidden_BTH, group[0].is_decoded)
-
-
-def _select(piece: ReplayPiece[Tensor]) -> Tensor:
+def _cut(piece: ReplayPiece[Tensor], max_tokens: int) -> Iterator[ReplayStep]:
+    """Yield a piece in parts of at most `max_tokens` tokens, its rows in their present order."""
     hidden_BTH = piece.payload[:, : piece.num_tokens]
-    return hidden_BTH if piece.rows is None else hidden_BTH[list(piece.rows)]
+    if piece.rows is not None:
+        hidden_BTH = hidden_BTH[list(piece.rows)]
+    position = piece.position
+    for part_BTH in hidden_BTH.split(max_tokens, dim=1):
+        yield ReplayStep(position, part_BTH, piece.is_decoded)
+        position += part_BTH.shape[1]
+
+
+def _join(group: list[ReplayStep]) -> ReplayStep:
+    if len(group) == 1:
+        return group[0]
+    hidden_BTH = torch.cat([part.hidden_BTH for part in group], dim=1)
+    return ReplayStep(group[0].position, hidden_BTH, group[0].is_decoded)

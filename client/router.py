@@ -43,10 +43,15 @@ class RoutingCosts:
 
     rtt_seconds: Mapping[PeerId, float] = field(default_factory=dict)
     noise_fraction: float = 0.1
+    unknown_rtt_seconds: float = 0.05
+    """What a hop is taken to cost before any round trip was measured: free hops would make a
+    route of a hop per block."""
 
     def estimate_hop_seconds(self, peer: Announcement) -> float:
         """Return the part of a hop's cost that does not depend on its length."""
-        unknown = median(self.rtt_seconds.values()) if self.rtt_seconds else 0.0
+        unknown = (
+            median(self.rtt_seconds.values()) if self.rtt_seconds else self.unknown_rtt_seconds
+        )
         return self.rtt_seconds.get(peer.peer_id, unknown) + peer.queue_seconds
 
     def estimate_block_seconds(self, peer: Announcement, unknown: float) -> float:
@@ -101,14 +106,8 @@ def plan_route(
 
 def check_coverage(span: Span, peers: Collection[Announcement], weights: str | None) -> None:
     """Raise RouteError naming every maximal span of `span` that none of the peers serves."""
-    shifted = (peer.span.overlap(span) for peer in peers)
-    inside = [
-        Span(part.start - span.start, part.stop - span.start) for part in shifted if part
-    ]
-    missing = [
-        Span(gap.start + span.start, gap.stop + span.start)
-        for gap in find_gaps(len(span), inside)
-    ]
+    gaps = find_gaps(span.stop, (peer.span for peer in peers))
+    missing = [part for gap in gaps if (part := gap.overlap(span))]
     if missing:
         names = ", ".join(str(gap) for gap in missing)
         kind = f" with {weights} weights" if weights else ""

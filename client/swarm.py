@@ -77,18 +77,25 @@ class Swarm:
 
         `weights` are tried in order: the formats to prefer, None for any. Peers of `exclude` and
         those in quarantine are left out; who was only silent is used when nobody else is there.
-        Raises
-        RouteError with the missing blocks once the deadline has passed.
+        While the directory cannot be read, the last view has to do.
+
+        Raises RouteError with the missing blocks once the deadline has passed, or DirectoryError
+        when that is what hides the peers.
         """
         pause_seconds = 0.1
         while True:
+            unread: DirectoryError | None = None
             try:
                 await self.refresh(max_age_seconds)
+            except DirectoryError as error:
+                unread = error
+            try:
                 return self._plan(span, weights, exclude)
-            except (RouteError, DirectoryError):
-                if self._clock.now() + pause_seconds > deadline:
-                    raise
-            await asyncio.sleep(pause_seconds)
+            except RouteError as missing:
+                remaining_seconds = deadline - self._clock.now()
+                if remaining_seconds <= 0:
+                    raise (unread or missing) from None
+            await asyncio.sleep(min(pause_seconds, remaining_seconds))
             pause_seconds = min(2 * pause_seconds, 1.0)
             max_age_seconds = 0.0
 
@@ -120,14 +127,20 @@ class Swarm:
         )
 
     def quarantine(self, peer: Announcement, is_only_silent: bool) -> None:
-        """Avoid a peer that failed us, at once and for longer each time.
+        """Avoid a peer that failed us, at once and for longer each time it comes back.
 
-        A newer announcement ends it: the peer was restarted or is alive after all.
+        A newer announcement ends it: the peer was restarted or is alive after all. Many sessions
+        may tell of one failure; it counts once.
         """
         previous = self._quarantines.get(peer.peer_id)
-        seconds = _FIRST_QUARANTINE_SECONDS if previous is None else 2 * previous.seconds
-        seconds = min(seconds, _LONGEST_QUARANTINE_SECONDS)
         newest = self.view.find(peer.peer_id) or peer
+        if previous is None:
+            seconds = _FIRST_QUARANTINE_SECONDS
+        elif self.is_quarantined(newest):
+            seconds = previous.seconds
+            is_only_silent = is_only_silent and previous.is_only_silent
+        else:
+            seconds = min(2 * previous.seconds, _LONGEST_QUARANTINE_SECONDS)
         self._quarantines[peer.peer_id] = _Quarantine(
             self._clock.now() + seconds, seconds, newest.sequence, is_only_silent
         )

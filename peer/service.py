@@ -277,7 +277,7 @@ class _Conversation:
             return None
         error = future.exception()
         if isinstance(error, RefusedError):
-            held.state.fail(step.position)
+            held.state.fail(step.sequence)
             return _encode_refusal(step.session, step.sequence, error)
         computed = future.result()
         frame = encode_frame(_make_output(step, held, computed))

@@ -1,4 +1,4 @@
-"""The identifiers that peers exchange, each a type of its own so that none is mistaken for another."""
+"""The identifiers that peers exchange, each a type of its own so that none passes for another."""
 
 import hashlib
 import json

@@ -95,7 +95,9 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Gap:
-    """A step began beyond the end of the peer's cache; `length` is where it ends. Nothing changed."""
+    """A step began beyond the end of the peer's cache; `length` is where it ends. Nothing
+    changed.
+    """
 
     session: SessionId
     epoch: int

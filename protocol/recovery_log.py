@@ -76,8 +76,10 @@ class RecoveryLog(Generic[Payload]):
         """Note a step that a hop executed, in the order the hop applied it: roll back to
         `position`, permute the rows, append the tokens.
 
-        Raises LocalProtocolError when the step would leave a gap.
+        Raises LocalProtocolError when the step is empty or would leave a gap.
         """
+        if num_tokens < 1:
+            raise LocalProtocolError(f"a step has at least one token, not {num_tokens}")
         self.rollback(position)
         if row_map is not None:
             self.permute(row_map)
@@ -95,13 +97,25 @@ class RecoveryLog(Generic[Payload]):
         while self._entries and self._entries[-1].position >= position:
             self._entries.pop()
         self._length = position
-        if not self._entries:
-            self._row_maps.clear()
+        self._join_last_row_maps()
 
     def permute(self, row_map: Sequence[int]) -> None:
         """Note that every row i continues the prefix of row `row_map[i]`."""
         if self._entries and list(row_map) != list(range(len(row_map))):
             self._row_maps.append(tuple(row_map))
+            self._join_last_row_maps()
+
+    def _join_last_row_maps(self) -> None:
+        """Make one of the row maps behind the last entry: no entry can tell them apart.
+
+        So there are never more of them than entries, however often a search goes back.
+        """
+        if not self._entries:
+            self._row_maps.clear()
+            return
+        while len(self._row_maps) > self._entries[-1].num_row_maps + 1:
+            later = self._row_maps.pop()
+            self._row_maps[-1] = tuple(self._row_maps[-1][row] for row in later)
 
     def plan_replay(self) -> list[ReplayPiece[Payload]]:
         """Return the pieces that rebuild the prefix when sent in order.

@@ -123,6 +123,8 @@ class SessionState:
         self.length = 0
         self._last_sequence = 0
         self._answers: OrderedDict[int, bytes] = OrderedDict()
+        # Steps in the engine by sequence: where each begins and where the prefix ends after it.
+        self._running: dict[int, tuple[int, int]] = {}
 
     def __repr__(self) -> str:
         return (
@@ -149,23 +151,36 @@ class SessionState:
 
     def accept(self, step: Step) -> None:
         """Note that a step with action EXECUTE or ROLLBACK was handed to the engine."""
-        if step.epoch < self.epoch or step.position > self.length:
+        if self.decide(step).action not in (Action.EXECUTE, Action.ROLLBACK):
             raise LocalProtocolError("only a step that was decided to execute can be accepted")
         self.epoch = step.epoch
         self.length = step.position + step.hidden.tokens
         self._last_sequence = step.sequence
+        self._running[step.sequence] = (step.position, self.length)
 
     def complete(self, sequence: int, answer: bytes) -> None:
         """Note the answer to an accepted step, so that a repeat can be answered again."""
+        self._running.pop(sequence, None)
         if len(answer) > MAX_CACHED_ANSWER_BYTES:
             return
         self._answers[sequence] = answer
         while len(self._answers) > MAX_CACHED_ANSWERS:
             self._answers.popitem(last=False)
 
-    def fail(self, length: int) -> None:
-        """Note that the engine refused an accepted step and the prefix ends at `length` again."""
-        self.length = min(self.length, length)
+    def fail(self, sequence: int) -> None:
+        """Note that the engine refused an accepted step: the prefix ends where it began.
+
+        Steps behind it that need its tokens fail as well; one that rolls back further stands.
+        """
+        if sequence not in self._running:
+            return  # it needed the tokens of a step that failed before
+        self.length, _ = self._running.pop(sequence)
+        for later in sorted(number for number in self._running if number > sequence):
+            position, stop = self._running[later]
+            if position <= self.length:
+                self.length = stop
+            else:
+                del self._running[later]
 
     def _order_epoch(self, epoch: int) -> EpochOrder:
         if epoch == self.epoch:

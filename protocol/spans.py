@@ -62,13 +62,14 @@ def find_gaps(num_blocks: int, spans: Iterable[Span]) -> list[Span]:
     >>> find_gaps(8, [Span(0, 3), Span(2, 4), Span(6, 7)])
     [Span(start=4, stop=6), Span(start=7, stop=8)]
     """
-    gaps, covered_to = [], 0
+    gaps: list[Span] = []
+    covered_to = 0
     for span in sorted(spans):
+        if covered_to >= num_blocks:
+            return gaps
         if span.start > covered_to:
             gaps.append(Span(covered_to, min(span.start, num_blocks)))
         covered_to = max(covered_to, span.stop)
-        if covered_to >= num_blocks:
-            return gaps
     if covered_to < num_blocks:
         gaps.append(Span(covered_to, num_blocks))
     return gaps

@@ -51,6 +51,24 @@ def compute_num_bytes(dtype: WireDtype, rows: int, tokens: int, width: int) -> i
     return rows * tokens * width * ELEMENT_BYTES[dtype]
 
 
+def check_tensor(tensor: WireTensor) -> None:
+    """Raise ValueError unless shape and length are within bounds and fit each other.
+
+    >>> check_tensor(WireTensor(WireDtype.FP32, WireCodec.RAW, 1, 1, 3, bytes(8)))
+    Traceback (most recent call last):
+    ...
+    ValueError: a 1x1x3 tensor has 12 bytes, not 8
+    """
+    rows, tokens, width = tensor.shape
+    bounds = (limits.MAX_BATCH_ROWS, limits.MAX_STEP_TOKENS, limits.MAX_HIDDEN_SIZE)
+    if not all(0 < number <= bound for number, bound in zip(tensor.shape, bounds, strict=True)):
+        raise ValueError(f"tensor shape {rows}x{tokens}x{width} is outside {bounds}")
+    expected = compute_num_bytes(tensor.dtype, rows, tokens, width)
+    num_bytes = memoryview(tensor.data).nbytes
+    if num_bytes != expected:
+        raise ValueError(f"a {rows}x{tokens}x{width} tensor has {expected} bytes, not {num_bytes}")
+
+
 def read_tensor(
     dtype_code: int, codec_code: int, shape: tuple[int, int, int], data: memoryview
 ) -> WireTensor:
@@ -60,22 +78,10 @@ def read_tensor(
 
     >>> read_tensor(1, 1, (1, 1, 2), memoryview(bytes(8))).shape
     (1, 1, 2)
-    >>> read_tensor(1, 1, (1, 1, 3), memoryview(bytes(8)))
-    Traceback (most recent call last):
-    ...
-    shoal.protocol.errors.RemoteProtocolError: a 1x1x3 tensor has 12 bytes, the frame carries 8
     """
     try:
-        dtype, codec = WireDtype(dtype_code), WireCodec(codec_code)
+        tensor = WireTensor(WireDtype(dtype_code), WireCodec(codec_code), *shape, data)
+        check_tensor(tensor)
     except ValueError as error:
-        raise RemoteProtocolError(f"unknown tensor coding: {error}") from None
-    rows, tokens, width = shape
-    bounds = (limits.MAX_BATCH_ROWS, limits.MAX_STEP_TOKENS, limits.MAX_HIDDEN_SIZE)
-    if not all(0 < number <= bound for number, bound in zip(shape, bounds, strict=True)):
-        raise RemoteProtocolError(f"tensor shape {rows}x{tokens}x{width} is outside {bounds}")
-    expected = compute_num_bytes(dtype, rows, tokens, width)
-    if len(data) != expected:
-        raise RemoteProtocolError(
-            f"a {rows}x{tokens}x{width} tensor has {expected} bytes, the frame carries {len(data)}"
-        )
-    return WireTensor(dtype, codec, rows, tokens, width, data)
+        raise RemoteProtocolError(f"malformed tensor: {error}") from None
+    return tensor

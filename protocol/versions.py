@@ -1,6 +1,6 @@
 """Which protocol versions this code speaks, and how two ends agree on one."""
 
-from .errors import RefusedError, ErrorCode
+from .errors import ErrorCode, RefusedError
 
 MIN_VERSION = 1
 MAX_VERSION = 1

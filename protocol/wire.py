@@ -11,18 +11,18 @@ Numbers are unsigned and little-endian. Fields that a message has no use for are
 length is checked against the frame and against the shape before anything is read or allocated.
 """
 
-import math
 import struct
 from collections.abc import Callable
 from enum import IntEnum, IntFlag
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
 from . import limits
 from .errors import ErrorCode, LocalProtocolError, RemoteProtocolError
-from .ids import MODEL_ID_CHARACTERS, SESSION_ID_BYTES, ModelId, PeerId, SessionId
+from .ids import ModelId, PeerId, SessionId
+from .message_checks import NO_SESSION, check_message, check_text, clean_text
 from .messages import Close, Declined, Gap, Hello, Message, Open, Opened, Output, Step, Welcome
 from .proto import wire_pb2 as pb
 from .spans import Span
@@ -32,7 +32,6 @@ FRAME_VERSION = 1
 _MAGIC = b"sh"
 _HEADER = struct.Struct("<2sBBHBB16sIQIIIIII")
 HEADER_BYTES = _HEADER.size
-_NO_SESSION = bytes(SESSION_ID_BYTES)
 
 
 class Kind(IntEnum):
@@ -54,14 +53,14 @@ class _Flag(IntFlag):
     IS_DECODED = 2
 
 
-_ALL_FLAGS = _Flag.LAST_TOKEN_ONLY | _Flag.IS_DECODED
+_ALL_FLAGS = int(_Flag.LAST_TOKEN_ONLY | _Flag.IS_DECODED)  # ~ of an IntFlag knows no others
 
 
 class _Parts(NamedTuple):
     """The fields of a frame; `control` is protobuf, `tensor` a whole tensor or None."""
 
     kind: Kind
-    session: bytes = _NO_SESSION
+    session: bytes = NO_SESSION
     epoch: int = 0
     sequence: int = 0
     position: int = 0
@@ -73,26 +72,15 @@ class _Parts(NamedTuple):
 def encode_frame(message: Message) -> bytes:
     """Return the bytes of a message.
 
-    Raises LocalProtocolError when the message is beyond what a frame may hold.
+    Raises LocalProtocolError when the other end would not accept them.
     """
-    parts = _ENCODERS[type(message)](message)
-    tensor = parts.tensor
-    dtype, codec, shape, data = (
-        (tensor.dtype, tensor.codec, tensor.shape, tensor.data) if tensor else (0, 0, (0, 0, 0), b"")
-    )
-    if HEADER_BYTES + len(parts.control) + len(data) > limits.MAX_FRAME_BYTES:
-        raise LocalProtocolError(
-            f"a {parts.kind.name} of {len(data)} tensor bytes does not fit into one frame of "
-            f"{limits.MAX_FRAME_BYTES} bytes; send fewer tokens at once"
-        )
     try:
-        header = _HEADER.pack(
-            _MAGIC, FRAME_VERSION, parts.kind, parts.flags, dtype, codec, parts.session,
-            parts.epoch, parts.sequence, parts.position, *shape, len(parts.control), len(data),
-        )  # fmt: skip
-    except struct.error as error:
-        raise LocalProtocolError(f"{parts.kind.name} does not fit its header: {error}") from None
-    return b"".join((header, parts.control, data))
+        check_message(message)
+        parts = _CODEC_OF_TYPE[type(message)].encode(message)
+        return _join(parts)
+    except (ValueError, struct.error) as error:
+        name = type(message).__name__
+        raise LocalProtocolError(f"this {name} cannot be sent: {error}") from error
 
 
 def decode_frame(frame: bytes) -> Message:
@@ -102,9 +90,29 @@ def decode_frame(frame: bytes) -> Message:
     """
     parts = _split(frame)
     try:
-        return _DECODERS[parts.kind](parts)
+        message = _CODEC_OF_KIND[parts.kind].decode(parts)
+        check_message(message)
     except (DecodeError, ValueError) as error:
         raise RemoteProtocolError(f"damaged {parts.kind.name} frame: {error}") from None
+    return message
+
+
+def _join(parts: _Parts) -> bytes:
+    tensor = parts.tensor
+    codes, shape, data = (0, 0), (0, 0, 0), b""
+    if tensor is not None:
+        codes, shape, data = (tensor.dtype, tensor.codec), tensor.shape, memoryview(tensor.data)
+    num_bytes = memoryview(data).nbytes
+    if HEADER_BYTES + len(parts.control) + num_bytes > limits.MAX_FRAME_BYTES:
+        raise ValueError(
+            f"{num_bytes} tensor bytes do not fit into one frame of "
+            f"{limits.MAX_FRAME_BYTES} bytes; send fewer tokens at once"
+        )
+    header = _HEADER.pack(
+        _MAGIC, FRAME_VERSION, parts.kind, parts.flags, *codes, parts.session,
+        parts.epoch, parts.sequence, parts.position, *shape, len(parts.control), num_bytes,
+    )  # fmt: skip
+    return b"".join((header, parts.control, data))
 
 
 def _split(frame: bytes) -> _Parts:
@@ -125,8 +133,6 @@ def _split(frame: bytes) -> _Parts:
             f"the header speaks of {control_length} + {tensor_length} bytes, "
             f"{len(frame) - HEADER_BYTES} follow"
         )
-    if position > limits.MAX_SESSION_TOKENS:
-        raise RemoteProtocolError(f"position {position} is beyond {limits.MAX_SESSION_TOKENS}")
     try:
         kind = Kind(kind)
     except ValueError:
@@ -138,7 +144,11 @@ def _split(frame: bytes) -> _Parts:
     elif tensor_length or rows or tokens or width or dtype or codec:
         raise RemoteProtocolError(f"a {kind.name} frame carries no tensor")
     control = view[:control_length]
-    return _Parts(kind, session, epoch, sequence, position, flags, control, tensor)
+    parts = _Parts(kind, session, epoch, sequence, position, flags, control, tensor)
+    for name in _CODEC_OF_KIND[kind].unused:
+        if getattr(parts, name) != _Parts._field_defaults[name]:
+            raise RemoteProtocolError(f"a {kind.name} frame has no {name}")
+    return parts
 
 
 _Body = TypeVar("_Body", bound=ProtobufMessage)
@@ -150,44 +160,12 @@ def _parse(body: _Body, parts: _Parts) -> _Body:
 
 
 def _session(parts: _Parts) -> SessionId:
-    if parts.session == _NO_SESSION:
-        raise ValueError("the session id is missing")
     return SessionId(parts.session)
 
 
 def _tensor(parts: _Parts) -> WireTensor:
     assert parts.tensor is not None  # _split made sure
     return parts.tensor
-
-
-def _text(value: str) -> str:
-    if len(value) > limits.MAX_TEXT_CHARACTERS:
-        raise ValueError(f"a text of {len(value)} characters is too long")
-    return value
-
-
-def _model_id(value: str) -> ModelId:
-    if len(value) != MODEL_ID_CHARACTERS or not value.isalnum() or not value.isascii():
-        raise ValueError("malformed model id")
-    return ModelId(value)
-
-
-def _span(start: int, stop: int) -> Span:
-    if stop > limits.MAX_BLOCKS:
-        raise ValueError(f"block {stop} is beyond {limits.MAX_BLOCKS}")
-    return Span(start, stop)
-
-
-def _bounded(value: int, bound: int, name: str) -> int:
-    if not 0 < value <= bound:
-        raise ValueError(f"{name} {value} is outside 1..{bound}")
-    return value
-
-
-def _seconds(value: float) -> float:
-    if not math.isfinite(value) or value < 0:
-        raise ValueError(f"{value} is not a duration")
-    return value
 
 
 def _encode_hello(message: Hello) -> _Parts:
@@ -201,7 +179,7 @@ def _encode_hello(message: Hello) -> _Parts:
 
 def _decode_hello(parts: _Parts) -> Hello:
     body = _parse(pb.HelloBody(), parts)
-    return Hello(body.min_version, body.max_version, _text(body.software))
+    return Hello(body.min_version, body.max_version, body.software)
 
 
 def _encode_welcome(message: Welcome) -> _Parts:
@@ -221,11 +199,11 @@ def _decode_welcome(parts: _Parts) -> Welcome:
     body = _parse(pb.WelcomeBody(), parts)
     return Welcome(
         body.version,
-        _text(body.software),
-        PeerId(_text(body.peer_id)),
-        _model_id(body.model_id),
-        _span(body.span_start, body.span_stop),
-        _seconds(body.wall_seconds),
+        body.software,
+        PeerId(body.peer_id),
+        ModelId(body.model_id),
+        Span(body.span_start, body.span_stop),
+        body.wall_seconds,
     )
 
 
@@ -246,26 +224,22 @@ def _decode_open(parts: _Parts) -> Open:
     return Open(
         _session(parts),
         parts.epoch,
-        _model_id(body.model_id),
-        _span(body.span_start, body.span_stop),
-        _bounded(body.num_rows, limits.MAX_BATCH_ROWS, "number of rows"),
-        _bounded(body.max_tokens, limits.MAX_SESSION_TOKENS, "session length"),
+        ModelId(body.model_id),
+        Span(body.span_start, body.span_stop),
+        body.num_rows,
+        body.max_tokens,
         WireDtype(body.dtype),
     )
 
 
 def _encode_opened(message: Opened) -> _Parts:
-    body = pb.OpenedBody(
-        queue_seconds=message.queue_seconds, free_kv_tokens=message.free_kv_tokens
-    )
+    body = pb.OpenedBody(queue_seconds=message.queue_seconds, free_kv_tokens=message.free_kv_tokens)
     return _Parts(Kind.OPENED, message.session, message.epoch, control=body.SerializeToString())
 
 
 def _decode_opened(parts: _Parts) -> Opened:
     body = _parse(pb.OpenedBody(), parts)
-    return Opened(
-        _session(parts), parts.epoch, _seconds(body.queue_seconds), body.free_kv_tokens
-    )
+    return Opened(_session(parts), parts.epoch, body.queue_seconds, body.free_kv_tokens)
 
 
 def _encode_step(message: Step) -> _Parts:
@@ -288,8 +262,6 @@ def _decode_step(parts: _Parts) -> Step:
     row_map = None
     if parts.control:
         row_map = tuple(_parse(pb.StepBody(), parts).row_map)
-        if len(row_map) != hidden.rows or max(row_map) >= hidden.rows:
-            raise ValueError(f"the row map does not fit {hidden.rows} rows")
     return Step(
         _session(parts),
         parts.epoch,
@@ -320,8 +292,8 @@ def _decode_output(parts: _Parts) -> Output:
         parts.sequence,
         parts.position,
         _tensor(parts),
-        _seconds(body.queue_seconds),
-        _seconds(body.compute_seconds),
+        body.queue_seconds,
+        body.compute_seconds,
     )
 
 
@@ -344,11 +316,11 @@ def _decode_close(parts: _Parts) -> Close:
 def _encode_declined(message: Declined) -> _Parts:
     body = pb.DeclinedBody(
         code=message.code,
-        detail=message.detail[: limits.MAX_TEXT_CHARACTERS],
+        detail=clean_text(message.detail),
         retry_after_seconds=message.retry_after_seconds,
         whole_stream=message.session is None,
     )
-    session = message.session if message.session is not None else _NO_SESSION
+    session = message.session if message.session is not None else NO_SESSION
     return _Parts(
         Kind.DECLINED, session, sequence=message.sequence, control=body.SerializeToString()
     )
@@ -356,26 +328,43 @@ def _encode_declined(message: Declined) -> _Parts:
 
 def _decode_declined(parts: _Parts) -> Declined:
     body = _parse(pb.DeclinedBody(), parts)
-    retry_after = None
-    if body.HasField("retry_after_seconds"):
-        retry_after = _seconds(body.retry_after_seconds)
-    session = None if body.whole_stream else _session(parts)
+    if body.whole_stream and parts.session != NO_SESSION:
+        raise ValueError("it speaks of one session and of the whole stream")
+    check_text(body.detail)
     return Declined(
-        session, parts.sequence, ErrorCode(body.code), _text(body.detail), retry_after
+        None if body.whole_stream else _session(parts),
+        parts.sequence,
+        ErrorCode(body.code),
+        body.detail,
+        body.retry_after_seconds if body.HasField("retry_after_seconds") else None,
     )
 
 
-# The decoders and encoders of every kind, both ways in one table.
-CODECS: tuple[tuple[Kind, type, Callable, Callable], ...] = (
-    (Kind.HELLO, Hello, _encode_hello, _decode_hello),
-    (Kind.WELCOME, Welcome, _encode_welcome, _decode_welcome),
-    (Kind.OPEN, Open, _encode_open, _decode_open),
-    (Kind.OPENED, Opened, _encode_opened, _decode_opened),
-    (Kind.STEP, Step, _encode_step, _decode_step),
-    (Kind.OUTPUT, Output, _encode_output, _decode_output),
-    (Kind.GAP, Gap, _encode_gap, _decode_gap),
-    (Kind.CLOSE, Close, _encode_close, _decode_close),
-    (Kind.DECLINED, Declined, _encode_declined, _decode_declined),
+class _Codec(NamedTuple):
+    """Both ways of one kind; `unused` are the fields of a frame that it must leave empty."""
+
+    kind: Kind
+    type: type[Message]
+    encode: Callable[[Any], _Parts]
+    decode: Callable[[_Parts], Message]
+    unused: tuple[str, ...]
+
+
+_STREAM = ("session", "epoch", "sequence", "position", "flags")
+_SESSION = ("sequence", "position", "flags")
+_REFUSAL = ("epoch", "position", "flags")
+
+# Both ways of every kind in one table.
+CODECS = (
+    _Codec(Kind.HELLO, Hello, _encode_hello, _decode_hello, _STREAM),
+    _Codec(Kind.WELCOME, Welcome, _encode_welcome, _decode_welcome, _STREAM),
+    _Codec(Kind.OPEN, Open, _encode_open, _decode_open, _SESSION),
+    _Codec(Kind.OPENED, Opened, _encode_opened, _decode_opened, _SESSION),
+    _Codec(Kind.STEP, Step, _encode_step, _decode_step, ()),
+    _Codec(Kind.OUTPUT, Output, _encode_output, _decode_output, ("flags",)),
+    _Codec(Kind.GAP, Gap, _encode_gap, _decode_gap, ("flags", "control")),
+    _Codec(Kind.CLOSE, Close, _encode_close, _decode_close, (*_SESSION, "control")),
+    _Codec(Kind.DECLINED, Declined, _encode_declined, _decode_declined, _REFUSAL),
 )
-_ENCODERS: dict[type, Callable[..., _Parts]] = {row[1]: row[2] for row in CODECS}
-_DECODERS: dict[Kind, Callable[[_Parts], Message]] = {row[0]: row[3] for row in CODECS}
+_CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}
+_CODEC_OF_KIND = {codec.kind: codec for codec in CODECS}

@@ -35,6 +35,7 @@ class _Job:
     work: StepWork
     future: asyncio.Future[ComputedStep]
     submitted_at: float
+    num_passes: int = 0
 
 
 @dataclass(slots=True)
@@ -158,6 +159,7 @@ class ComputeThread:
                     id(job.work.cache),
                     job.work.hidden_BTH.shape[0] * job.work.hidden_BTH.shape[1],
                     job.work.hidden_BTH.shape[1] == 1,
+                    job.num_passes,
                 )
                 for job in jobs
             ]
@@ -165,6 +167,8 @@ class ComputeThread:
             taken = [jobs[index] for index in chosen]
             chosen_set = set(chosen)
             self._jobs = deque(job for i, job in enumerate(jobs) if i not in chosen_set)
+            for job in self._jobs:
+                job.num_passes += 1
             return taken
 
     def _deliver(

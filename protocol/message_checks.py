@@ -1,0 +1,152 @@
+"""What every message must satisfy beyond its types, the same for those we send and receive.
+
+One check per message, in one table. A check raises ValueError; `wire` says whose fault it is.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from . import limits
+from .ids import MODEL_ID_CHARACTERS, SESSION_ID_BYTES
+from .messages import Close, Declined, Gap, Hello, Message, Open, Opened, Output, Step, Welcome
+from .spans import Span
+from .tensors import check_tensor
+
+NO_SESSION = bytes(SESSION_ID_BYTES)
+"""What stands in the header of a message that speaks of no session."""
+
+_MAX_SECONDS = 1e12
+
+
+def check_message(message: Message) -> None:
+    """Raise ValueError unless the message may be on the wire."""
+    _CHECKS[type(message)](message)
+
+
+def check_text(value: str) -> None:
+    """Raise ValueError for a text that is long, or that could steer the terminal it is shown on.
+
+    >>> check_text("the peer is about to leave")
+    >>> check_text("\x1b[2J")
+    Traceback (most recent call last):
+    ...
+    ValueError: a text has characters that cannot be printed
+    """
+    if len(value) > limits.MAX_TEXT_CHARACTERS:
+        raise ValueError(f"a text of {len(value)} characters is too long")
+    if not value.isprintable():
+        raise ValueError("a text has characters that cannot be printed")
+
+
+def clean_text(value: str) -> str:
+    """Return a text as `check_text` accepts it: cut, and without what cannot be printed.
+
+    >>> clean_text("two\\nlines")
+    'two lines'
+    """
+    cut = value[: limits.MAX_TEXT_CHARACTERS]
+    return "".join(character if character.isprintable() else " " for character in cut)
+
+
+def _check_session(value: bytes) -> None:
+    if len(value) != SESSION_ID_BYTES or value == NO_SESSION:
+        raise ValueError("the session id is missing or malformed")
+
+
+def _check_model_id(value: str) -> None:
+    if len(value) != MODEL_ID_CHARACTERS or not value.isalnum() or not value.isascii():
+        raise ValueError("malformed model id")
+
+
+def _check_span(span: Span) -> None:
+    if span.stop > limits.MAX_BLOCKS:
+        raise ValueError(f"block {span.stop} is beyond {limits.MAX_BLOCKS}")
+
+
+def _check_count(value: int, bound: int, name: str) -> None:
+    if not 0 < value <= bound:
+        raise ValueError(f"{name} {value} is outside 1..{bound}")
+
+
+def _check_position(value: int) -> None:
+    if not 0 <= value <= limits.MAX_SESSION_TOKENS:
+        raise ValueError(f"position {value} is beyond {limits.MAX_SESSION_TOKENS}")
+
+
+def _check_seconds(*values: float) -> None:
+    for value in values:
+        if not math.isfinite(value) or not 0 <= value <= _MAX_SECONDS:
+            raise ValueError(f"{value} is not a duration")
+
+
+def _check_hello(message: Hello) -> None:
+    check_text(message.software)
+
+
+def _check_welcome(message: Welcome) -> None:
+    check_text(message.software)
+    check_text(message.peer_id)
+    _check_model_id(message.model_id)
+    _check_span(message.span)
+    _check_seconds(message.wall_seconds)
+
+
+def _check_open(message: Open) -> None:
+    _check_session(message.session)
+    _check_model_id(message.model_id)
+    _check_span(message.span)
+    _check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
+    _check_count(message.max_tokens, limits.MAX_SESSION_TOKENS, "session length")
+
+
+def _check_opened(message: Opened) -> None:
+    _check_session(message.session)
+    _check_seconds(message.queue_seconds)
+
+
+def _check_step(message: Step) -> None:
+    _check_session(message.session)
+    _check_position(message.position)
+    check_tensor(message.hidden)
+    num_rows, row_map = message.hidden.rows, message.row_map
+    if row_map is not None and (
+        len(row_map) != num_rows or not all(0 <= row < num_rows for row in row_map)
+    ):
+        raise ValueError(f"the row map does not fit {num_rows} rows")
+
+
+def _check_output(message: Output) -> None:
+    _check_session(message.session)
+    _check_position(message.position)
+    check_tensor(message.hidden)
+    _check_seconds(message.queue_seconds, message.compute_seconds)
+
+
+def _check_gap(message: Gap) -> None:
+    _check_session(message.session)
+    _check_position(message.length)
+
+
+def _check_close(message: Close) -> None:
+    _check_session(message.session)
+
+
+def _check_declined(message: Declined) -> None:
+    if message.session is not None:
+        _check_session(message.session)
+    if message.retry_after_seconds is not None:
+        _check_seconds(message.retry_after_seconds)
+
+
+_CHECKS: dict[type[Message], Callable[[Any], None]] = {
+    Hello: _check_hello,
+    Welcome: _check_welcome,
+    Open: _check_open,
+    Opened: _check_opened,
+    Step: _check_step,
+    Output: _check_output,
+    Gap: _check_gap,
+    Close: _check_close,
+    Declined: _check_declined,
+}

@@ -1,0 +1,125 @@
+"""Text on terminals, pipes and consoles that know no UTF-8."""
+
+from __future__ import annotations
+
+import io
+import random
+import textwrap
+
+import pytest
+
+from shoal.cli.terminal import Progress, Terminal, WordWrapper
+
+SEED = 7
+
+
+class Screen(io.TextIOWrapper):
+    """A text stream in memory that says it is a terminal, or not."""
+
+    def __init__(self, encoding: str = "utf-8", is_terminal: bool = True) -> None:
+        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
+        self._is_terminal = is_terminal
+
+    def isatty(self) -> bool:
+        return self._is_terminal
+
+    @property
+    def text(self) -> str:
+        buffer = self.buffer
+        assert isinstance(buffer, io.BytesIO)
+        return buffer.getvalue().decode(self.encoding)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NO_COLOR", "TERM", "COLUMNS"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("width", [10, 23, 80])
+def test_wrapped_pieces_are_the_lines_of_the_whole_text(width: int) -> None:
+    generator = random.Random(SEED)
+    text = " ".join("x" * generator.randint(1, 9) for _ in range(200))
+    wrapper = WordWrapper(width)
+
+    shown, rest = "", text
+    while rest:
+        num_letters = generator.randint(1, 12)
+        shown += wrapper.feed(rest[:num_letters])
+        rest = rest[num_letters:]
+    shown += wrapper.flush()
+
+    assert shown == textwrap.fill(text, width), f"seed {SEED}"
+
+
+def test_wrapper_keeps_paragraphs_and_indents_lines() -> None:
+    wrapper = WordWrapper(12, indent="  ")
+
+    shown = wrapper.feed("one two three\n\nfour") + wrapper.flush()
+
+    assert shown == "  one two\n  three\n\n  four"
+
+
+def test_wrapper_holds_half_a_word_back() -> None:
+    wrapper = WordWrapper(80)
+
+    assert wrapper.feed("a sen") == "a"
+    assert wrapper.column == 1
+    assert wrapper.feed("tence ") == " sentence"
+
+
+def test_wrapper_breaks_scripts_without_spaces() -> None:
+    wrapper = WordWrapper(8)
+
+    assert wrapper.feed("日本語の文章") == "日本語の\n文章"
+
+
+def test_colours_are_for_terminals_only() -> None:
+    assert Terminal(Screen()).paint("x", "red") == "\x1b[31mx\x1b[0m"
+    assert Terminal(Screen(is_terminal=False)).paint("x", "red") == "x"
+
+
+def test_colours_obey_no_color(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    assert Terminal(Screen()).paint("x", "bold", "red") == "x"
+
+
+def test_signs_have_a_plain_form_where_the_encoding_lacks_them() -> None:
+    screen = Screen("ascii")
+
+    Terminal(screen).print("✓ A → B … ☂")
+
+    assert screen.text == "+ A -> B ... ?\n"
+
+
+def test_width_is_at_most_eighty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert Terminal(Screen()).width == 80
+
+    monkeypatch.setenv("COLUMNS", "60")
+    assert Terminal(Screen()).width == 60
+
+
+def test_progress_leaves_a_pipe_alone() -> None:
+    screen = Screen(is_terminal=False)
+
+    with Progress(Terminal(screen), lambda: "Working"):
+        pass
+
+    assert screen.text == ""
+
+
+def test_half_a_line_is_ended_before_an_error() -> None:
+    screen = Screen()
+    terminal = Terminal(screen)
+
+    def fail() -> None:
+        with terminal.ending_lines():
+            terminal.write("half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+
+    assert screen.text == "half\n"
