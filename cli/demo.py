@@ -175,7 +175,7 @@ def _run_demo(options: argparse.Namespace, screen: DemoScreen | None) -> DemoRes
         killer = _Killer(swarm, options.kill_after, pace, letters, screen)
         disturbed = model.generate(options.prompt, sampling, killer.on_token, killer.on_session)
         if screen:
-            screen.end_story(disturbed, letters)
+            screen.end_story(disturbed, letters, is_slowed=pace > 0)
         with Progress(Terminal(sys.stderr), lambda: "The same again, undisturbed"):
             undisturbed = model.generate(options.prompt, sampling, lambda piece: None)
         return DemoResult(disturbed, undisturbed, killer.kill, progress.seconds)

@@ -84,7 +84,9 @@ class DemoScreen:
         )
         self.terminal.write("\n" + " " * self._wrapper.column)
 
-    def end_story(self, generation: Generation, letters: Mapping[Any, str]) -> None:
+    def end_story(
+        self, generation: Generation, letters: Mapping[Any, str], is_slowed: bool
+    ) -> None:
         """End the story's last line and say which route it ended on."""
         paint = self.terminal.paint
         ending = "" if generation.is_complete else paint(" …", "dim")
@@ -94,6 +96,8 @@ class DemoScreen:
         self._print(
             paint(f"{num_tokens} tokens; the last ones came over {' → '.join(hops)}.", "dim")
         )
+        if is_slowed:
+            self._print(paint("Slowed down to be read; --pace 0 shows the real speed.", "dim"))
 
     def show_verdict(self, result: DemoResult) -> None:
         """Say whether the story survived."""

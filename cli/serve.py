@@ -78,6 +78,8 @@ def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0 after leaving in good order."""
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
+    # Before there are signal handlers: whoever is asked to end meanwhile just ends.
+    importlib.import_module("..peer.peer", __package__)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(config, report, options.end_with_stdin))
     return 0

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import json
 import os
+import shlex
 import sys
 import time
 
@@ -93,6 +94,7 @@ class _Reporter:
         """Say who serves what, and how to use it."""
         show, paint = self._terminal.print, self._terminal.paint
         show(paint(f"{len(swarm.peers)} peers serve {self._model}, {num_blocks} blocks:", "bold"))
+        show()
         for peer in swarm.peers:
             show(
                 f"  …{peer.peer_id[-6:]}  blocks {peer.span!s:7} pid {peer.pid:<9}"
@@ -101,7 +103,7 @@ class _Reporter:
         address = swarm.initial_peers[0]
         show()
         show(paint("Generate text from another terminal:", "bold"))
-        show(f'  shoal generate {self._model} "Once upon a time" \\')
+        show(f'  shoal generate {shlex.quote(self._model)} "Once upon a time" \\')
         show(f"    --initial-peers {address}")
         show()
         show(paint("Or from Python:", "bold"))

@@ -131,12 +131,16 @@ class Client:
     def close(self) -> None:
         """Hang up on everybody and end the client's thread; safe to call twice."""
         if not self._portal.is_closed:
-            self._portal.run(self._close())
-            self._portal.close()
+            try:
+                self._portal.run(self._close())
+            finally:
+                self._portal.close()
 
     async def _close(self) -> None:
-        await self._transport.close()
-        await self._directory.close()
+        try:
+            await self._transport.close()
+        finally:
+            await self._directory.close()
 
 
 def _check_config(config: ClientConfig) -> None:

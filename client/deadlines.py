@@ -50,11 +50,15 @@ class AnswerTimes:
         """
         decode = max(self.decode_seconds, default=announced_decode_seconds)
         per_token = max(self.prefill_seconds_per_token, default=announced_prefill_seconds_per_token)
-        if num_tokens == 1 and decode is not None:
-            expected = decode
-        elif per_token is not None or decode is not None:
-            # A few rows take about one decode step, however small a token's share of a prompt is.
-            expected = max(num_tokens * (per_token or decode or 0.0), decode or 0.0)
+        if decode is None and per_token is None:
+            seconds = _UNKNOWN_SECONDS
+        elif decode is None:
+            # Every step reads all weights once; how long that takes is not known yet.
+            seconds = max(_UNKNOWN_SECONDS, FLOOR_SECONDS + _PATIENCE * num_tokens * per_token)
+        elif num_tokens == 1:
+            seconds = FLOOR_SECONDS + _PATIENCE * decode
         else:
-            return _UNKNOWN_SECONDS * 2**self.num_silences
-        return (FLOOR_SECONDS + _PATIENCE * expected) * 2**self.num_silences
+            # A few rows take about one decode step, however small a token's share of a prompt is.
+            share = decode if per_token is None else per_token
+            seconds = FLOOR_SECONDS + _PATIENCE * max(num_tokens * share, decode)
+        return seconds * 2**self.num_silences

@@ -6,12 +6,16 @@ from dataclasses import dataclass, replace
 
 from ..protocol import versions
 from ..protocol.errors import (
+    CacheFullError,
+    ErrorCode,
     LocalProtocolError,
     RefusedError,
     RemoteProtocolError,
     SilentError,
     UnavailableError,
+    UsageError,
 )
+from ..protocol.ids import SessionId
 from ..protocol.messages import (
     Close,
     Declined,
@@ -31,6 +35,9 @@ from .router import Hop
 
 BULK_FRAME_BYTES = 256 * 2**10
 """Larger steps go over the second connection, so that they never delay a token."""
+
+_GOODBYE_SECONDS = 1.0
+"""How long saying Close may take: a stream that is stuck is hung up on without."""
 
 
 @dataclass(frozen=True)
@@ -60,15 +67,22 @@ async def greet(
     return answer, clock.now() - asked_at
 
 
-async def _receive(stream: Stream, hop_name: str) -> Message:
-    """Return the next message; a Declined becomes the RefusedError it stands for."""
+async def _receive(stream: Stream, hop_name: str, session: SessionId | None = None) -> Message:
+    """Return the next message; a Declined becomes the RefusedError it stands for.
+
+    Raises RemoteProtocolError for a refusal of some other session.
+    """
     frame = await stream.receive()
     if frame is None:
         raise UnavailableError(f"{hop_name} ended the stream")
     message = decode_frame(frame)
-    if isinstance(message, Declined):
-        raise RefusedError(message.code, message.detail, message.retry_after_seconds)
-    return message
+    if not isinstance(message, Declined):
+        return message
+    if message.session not in (None, session):
+        raise RemoteProtocolError(f"{hop_name} declined what it was not asked")
+    if message.code is ErrorCode.CACHE_FULL:
+        raise CacheFullError(message.detail, message.retry_after_seconds)
+    raise RefusedError(message.code, message.detail, message.retry_after_seconds)
 
 
 class HopLink:
@@ -83,6 +97,7 @@ class HopLink:
         self._interactive = stream
         self._bulk: Stream | None = None
         self.hop = hop
+        self.session = opening.session
         self.name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
 
     def __repr__(self) -> str:
@@ -105,7 +120,7 @@ class HopLink:
                     link = cls(transport, clock, hop, opening, stream)
                     welcome, rtt_seconds = await greet(stream, link.name, clock, opening)
                     _check_welcome(welcome, hop, opening)
-                    opened = await _receive(stream, link.name)
+                    opened = await _receive(stream, link.name, opening.session)
             except TimeoutError as error:
                 name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
                 raise SilentError(f"{name} did not open a session in time") from error
@@ -126,9 +141,11 @@ class HopLink:
             async with asyncio.timeout(timeout_seconds):
                 stream = await self._choose_stream(len(frame))
                 await stream.send(frame)
-                answer = await _receive(stream, self.name)
+                answer = await _receive(stream, self.name, step.session)
         except TimeoutError as error:
-            raise SilentError(f"{self.name} did not answer within {timeout_seconds:.1f} s") from error
+            raise SilentError(
+                f"{self.name} did not answer within {timeout_seconds:.1f} s"
+            ) from error
         if isinstance(answer, Gap):
             raise UnavailableError(f"{self.name} lost the prefix of the session")
         self._check_output(step, answer)
@@ -137,11 +154,11 @@ class HopLink:
 
     async def close(self) -> None:
         """Tell the peer that the session is over and hang up. Never raises."""
+        goodbye = encode_frame(Close(self._opening.session, self._opening.epoch))
         try:
-            await self._interactive.send(
-                encode_frame(Close(self._opening.session, self._opening.epoch))
-            )
-        except (UnavailableError, LocalProtocolError):
+            async with asyncio.timeout(_GOODBYE_SECONDS):
+                await self._interactive.send(goodbye)
+        except (UnavailableError, LocalProtocolError, TimeoutError):
             pass  # the peer frees the session when the stream ends
         finally:
             await self._interactive.close()
@@ -153,7 +170,8 @@ class HopLink:
             return self._interactive
         if self._bulk is None:
             self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
-            await greet(self._bulk, self.name, self._clock)
+            welcome, _ = await greet(self._bulk, self.name, self._clock)
+            _check_welcome(welcome, self.hop, self._opening)
         return self._bulk
 
     def _check_output(self, step: Step, answer: Message) -> None:
@@ -169,19 +187,22 @@ class HopLink:
 
 
 async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: float) -> Stream:
-    """Try the endpoints of a peer in their order."""
-    error: UnavailableError | RemoteProtocolError | None = None
+    """Try the endpoints of a peer in their order; that they are good ones is for it to see to."""
+    error: UnavailableError | RemoteProtocolError
+    error = RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} announced no endpoint")
     for endpoint in hop.peer.endpoints:
         try:
             return await transport.open_stream(endpoint, lane, timeout_seconds)
         except (UnavailableError, RemoteProtocolError) as failure:
             error = failure
-    assert error is not None  # an announcement has at least one endpoint
+        except UsageError as failure:
+            error = RemoteProtocolError(f"an endpoint that cannot be used: {failure}")
+            error.__cause__ = failure
     raise error
 
 
 def _check_welcome(welcome: Welcome, hop: Hop, opening: Open) -> None:
     if welcome.peer_id != hop.peer.peer_id:
-        raise RemoteProtocolError(f"another peer answers at {hop.peer.endpoints[0]}")
+        raise RemoteProtocolError(f"another peer answers for …{hop.peer.peer_id[-6:]}")
     if welcome.model_id != opening.model_id:
         raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} serves another model by now")

@@ -1,4 +1,4 @@
-"""The session that a script holds: the same steps without `await`, and what `generate` remembers."""
+"""The session that a script holds: the same steps without `await`, and the tokens so far."""
 
 from types import TracebackType
 
@@ -115,4 +115,6 @@ class InferenceSession:
         rows = [int(row) for row in hypo_ids.to(torch.int64).flatten()]
         if self._row_map is None:
             return tuple(rows)
+        if not all(0 <= row < len(self._row_map) for row in rows):
+            raise UsageError(f"hypo_ids {rows} name rows that the session does not have")
         return tuple(self._row_map[row] for row in rows)

@@ -1,7 +1,7 @@
 """The hops of one session: opening them, asking them, and rebuilding a lost one from its log."""
 
 import asyncio
-from collections.abc import Sequence
+import hashlib
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -15,7 +15,8 @@ from ..protocol.errors import (
     SilentError,
     UnavailableError,
 )
-from ..protocol.ids import ModelId, PeerId, SessionId
+from ..protocol.ids import SESSION_ID_BYTES, ModelId, PeerId, SessionId
+from ..protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES
 from ..protocol.messages import Open, Step
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
@@ -59,7 +60,11 @@ class LostHopError(UnavailableError):
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What a session is opened with."""
+    """What a session is opened with.
+
+    `session` never leaves the client: the id at each hop is derived from it. So no peer can step
+    the session at another peer, and one that serves two spans of a route holds two sessions.
+    """
 
     session: SessionId
     model_id: ModelId
@@ -113,7 +118,8 @@ class LiveHops:
         """Return how many tokens per row one frame should carry."""
         element_bytes = ELEMENT_BYTES[self._wire_dtype or WireDtype.FP32]
         token_bytes = num_rows * self._facts.hidden_size * element_bytes
-        return max(1, min(self._config.max_step_bytes // token_bytes, _MAX_PIECE_TOKENS))
+        piece_bytes = min(self._config.max_step_bytes, MAX_FRAME_BYTES - MAX_CONTROL_BYTES)
+        return max(1, min(piece_bytes // token_bytes, _MAX_PIECE_TOKENS))
 
     async def ask(self, live: LiveHop, question: Question) -> Tensor:
         """Return a hop's checked answer to a question.
@@ -124,7 +130,7 @@ class LiveHops:
         peer = live.hop.peer
         if live.link is None:
             raise LostHopError(peer.peer_id, "the hop was lost before")
-        step = self._make_step(question)
+        step = self._make_step(live.link.session, question)
         times = self._swarm.times(peer.peer_id)
         num_tokens = step.hidden.rows * step.hidden.tokens
         timeout_seconds = times.choose_timeout_seconds(
@@ -191,7 +197,7 @@ class LiveHops:
                 return await self._open_route(route, log)
             except LostHopError as lost:
                 error = lost.__cause__
-                if _is_hopeless(error):
+                if isinstance(error, RefusedError) and _is_hopeless(error):
                     full[lost.peer_id] = error
                 elif self._clock.now() + pause_seconds > deadline:
                     raise error or lost from None
@@ -200,15 +206,15 @@ class LiveHops:
 
     async def _open_route(self, route: Route, log: RecoveryLog[Tensor]) -> list[LiveHop]:
         """Open all hops of a route at once, then replay the log through them in order."""
-        results = await asyncio.gather(
-            *(self._open_hop(hop) for hop in route.hops), return_exceptions=True
-        )
-        hops = [result for result in results if isinstance(result, LiveHop)]
+        hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
+        hops[0].log = log
         try:
+            results = await asyncio.gather(
+                *(self._open_link(live) for live in hops), return_exceptions=True
+            )
             for result in results:
                 if isinstance(result, BaseException):
                     raise result
-            hops[0].log = log
             await self._replay(hops)
         except BaseException:
             for live in hops:
@@ -216,10 +222,12 @@ class LiveHops:
             raise
         return hops
 
-    async def _open_hop(self, hop: Hop) -> LiveHop:
+    async def _open_link(self, live: LiveHop) -> None:
+        """Open the session of one hop, under an id of its own."""
         assert self._wire_dtype is not None
+        hop = live.hop
         opening = Open(
-            self._facts.session,
+            _derive_session_id(self._facts.session, self._epoch, hop.span),
             self._epoch,
             self._facts.model_id,
             hop.span,
@@ -228,13 +236,12 @@ class LiveHops:
             self._wire_dtype,
         )
         try:
-            link, facts = await HopLink.open(
+            live.link, facts = await HopLink.open(
                 self._transport, self._clock, hop, opening, self._config.connect_timeout_seconds
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             raise self._blame(hop, error) from error
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
-        return LiveHop(hop, link, RecoveryLog())
 
     async def _replay(self, hops: list[LiveHop]) -> None:
         """Send the first hop's log through all of them; each output is the next one's log."""
@@ -254,11 +261,11 @@ class LiveHops:
                         piece.position, output_BTH.shape[1], output_BTH, None, piece.is_decoded
                     )
 
-    def _make_step(self, question: Question) -> Step:
+    def _make_step(self, session: SessionId, question: Question) -> Step:
         assert self._wire_dtype is not None
         self._sequence += 1
         return Step(
-            self._facts.session,
+            session,
             self._epoch,
             self._sequence,
             question.position,
@@ -296,13 +303,15 @@ class LiveHops:
         return LostHopError(hop.peer.peer_id, str(error))
 
 
-def _is_hopeless(error: BaseException | None) -> bool:
+def _derive_session_id(secret: SessionId, epoch: int, span: Span) -> SessionId:
+    """Return the id of a session at one hop; it tells nothing of the others."""
+    text = f"{epoch}/{span}".encode()
+    return SessionId(hashlib.blake2b(text, key=secret, digest_size=SESSION_ID_BYTES).digest())
+
+
+def _is_hopeless(error: RefusedError) -> bool:
     """Return whether a peer said that what we want will never fit into its cache."""
-    return (
-        isinstance(error, RefusedError)
-        and error.code is ErrorCode.CACHE_FULL
-        and error.retry_after_seconds is None
-    )
+    return error.code is ErrorCode.CACHE_FULL and error.retry_after_seconds is None
 
 
 def _invert(speed: float | None) -> float | None:

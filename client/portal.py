@@ -2,14 +2,54 @@
 
 import asyncio
 import concurrent.futures
+import contextlib
 import threading
 from collections.abc import Coroutine
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ..protocol.errors import UsageError
 
 Result = TypeVar("Result")
+
+_CLOSED = "the client is closed; join again"
+_LAST_WORDS_SECONDS = 5.0
+"""How long an interrupted coroutine may clean up before the interrupt goes on without it."""
+
+
+class _Run(Generic[Result]):
+    """One coroutine on its way: `outcome` is done when the coroutine has really ended.
+
+    The future of `asyncio.run_coroutine_threadsafe` is done as soon as it is cancelled, while the
+    coroutine still cleans up.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, Result]
+    ) -> None:
+        self.outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        self._loop = loop
+        self._coroutine = coroutine
+        self._task: asyncio.Task[Result] | None = None
+
+    def start(self) -> None:
+        """Begin; called on the loop."""
+        self._task = self._loop.create_task(self._coroutine)
+        self._task.add_done_callback(self._settle)
+
+    def cancel(self) -> None:
+        """Cancel; called on the loop, after `start`."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def _settle(self, task: asyncio.Task[Result]) -> None:
+        if task.cancelled():
+            self.outcome.cancel()
+            self.outcome.set_running_or_notify_cancel()  # or `wait` would not notice
+        elif (error := task.exception()) is not None:
+            self.outcome.set_exception(error)
+        else:
+            self.outcome.set_result(task.result())
 
 
 class Portal:
@@ -17,6 +57,8 @@ class Portal:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._lock = threading.Lock()
+        self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="shoal client", daemon=True)
         self._thread.start()
 
@@ -33,38 +75,42 @@ class Portal:
 
     @property
     def is_closed(self) -> bool:
-        """Return whether the thread has ended."""
-        return not self._thread.is_alive()
+        """Return whether nothing can be run any more."""
+        return self._is_closing
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine to its end and return its result.
 
         When the calling thread is interrupted meanwhile (Ctrl-C), the coroutine is cancelled and
-        has ended before the interrupt goes on. Raises UsageError when the portal is closed.
+        has ended, within reason, before the interrupt goes on. Raises UsageError when the portal
+        is closed, before or meanwhile.
         """
-        if self.is_closed:
-            coroutine.close()
-            raise UsageError("the client is closed; join again")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        run = _Run(self._loop, coroutine)
+        with self._lock:
+            if self._is_closing:
+                coroutine.close()
+                raise UsageError(_CLOSED)
+            self._loop.call_soon_threadsafe(run.start)
         try:
-            return future.result()
+            return run.outcome.result()
+        except concurrent.futures.CancelledError:
+            if self._is_closing:
+                raise UsageError(_CLOSED) from None
+            raise
         except BaseException:
-            if not future.done():
-                future.cancel()
-                concurrent.futures.wait([future], timeout=5.0)
-                self._wait_for_tasks()
+            if not run.outcome.done():
+                with contextlib.suppress(RuntimeError):  # closed meanwhile
+                    self._loop.call_soon_threadsafe(run.cancel)
+                concurrent.futures.wait([run.outcome], timeout=_LAST_WORDS_SECONDS)
             raise
 
     def close(self) -> None:
         """Cancel what still runs and end the thread; safe to call twice."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join()
-
-    def _wait_for_tasks(self) -> None:
-        """Wait until cancelled coroutines have cleaned up, which takes turns of the loop."""
-        turn = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
-        concurrent.futures.wait([turn], timeout=5.0)
+        with self._lock:
+            if not self._is_closing:
+                self._is_closing = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

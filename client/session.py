@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..kernels.compress import has_only_finite
 from ..protocol.errors import UsageError
+from ..protocol.limits import MAX_BATCH_ROWS
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
@@ -61,6 +62,7 @@ class RemoteSession:
         self._hops: list[LiveHop] = []
         self._position = 0
         self._num_rows = 0
+        self._is_closed = False
         self.failovers: list[Failover] = []
 
     def __repr__(self) -> str:
@@ -105,24 +107,44 @@ class RemoteSession:
         """
         self._check_input(hidden_BTH, row_map)
         moves = None if row_map is None else tuple(row_map)
+        before = [] if moves is None else [(live, live.log.copy()) for live in self._hops]
         outputs: list[Tensor] = []
         position = self._position
         piece_tokens = self._driver.max_piece_tokens(hidden_BTH.shape[0])
-        for piece_BTH in hidden_BTH.split(piece_tokens, dim=1):
-            question = Question(piece_BTH, position, moves, is_decoded, last_token_only)
-            output_BTH = await self._step_piece(question)
-            moves = None  # the first piece moved the rows
-            outputs = [output_BTH] if last_token_only else [*outputs, output_BTH]
-            position += piece_BTH.shape[1]
+        try:
+            for piece_BTH in hidden_BTH.split(piece_tokens, dim=1):
+                question = Question(piece_BTH, position, moves, is_decoded, last_token_only)
+                output_BTH = await self._step_piece(question)
+                moves = None  # the first piece moved the rows
+                outputs = [output_BTH] if last_token_only else [*outputs, output_BTH]
+                position += piece_BTH.shape[1]
+        except BaseException:
+            if row_map is not None:
+                await self._restore(before)
+            raise
         self._position = position
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
+    async def _restore(self, before: Sequence[tuple[LiveHop, RecoveryLog[Tensor]]]) -> None:
+        """Go back to the hops and logs before a step that moved rows and failed.
+
+        A peer cannot undo a row map: every hop that may have applied it gets a replay instead.
+        """
+        used, self._hops = self._hops, [live for live, _ in before]
+        for live, log in before:
+            live.log = log
+        for live in (*used, *self._hops):
+            await self._driver.hang_up(live)
+
     async def close(self) -> None:
         """Free the caches on all hops. Never raises; the session cannot be used afterwards."""
+        self._is_closed = True
         hops, self._hops = self._hops, []
         await asyncio.gather(*(self._driver.hang_up(live) for live in hops))
 
     def _check_input(self, hidden_BTH: Tensor, row_map: Sequence[int] | None) -> None:
+        if self._is_closed:
+            raise UsageError("the session is closed; open a new one")
         if hidden_BTH.dim() != 3 or hidden_BTH.shape[2] != self._facts.hidden_size:
             raise UsageError(
                 f"hidden states have shape [rows, tokens, {self._facts.hidden_size}], "
@@ -131,6 +153,8 @@ class RemoteSession:
         num_rows, num_tokens, _ = hidden_BTH.shape
         if num_rows == 0 or num_tokens == 0:
             raise UsageError("a step needs at least one row and one token")
+        if num_rows > MAX_BATCH_ROWS:
+            raise UsageError(f"a session has at most {MAX_BATCH_ROWS} rows, not {num_rows}")
         if not hidden_BTH.is_floating_point():
             raise UsageError(f"hidden states are floating point numbers, not {hidden_BTH.dtype}")
         if self._num_rows and num_rows != self._num_rows:
@@ -148,7 +172,10 @@ class RemoteSession:
             raise UsageError("the hidden states contain NaN or infinity")
 
     async def _step_piece(self, question: Question) -> Tensor:
-        """Take one piece over all hops, replacing those that are lost on the way."""
+        """Take one piece over all hops, replacing those that are lost on the way.
+
+        A hop that took it and is asked again, after an error at a later one, rolls back first.
+        """
         num_rows, num_tokens, _ = question.hidden_BTH.shape
         if not self._hops:
             self._hops = await self._driver.cover(
@@ -156,37 +183,25 @@ class RemoteSession:
             )
             self._num_rows = num_rows
         hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
-        moved: list[tuple[LiveHop, RecoveryLog[Tensor]]] = []
         deadline: float | None = None
         index = 0
-        try:
-            while index < len(self._hops):
-                live = self._hops[index]
-                is_last = index + 1 == len(self._hops)
-                asked = replace(
-                    question,
-                    hidden_BTH=hidden_BTH,
-                    last_token_only=question.last_token_only and is_last,
-                )
-                try:
-                    output_BTH = await self._driver.ask(live, asked)
-                except LostHopError as error:
-                    deadline = deadline or self._make_deadline()
-                    await self._replace(index, error, question.position, deadline)
-                    continue
-                if asked.row_map is not None:
-                    moved.append((live, live.log.copy()))
-                live.log.append(
-                    asked.position, num_tokens, hidden_BTH, asked.row_map, asked.is_decoded
-                )
-                hidden_BTH = output_BTH
-                index += 1
-        except BaseException:
-            # A peer cannot undo a row map: the hops that applied it get a replay instead.
-            for live, log in moved:
-                live.log = log
-                await self._driver.hang_up(live)
-            raise
+        while index < len(self._hops):
+            live = self._hops[index]
+            is_last = index + 1 == len(self._hops)
+            asked = replace(
+                question,
+                hidden_BTH=hidden_BTH,
+                last_token_only=question.last_token_only and is_last,
+            )
+            try:
+                output_BTH = await self._driver.ask(live, asked)
+            except LostHopError as error:
+                deadline = deadline or self._make_deadline()
+                await self._replace(index, error, question.position, deadline)
+                continue
+            live.log.append(asked.position, num_tokens, hidden_BTH, asked.row_map, asked.is_decoded)
+            hidden_BTH = output_BTH
+            index += 1
         return hidden_BTH
 
     async def _replace(

@@ -1,7 +1,9 @@
 """The file that holds a peer's private key: readable by its owner only, created whole."""
 
+import contextlib
 import os
 import stat
+import tempfile
 from pathlib import Path
 
 from ..protocol.errors import RemoteProtocolError, UsageError
@@ -16,19 +18,28 @@ def load_or_create_identity(path: Path) -> Identity:
     Raises UsageError when others may read the file, or when it holds something else.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        return _load(path)
     except FileNotFoundError:
         return _create(path)
     except OSError as error:
         raise UsageError(f"cannot read the identity file {path}: {error.strerror}") from error
-    with os.fdopen(descriptor, "rb") as file:
-        mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+
+
+def _load(path: Path) -> Identity:
+    # Not blocking, or opening a named pipe would wait for somebody to write into it.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode):
+            raise UsageError(f"{path} is not an identity file: name a file, or none that exists")
         if mode & 0o077:
             raise UsageError(
-                f"others may read the identity file {path} (mode {mode:04o}): chmod 600 it, or "
-                "delete it to get a new identity"
+                f"others may read the identity file {path} (mode {stat.S_IMODE(mode):04o}): "
+                "chmod 600 it, or delete it to get a new identity"
             )
-        content = file.read(_MAX_FILE_BYTES)
+        content = os.read(descriptor, _MAX_FILE_BYTES)
+    finally:
+        os.close(descriptor)
     try:
         return Identity.from_libp2p_private_key(content)
     except (RemoteProtocolError, ValueError) as error:
@@ -38,20 +49,18 @@ def load_or_create_identity(path: Path) -> Identity:
 def _create(path: Path) -> Identity:
     """Write a new identity; two processes that race for one path end with one of them."""
     identity = Identity.generate()
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(identity.to_libp2p_private_key())
-            file.flush()
-            os.fsync(file.fileno())
+        descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
-            os.link(partial, path)
-        except FileExistsError:
-            return load_or_create_identity(path)
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(identity.to_libp2p_private_key())
+                file.flush()
+                os.fsync(file.fileno())
+            with contextlib.suppress(FileExistsError):
+                os.link(partial, path)
         finally:
             os.unlink(partial)
+        return _load(path)
     except OSError as error:
         raise UsageError(f"cannot write the identity file {path}: {error.strerror}") from error
-    return identity

@@ -36,7 +36,7 @@ from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Stream
 from ..protocol.session import Action, SessionState
 from ..protocol.spans import Span
-from ..protocol.tensors import WireCodec, WireDtype, WireTensor
+from ..protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
 from ..protocol.versions import SOFTWARE, agree_on_version
 from ..protocol.wire import decode_frame, encode_frame
 from .engine.compute_thread import ComputedStep, ComputeThread
@@ -54,15 +54,25 @@ TORCH_DTYPES = {
 _MAX_PENDING_ANSWERS = 16
 """Questions of one stream that wait for their answer; more are not read until one is sent."""
 
+_HELLO_SECONDS = 20.0
+"""How long a stream may stay without a Hello: it costs a stranger nothing to open thousands."""
+
+_MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
+"""The tensor of one answer; what is left of the frame is enough for everything else."""
+
 
 @dataclass(slots=True)
 class HeldSession:
-    """A session and its cache; closed by the stream that opened it."""
+    """A session and its cache; closed by the stream that opened it.
+
+    `used_at` is when it was last stepped, on whatever stream.
+    """
 
     state: SessionState
     cache: SessionCache
     span: Span
     dtype: WireDtype
+    used_at: float
     running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
 
 
@@ -86,6 +96,7 @@ class Service:
     clock: Clock
     is_draining: bool = False
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
+    opening: set[SessionId] = field(default_factory=set)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, stream: Stream) -> None:
@@ -130,6 +141,7 @@ class _Conversation:
         self._answers: asyncio.Queue[bytes | _RunningStep | None] = asyncio.Queue(
             _MAX_PENDING_ANSWERS
         )
+        self._idle_seconds = service.facts.session_idle_seconds
         self._is_welcome = False
 
     async def run(self) -> None:
@@ -147,21 +159,31 @@ class _Conversation:
 
     async def _read_questions(self) -> None:
         """Read until the client ends the stream, breaks the protocol or falls silent."""
-        idle_seconds = self._service.facts.session_idle_seconds
         try:
-            while True:
-                async with asyncio.timeout(idle_seconds):
-                    frame = await self._stream.receive()
-                if frame is None:
-                    return
+            while (frame := await self._receive()) is not None:
                 await self._take(decode_frame(frame))
         except RemoteProtocolError as error:
             await self._end_stream(ErrorCode.BAD_FRAME, str(error))
         except RefusedError as error:
             await self._end_stream(error.code, str(error))
-        except TimeoutError:
-            detail = f"nothing was asked for {idle_seconds:.0f} s"
-            await self._end_stream(ErrorCode.UNKNOWN_SESSION, detail)
+
+    async def _receive(self) -> bytes | None:
+        """Wait for a frame. Raises RefusedError when nothing came for too long."""
+        idle_seconds = self._idle_seconds
+        if not self._is_welcome:
+            idle_seconds = min(idle_seconds, _HELLO_SECONDS)
+        deadline = self._service.clock.now() + idle_seconds
+        while (seconds := deadline - self._service.clock.now()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    return await self._stream.receive()
+            # Its sessions may have been stepped on another stream meanwhile.
+            deadline = max(deadline, self._last_used_at() + idle_seconds)
+        raise RefusedError(ErrorCode.UNKNOWN_SESSION, f"nothing was asked for {idle_seconds:.0f} s")
+
+    def _last_used_at(self) -> float:
+        sessions = self._service.sessions
+        return max((sessions[session].used_at for session in self._opened), default=0.0)
 
     async def _end_stream(self, code: ErrorCode, detail: str) -> None:
         _logger.info("closing a stream: %s", detail)
@@ -171,7 +193,15 @@ class _Conversation:
         while (answer := await self._answers.get()) is not None:
             frame = await self._finish(answer) if isinstance(answer, _RunningStep) else answer
             if frame is not None:
+                await self._send(frame)
+
+    async def _send(self, frame: bytes) -> None:
+        """Send a frame; a client that never reads is one that went away."""
+        try:
+            async with asyncio.timeout(self._idle_seconds):
                 await self._stream.send(frame)
+        except TimeoutError as error:
+            raise UnavailableError("the client does not read its answers") from error
 
     async def _take(self, message: Message) -> None:
         """Act on one message; a refusal of a session is an answer, of a stream an exception."""
@@ -201,11 +231,17 @@ class _Conversation:
         service = self._service
         try:
             self._check_open(message)
-            cache, free_tokens = await self._open_cache(message)
+            service.opening.add(message.session)
+            try:
+                cache, free_tokens = await self._open_cache(message)
+            finally:
+                service.opening.discard(message.session)
         except RefusedError as error:
             return _encode_refusal(message.session, 0, error)
         state = SessionState(message.num_rows, message.max_tokens, message.epoch)
-        service.sessions[message.session] = HeldSession(state, cache, message.span, message.dtype)
+        service.sessions[message.session] = HeldSession(
+            state, cache, message.span, message.dtype, service.clock.now()
+        )
         self._opened.add(message.session)
         queue_seconds = service.compute.queue_seconds
         return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
@@ -224,10 +260,10 @@ class _Conversation:
                 f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
             )
             raise RefusedError(ErrorCode.TOO_LONG, detail)
-        if message.session in service.sessions:
+        if message.session in service.sessions or message.session in service.opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
         if (
-            len(service.sessions) >= service.facts.max_sessions
+            len(service.sessions) + len(service.opening) >= service.facts.max_sessions
             or len(self._opened) >= limits.MAX_SESSIONS_PER_STREAM
         ):
             raise RefusedError(ErrorCode.BUSY, "the peer holds as many sessions as it may", 5.0)
@@ -243,6 +279,11 @@ class _Conversation:
         opening = compute.call(open_on_thread)
         try:
             return await asyncio.shield(opening)
+        except RefusedError:
+            raise
+        except Exception as error:
+            _logger.exception("a session could not be opened")
+            raise RefusedError(ErrorCode.INTERNAL, "the peer failed to open a session") from error
         except asyncio.CancelledError:
             # The stream broke while the cache was being opened: nobody will hold it.
             opening.add_done_callback(lambda done: _discard_cache(done, compute))
@@ -254,6 +295,7 @@ class _Conversation:
             if held is None:
                 raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open here")
             decision = held.state.decide(step)
+            _check_answer_fits(step, held)
         except RefusedError as error:
             await self._answers.put(_encode_refusal(step.session, step.sequence, error))
             return
@@ -263,26 +305,40 @@ class _Conversation:
             gap = Gap(step.session, step.epoch, step.sequence, held.state.length)
             await self._answers.put(encode_frame(gap))
         elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
+            held.used_at = self._service.clock.now()
             held.state.accept(step)
             future = self._service.compute.submit(_make_work(step, held))
             held.running.add(future)
             await self._answers.put(_RunningStep(step, held, future))
 
     async def _finish(self, running: _RunningStep) -> bytes | None:
-        """Wait for the engine and return the answer, or None when the session was closed."""
+        """Wait for the engine and return the answer, or None when the session was closed.
+
+        The closing is the client's own doing, or the end of the stream that opened the session.
+        """
         step, held, future = running.step, running.held, running.future
         await asyncio.wait([future])
         held.running.discard(future)
         if future.cancelled():
             return None
-        error = future.exception()
-        if isinstance(error, RefusedError):
+        try:
+            computed = future.result()
+        except RefusedError as error:
             held.state.fail(step.sequence)
             return _encode_refusal(step.session, step.sequence, error)
-        computed = future.result()
         frame = encode_frame(_make_output(step, held, computed))
         held.state.complete(step.sequence, frame)
         return frame
+
+
+def _check_answer_fits(step: Step, held: HeldSession) -> None:
+    """Raise RefusedError when the answer, in the dtype of the session, is beyond one frame."""
+    rows, tokens, width = step.hidden.shape
+    num_tokens = 1 if step.last_token_only else tokens
+    if compute_num_bytes(held.dtype, rows, num_tokens, width) > _MAX_ANSWER_BYTES:
+        raise RefusedError(
+            ErrorCode.TOO_LONG, "the answer would not fit into one frame; send fewer tokens"
+        )
 
 
 def _make_work(step: Step, held: HeldSession) -> StepWork:

@@ -160,7 +160,8 @@ class SessionState:
 
     def complete(self, sequence: int, answer: bytes) -> None:
         """Note the answer to an accepted step, so that a repeat can be answered again."""
-        self._running.pop(sequence, None)
+        # The engine takes steps in order: how the ones before this ended has no say any more.
+        self._running = {n: extent for n, extent in self._running.items() if n > sequence}
         if len(answer) > MAX_CACHED_ANSWER_BYTES:
             return
         self._answers[sequence] = answer
@@ -173,8 +174,9 @@ class SessionState:
         Steps behind it that need its tokens fail as well; one that rolls back further stands.
         """
         if sequence not in self._running:
-            return  # it needed the tokens of a step that failed before
-        self.length, _ = self._running.pop(sequence)
+            return  # it needed the tokens of a step that failed, or a later one is done
+        position, _ = self._running.pop(sequence)
+        self.length = min(self.length, position)
         for later in sorted(number for number in self._running if number > sequence):
             position, stop = self._running[later]
             if position <= self.length:

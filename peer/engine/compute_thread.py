@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ...protocol.errors import ErrorCode, RefusedError, ShoalError
+from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
 from .engine import Engine, StepWork
 from .scheduler import WaitingStep, choose_batch
 
@@ -113,10 +113,17 @@ class ComputeThread:
         self._answer(item.future, _make_stopping_error())
 
     def _run(self) -> None:
-        while self._wait_for_work():
-            self.step()
-        for item in (*self._calls, *self._jobs):
-            self._answer(item.future, _make_stopping_error())
+        try:
+            while self._wait_for_work():
+                self.step()
+        finally:
+            # Also when the loop above failed: nobody may be left waiting for a dead thread.
+            with self._wake:
+                self._is_stopping = True
+            for item in (*self._calls, *self._jobs):
+                self._answer(item.future, _make_stopping_error())
+            self._calls.clear()
+            self._jobs.clear()
 
     def _wait_for_work(self) -> bool:
         with self._wake:
@@ -134,14 +141,18 @@ class ComputeThread:
 
     def _execute(self, works: list[StepWork]) -> list[Tensor | ShoalError]:
         try:
-            return list(self._engine.execute(works))
+            results = list(self._engine.execute(works))
+            if len(results) != len(works):
+                raise LocalProtocolError(f"{len(works)} steps got {len(results)} results")
+            return results
         except Exception:
             _logger.exception("the engine failed on %d steps", len(works))
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the step")
             return [error for _ in works]
 
     def _run_calls(self) -> None:
-        while self._calls:
+        # Those that are there now: calls that keep coming must not keep the steps waiting.
+        for _ in range(len(self._calls)):
             call = self._calls.popleft()
             try:
                 result = call.function()
@@ -192,6 +203,8 @@ class ComputeThread:
                 return
             if isinstance(result, BaseException):
                 future.set_exception(result)
+                if isinstance(result, RefusedError):
+                    future.exception()  # an answer, not a failure: who left need not read it
             else:
                 future.set_result(result)
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_PASSES = 8
-"""Batches that may be made without a waiting step before it goes first."""
+"""Batches that may be made without a waiting step before it no longer asks for the budget."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ def choose_batch(waiting: Sequence[WaitingStep], token_budget: int) -> list[int]
 
     `waiting` is in order of arrival. Steps that decode go first, then prompts while the budget
     lasts; only the oldest step of a session is a candidate. The first choice is taken whatever
-    its size. Steps that were passed over MAX_PASSES times go before all others, so that neither
-    a stream of decode steps nor a large prompt keeps anybody waiting forever: after MAX_PASSES
-    batches a step waits at most for those that arrived before it.
+    its size. The oldest of those that were passed over MAX_PASSES times comes along in any case,
+    beside the budget: so neither a stream of decode steps nor a flood of prompts keeps anybody
+    waiting for longer than MAX_PASSES batches and one for each step that arrived before.
 
     >>> prompt, token = WaitingStep(1, 300, False), WaitingStep(2, 1, True)
     >>> choose_batch([prompt, token], token_budget=64)
@@ -39,18 +39,14 @@ def choose_batch(waiting: Sequence[WaitingStep], token_budget: int) -> list[int]
     heads: dict[int, int] = {}
     for index, step in enumerate(waiting):
         heads.setdefault(step.session, index)
-    candidates = sorted(heads.values(), key=lambda index: (_rank(waiting[index]), index))
-    chosen: list[int] = []
+    overdue = [index for index in heads.values() if waiting[index].num_passes >= MAX_PASSES]
+    chosen = overdue[:1]
     num_tokens = 0
-    for index in candidates:
+    for index in sorted(heads.values(), key=lambda index: (not waiting[index].is_decoding, index)):
+        if index in overdue[:1]:
+            continue
         num_tokens += waiting[index].num_tokens
         if chosen and num_tokens > token_budget:
             break
         chosen.append(index)
     return chosen
-
-
-def _rank(step: WaitingStep) -> int:
-    if step.num_passes >= MAX_PASSES:
-        return 0
-    return 1 if step.is_decoding else 2

@@ -384,9 +384,9 @@ def test_clock_of_one_peer_is_told_from_ours(ahead_seconds: float, status: Statu
 def test_our_clock_is_off_when_nobody_agrees_with_it() -> None:
     async def build(swarm: Swarm) -> None:
         await swarm.add(Span(0, 8), clock_ahead_seconds=4.0)
-        await swarm.add(Span(0, 8), clock_ahead_seconds=4.1)
+        await swarm.add(Span(0, 8), clock_ahead_seconds=4.0)
 
     diagnosis = examine(build)
 
-    assert "this machine is 4.1 s behind" in find(diagnosis, "clocks").detail.replace("4.0", "4.1")
+    assert "this machine is 4.0 s behind" in find(diagnosis, "clocks").detail
     assert not diagnosis.is_well

@@ -1,0 +1,166 @@
+"""What the command line answers to mistakes: one sentence, and an exit code."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.bundled_model import BUNDLED_NAME, count_blocks, find_model
+from shoal.cli.main import main
+from shoal.protocol.errors import ModelError
+
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+
+def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run a command that fails; return its exit code and the one line that it said."""
+    try:
+        code = main(arguments)
+    except SystemExit as error:
+        code = int(error.code or 0)
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.count("\n") == 1, output.err
+    assert "Traceback" not in output.err
+    return code, output.err
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("", "COMMAND"),
+        ("dance", "invalid choice: 'dance'"),
+        ("generate", "MODEL, PROMPT, --initial-peers"),
+        ("generate m p", "--initial-peers"),
+        (f"generate m p --max-new-tokens 0 --initial-peers {PEER}", "at least 1"),
+        (f"generate m p --temperature -1 --initial-peers {PEER}", "at least 0"),
+        (f"generate m p --temperature warm --initial-peers {PEER}", "'warm'"),
+        (f"generate m p --top-p 1.5 --initial-peers {PEER}", "up to 1"),
+        (f"generate m p --top-k 0 --initial-peers {PEER}", "at least 1"),
+        (f"generate m p --seed -3 --initial-peers {PEER}", "--seed"),
+        (f"generate m p --dtype int4 --initial-peers {PEER}", "invalid choice: 'int4'"),
+        ("swarm --peers none", "'none' is not a whole number"),
+        ("swarm --weights fp64", "invalid choice: 'fp64'"),
+        ("demo --tokens 1.5", "'1.5' is not a whole number"),
+        ("doctor", "--initial-peers"),
+        ("serve m --new-swarm --threads 0", "at least 1"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    line: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, error = run_and_read_error(line.split(), capsys)
+
+    assert code == 2
+    assert words in error
+    assert "--help" in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["generate", "m", "", "--initial-peers", PEER], "the prompt is empty"),
+        (["generate", "m", " \n", "--initial-peers", PEER], "the prompt is empty"),
+        (["demo", "--tokens", "9", "--kill-after", "9"], "smaller --kill-after"),
+        (["demo", "--prompt", ""], "the prompt is empty"),
+        (["swarm", "no/such/model"], "no/such/model"),
+        (["serve", "m"], "--new-swarm"),
+        (["serve", "m", "--new-swarm", "--blocks", "8"], "--blocks"),
+    ],
+)
+def test_what_cannot_be_done_is_one_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, error = run_and_read_error(arguments, capsys)
+
+    assert code == 1
+    assert error.startswith(f"shoal {arguments[0]}: ")
+    assert words in error
+
+
+def test_swarm_refuses_more_peers_than_blocks(
+    byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["swarm", str(byte_model), "--peers", "5", "--replicas", "1"]
+
+    code, error = run_and_read_error(arguments, capsys)
+
+    assert code == 1
+    assert "has 4 blocks" in error
+
+
+def test_count_of_blocks_comes_from_the_configuration(byte_model: Path) -> None:
+    assert count_blocks(str(byte_model)) == 4
+
+
+def test_bundled_name_gives_way_to_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / BUNDLED_NAME).mkdir()
+
+    assert find_model() == BUNDLED_NAME
+    assert find_model("other/model") == "other/model"
+
+
+def test_bundled_model_is_found_next_to_the_package() -> None:
+    root = Path(__file__).resolve().parents[2]
+    if not (root / "models" / BUNDLED_NAME / "config.json").is_file():
+        with pytest.raises(ModelError, match="install shoal again"):
+            find_model()
+        return
+
+    assert Path(find_model()) == root / "models" / BUNDLED_NAME
+
+
+@pytest.mark.parametrize("command", ["demo", "doctor", "generate", "serve", "swarm"])
+def test_help_of_a_command_names_its_options(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([command, "--help"])
+
+    assert ending.value.code == 0
+    text = capsys.readouterr().out
+    assert "--json" in text
+
+
+@pytest.mark.slow
+def test_process_ends_with_the_code_and_the_sentence() -> None:
+    command = [sys.executable, "-P", "-m", "shoal.cli", "generate", "no/such/model", "-"]
+
+    process = subprocess.run(
+        [*command, "--initial-peers", PEER],
+        input="a prompt\n",
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+    )
+
+    assert process.returncode == 1
+    assert process.stdout == ""
+    assert process.stderr.startswith("shoal generate: ")
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_arguments_are_checked_before_anything_heavy_is_imported() -> None:
+    code = (
+        "import sys\n"
+        "from shoal.cli.main import main\n"
+        "for command in ('demo', 'doctor', 'generate', 'serve', 'swarm'):\n"
+        "    try:\n"
+        "        main([command, '--no-such-option'])\n"
+        "    except SystemExit as error:\n"
+        "        assert error.code == 2\n"
+        "print(*({'torch', 'transformers', 'hivemind', 'grpc'} & set(sys.modules)))\n"
+    )
+
+    process = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+
+    assert process.returncode == 0, process.stderr
+    assert process.stdout.split() == []

@@ -1,0 +1,175 @@
+"""`generate`, `doctor` and `swarm` against real processes on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.cli.main import main
+from shoal.peer.local_swarm import LocalSwarm
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+PROMPT = "Once upon a time"
+CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+
+@pytest.fixture(scope="module")
+def swarm(byte_model: Path) -> Iterator[LocalSwarm]:
+    """Three peers; the second half of the blocks is on two of them."""
+    with LocalSwarm(byte_model, spans=[(0, 2), (2, 4), (2, 4)], weights="fp32") as swarm:
+        yield swarm
+
+
+def run_json(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, Any]:
+    code = main([*arguments, "--json"])
+    output = capsys.readouterr()
+    assert output.err == ""
+    return code, json.loads(output.out)
+
+
+def test_generate_reports_what_transformers_would_say(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(byte_model)
+    reference: Any = AutoModelForCausalLM.from_pretrained(byte_model, dtype=torch.float32)
+    ids_BT = tokenizer(PROMPT, return_tensors="pt").input_ids
+    expected_BT = reference.generate(ids_BT, max_new_tokens=12, do_sample=False)
+    capsys.readouterr()  # what loading the reference said
+
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "12", "--initial-peers"]
+    code, result = run_json([*command, *swarm.initial_peers], capsys)
+
+    assert code == 0
+    assert result["text"] == tokenizer.decode(expected_BT[0, ids_BT.shape[1] :])
+    assert result["tokens"] == 12
+    assert result["failovers"] == []
+    assert [hop["span"] for hop in result["route"]] == ["0:2", "2:4"]
+    assert result["route"][0]["peer_id"] == swarm.peers[0].peer_id
+    assert 0 < result["time_to_first_token_seconds"] <= result["seconds"]
+    assert result["tokens_per_second"] > 0
+
+
+def test_generate_with_a_seed_repeats_itself_and_beams_work(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "6"]
+    peers = ["--initial-peers", *swarm.initial_peers]
+
+    texts = [run_json([*command, "--seed", "5", *peers], capsys)[1]["text"] for _ in range(2)]
+    code, searched = run_json([*command, "--beams", "2", *peers], capsys)
+
+    assert texts[0] == texts[1]
+    assert code == 0
+    assert searched["tokens"] == 6
+
+
+def test_generate_streams_text_to_stdout_and_its_report_to_stderr(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "5", "--initial-peers"]
+    text = run_json([*command, *swarm.initial_peers], capsys)[1]["text"]
+
+    assert main([*command, *swarm.initial_peers]) == 0
+
+    output = capsys.readouterr()
+    assert output.out == text + "\n"
+    assert output.err.startswith("5 tokens, ")
+    assert f"{swarm.peers[0].peer_id[-6:]}[0:2]" in output.err
+
+
+def test_doctor_finds_a_sound_swarm_well(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, result = run_json(
+        ["doctor", str(byte_model), "--initial-peers", *swarm.initial_peers], capsys
+    )
+
+    assert code == 0
+    assert result["ok"]
+    assert result["usable"]
+    assert result["missing"] == []
+    assert {peer["peer_id"] for peer in result["peers"]} == {p.peer_id for p in swarm.peers}
+    assert all(peer["reachable"] and peer["rtt_seconds"] > 0 for peer in result["peers"])
+    assert all(abs(peer["clock_ahead_seconds"]) < 1 for peer in result["peers"])
+    assert set(result["findings"][0]) == {"name", "ok", "status", "detail", "fix"}
+
+
+def test_doctor_says_which_address_is_closed(
+    byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["doctor", str(byte_model), "--initial-peers", CLOSED])
+
+    output = capsys.readouterr().out
+    assert code == 1
+    assert "127.0.0.1:1 (peer …x6nXTN)" in output.replace("...", "…")
+    assert "nobody listens" in output
+    assert "check that this peer still runs" in output
+    assert all(len(line) <= 80 for line in output.splitlines())
+
+
+def test_doctor_names_a_killed_peer_and_its_blocks(
+    byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with LocalSwarm(byte_model, spans=[(0, 2), (2, 3), (3, 4)], weights="fp32") as swarm:
+        victim = swarm.peers[1]
+        victim.kill()
+        code, result = run_json(
+            ["doctor", str(byte_model), "--initial-peers", *swarm.initial_peers], capsys
+        )
+
+    assert code == 1
+    assert not result["usable"]
+    assert result["missing"] == ["2:3"]
+    faults = {peer["peer_id"]: peer["fault"] for peer in result["peers"]}
+    assert faults.pop(victim.peer_id) == "closed port"
+    assert set(faults.values()) == {None}
+    (finding,) = [finding for finding in result["findings"] if finding["name"] == "blocks"]
+    assert "2:3" in finding["detail"]
+    assert "--blocks 2:3" in finding["fix"]
+
+
+def test_swarm_reports_a_death_and_leaves_nothing_behind(byte_model: Path) -> None:
+    command = [sys.executable, "-P", "-m", "shoal.cli", "swarm", str(byte_model)]
+    process = subprocess.Popen(
+        [*command, "--peers", "2", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        try:
+            online = json.loads(process.stdout.readline())
+            pids = [peer["pid"] for peer in online["peers"]]
+            os.kill(pids[1], signal.SIGKILL)
+            ended = json.loads(process.stdout.readline())
+            process.send_signal(signal.SIGTERM)
+            stopped = json.loads(process.stdout.readline())
+            code = process.wait(60)
+            errors = process.stderr.read()
+        finally:
+            process.kill()
+
+    assert online["event"] == "online"
+    assert [peer["span"] for peer in online["peers"]] == ["0:2", "2:4"]
+    assert online["initial_peers"]
+    assert ended["event"] == "peer_ended"
+    assert (ended["pid"], ended["exit_code"]) == (pids[1], -signal.SIGKILL)
+    assert ended["missing"] == ["2:4"]
+    assert stopped == {"event": "stopped"}
+    assert (code, errors) == (0, b"")
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, 0)
+            pytest.fail(f"peer {pid} is still there")

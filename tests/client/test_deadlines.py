@@ -1,0 +1,89 @@
+"""How long a client waits for an answer."""
+
+import pytest
+
+from shoal.client.deadlines import FLOOR_SECONDS, AnswerTimes
+
+UNKNOWN = AnswerTimes().choose_timeout_seconds(1, None, None)
+
+
+def make_times(*answers: tuple[int, float]) -> AnswerTimes:
+    times = AnswerTimes()
+    for num_tokens, seconds in answers:
+        times.note(num_tokens, seconds)
+    return times
+
+
+def test_nothing_known_gives_a_fixed_patience() -> None:
+    assert UNKNOWN > FLOOR_SECONDS
+    assert AnswerTimes().choose_timeout_seconds(500, None, None) == UNKNOWN
+
+
+def test_announced_speed_counts_until_something_was_measured() -> None:
+    announced = AnswerTimes().choose_timeout_seconds(1, 0.2, 0.01)
+
+    assert announced > AnswerTimes().choose_timeout_seconds(1, 0.1, 0.01) > FLOOR_SECONDS
+    assert make_times((1, 2.0)).choose_timeout_seconds(1, 0.2, 0.01) > announced
+    assert make_times((1, 0.001)).choose_timeout_seconds(1, 0.2, 0.01) < announced
+
+
+@pytest.mark.parametrize("num_tokens", [1, 4, 100])
+def test_deadline_grows_with_measured_times(num_tokens: int) -> None:
+    timeouts = [
+        make_times((1, seconds), (100, 100 * seconds)).choose_timeout_seconds(
+            num_tokens, None, None
+        )
+        for seconds in (0.001, 0.01, 0.1, 1.0)
+    ]
+
+    assert timeouts == sorted(set(timeouts))
+    assert all(
+        timeout >= FLOOR_SECONDS + 2 * num_tokens * seconds
+        for timeout, seconds in zip(timeouts, (0.001, 0.01, 0.1, 1.0), strict=True)
+    )
+
+
+def test_worst_recent_answer_counts_and_old_ones_are_forgotten() -> None:
+    times = make_times((1, 5.0), (1, 0.1))
+    slow = times.choose_timeout_seconds(1, None, None)
+
+    assert slow > 5.0
+    for _ in range(1000):
+        times.note(1, 0.1)
+    assert times.choose_timeout_seconds(1, None, None) < 5.0
+
+
+def test_prompt_takes_its_time_per_token_but_at_least_a_decode_step() -> None:
+    times = make_times((1, 0.5), (1000, 10.0))
+
+    assert times.choose_timeout_seconds(2000, None, None) > 20.0
+    assert times.choose_timeout_seconds(3, None, None) == times.choose_timeout_seconds(
+        1, None, None
+    )
+
+
+def test_prompts_say_little_about_single_tokens() -> None:
+    """A peer that reads weights slowly answers a token much later than its share of a prompt."""
+    times = make_times((1000, 1.0))
+
+    assert times.choose_timeout_seconds(1, None, None) >= UNKNOWN
+    assert times.choose_timeout_seconds(1, 0.1, None) < UNKNOWN
+
+
+def test_decode_speed_stands_in_for_an_unknown_prompt_speed() -> None:
+    assert AnswerTimes().choose_timeout_seconds(100, 0.5, None) > 50.0
+
+
+@pytest.mark.parametrize("answers", [(), ((1, 0.3),), ((50, 0.3),)])
+def test_silence_doubles_the_deadline_and_an_answer_resets_it(
+    answers: tuple[tuple[int, float], ...],
+) -> None:
+    times = make_times(*answers)
+    before = times.choose_timeout_seconds(1, None, None)
+
+    for factor in (2, 4, 8, 16, 16, 16):
+        times.note_silence()
+        assert times.choose_timeout_seconds(1, None, None) == factor * before
+
+    times.note(1, 0.0)
+    assert times.choose_timeout_seconds(1, None, None) <= before

@@ -1,0 +1,101 @@
+"""Replays as tensors: the values are token ids, so a cache can be compared with its oracle."""
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.client.replay import ReplayStep, merge_pieces
+from shoal.protocol.recovery_log import RecoveryLog, ReplayPiece
+
+
+def make_piece(
+    position: int, num_tokens: int, is_decoded: bool = False, rows: tuple[int, ...] | None = None
+) -> ReplayPiece[Tensor]:
+    """Return a piece of two rows whose values are 1000 * row + position, with a surplus token."""
+    tokens_T = torch.arange(position, position + num_tokens + 1)
+    payload_BTH = torch.stack([tokens_T, 1000 + tokens_T]).unsqueeze(2)
+    return ReplayPiece(position, num_tokens, is_decoded, rows, payload_BTH)
+
+
+def show(steps: list[ReplayStep]) -> list[tuple[int, list[list[int]], bool]]:
+    return [(step.position, step.hidden_BTH[..., 0].tolist(), step.is_decoded) for step in steps]
+
+
+def test_neighbours_become_one_step() -> None:
+    steps = list(merge_pieces([make_piece(0, 2), make_piece(2, 1), make_piece(3, 1)], 8))
+
+    assert show(steps) == [(0, [[0, 1, 2, 3], [1000, 1001, 1002, 1003]], False)]
+
+
+def test_rows_are_put_into_their_present_order() -> None:
+    steps = list(merge_pieces([make_piece(0, 1, rows=(1, 1)), make_piece(1, 1, rows=(1, 0))], 8))
+
+    assert show(steps) == [(0, [[1000, 1001], [1000, 1]], False)]
+
+
+def test_prompts_and_decoded_tokens_stay_apart() -> None:
+    kinds = [False, False, True, True, False, True]
+
+    steps = list(merge_pieces([make_piece(i, 1, kind) for i, kind in enumerate(kinds)], 8))
+
+    assert [(step.position, step.is_decoded) for step in steps] == [
+        (0, False),
+        (2, True),
+        (4, False),
+        (5, True),
+    ]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 100])
+def test_no_step_is_longer_than_allowed(max_tokens: int) -> None:
+    pieces = [make_piece(0, 5), make_piece(5, 3), make_piece(8, 1), make_piece(9, 4)]
+
+    steps = list(merge_pieces(pieces, max_tokens))
+
+    assert all(step.hidden_BTH.shape[1] <= max_tokens for step in steps)
+    joined_BTH = torch.cat([step.hidden_BTH for step in steps], dim=1)
+    assert joined_BTH[..., 0].tolist() == [list(range(13)), list(range(1000, 1013))]
+    for step, following in pairwise(steps):
+        assert step.position + step.hidden_BTH.shape[1] == following.position
+
+
+def test_nothing_gives_nothing() -> None:
+    assert list(merge_pieces([], 8)) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_merged_replay_rebuilds_the_cache(seed: int) -> None:
+    """The oracle is a tensor that goes through the same rollbacks, moves and steps."""
+    rng = random.Random(seed)
+    num_rows, max_tokens = rng.choice((1, 2, 4)), rng.randint(1, 12)
+    log = RecoveryLog[Tensor]()
+    cache_BT = torch.zeros(num_rows, 0, dtype=torch.int64)
+    decoded: list[bool] = []  # of every token in the cache
+
+    for _ in range(120):
+        back = rng.choice((0, 0, 0, 0, rng.randrange(4), rng.randint(0, log.length)))
+        position = max(0, log.length - back)
+        num_tokens, is_decoded = rng.randint(1, 5), rng.random() < 0.6
+        tokens_BT = torch.tensor(
+            [[rng.randrange(10**6) for _ in range(num_tokens)] for _ in range(num_rows)]
+        )
+        row_map = [rng.randrange(num_rows) for _ in range(num_rows)]
+        row_map = rng.choice((None, row_map))
+        log.append(position, num_tokens, tokens_BT.unsqueeze(2), row_map, is_decoded)
+        order = list(range(num_rows)) if row_map is None else row_map
+        cache_BT = torch.cat([cache_BT[order, :position], tokens_BT], dim=1)
+        decoded[position:] = [is_decoded] * num_tokens
+
+        steps = list(merge_pieces(log.plan_replay(), max_tokens))
+
+        rebuilt_BT = torch.cat([step.hidden_BTH for step in steps], dim=1)[..., 0]
+        assert torch.equal(rebuilt_BT, cache_BT)
+        lengths = [step.hidden_BTH.shape[1] for step in steps]
+        assert max(lengths) <= max_tokens
+        assert [step.position for step in steps] == [sum(lengths[:i]) for i in range(len(lengths))]
+        assert decoded == [
+            kind for step, n in zip(steps, lengths, strict=True) for kind in [step.is_decoded] * n
+        ]

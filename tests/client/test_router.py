@@ -1,0 +1,314 @@
+"""Routes against brute force, and what a route must never contain."""
+
+import random
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shoal.client.router import Hop, Route, RoutingCosts, check_coverage, plan_route
+from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.errors import RouteError
+from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.spans import Span
+from shoal.protocol.swarm_view import SwarmView
+
+MODEL = ModelId("a" * 32)
+NOW = 1_800_000_000.0
+SILENT = RoutingCosts(noise_fraction=0.0)
+
+
+def make_peer(name: str, span: tuple[int, int], **changes: Any) -> Announcement:
+    """Return an ONLINE peer of a model with 80 blocks, that does 100 blocks per second."""
+    fields: dict[str, Any] = {
+        "peer_id": PeerId(name),
+        "model_id": MODEL,
+        "num_blocks": 80,
+        "span": Span(*span),
+        "state": PeerState.ONLINE,
+        "endpoints": (),
+        "min_version": 1,
+        "max_version": 1,
+        "weights": "int8",
+        "compute_dtype": "bf16",
+        "sequence": 1,
+        "issued_at": NOW,
+        "expires_at": NOW + 90,
+        "decode_steps_per_second": 100 / (span[1] - span[0]),
+    }
+    return Announcement(**(fields | changes))
+
+
+def make_view(*peers: Announcement) -> SwarmView:
+    return SwarmView.from_announcements(MODEL, peers, NOW, 80)
+
+
+def plan(view: SwarmView, span: tuple[int, int], seed: int = 0, **options: Any) -> Route:
+    options = {"costs": SILENT} | options
+    return plan_route(view, Span(*span), rng=random.Random(seed), **options)
+
+
+def show(route: Route) -> list[tuple[str, str]]:
+    return [(hop.peer.peer_id, str(hop.span)) for hop in route.hops]
+
+
+def compute_cost(route: Collection[Hop], costs: RoutingCosts) -> float:
+    """What the module's docstring says that a route costs, for peers with measured speeds."""
+    return sum(
+        costs.rtt_seconds[hop.peer.peer_id]
+        + hop.peer.queue_seconds
+        + len(hop.span) / ((hop.peer.decode_steps_per_second or 0) * len(hop.peer.span))
+        for hop in route
+    )
+
+
+def list_routes(view: SwarmView, span: Span) -> list[list[Hop]]:
+    """Return every way through a span: each peer, from each block, to each block."""
+    if span.start == span.stop:
+        return [[]]
+    routes: list[list[Hop]] = []
+    for peer in view.online:
+        for stop in range(span.start + 1, span.stop + 1):
+            hop_span = Span(span.start, stop)
+            if peer.span.covers(hop_span):
+                rest = [[]] if stop == span.stop else list_routes(view, Span(stop, span.stop))
+                routes += [[Hop(peer, hop_span), *others] for others in rest]
+    return routes
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_route_is_the_cheapest_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    peers = []
+    for index in range(rng.randint(1, 5)):
+        start = rng.randrange(5)
+        stop = rng.randint(start + 1, 6)
+        speed = rng.uniform(1, 50)
+        queue = rng.choice((0.0, rng.uniform(0, 0.1)))
+        peers.append(
+            make_peer(
+                f"p{index}", (start, stop), decode_steps_per_second=speed, queue_seconds=queue
+            )
+        )
+    view = make_view(*peers)
+    start = rng.randrange(5)
+    span = Span(start, rng.randint(start + 1, 6))
+    costs = RoutingCosts({peer.peer_id: rng.uniform(0, 0.2) for peer in peers}, 0.0)
+    routes = list_routes(view, span)
+
+    if not routes:
+        with pytest.raises(RouteError):
+            plan_route(view, span, costs, random.Random(0))
+        return
+    route = plan_route(view, span, costs, random.Random(0))
+
+    assert [block for hop in route.hops for block in range(hop.span.start, hop.span.stop)] == list(
+        range(span.start, span.stop)
+    )
+    assert all(hop.peer.span.covers(hop.span) for hop in route.hops)
+    assert compute_cost(route.hops, costs) == pytest.approx(
+        min(compute_cost(other, costs) for other in routes)
+    )
+
+
+def test_hop_may_begin_and_end_inside_a_peers_span() -> None:
+    view = make_view(make_peer("a", (0, 5)), make_peer("b", (3, 9)), make_peer("c", (7, 20)))
+
+    route = plan(view, (2, 12))
+
+    assert [hop.peer.peer_id for hop in route.hops] == ["a", "b", "c"]
+    assert (route.hops[0].span.start, route.hops[-1].span.stop) == (2, 12)
+
+
+def test_faster_peer_takes_over_as_soon_as_it_can() -> None:
+    slow, fast = make_peer("slow", (0, 8)), make_peer("fast", (3, 8), decode_steps_per_second=1e3)
+    costs = RoutingCosts({slow.peer_id: 0.001, fast.peer_id: 0.001}, 0.0)
+
+    assert show(plan(make_view(slow, fast), (0, 8), costs=costs)) == [
+        ("slow", "0:3"),
+        ("fast", "3:8"),
+    ]
+
+
+def test_queue_and_round_trip_count() -> None:
+    near = make_peer("near", (0, 8), queue_seconds=0.5)
+    far = make_peer("far", (0, 8))
+
+    def choose(rtt: float) -> str:
+        costs = RoutingCosts({near.peer_id: 0.01, far.peer_id: rtt}, 0.0)
+        return plan(make_view(near, far), (0, 8), costs=costs).hops[0].peer.peer_id
+
+    assert choose(0.2) == "far"
+    assert choose(0.9) == "near"
+
+
+def test_speed_under_load_counts_before_the_speed_alone() -> None:
+    loaded = make_peer("loaded", (0, 8), loaded_decode_steps_per_second=1.0)
+    other = make_peer("other", (0, 8), decode_steps_per_second=5.0)
+
+    assert show(plan(make_view(loaded, other), (0, 8))) == [("other", "0:8")]
+
+
+def test_peer_without_a_measured_speed_is_taken_for_an_average_one() -> None:
+    unknown = make_peer("unknown", (0, 8), decode_steps_per_second=None)
+    slow = make_peer("slow", (0, 8), decode_steps_per_second=1.0)
+    fast = make_peer("fast", (0, 8), decode_steps_per_second=100.0)
+    others = [make_peer(f"p{i}", (8, 16), decode_steps_per_second=50.0) for i in range(3)]
+
+    assert show(plan(make_view(unknown, slow, *others), (0, 8))) == [("unknown", "0:8")]
+    assert show(plan(make_view(unknown, fast, *others), (0, 8))) == [("fast", "0:8")]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_route_has_few_hops_before_anything_was_measured(seed: int) -> None:
+    """With hops for free, noise alone would change the peer at every block."""
+    pieces = [
+        make_peer(f"piece{start}", (start, start + 40), decode_steps_per_second=25.0)
+        for start in range(0, 41, 4)
+    ]
+    whole = make_peer("whole", (0, 80), decode_steps_per_second=12.5)
+
+    route = plan(make_view(*pieces, whole), (0, 80), seed, costs=RoutingCosts())
+
+    assert len(route.hops) <= 2
+
+
+@pytest.mark.parametrize("state", [PeerState.JOINING, PeerState.DRAINING, PeerState.OFFLINE])
+def test_only_online_peers_are_used(state: PeerState) -> None:
+    better = make_peer("better", (0, 8), state=state, decode_steps_per_second=1e6)
+    online = make_peer("online", (0, 6))
+
+    assert show(plan(make_view(better, online), (0, 6))) == [("online", "0:6")]
+    with pytest.raises(RouteError) as error:
+        plan(make_view(better, online), (0, 8))
+    assert error.value.missing == (Span(6, 8),)
+
+
+def test_excluded_peers_are_not_used() -> None:
+    first, second = make_peer("first", (0, 8)), make_peer("second", (0, 8))
+    view = make_view(first, second)
+
+    assert show(plan(view, (0, 8), exclude={"first"})) == [("second", "0:8")]
+    assert show(plan(view, (0, 8), exclude={"second"})) == [("first", "0:8")]
+    with pytest.raises(RouteError):
+        plan(view, (0, 8), exclude={"first", "second"})
+
+
+def test_weight_format_is_a_filter() -> None:
+    exact = make_peer("exact", (0, 8), weights="fp32", decode_steps_per_second=0.01)
+    quick = make_peer("quick", (0, 8), weights="int8")
+    view = make_view(exact, quick)
+
+    assert show(plan(view, (0, 8), weights="fp32")) == [("exact", "0:8")]
+    assert show(plan(view, (0, 8), weights="int8")) == [("quick", "0:8")]
+    assert show(plan(view, (0, 8))) == [("quick", "0:8")]
+    with pytest.raises(RouteError, match="bf16"):
+        plan(view, (0, 8), weights="bf16")
+
+
+def test_missing_blocks_are_named_within_the_span_that_was_asked_for() -> None:
+    view = make_view(make_peer("a", (4, 6)), make_peer("b", (9, 12)), make_peer("c", (30, 40)))
+
+    with pytest.raises(RouteError, match="2:4, 6:9, 12:14") as error:
+        plan(view, (2, 14))
+
+    assert error.value.missing == (Span(2, 4), Span(6, 9), Span(12, 14))
+    assert "--blocks 2:4" in str(error.value)
+
+
+def test_nobody_at_all_means_every_block_is_missing() -> None:
+    with pytest.raises(RouteError) as error:
+        check_coverage(Span(3, 9), [], None)
+
+    assert error.value.missing == (Span(3, 9),)
+
+
+def test_coverage_that_suffices_raises_nothing() -> None:
+    check_coverage(Span(3, 9), [make_peer("a", (0, 5)), make_peer("b", (5, 9))], None)
+
+
+def make_crowd(num_peers: int, seed: int) -> list[Announcement]:
+    rng = random.Random(seed)
+    peers = [make_peer("whole", (0, 80))]
+    for index in range(num_peers - 1):
+        start = rng.randrange(76)
+        stop = min(80, start + rng.randint(4, 30))
+        speed = rng.choice((None, rng.uniform(0.1, 50)))
+        peers.append(make_peer(f"p{index}", (start, stop), decode_steps_per_second=speed))
+    return peers
+
+
+def test_same_seed_gives_the_same_route_whatever_the_order_of_announcements() -> None:
+    peers = make_crowd(40, 5)
+    shuffled = random.Random(1).sample(peers, len(peers))
+
+    routes = {
+        tuple(show(plan(make_view(*order), (0, 80), seed=3, costs=RoutingCosts())))
+        for order in (peers, peers[::-1], shuffled)
+    }
+
+    assert len(routes) == 1
+
+
+def test_noise_spreads_clients_over_equal_peers() -> None:
+    view = make_view(*(make_peer(f"p{index}", (0, 80)) for index in range(4)))
+
+    chosen = [
+        plan(view, (0, 80), seed, costs=RoutingCosts()).hops[0].peer.peer_id for seed in range(400)
+    ]
+
+    counts = [chosen.count(PeerId(f"p{index}")) for index in range(4)]
+    assert min(counts) > 50, counts
+
+
+def test_noise_does_not_choose_much_worse_peers() -> None:
+    slow = make_peer("slow", (0, 80), decode_steps_per_second=0.1)
+    fast = make_peer("fast", (0, 80), decode_steps_per_second=1.0)
+
+    chosen = {
+        plan(make_view(slow, fast), (0, 80), seed, costs=RoutingCosts()).hops[0].peer.peer_id
+        for seed in range(200)
+    }
+
+    assert chosen == {"fast"}
+
+
+def test_routing_does_not_change_what_it_reads() -> None:
+    peers = make_crowd(20, 2)
+    view = make_view(*peers)
+    rtts = {PeerId("whole"): 0.01}
+
+    plan(view, (0, 80), costs=RoutingCosts(rtts))
+
+    assert view == make_view(*[replace(peer) for peer in peers])
+    assert rtts == {PeerId("whole"): 0.01}
+
+
+class CountingSpan(Span):
+    """Counts how often the router asks whether a block is in it."""
+
+    num_questions = 0
+
+    def __contains__(self, block: int) -> bool:
+        type(self).num_questions += 1
+        return super().__contains__(block)
+
+
+def test_large_swarm_takes_one_look_at_each_peer_for_each_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CountingSpan, "num_questions", 0)
+    peers = [
+        replace(peer, span=CountingSpan(peer.span.start, peer.span.stop))
+        for peer in make_crowd(300, 9)
+    ]
+
+    route = plan(make_view(*peers), (0, 80), costs=RoutingCosts())
+
+    assert route.hops
+    assert 0 < CountingSpan.num_questions <= 300 * 80
+
+
+def test_route_shows_who_serves_what() -> None:
+    assert "efghij[0:8]" in str(plan(make_view(make_peer("abcdefghij", (0, 8))), (0, 8)))

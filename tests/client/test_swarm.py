@@ -1,0 +1,421 @@
+"""What a client believes about the swarm, on a virtual clock and a directory in memory."""
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from shoal.client.swarm import Swarm
+from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.protocol.errors import DirectoryError, RouteError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.spans import Span
+
+MODEL = ModelId("a" * 32)
+WHOLE = Span(0, 4)
+FIRST_SECONDS, LONGEST_SECONDS = 15.0, 600.0
+
+
+class CountingDirectory(MemoryDirectory):
+    """Counts how often it is read."""
+
+    num_lookups = 0
+
+    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+        self.num_lookups += 1
+        return await super().lookup(model_id)
+
+
+class World:
+    """A directory, peers that announce by hand, and one client's swarm."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.store = MemoryDirectoryStore()
+        self.directory = CountingDirectory(self.store, self.clock)
+        self.swarm = Swarm(self.directory, MODEL, 4, self.clock, random.Random(0))
+        self._sequence = 0
+
+    async def announce(self, number: int, **changes: Any) -> Announcement:
+        """Let peer `number` announce that it serves all blocks, with changes."""
+        identity = Identity(bytes([number]) * 32)
+        now = self.clock.wall()
+        self._sequence += 1
+        fields: dict[str, Any] = {
+            "peer_id": identity.peer_id,
+            "model_id": MODEL,
+            "num_blocks": 4,
+            "span": WHOLE,
+            "state": PeerState.ONLINE,
+            "endpoints": (),
+            "min_version": 1,
+            "max_version": 1,
+            "weights": "int8",
+            "compute_dtype": "bf16",
+            "sequence": self._sequence,
+            "issued_at": now,
+            "expires_at": now + 500 + 0.001 * self._sequence,
+        }
+        announcement = Announcement(**(fields | changes))
+        await self.directory.announce(sign_announcement(identity, announcement))
+        return announcement
+
+    async def route(self, patience_seconds: float = 0.0, **options: Any) -> list[str]:
+        """Return the peers of a route through all blocks."""
+        options = {"max_age_seconds": 0.0, "weights": (None,)} | options
+        deadline = self.clock.now() + patience_seconds
+        route = await self.swarm.wait_for_route(WHOLE, deadline, **options)
+        return [hop.peer.peer_id for hop in route.hops]
+
+
+def in_world(story: Callable[[World], Awaitable[None]]) -> None:
+    """Run a story in a world of its own, on virtual time that starts at an odd hour."""
+
+    async def run() -> None:
+        await story(World())
+
+    run_virtual(run(), start=1000.0)
+
+
+def test_view_is_read_again_only_when_it_is_too_old() -> None:
+    async def story(world: World) -> None:
+        await world.announce(1)
+        first = await world.swarm.refresh(10.0)
+        assert len(first.peers) == 1
+        await world.announce(2)
+
+        await asyncio.sleep(9.5)
+        assert await world.swarm.refresh(10.0) is first
+        assert world.directory.num_lookups == 1
+        await asyncio.sleep(1.0)
+        assert len((await world.swarm.refresh(10.0)).peers) == 2
+        assert world.directory.num_lookups == 2
+        await asyncio.sleep(0.5)
+        assert await world.swarm.refresh(10.0) is world.swarm.view
+        assert world.directory.num_lookups == 2
+
+    in_world(story)
+
+
+def test_old_view_stays_when_the_directory_cannot_be_read() -> None:
+    async def story(world: World) -> None:
+        await world.announce(1)
+        view = await world.swarm.refresh()
+        await asyncio.sleep(1)
+        world.store.is_reachable = False
+
+        with pytest.raises(DirectoryError):
+            await world.swarm.refresh()
+
+        assert world.swarm.view is view
+        world.store.is_reachable = True
+        assert await world.swarm.refresh(0.5) is not view
+
+    in_world(story)
+
+
+def test_peers_of_another_block_count_are_not_seen() -> None:
+    async def story(world: World) -> None:
+        await world.announce(1, num_blocks=5)
+
+        assert (await world.swarm.refresh()).peers == ()
+
+    in_world(story)
+
+
+# ---- quarantine
+
+
+def test_quarantine_ends_with_time() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        await world.swarm.refresh()
+
+        world.swarm.quarantine(peer, is_only_silent=False)
+
+        assert world.swarm.is_quarantined(peer)
+        await asyncio.sleep(FIRST_SECONDS - 0.01)
+        assert world.swarm.is_quarantined(peer)
+        await asyncio.sleep(0.02)
+        assert not world.swarm.is_quarantined(peer)
+
+    in_world(story)
+
+
+def test_quarantine_ends_with_a_newer_announcement() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        await world.swarm.refresh()
+        world.swarm.quarantine(peer, is_only_silent=False)
+        with pytest.raises(RouteError):
+            await world.route()
+
+        newer = await world.announce(1)
+        await asyncio.sleep(0.1)
+
+        assert not world.swarm.is_quarantined(newer)
+        assert await world.route() == [peer.peer_id]
+
+    in_world(story)
+
+
+def test_quarantine_counts_from_the_newest_announcement_that_is_known() -> None:
+    """A session that was opened long ago holds an old announcement of its peer."""
+
+    async def story(world: World) -> None:
+        old = await world.announce(1)
+        newest = await world.announce(1)
+        await world.swarm.refresh()
+
+        world.swarm.quarantine(old, is_only_silent=False)
+
+        assert world.swarm.is_quarantined(newest)
+
+    in_world(story)
+
+
+def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it() -> None:
+    async def check_lasts(world: World, peer: Announcement, seconds: float) -> None:
+        world.swarm.quarantine(peer, is_only_silent=False)
+        await asyncio.sleep(seconds - 0.01)
+        assert world.swarm.is_quarantined(peer)
+        await asyncio.sleep(0.02)
+        assert not world.swarm.is_quarantined(peer)
+
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+
+        for seconds in (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, LONGEST_SECONDS, LONGEST_SECONDS):
+            await check_lasts(world, peer, seconds)
+        world.swarm.note_success(peer.peer_id)
+        await check_lasts(world, peer, FIRST_SECONDS)
+
+    in_world(story)
+
+
+def test_one_failure_told_by_many_sessions_counts_once() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+
+        for _ in range(10):
+            world.swarm.quarantine(peer, is_only_silent=False)
+
+        await asyncio.sleep(FIRST_SECONDS + 0.01)
+        assert not world.swarm.is_quarantined(peer)
+
+    in_world(story)
+
+
+def test_success_ends_a_quarantine() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        world.swarm.quarantine(peer, is_only_silent=False)
+
+        world.swarm.note_success(peer.peer_id)
+
+        assert not world.swarm.is_quarantined(peer)
+        assert await world.route() == [peer.peer_id]
+
+    in_world(story)
+
+
+def test_quarantine_of_one_peer_does_not_touch_others() -> None:
+    async def story(world: World) -> None:
+        first, second = await world.announce(1), await world.announce(2)
+
+        for bad, good in ((first, second), (second, first)):
+            world.swarm.quarantine(bad, is_only_silent=False)
+            assert await world.route() == [good.peer_id]
+            world.swarm.note_success(bad.peer_id)
+
+    in_world(story)
+
+
+def test_silent_peer_is_a_last_resort() -> None:
+    async def story(world: World) -> None:
+        silent, other = await world.announce(1), await world.announce(2)
+        world.swarm.quarantine(silent, is_only_silent=True)
+
+        assert {(await world.route())[0] for _ in range(20)} == {other.peer_id}
+        world.swarm.quarantine(other, is_only_silent=False)
+        assert await world.route() == [silent.peer_id]
+        with pytest.raises(RouteError):
+            await world.route(exclude={silent.peer_id})
+
+    in_world(story)
+
+
+def test_silence_does_not_make_a_broken_peer_better() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+
+        world.swarm.quarantine(peer, is_only_silent=False)
+        world.swarm.quarantine(peer, is_only_silent=True)
+
+        with pytest.raises(RouteError):
+            await world.route()
+
+    in_world(story)
+
+
+def test_format_of_the_weights_is_tried_in_order() -> None:
+    async def story(world: World) -> None:
+        exact = await world.announce(1, weights="fp32", decode_steps_per_second=0.01)
+        quick = await world.announce(2, weights="int8", decode_steps_per_second=1e4)
+
+        assert await world.route(weights=("fp32", None)) == [exact.peer_id]
+        assert await world.route(weights=("bf16", None)) == [quick.peer_id]
+        world.swarm.quarantine(quick, is_only_silent=True)
+        # Any sound peer comes before a silent one of the right format.
+        assert await world.route(weights=("int8", None)) == [exact.peer_id]
+
+    in_world(story)
+
+
+def test_measured_round_trips_decide_between_equal_peers() -> None:
+    async def story(world: World) -> None:
+        near, far = await world.announce(1), await world.announce(2)
+        world.swarm.note_rtt(near.peer_id, 9.0)
+        world.swarm.note_rtt(near.peer_id, 0.01)
+        world.swarm.note_rtt(far.peer_id, 0.5)
+
+        assert {(await world.route())[0] for _ in range(20)} == {near.peer_id}
+
+    in_world(story)
+
+
+def test_answer_times_are_kept_by_peer() -> None:
+    async def story(world: World) -> None:
+        first, second = await world.announce(1), await world.announce(2)
+
+        world.swarm.times(first.peer_id).note(1, 0.5)
+
+        assert list(world.swarm.times(first.peer_id).decode_seconds) == [0.5]
+        assert not world.swarm.times(second.peer_id).decode_seconds
+
+    in_world(story)
+
+
+# ---- waiting for a route
+
+
+def test_waiting_ends_at_the_deadline_and_names_what_is_missing() -> None:
+    async def story(world: World) -> None:
+        await world.announce(1, span=Span(0, 3))
+        started_at = world.clock.now()
+
+        with pytest.raises(RouteError) as error:
+            await world.route(patience_seconds=7.3)
+
+        assert error.value.missing == (Span(3, 4),)
+        assert world.clock.now() - started_at == pytest.approx(7.3)
+        assert 7 <= world.directory.num_lookups <= 20
+
+    in_world(story)
+
+
+def test_deadline_in_the_past_still_allows_one_look() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+
+        assert await world.route(patience_seconds=-5.0) == [peer.peer_id]
+
+    in_world(story)
+
+
+@pytest.mark.parametrize("appears_after_seconds", [0.05, 2.0, 9.95])
+def test_peer_that_appears_meanwhile_is_used(appears_after_seconds: float) -> None:
+    async def story(world: World) -> None:
+        started_at = world.clock.now()
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(world.route(patience_seconds=10.0, max_age_seconds=60.0))
+            await asyncio.sleep(appears_after_seconds)
+            assert not waiting.done()
+            peer = await world.announce(1)
+
+        assert waiting.result() == [peer.peer_id]
+        assert world.clock.now() - started_at <= min(appears_after_seconds + 1.0, 10.0)
+
+    in_world(story)
+
+
+def test_peer_whose_quarantine_ends_meanwhile_is_used() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        world.swarm.quarantine(peer, is_only_silent=False)
+        started_at = world.clock.now()
+
+        assert await world.route(patience_seconds=60.0) == [peer.peer_id]
+
+        assert FIRST_SECONDS <= world.clock.now() - started_at <= FIRST_SECONDS + 1.0
+
+    in_world(story)
+
+
+def test_fresh_view_is_not_read_again_for_a_route() -> None:
+    async def story(world: World) -> None:
+        await world.announce(1)
+        for _ in range(5):
+            await world.route(max_age_seconds=30.0)
+            await asyncio.sleep(1)
+
+        assert world.directory.num_lookups == 1
+
+    in_world(story)
+
+
+def test_last_view_has_to_do_while_the_directory_is_away() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        await world.swarm.refresh()
+        await asyncio.sleep(5)
+        world.store.is_reachable = False
+
+        assert await world.route() == [peer.peer_id]
+
+    in_world(story)
+
+
+def test_directory_that_stays_away_is_the_reason_given() -> None:
+    async def story(world: World) -> None:
+        world.store.is_reachable = False
+        started_at = world.clock.now()
+
+        with pytest.raises(DirectoryError):
+            await world.route(patience_seconds=3.0)
+
+        assert world.clock.now() - started_at == pytest.approx(3.0)
+
+    in_world(story)
+
+
+def test_directory_that_comes_back_ends_the_waiting() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        world.store.is_reachable = False
+
+        async with asyncio.TaskGroup() as tasks:
+            waiting = tasks.create_task(world.route(patience_seconds=10.0))
+            await asyncio.sleep(4)
+            world.store.is_reachable = True
+
+        assert waiting.result() == [peer.peer_id]
+
+    in_world(story)
+
+
+def test_swarm_describes_itself() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        await world.swarm.refresh()
+        world.swarm.quarantine(peer, is_only_silent=True)
+
+        assert "1 online" in repr(world.swarm)
+        assert "1 in quarantine" in repr(world.swarm)
+
+    in_world(story)
