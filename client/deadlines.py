@@ -50,11 +50,10 @@ class AnswerTimes:
         """
         decode = max(self.decode_seconds, default=announced_decode_seconds)
         per_token = max(self.prefill_seconds_per_token, default=announced_prefill_seconds_per_token)
-        if decode is None and per_token is None:
-            seconds = _UNKNOWN_SECONDS
-        elif decode is None:
+        if decode is None:
             # Every step reads all weights once; how long that takes is not known yet.
-            seconds = max(_UNKNOWN_SECONDS, FLOOR_SECONDS + _PATIENCE * num_tokens * per_token)
+            expected = num_tokens * (per_token or 0.0)
+            seconds = max(_UNKNOWN_SECONDS, FLOOR_SECONDS + _PATIENCE * expected)
         elif num_tokens == 1:
             seconds = FLOOR_SECONDS + _PATIENCE * decode
         else:

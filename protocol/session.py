@@ -174,15 +174,13 @@ class SessionState:
         Steps behind it that need its tokens fail as well; one that rolls back further stands.
         """
         if sequence not in self._running:
-            return  # it needed the tokens of a step that failed, or a later one is done
+            return  # a later step is done, and says where the prefix ends
         position, _ = self._running.pop(sequence)
         self.length = min(self.length, position)
         for later in sorted(number for number in self._running if number > sequence):
             position, stop = self._running[later]
             if position <= self.length:
                 self.length = stop
-            else:
-                del self._running[later]
 
     def _order_epoch(self, epoch: int) -> EpochOrder:
         if epoch == self.epoch:

@@ -207,8 +207,11 @@ def test_every_source_folder_is_packaged_under_shoal() -> None:
         for file in (ROOT / folder).rglob("*.py")
     }
 
-    assert set(setuptools["packages"]) == on_disk
-    assert setuptools["package-dir"] == {f"shoal.{folder}": folder for folder in ARROWS}
+    assert set(setuptools["packages"]) == on_disk | {"shoal.models"}
+    assert setuptools["package-dir"] == {
+        f"shoal.{folder}": folder for folder in (*ARROWS, "models")
+    }
+    assert list((ROOT / "models").glob(setuptools["package-data"]["shoal.models"][0]))
 
 
 def test_every_folder_is_a_typed_package_and_kernels_has_no_init() -> None:

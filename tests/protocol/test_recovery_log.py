@@ -204,3 +204,8 @@ def test_going_back_over_and_over_keeps_no_more_than_once() -> None:
             log.append(position, 1, "token", row_map=[1, 1])
     assert count_row_maps(log) <= 11
     assert len(log.plan_replay()) == 11
+
+    for _ in range(20):
+        log.append(0, 4, "another prompt")
+        log.append(4, 1, "token", row_map=[1, 1])
+    assert count_row_maps(log) == 1

@@ -64,7 +64,7 @@ def test_length_has_to_fit_the_shape(num_bytes: int) -> None:
 
 
 def test_length_is_counted_in_bytes_whatever_the_views_items() -> None:
-    wide = memoryview(bytes(16)).cast("f")
+    wide = memoryview(bytes(16)).cast("i")
 
     check_tensor(WireTensor(WireDtype.FP32, WireCodec.RAW, 1, 1, 4, wide))
     with pytest.raises(ValueError, match="4 bytes, not 16"):

@@ -204,7 +204,7 @@ def test_tensor_of_a_decoded_frame_is_a_view(kind: Kind) -> None:
 
 
 def test_tensor_may_be_given_as_a_view_of_numbers() -> None:
-    numbers = memoryview(struct.pack("<4f", 1, 2, 3, 4)).cast("f")
+    numbers = memoryview(struct.pack("<4f", 1, 2, 3, 4)).cast("i")
     tensor = WireTensor(WireDtype.FP32, WireCodec.RAW, 1, 1, 4, numbers)
 
     decoded = decode_frame(encode_frame(replace(STEP, hidden=tensor)))
@@ -592,6 +592,24 @@ def test_random_bytes_are_refused(seed: int) -> None:
         message = decode_or_refuse(b"sh\x01" + bytes([rng.randint(1, 9)]) + noise)
         if message is not None:
             check_is_canonical(message)
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+def test_bytes_beyond_the_declared_lengths_are_refused(kind: Kind) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_frame(encode_frame(ONE_OF_EACH[kind]) + b"x")
+
+
+def test_control_part_has_a_limit() -> None:
+    def decode_with_padding(num_bytes: int) -> Message:
+        """Decode a Hello whose control part is one unknown field of so many bytes."""
+        padding = b"\x7a" + pb.HelloBody(software="x" * (num_bytes - 4)).SerializeToString()[1:]
+        assert len(padding) == num_bytes
+        return decode_frame(with_control(ONE_OF_EACH[Kind.HELLO], padding))
+
+    assert decode_with_padding(limits.MAX_CONTROL_BYTES - 4) == Hello(0, 0, "")
+    with pytest.raises(RemoteProtocolError, match="too large"):
+        decode_with_padding(limits.MAX_CONTROL_BYTES + 4)
 
 
 @pytest.mark.parametrize("kind", list(Kind))
