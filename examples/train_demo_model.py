@@ -1,10 +1,16 @@
 """Train the bundled demo model, a small Llama that tells short stories, from nothing on one core.
 
-    python examples/train_demo_model.py --out models/shoal-stories --seed 0 --minutes 40
+    python examples/train_demo_model.py --out models/shoal-stories --seed 0 --minutes 46
 
 writes an ordinary transformers directory. Training text comes from `story_grammar.py` without
-end, so no story is seen twice; progress and learning rate follow the clock.
-@RESULT@
+end, so no story is seen twice; progress and learning rates follow the clock, so a run gives the
+same kind of model and not the same bits. `--resume` with a new seed goes on from what is in the
+directory, with the Muon phases alone.
+
+The bundled weights took 46 minutes on one busy core, in two pieces: an AdamW run, stopped after 28
+minutes, and the Muon phases from its last checkpoint, with cosines where the table below has
+straight lines. They saw about 11.9 M tokens in about 5,100 updates. Held-out loss: 0.2232 nats per
+token (perplexity 1.250); entropy of the same text: 0.1784 (1.195). The loss was still falling.
 """
 
 from __future__ import annotations
@@ -55,6 +61,7 @@ PHASES = (
     Phase(0.10, 512, 4, with_muon=True, rate_fractions=(1.0, 0.63)),
     Phase(0.13, 1024, 2, with_muon=True, rate_fractions=(0.63, 0.01)),
 )
+MUON_FRACTION = sum(phase.time_fraction for phase in PHASES if not phase.with_muon)
 ADAMW_RATE = 5e-3
 MUON_RATE, MUON_ADAMW_RATE = 3e-3, 1.5e-3  # for the matrices of the blocks, and for all the rest
 
@@ -203,10 +210,12 @@ def write_held_out_text(tokenizer: PreTrainedTokenizerFast, out: Path) -> HeldOu
 
 def choose_phase(progress: float) -> tuple[Phase, float]:
     """Return the phase at this fraction of the training time, and its rate fraction there."""
-    for phase in PHASES:
-        if progress < phase.time_fraction or phase is PHASES[-1]:
+    phase = PHASES[0]
+    for following in PHASES[1:]:
+        if progress < phase.time_fraction:
             break
         progress -= phase.time_fraction
+        phase = following
     start, stop = phase.rate_fractions
     return phase, start + (stop - start) * min(1.0, progress / phase.time_fraction)
 
@@ -239,11 +248,16 @@ def in_windows(text: HeldOut, length: int = 1024) -> HeldOut:
 class Training:
     """One training run against the clock; `run` writes usable directories on the way."""
 
-    def __init__(self, out: Path, seed: int, minutes: float) -> None:
+    def __init__(self, out: Path, seed: int, minutes: float, resume: bool = False) -> None:
         self._out = out
         self._seconds = minutes * 60
-        self._tokenizer = train_tokenizer(seed)
-        self._model = build_model(seed)
+        self._first_progress = MUON_FRACTION if resume else 0.0
+        if resume:
+            self._tokenizer = PreTrainedTokenizerFast.from_pretrained(out)
+            self._model = LlamaForCausalLM.from_pretrained(out).train()
+        else:
+            self._tokenizer = train_tokenizer(seed)
+            self._model = build_model(seed)
         self._streams = {
             length: training_rows(self._tokenizer, seed, length)
             for length in {phase.row_length for phase in PHASES}
@@ -258,7 +272,8 @@ class Training:
         started = saved = time.monotonic()
         update, smooth = 0, 0.0
         while (elapsed := time.monotonic() - started) < self._seconds:
-            progress = elapsed / self._seconds
+            progress = self._first_progress
+            progress += (1 - self._first_progress) * elapsed / self._seconds
             loss = self._update(progress, update)
             smooth = loss if update == 0 else 0.98 * smooth + 0.02 * loss
             if update % 100 == 0:
@@ -330,11 +345,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True, help="the model directory to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=47.0, help="wall-clock training time")
+    parser.add_argument("--minutes", type=float, default=46.0, help="wall-clock training time")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--resume", action="store_true", help="go on from the model in --out")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    Training(options.out, options.seed, options.minutes).run()
+    Training(options.out, options.seed, options.minutes, options.resume).run()
 
 
 if __name__ == "__main__":

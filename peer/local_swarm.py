@@ -120,7 +120,6 @@ class LocalPeer:
                 raise PeerProcessError(f"{self!r} is not {event} in time: {self.log()}") from None
             if facts is None:
                 raise PeerProcessError(f"{self!r} ended before it was {event}: {self.log()}")
-            self.facts.update(facts)
             if facts.get("event") == event:
                 return
 
@@ -167,6 +166,8 @@ class LocalPeer:
     def _read_events(self) -> None:
         assert self._process.stdout is not None
         for facts in _read_json_lines(self._process.stdout):
+            # Also for peers that nobody waits for: others may meet them before.
+            self.facts = {**self.facts, **facts}
             self._events.put(facts)
         self._events.put(None)
 
