@@ -11,7 +11,7 @@ import torch
 from ..kernels.checkpoint import Checkpoint
 from ..kernels.quantize import WeightFormat
 from ..protocol import versions
-from ..protocol.announcements import Announcement, PeerState
+from ..protocol.announcements import Announcement, ComputeDtype, PeerState
 from ..protocol.endpoints import Endpoint
 from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.identity import Identity
@@ -34,7 +34,11 @@ from .throughput import Throughput, measure_throughput
 
 _logger = logging.getLogger(__name__)
 
-_DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+_DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
 
 
 @dataclass(frozen=True)
@@ -51,9 +55,9 @@ Report = Callable[[PeerEvent], None]
 async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> None:
     """Serve a span until `stop` is set.
 
-    Reports `started`, `directory`, `loading` (per block), `online` and `left`. Raises UsageError for what
-    the caller can mend and DirectoryError when the swarm cannot be joined; whatever was begun is
-    undone before.
+    Reports `started`, `directory`, `loading` (per block), `online` and `left`. Raises UsageError
+    for what the caller can mend and DirectoryError when the swarm cannot be joined; whatever was
+    begun is undone before.
     """
     identity = _choose_identity(config)
     checkpoint, span, model_id = await asyncio.to_thread(_inspect_model, config)

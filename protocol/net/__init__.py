@@ -1,1 +1,1 @@
-"""The only input and output at this level: transports, directories and clocks behind one seam each."""
+"""The only input and output at this level: transports, directories, clocks, each behind a seam."""

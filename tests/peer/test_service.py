@@ -172,7 +172,7 @@ class Peer:
     async def wait_until_empty(self) -> None:
         """Wait until nothing of any session is left, and check that that is true."""
         assert await self.service.wait_until_empty(60)
-        while self.service.opening:
+        while self.service.opening:  # noqa: ASYNC110 - a test on virtual time
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.1)
         statistics = await self.compute.call(self.engine.pool.statistics)
@@ -200,7 +200,9 @@ def draw_hidden(seed: int, num_rows: int = 1, num_tokens: int = 1, width: int = 
 def make_step(
     sequence: int, position: int, hidden: Tensor, number: int = 1, **changes: Any
 ) -> Step:
-    wire = WireTensor(WireDtype.FP32, WireCodec.RAW, *hidden.shape, encode_tensor(hidden))
+    rows, tokens, width = hidden.shape
+    data = encode_tensor(hidden)
+    wire = WireTensor(WireDtype.FP32, WireCodec.RAW, rows, tokens, width, data)
     return replace(Step(make_session(number), 1, sequence, position, wire), **changes)
 
 
