@@ -35,13 +35,15 @@ class Announcer:
         self.state = PeerState.JOINING
         # Wall time in milliseconds: a restarted peer goes on counting without remembering.
         self._sequence = int(clock.wall() * 1000)
+        self._turn = asyncio.Lock()
 
     async def announce(self, state: PeerState) -> None:
         """Publish a state now. Raises DirectoryError when no replica took it."""
         self.state = state
-        self._sequence += 1
-        announcement = await self._describe(state, self._sequence, self._clock.wall())
-        await self._directory.announce(sign_announcement(self._identity, announcement))
+        async with self._turn:  # a renewal under way must not come out behind a newer state
+            self._sequence += 1
+            announcement = await self._describe(state, self._sequence, self._clock.wall())
+            await self._directory.announce(sign_announcement(self._identity, announcement))
 
     async def run(self) -> None:
         """Renew the announcement until cancelled; a directory in trouble is asked again."""

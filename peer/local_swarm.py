@@ -6,6 +6,7 @@ process is left behind: each peer watches a pipe from its parent and ends with i
 
 import contextlib
 import json
+import os
 import queue
 import signal
 import subprocess
@@ -134,8 +135,11 @@ class LocalPeer:
         self._process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP: the process keeps its connections and answers nothing."""
+        """SIGSTOP: the process keeps its connections and answers nothing. Returns once it stands."""
         self._process.send_signal(signal.SIGSTOP)
+        # All of its threads have to stop first. Also, the kernel ends the stopped orphans of a
+        # program that died, but not those that are only about to stop.
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
         """SIGCONT after a pause."""

@@ -2,15 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..kernels.checkpoint import Checkpoint
 from ..kernels.quantize import WeightFormat
-from ..protocol import versions
 from ..protocol.announcements import Announcement, ComputeDtype, PeerState
 from ..protocol.endpoints import Endpoint
 from ..protocol.errors import DirectoryError, UsageError
@@ -20,15 +20,18 @@ from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.grpc_transport import GrpcTransport
 from ..protocol.net.hivemind_directory import HivemindDirectory
-from ..protocol.net.transport import Stream
+from ..protocol.net.transport import Listener, Stream
 from ..protocol.spans import Span
+from ..protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
 from .announcer import LIFETIME_PERIODS, Announcer
 from .config import PeerConfig
 from .engine.compute_thread import ComputeThread
-from .engine.engine import Engine
+from .engine.engine import COMPUTE_DTYPES, Engine
 from .engine.families import read_spec
 from .engine.loader import check_span, open_checkpoint
 from .identity_file import load_or_create_identity
+from .loop_lag import LoopLag
+from .self_description import SelfDescription
 from .service import Service, ServiceFacts
 from .throughput import Throughput, measure_throughput
 
@@ -60,46 +63,84 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
     begun is undone before.
     """
     identity = _choose_identity(config)
-    checkpoint, span, model_id = await asyncio.to_thread(_inspect_model, config)
-    report(PeerEvent("started", {"peer_id": identity.peer_id, "model_id": model_id}))
+    plan = await asyncio.to_thread(_plan_span, config)
+    report(PeerEvent("started", {"peer_id": identity.peer_id, "model_id": plan.model_id}))
+    clock = SystemClock()
     async with AsyncExitStack() as stack:
-        directory = await HivemindDirectory.join(
-            config.initial_peers,
-            identity=identity,
-            listen_host=config.listen_host,
-            port=config.directory_port,
-            clock=SystemClock(),
-        )
+        directory = await _join_directory(config, identity, clock)
         stack.push_async_callback(directory.close)
         report(PeerEvent("directory", {"addresses": list(directory.addresses)}))
-        service_ready: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+
         transport = GrpcTransport()
         stack.push_async_callback(transport.close)
+        ready: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
+        listener = await _listen(config, transport, ready)
+        endpoint = _choose_endpoint(config, listener.endpoint)
 
-        async def serve(stream: Stream) -> None:
-            # Whoever dials while the blocks are being loaded waits for them.
-            await (await asyncio.shield(service_ready)).serve(stream)
+        lag = LoopLag(clock)
+        description = SelfDescription(_make_template(config, identity, plan, endpoint), lag)
+        announcer = Announcer(
+            directory, identity, description.describe, clock, config.announce_period_seconds
+        )
+        await announcer.announce(PeerState.JOINING)
+        chores = await stack.enter_async_context(_Chores((announcer.run(), lag.run())))
 
-        listener = await transport.listen(config.listen_host, config.listen_port, serve)
-        engine = await _load_engine(config, checkpoint, span, report)
+        engine = await _load_engine(config, plan, report)
         compute = await stack.enter_async_context(ComputeThread(engine, config.token_budget))
+        stack.push_async_callback(listener.close)
         throughput = await compute.call(lambda: measure_throughput(engine))
         facts = ServiceFacts(
-            identity.peer_id, model_id, config.max_sessions, config.session_idle_seconds
+            identity.peer_id, plan.model_id, config.max_sessions, config.session_idle_seconds
         )
-        service = Service(facts, engine, compute, SystemClock())
-        service_ready.set_result(service)
-        stack.push_async_callback(listener.close)
-        endpoint = _choose_endpoint(config, listener.endpoint)
-        describe = _make_describe(config, identity, service, endpoint, throughput)
-        announcer = Announcer(
-            directory, identity, describe, SystemClock(), config.announce_period_seconds
-        )
+        service = Service(facts, engine, compute, clock)
+        ready.set_result(service)
+        description.begin_serving(engine, compute, throughput)
         await announcer.announce(PeerState.ONLINE)
         report(PeerEvent("online", _describe_online(service, endpoint, throughput, directory)))
-        await _serve_until(stop, announcer)
+
+        await chores.run_until(stop)
         await _leave(service, announcer, config.drain_seconds)
+        _logger.info("served with %r", lag)
     report(PeerEvent("left", {}))
+
+
+class _Chores:
+    """Background tasks of a peer: cancelled at the end, and nobody overlooks it if one fails."""
+
+    def __init__(self, coroutines: Iterable[Coroutine[Any, Any, None]]) -> None:
+        self._tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+
+    async def __aenter__(self) -> "_Chores":
+        return self
+
+    async def __aexit__(self, *exception: object) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.wait(self._tasks)
+        for task in self._tasks:
+            if not task.cancelled() and task.exception() is not None:
+                _logger.warning("a chore of the peer failed", exc_info=task.exception())
+
+    async def run_until(self, stop: asyncio.Event) -> None:
+        """Wait for the event; raise what a chore raised if one ends before."""
+        stopping = asyncio.create_task(stop.wait())
+        try:
+            await asyncio.wait((stopping, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        for task in self._tasks:
+            if task.done():
+                task.result()
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What a peer is about to serve; nothing of it is loaded yet."""
+
+    checkpoint: Checkpoint
+    model_id: ModelId
+    span: Span
+    num_blocks: int
 
 
 def _choose_identity(config: PeerConfig) -> Identity:
@@ -108,18 +149,38 @@ def _choose_identity(config: PeerConfig) -> Identity:
     return load_or_create_identity(config.identity_path)
 
 
-def _inspect_model(config: PeerConfig) -> tuple[Checkpoint, Span, ModelId]:
-    """Open the model and choose the span; nothing is loaded yet."""
+def _plan_span(config: PeerConfig) -> _Plan:
     checkpoint = open_checkpoint(config.model)
     spec = read_spec(checkpoint.config)
     span = config.span or Span(0, spec.num_blocks)
     check_span(spec, span)
-    return checkpoint, span, make_model_id(checkpoint.config, checkpoint.revision)
+    model_id = make_model_id(checkpoint.config, checkpoint.revision)
+    return _Plan(checkpoint, model_id, span, spec.num_blocks)
 
 
-async def _load_engine(
-    config: PeerConfig, checkpoint: Checkpoint, span: Span, report: Report
-) -> Engine:
+async def _join_directory(
+    config: PeerConfig, identity: Identity, clock: SystemClock
+) -> HivemindDirectory:
+    return await HivemindDirectory.join(
+        config.initial_peers,
+        identity=identity,
+        listen_host=config.listen_host,
+        port=config.directory_port,
+        clock=clock,
+    )
+
+
+async def _listen(
+    config: PeerConfig, transport: GrpcTransport, ready: asyncio.Future[Service]
+) -> Listener:
+    async def serve(stream: Stream) -> None:
+        # Whoever dials while the blocks are being loaded waits for them.
+        await (await asyncio.shield(ready)).serve(stream)
+
+    return await transport.listen(config.listen_host, config.listen_port, serve)
+
+
+async def _load_engine(config: PeerConfig, plan: _Plan, report: Report) -> Engine:
     loop = asyncio.get_running_loop()
     is_wanted = True
 
@@ -132,8 +193,8 @@ async def _load_engine(
     try:
         return await asyncio.to_thread(
             Engine.load,
-            checkpoint,
-            span,
+            plan.checkpoint,
+            plan.span,
             WeightFormat(config.weights),
             device=config.device,
             kv_budget_bytes=config.kv_budget_bytes,
@@ -153,40 +214,27 @@ def _choose_endpoint(config: PeerConfig, listening: Endpoint) -> Endpoint:
     return Endpoint(host, listening.port, listening.fingerprint)
 
 
-def _make_describe(
-    config: PeerConfig,
-    identity: Identity,
-    service: Service,
-    endpoint: Endpoint,
-    throughput: Throughput,
-):
-    """Return the function that the announcer asks for the present announcement."""
-    engine = service.engine
-
-    async def describe(state: PeerState, sequence: int, now: float) -> Announcement:
-        statistics = await service.compute.call(engine.pool.statistics)
-        return Announcement(
-            peer_id=identity.peer_id,
-            model_id=service.facts.model_id,
-            num_blocks=engine.spec.num_blocks,
-            span=engine.span,
-            state=state,
-            endpoints=(endpoint,),
-            min_version=versions.MIN_VERSION,
-            max_version=versions.MAX_VERSION,
-            weights=config.weights,  # type: ignore[arg-type] - the schema checks it
-            compute_dtype=_DTYPE_NAMES[engine.dtype],
-            sequence=sequence,
-            issued_at=now,
-            expires_at=now + LIFETIME_PERIODS * config.announce_period_seconds,
-            free_kv_tokens=statistics.free_tokens,
-            decode_steps_per_second=throughput.decode_steps_per_second,
-            prefill_tokens_per_second=throughput.prefill_tokens_per_second,
-            queue_seconds=service.compute.queue_seconds,
-            software=versions.SOFTWARE,
-        )
-
-    return describe
+def _make_template(
+    config: PeerConfig, identity: Identity, plan: _Plan, endpoint: Endpoint
+) -> Announcement:
+    """Return the announcement without what changes; only its lifetime counts of its dates."""
+    weights = WeightFormat(config.weights)
+    return Announcement(
+        peer_id=identity.peer_id,
+        model_id=plan.model_id,
+        num_blocks=plan.num_blocks,
+        span=plan.span,
+        state=PeerState.JOINING,
+        endpoints=(endpoint,),
+        min_version=MIN_VERSION,
+        max_version=MAX_VERSION,
+        software=SOFTWARE,
+        weights=weights.value,
+        compute_dtype=_DTYPE_NAMES[COMPUTE_DTYPES[weights]],
+        sequence=0,
+        issued_at=0.0,
+        expires_at=LIFETIME_PERIODS * config.announce_period_seconds,
+    )
 
 
 def _describe_online(
@@ -204,13 +252,6 @@ def _describe_online(
         "decode_steps_per_second": round(throughput.decode_steps_per_second, 1),
         "prefill_tokens_per_second": round(throughput.prefill_tokens_per_second, 1),
     }
-
-
-async def _serve_until(stop: asyncio.Event, announcer: Announcer) -> None:
-    async with asyncio.TaskGroup() as tasks:
-        renewing = tasks.create_task(announcer.run())
-        await stop.wait()
-        renewing.cancel()
 
 
 async def _leave(service: Service, announcer: Announcer, drain_seconds: float) -> None:
