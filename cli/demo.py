@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="kill a peer after so many tokens (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--prompt", default="Once upon a time", metavar="TEXT",
+        "--prompt", default="Once upon a time, there was a kind boy named Milo", metavar="TEXT",
         help="how the story begins (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(

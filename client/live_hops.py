@@ -183,9 +183,13 @@ class LiveHops:
         full: dict[PeerId, RefusedError] = {}
         pause_seconds = 0.05
         while True:
+            # Once a peer said that this will never fit, only those who are there now may help:
+            # who asked for too much should hear it at once.
+            patience = self._clock.now() if full else deadline
+            max_age_seconds = 0.0 if full else self._config.refresh_seconds
             try:
                 route = await self._swarm.wait_for_route(
-                    span, deadline, self._config.refresh_seconds, weights, full
+                    span, patience, max_age_seconds, weights, full
                 )
             except RouteError:
                 if full:

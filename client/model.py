@@ -22,7 +22,7 @@ from ..kernels.checkpoint import Checkpoint, CheckpointError
 from ..protocol.errors import ModelError, ShoalError, UsageError
 from ..protocol.ids import make_model_id
 from ..protocol.spans import Span
-from .client import Client
+from .client import Client, Connect, connect_over_network
 from .config import ClientConfig
 from .generation import (
     GenerationPlan,
@@ -91,13 +91,15 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         initial_peers: Sequence[str] | str = (),
         torch_dtype: str | torch.dtype | None = None,
         revision: str | None = None,
+        connect: Connect = connect_over_network,
         **client_config: Any,
     ) -> Self:
         """Open a model directory or Hub id, join its swarm and return the model.
 
         Reads embedding, final norm and head; blocks are never downloaded. `torch_dtype` None or
-        "auto" keeps the checkpoint's; `dtype` is the same under its newer name. Everything else
-        is a field of ClientConfig. Raises UsageError for an unknown argument, ModelError when
+        "auto" keeps the checkpoint's; `dtype` is the same under its newer name. `connect` makes
+        the network: that of `peer.loopback_swarm` needs no initial peers. Everything else is a
+        field of ClientConfig. Raises UsageError for an unknown argument, ModelError when
         the model cannot be used, DirectoryError when the swarm cannot be joined.
         """
         dtype = resolve_dtype(client_config.pop("dtype", torch_dtype))
@@ -110,17 +112,19 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         model_config.name_or_path = str(model)
         layers = load_local_layers(checkpoint, model_config, dtype)
         generation_config = _load_generation_config(model, checkpoint)
-        client = cls._join(checkpoint, model_config, config)
+        client = cls._join(checkpoint, model_config, config, connect)
         return cls(model_config, layers, client, generation_config)
 
     @staticmethod
     def _join(
-        checkpoint: Checkpoint, model_config: PreTrainedConfig, config: ClientConfig
+        checkpoint: Checkpoint,
+        model_config: PreTrainedConfig,
+        config: ClientConfig,
+        connect: Connect,
     ) -> Client:
         model_id = make_model_id(checkpoint.config, checkpoint.revision)
-        return Client.join(
-            model_id, model_config.num_hidden_layers, model_config.hidden_size, config
-        )
+        num_blocks, hidden_size = model_config.num_hidden_layers, model_config.hidden_size
+        return Client.join(model_id, num_blocks, hidden_size, config, connect)
 
     def close(self) -> None:
         """Leave the swarm; the model cannot be used afterwards."""
@@ -328,6 +332,7 @@ class AutoDistributedModelForCausalLM:
         initial_peers: Sequence[str] | str = (),
         torch_dtype: str | torch.dtype | None = None,
         revision: str | None = None,
+        connect: Connect = connect_over_network,
         **client_config: Any,
     ) -> DistributedCausalLM:
         """Open a model and join its swarm: see DistributedCausalLM.from_pretrained()."""
@@ -336,6 +341,7 @@ class AutoDistributedModelForCausalLM:
             initial_peers=initial_peers,
             torch_dtype=torch_dtype,
             revision=revision,
+            connect=connect,
             **client_config,
         )
 

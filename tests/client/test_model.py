@@ -267,7 +267,7 @@ class OfflineModel(DistributedCausalLM):
     joined: list[tuple[int, ClientConfig]]
 
     @staticmethod
-    def _join(checkpoint: Any, model_config: Any, config: ClientConfig) -> Any:
+    def _join(checkpoint: Any, model_config: Any, config: ClientConfig, connect: Any) -> Any:
         OfflineModel.joined.append((model_config.num_hidden_layers, config))
         return object()
 

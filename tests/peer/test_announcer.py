@@ -1,0 +1,230 @@
+"""The announcer on virtual time, against a directory in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from shoal.peer.announcer import LIFETIME_PERIODS, Announcer
+from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.errors import DirectoryError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.spans import Span
+
+IDENTITY = Identity(bytes(32))
+MODEL_ID = ModelId("a" * 32)
+PERIOD_SECONDS = 30.0
+WAY_SECONDS = 0.5
+"""How long a record takes to the directory, or a failure to be noticed."""
+
+
+class FlakyDirectory(MemoryDirectory):
+    """Takes its time, and loses some announcements."""
+
+    def __init__(self, store: MemoryDirectoryStore) -> None:
+        super().__init__(store, VirtualClock())
+        self.num_losses = 0
+
+    async def announce(self, record: bytes) -> None:
+        await asyncio.sleep(WAY_SECONDS)
+        if self.num_losses:
+            self.num_losses -= 1
+            raise DirectoryError("lost on the way")
+        await super().announce(record)
+
+
+class Scene:
+    """A directory, and announcers that come and go."""
+
+    def __init__(self) -> None:
+        self.store = MemoryDirectoryStore()
+        self.directory = FlakyDirectory(self.store)
+        self.describing = asyncio.Event()
+        self.describing.set()
+
+    def make_announcer(self) -> Announcer:
+        return Announcer(
+            self.directory, IDENTITY, self._describe, VirtualClock(), PERIOD_SECONDS
+        )
+
+    @asynccontextmanager
+    async def renewing(self) -> Any:
+        """An announcer whose `run` is under way."""
+        announcer = self.make_announcer()
+        await announcer.announce(PeerState.ONLINE)
+        renewing = asyncio.create_task(announcer.run())
+        try:
+            yield announcer
+            assert not renewing.done()
+        finally:
+            renewing.cancel()
+            await asyncio.wait([renewing])
+
+    async def look_up(self) -> Announcement:
+        (announcement,) = await self.directory.lookup(MODEL_ID)
+        return announcement
+
+    async def _describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
+        await self.describing.wait()
+        return Announcement(
+            peer_id=IDENTITY.peer_id,
+            model_id=MODEL_ID,
+            num_blocks=4,
+            span=Span(0, 4),
+            state=state,
+            endpoints=(),
+            min_version=1,
+            max_version=1,
+            weights="fp32",
+            compute_dtype="fp32",
+            sequence=sequence,
+            issued_at=now,
+            expires_at=now + LIFETIME_PERIODS * PERIOD_SECONDS,
+        )
+
+
+def run(test: Callable[[Scene], Awaitable[None]]) -> None:
+    async def main() -> None:
+        await test(Scene())
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+async def expect_known(scene: Scene, num_seconds: int) -> list[Announcement]:
+    """Look every second whether the peer can be found; return what was."""
+    seen: list[Announcement] = []
+    for _ in range(num_seconds):
+        await asyncio.sleep(1.0)
+        seen.append(await scene.look_up())
+    return seen
+
+
+def test_announcement_is_renewed_long_before_it_expires() -> None:
+    async def test(scene: Scene) -> None:
+        clock = VirtualClock()
+        async with scene.renewing():
+            for _ in range(600):
+                await asyncio.sleep(1.0)
+                left_seconds = (await scene.look_up()).expires_at - clock.wall()
+                assert left_seconds > (LIFETIME_PERIODS - 1) * PERIOD_SECONDS - 1.0
+
+    run(test)
+
+
+def test_sequence_and_expiry_grow_with_every_renewal() -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.renewing():
+            seen = await expect_known(scene, 600)
+        announcements = sorted(set(seen), key=lambda announcement: announcement.sequence)
+        assert len(announcements) >= 600 / (PERIOD_SECONDS + 1)
+        assert list(dict.fromkeys(seen)) == announcements
+        expiries = [announcement.expires_at for announcement in announcements]
+        assert expiries == sorted(set(expiries))
+
+    run(test)
+
+
+def test_sequence_goes_on_after_a_restart() -> None:
+    async def test(scene: Scene) -> None:
+        previous = 0
+        for _ in range(3):
+            async with scene.renewing():
+                await asyncio.sleep(5 * PERIOD_SECONDS)
+            last = (await scene.look_up()).sequence
+            assert last > previous
+            previous = last
+
+        await scene.make_announcer().announce(PeerState.JOINING)
+        announcement = await scene.look_up()
+        assert (announcement.state, announcement.sequence > last) == (PeerState.JOINING, True)
+
+    run(test)
+
+
+def test_change_of_state_is_announced_at_once_and_kept() -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.renewing() as announcer:
+            await asyncio.sleep(PERIOD_SECONDS / 2)
+            await announcer.announce(PeerState.DRAINING)
+            assert (await scene.look_up()).state is PeerState.DRAINING
+            seen = await expect_known(scene, 200)
+        assert {announcement.state for announcement in seen} == {PeerState.DRAINING}
+
+    run(test)
+
+
+def test_renewal_under_way_does_not_come_out_behind_a_newer_state() -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.renewing() as announcer:
+            scene.describing.clear()
+            await asyncio.sleep(PERIOD_SECONDS + 1)  # the renewal waits for its description
+            leaving = asyncio.create_task(announcer.announce(PeerState.OFFLINE))
+            await asyncio.sleep(1.0)
+            scene.describing.set()
+            await leaving
+            assert (await scene.look_up()).state is PeerState.OFFLINE
+            seen = await expect_known(scene, 100)
+        assert {announcement.state for announcement in seen} == {PeerState.OFFLINE}
+
+    run(test)
+
+
+def test_state_that_could_not_be_announced_is_made_up_for() -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.renewing() as announcer:
+            scene.store.is_reachable = False
+            with pytest.raises(DirectoryError):
+                await announcer.announce(PeerState.DRAINING)
+            scene.store.is_reachable = True
+            await asyncio.sleep(PERIOD_SECONDS + 1)
+            assert (await scene.look_up()).state is PeerState.DRAINING
+
+    run(test)
+
+
+def test_announcement_outlives_two_that_were_lost(caplog: pytest.LogCaptureFixture) -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.renewing():
+            scene.directory.num_losses = 2
+            await expect_known(scene, 300)
+
+    run(test)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 2
+    assert "lost on the way" in caplog.text
+
+
+def test_directory_that_is_away_for_long_is_survived() -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.renewing():
+            scene.store.is_reachable = False
+            await asyncio.sleep(100 * PERIOD_SECONDS)
+            scene.store.is_reachable = True
+            await asyncio.sleep(PERIOD_SECONDS + 1)
+            await expect_known(scene, 100)
+
+    run(test)
+
+
+def test_error_that_is_not_the_directorys_ends_the_renewal() -> None:
+    """A bug of ours must reach the owner of the task, not vanish in a warning."""
+
+    async def test(scene: Scene) -> None:
+        async def describe(*_: object) -> Announcement:
+            raise ZeroDivisionError("on purpose")
+
+        announcer = Announcer(
+            scene.directory, IDENTITY, describe, VirtualClock(), PERIOD_SECONDS
+        )
+        with pytest.raises(ZeroDivisionError):
+            await announcer.run()
+
+    run(test)

@@ -1,0 +1,356 @@
+"""The compute thread with an engine that only notes what it is told to do."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.peer.engine.compute_thread import ComputeThread
+from shoal.peer.engine.engine import StepWork
+from shoal.peer.engine.scheduler import MAX_PASSES
+from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
+from shoal.protocol.spans import Span
+
+PATIENCE_SECONDS = 30.0
+"""For waits that only a broken thread makes long."""
+
+
+class NotingEngine:
+    """Answers every step with its hidden states plus one; notes the batches, may be held up."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[StepWork]] = []
+        self.entered = threading.Event()
+        self.gate = threading.Event()
+        self.gate.set()
+        self.refused: list[StepWork] = []
+        self.num_missing_results = 0
+
+    def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+        self.batches.append(list(batch))
+        self.entered.set()
+        assert self.gate.wait(PATIENCE_SECONDS)
+        refusal = RefusedError(ErrorCode.BAD_VALUES, "not these")
+        results: list[Tensor | ShoalError] = [
+            refusal if any(work is refused for refused in self.refused) else work.hidden_BTH + 1
+            for work in batch
+        ]
+        return results[: len(results) - self.num_missing_results]
+
+    @property
+    def order(self) -> list[StepWork]:
+        """All steps, in the order in which they were computed."""
+        return [work for batch in self.batches for work in batch]
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, PATIENCE_SECONDS)
+
+
+def make_work(cache: Any, position: int = 0, num_tokens: int = 1) -> StepWork:
+    hidden = torch.full((1, num_tokens, 2), float(position))
+    return StepWork(cache, Span(0, 1), position, hidden)
+
+
+def make_thread(engine: NotingEngine, token_budget: int = 512) -> ComputeThread:
+    fake: Any = engine
+    return ComputeThread(fake, token_budget)
+
+
+def run(test: Callable[[], Awaitable[None]]) -> None:
+    """Run a test on a loop; no error may be left unread and no thread running."""
+    problems: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: problems.append(context))
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            await test()
+        gc.collect()  # an error that nobody read is reported when its future goes
+        await asyncio.sleep(0)
+
+    asyncio.run(main())
+    gc.collect()
+    assert problems == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "compute"]
+
+
+def assert_refused(error: BaseException | None, code: ErrorCode) -> None:
+    assert isinstance(error, RefusedError), error
+    assert error.code is code
+
+
+def test_step_is_answered_with_its_own_result() -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            works = [make_work(object(), position) for position in range(5)]
+            answers = await asyncio.gather(*(compute.submit(work) for work in works))
+        for work, answer in zip(works, answers, strict=True):
+            assert torch.equal(answer.hidden_BTH, work.hidden_BTH + 1)
+
+    run(test)
+
+
+def test_steps_of_a_session_are_computed_one_by_one_in_their_order() -> None:
+    engine = NotingEngine()
+    caches = [object(), object(), object()]
+    sizes = (5, 1, 1, 7, 1, 3)
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine, token_budget=8) as compute:
+            works = [make_work(cache, i, size) for i, size in enumerate(sizes) for cache in caches]
+            futures = [compute.submit(work) for work in works]
+            engine.gate.set()
+            await asyncio.gather(*futures)
+
+    run(test)
+    for cache in caches:
+        computed = [work.position for work in engine.order if work.cache is cache]
+        assert computed == list(range(len(sizes)))
+    for batch in engine.batches:
+        assert len({id(work.cache) for work in batch}) == len(batch)
+
+
+def test_cancelled_step_that_waits_is_never_computed() -> None:
+    engine = NotingEngine()
+    first, dropped, last = (make_work(object(), position) for position in range(3))
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            running = compute.submit(first)
+            await engine.wait_entered()
+            waiting, other = compute.submit(dropped), compute.submit(last)
+            waiting.cancel()
+            engine.gate.set()
+            await asyncio.gather(running, other)
+
+    run(test)
+    assert engine.order == [first, last]
+
+
+def test_step_that_is_cancelled_while_it_is_computed_disturbs_nobody() -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            running = compute.submit(make_work(object()))
+            await engine.wait_entered()
+            running.cancel()
+            engine.gate.set()
+            assert (await compute.submit(make_work(object(), 4))).hidden_BTH[0, 0, 0] == 5
+
+    run(test)
+
+
+def test_refused_step_of_a_batch_is_the_only_one_that_fails() -> None:
+    engine = NotingEngine()
+    good, bad = make_work(object()), make_work(object())
+    engine.refused.append(bad)
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            futures = compute.submit(good), compute.submit(bad)
+            results = await asyncio.gather(*futures, return_exceptions=True)
+        assert not isinstance(results[0], BaseException)
+        assert isinstance(results[1], BaseException)
+        assert_refused(results[1], ErrorCode.BAD_VALUES)
+
+    run(test)
+
+
+def test_engine_that_loses_a_result_fails_the_steps_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            engine.num_missing_results = 1
+            with pytest.raises(RefusedError) as caught:
+                await compute.submit(make_work(object()))
+            assert_refused(caught.value, ErrorCode.INTERNAL)
+            engine.num_missing_results = 0
+            await compute.submit(make_work(object()))
+
+    run(test)
+    assert "1 steps got 0 results" in caplog.text
+
+
+def test_call_returns_what_the_function_returns_on_the_thread() -> None:
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+            assert await compute.call(lambda: threading.current_thread().name) == "compute"
+
+    run(test)
+
+
+def test_error_of_a_call_reaches_its_caller_and_no_other() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+            failing, fine = compute.call(fail), compute.call(lambda: 7)
+            with pytest.raises(ZeroDivisionError, match="on purpose"):
+                await failing
+            assert await fine == 7
+            await compute.submit(make_work(object()))
+
+    run(test)
+
+
+def test_error_of_a_posted_function_is_logged_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+            compute.post(fail)
+            assert await compute.call(lambda: 7) == 7
+
+    run(test)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "on purpose" in caplog.text
+
+
+def test_calls_and_posts_run_in_their_order() -> None:
+    done: list[int] = []
+
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+            for number in range(0, 20, 2):
+                compute.post(lambda number=number: done.append(number))
+                last = compute.call(lambda number=number: done.append(number + 1))
+            await last
+
+    run(test)
+    assert done == list(range(20))
+
+
+def test_calls_that_keep_coming_leave_room_for_steps() -> None:
+    is_over = threading.Event()
+
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+
+            def call_again() -> None:
+                if not is_over.is_set():
+                    compute.post(call_again)
+
+            compute.post(call_again)
+            await compute.submit(make_work(object()))
+            is_over.set()
+
+    run(test)
+
+
+def test_prompt_is_not_starved_by_a_stream_of_decode_steps() -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        compute = make_thread(engine, token_budget=4)  # not entered: the test is the thread
+        prompt = make_work(object(), num_tokens=10)
+        waiting = compute.submit(prompt)
+        decoding = object()
+        for position in range(2 * MAX_PASSES):
+            compute.submit(make_work(decoding, position))
+            compute.step()
+        numbers = [number for number, batch in enumerate(engine.batches) if prompt in batch]
+        assert numbers == [MAX_PASSES]
+        assert all(
+            any(work.cache is decoding for work in batch) for batch in engine.batches
+        ), "the prompt comes along and replaces nobody"
+        assert (await waiting).hidden_BTH.shape == (1, 10, 2)
+
+    run(test)
+
+
+def test_what_comes_after_the_end_is_declined() -> None:
+    engine = NotingEngine()
+    posted: list[int] = []
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            pass
+        compute.post(lambda: posted.append(1))
+        futures = compute.submit(make_work(object())), compute.call(lambda: posted.append(2))
+        for result in await asyncio.gather(*futures, return_exceptions=True):
+            assert isinstance(result, BaseException)
+            assert_refused(result, ErrorCode.DRAINING)
+
+    run(test)
+    assert (engine.order, posted) == ([], [])
+
+
+def test_end_with_work_waiting_declines_it_and_completes_what_runs() -> None:
+    engine = NotingEngine()
+    running = make_work(object(), 1)
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            under_way = compute.submit(running)
+            await engine.wait_entered()
+            waiting = [compute.submit(make_work(object(), 2)), compute.call(lambda: 3)]
+            compute.post(lambda: None)
+            # Runs when the end of the block lets the loop go on: the thread is stopping by then.
+            asyncio.get_running_loop().call_soon(engine.gate.set)
+        assert (await under_way).hidden_BTH[0, 0, 0] == 2
+        for result in await asyncio.gather(*waiting, return_exceptions=True):
+            assert isinstance(result, BaseException)
+            assert_refused(result, ErrorCode.DRAINING)
+
+    run(test)
+    assert engine.order == [running]
+
+
+def test_end_with_work_that_nobody_waits_for_any_more_leaves_no_unread_error() -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            compute.submit(make_work(object()))
+            await engine.wait_entered()
+            for _ in range(3):
+                compute.submit(make_work(object()))
+                compute.call(lambda: None)
+            asyncio.get_running_loop().call_soon(engine.gate.set)
+
+    run(test)
+
+
+def test_loop_that_is_gone_does_not_disturb_the_thread() -> None:
+    """A loop that is closed under a step: what `asyncio.run` leaves behind when it is killed."""
+    engine = NotingEngine()
+    engine.gate.clear()
+    threads: list[ComputeThread] = []
+
+    async def begin() -> None:
+        compute = make_thread(engine)
+        await compute.__aenter__()
+        threads.append(compute)
+        compute.submit(make_work(object()))
+        await engine.wait_entered()
+
+    async def end() -> None:
+        await threads[0].__aexit__(None, None, None)
+
+    asyncio.run(begin())
+    engine.gate.set()
+    asyncio.run(end())
+    assert not [thread for thread in threading.enumerate() if thread.name == "compute"]

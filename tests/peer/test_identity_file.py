@@ -1,0 +1,174 @@
+"""The peer's key file on a real disk: private, whole, and never replaced by accident."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import resource
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shoal.peer.identity_file import load_or_create_identity
+from shoal.protocol.errors import UsageError
+from shoal.protocol.identity import Identity
+
+NUM_CREATORS = 8
+
+
+def write_key(path: Path, content: bytes | None = None, mode: int = 0o600) -> None:
+    path.write_bytes(Identity(bytes(32)).to_libp2p_private_key() if content is None else content)
+    path.chmod(mode)
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Let no file of this process grow; the nearest thing to a disk without space."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_file_is_made_once_and_read_from_then_on(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "down" / "peer.key"
+
+    first = load_or_create_identity(path)
+    second = load_or_create_identity(path)
+
+    assert first.peer_id == second.peer_id
+    assert path.read_bytes() == first.to_libp2p_private_key()
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_new_file_is_for_its_owner_only(tmp_path: Path, umask: int) -> None:
+    previous = os.umask(umask)
+    try:
+        load_or_create_identity(tmp_path / "peer.key")
+    finally:
+        os.umask(previous)
+
+    assert stat.S_IMODE((tmp_path / "peer.key").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("mode", [0o600, 0o400])
+def test_private_file_is_read(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "peer.key"
+    write_key(path, mode=mode)
+
+    assert load_or_create_identity(path).peer_id == Identity(bytes(32)).peer_id
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o604, 0o620, 0o601])
+def test_file_that_others_may_use_is_refused_and_kept(tmp_path: Path, mode: int) -> None:
+    path = tmp_path / "peer.key"
+    write_key(path, mode=mode)
+    content = path.read_bytes()
+
+    with pytest.raises(UsageError, match=rf"{mode:04o}.*chmod 600"):
+        load_or_create_identity(path)
+
+    assert path.read_bytes() == content
+    assert stat.S_IMODE(path.stat().st_mode) == mode
+
+
+GOOD = Identity(bytes(32)).to_libp2p_private_key()
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"my diary", GOOD[:-1], GOOD + b"\n", GOOD[:-1] + b"\0", bytes(68), bytes(5000)],
+    ids=["empty", "text", "cut short", "too long", "public key differs", "zeros", "large"],
+)
+def test_file_that_holds_something_else_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "peer.key"
+    write_key(path, content)
+
+    with pytest.raises(UsageError, match="not an identity file"):
+        load_or_create_identity(path)
+
+    assert path.read_bytes() == content
+
+
+def test_error_does_not_show_the_key(tmp_path: Path) -> None:
+    path = tmp_path / "peer.key"
+    secret = Identity.generate().to_libp2p_private_key()
+    write_key(path, secret[:-1])
+
+    with pytest.raises(UsageError) as caught:
+        load_or_create_identity(path)
+
+    assert secret[4:36].hex() not in str(caught.value)
+    assert repr(secret[4:12])[2:-1] not in str(caught.value)
+
+
+def test_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="name a file"):
+        load_or_create_identity(tmp_path)
+
+
+def test_named_pipe_is_refused_without_waiting_for_a_writer(tmp_path: Path) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path, 0o600)
+
+    with pytest.raises(UsageError, match="name a file"):
+        load_or_create_identity(path)
+
+
+def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # the path of a socket has to be short
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind("socket")
+
+        with pytest.raises(UsageError, match="cannot read"):
+            load_or_create_identity(Path("socket"))
+
+
+def test_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("no folder")
+
+    with pytest.raises(UsageError, match="file/peer.key"):
+        load_or_create_identity(tmp_path / "file" / "peer.key")
+
+
+def test_link_to_nowhere_is_refused_and_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "peer.key"
+    path.symlink_to(tmp_path / "nowhere")
+
+    with pytest.raises(UsageError, match=r"peer\.key"):
+        load_or_create_identity(path)
+
+    assert os.listdir(tmp_path) == [path.name]
+
+
+def test_full_disk_leaves_no_partial_file(tmp_path: Path) -> None:
+    with full_disk(), pytest.raises(UsageError, match="cannot write"):
+        load_or_create_identity(tmp_path / "peer.key")
+
+    assert os.listdir(tmp_path) == []
+    load_or_create_identity(tmp_path / "peer.key")
+
+
+@pytest.mark.parametrize("attempt", range(10))
+def test_creators_that_race_end_with_one_identity(tmp_path: Path, attempt: int) -> None:
+    path = tmp_path / "peer.key"
+    start = threading.Barrier(NUM_CREATORS)
+
+    def create() -> str:
+        start.wait()
+        return load_or_create_identity(path).peer_id
+
+    with concurrent.futures.ThreadPoolExecutor(NUM_CREATORS) as threads:
+        futures = [threads.submit(create) for _ in range(NUM_CREATORS)]
+        peer_ids = {future.result() for future in futures}
+
+    assert peer_ids == {load_or_create_identity(path).peer_id}
+    assert os.listdir(tmp_path) == [path.name]

@@ -1,0 +1,53 @@
+"""Every variant of every family, through whole swarms in this process: what transformers says."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.client import AutoDistributedModelForCausalLM
+from shoal.peer.loopback_swarm import LoopbackSwarm
+
+SPANS = {"one hop": [(0, 4)], "four hops": [(0, 1), (1, 2), (2, 3), (3, 4)]}
+SHAPES = [(num_rows, num_tokens) for num_rows in (1, 3) for num_tokens in (1, 2, 17, 300)]
+NUM_NEW_TOKENS = 12
+SETTINGS = {
+    "do_sample": False,
+    "max_new_tokens": NUM_NEW_TOKENS,
+    "min_new_tokens": NUM_NEW_TOKENS,
+    "pad_token_id": 0,
+}
+TOLERANCE = 1e-4
+"""Float32 sums in another order; logits are of the order of one."""
+
+
+def make_ids(num_rows: int, num_tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * num_rows + num_tokens)
+    return torch.randint(3, 128, (num_rows, num_tokens), generator=generator)
+
+
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS.keys())
+def test_swarm_equals_transformers(any_tiny_model: Any, spans: list[tuple[int, int]]) -> None:
+    directory, reference = any_tiny_model.directory, any_tiny_model.reference
+    swarm = LoopbackSwarm(directory, spans)
+
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        directory, connect=swarm.connect
+    ) as model:
+        for num_rows, num_tokens in SHAPES:
+            ids = make_ids(num_rows, num_tokens)
+            with torch.no_grad():
+                expected = reference(ids).logits
+            mask = torch.ones_like(ids)
+
+            logits = model(ids).logits
+            text = model.generate(ids, **SETTINGS)
+
+            assert logits.shape == expected.shape
+            assert (logits - expected).abs().max() < TOLERANCE, (num_rows, num_tokens)
+            assert torch.equal(text, reference.generate(ids, attention_mask=mask, **SETTINGS)), (
+                num_rows,
+                num_tokens,
+            )
+            assert text.shape == (num_rows, num_tokens + NUM_NEW_TOKENS)
