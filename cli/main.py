@@ -60,6 +60,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # The reader of a pipe (`shoal generate … | head`) had enough.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        if os.environ.get("SHOAL_DEBUG"):
+            raise
+        print(f"shoal {options.command}: {error}", file=sys.stderr)
+        return 1
     except ShoalError as error:
         if os.environ.get("SHOAL_DEBUG"):
             raise

@@ -50,3 +50,38 @@ def _parse_float(text: str) -> float:
     except ValueError:
         return math.nan
     return number if math.isfinite(number) else math.nan
+
+
+def parse_port(text: str) -> int:
+    """Read a port number; 0 stands for any free one.
+
+    >>> parse_port("0"), parse_port("7000")
+    (0, 7000)
+    """
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+def parse_seconds(text: str) -> float:
+    """Read a duration, zero or more.
+
+    >>> parse_seconds("2.5")
+    2.5
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = -1.0
+    if not (0 <= seconds < math.inf):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return seconds
+
+
+def parse_announce_period(text: str) -> float:
+    """Read how often to announce: what is too rare would be refused by everybody."""
+    seconds = parse_seconds(text)
+    longest = MAX_ANNOUNCEMENT_LIFETIME_SECONDS / 3
+    if not 0.1 <= seconds <= longest:
+        raise argparse.ArgumentTypeError(f"the period is 0.1 to {longest:.0f} seconds, not {text}")
+    return seconds

@@ -17,7 +17,7 @@ from ..peer.config import PeerConfig
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .bundled_model import find_model
-from .quantities import parse_count
+from .quantities import parse_announce_period, parse_count, parse_port, parse_seconds
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +43,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weights", choices=("int8", "bf16", "fp32"), default=_DEFAULTS.weights,
         help="how weights are held (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--device", default=_DEFAULTS.device, help="cpu (default)")
+    parser.add_argument(
+        "--device", choices=("cpu",), default=_DEFAULTS.device,
+        help="where to compute (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--threads", type=parse_count, metavar="N", help="compute threads")
     parser.add_argument(
         "--kv-memory", type=parse_bytes, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
@@ -56,18 +59,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--announce-host", metavar="HOST", help="address that others dial")
     parser.add_argument(
         "--directory-port",
-        type=int,
+        type=parse_port,
         default=0,
         metavar="PORT",
         help="port of the DHT (default: any)",
     )
     parser.add_argument("--identity", type=Path, metavar="FILE", help="key file; made if missing")
     parser.add_argument(
-        "--announce-period", type=float, default=_DEFAULTS.announce_period_seconds,
+        "--announce-period", type=parse_announce_period, default=_DEFAULTS.announce_period_seconds,
         metavar="SECONDS", help="how often to renew the announcement (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--drain", type=float, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
+        "--drain", type=parse_seconds, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
         help="let running sessions go on this long before leaving (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
@@ -134,6 +137,13 @@ def parse_listen(text: str) -> tuple[str, int]:
 async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # A terminal's Ctrl-C reaches p2pd as well; hivemind's own tasks then lose their pipe.
+        if not (stop.is_set() and isinstance(context.get("exception"), ConnectionError)):
+            loop.default_exception_handler(context)
+
+    loop.set_exception_handler(note)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     if end_with_stdin:
@@ -183,8 +193,11 @@ def _print_for_people(event: "PeerEvent") -> None:
         for address in facts["addresses"]:
             print(f"  {address}", flush=True)
     elif event.name == "loading":
-        end = "\n" if facts["done"] == facts["blocks"] else ""
-        print(f"\rLoading block {facts['done']} of {facts['blocks']}", end=end, flush=True)
+        is_done = facts["done"] == facts["blocks"]
+        if sys.stdout.isatty() or is_done:
+            end = "\n" if is_done else ""
+            start = "\r" if sys.stdout.isatty() else ""
+            print(f"{start}Loading block {facts['done']} of {facts['blocks']}", end=end, flush=True)
     elif event.name == "online":
         print(
             f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "

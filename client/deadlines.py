@@ -14,10 +14,16 @@ _MAX_SILENCES = 4
 _UNKNOWN_SECONDS = 4.0
 """First deadline for a peer that neither announced a speed nor answered yet."""
 
+_LONGEST_ON_TRUST_SECONDS = 30.0
+"""A peer that announced to be slow gets no more than this until it has shown it: it may lie."""
+
+_FEW_TOKENS = 16
+"""Steps of up to so many tokens cost about as much as one: the weights are read once."""
+
 
 @dataclass
 class AnswerTimes:
-    """Recent answer times of one peer, apart for single tokens and for prompts (per token)."""
+    """Recent answer times of one peer, apart for few tokens and for prompts (per token)."""
 
     decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     prefill_seconds_per_token: deque[float] = field(default_factory=lambda: deque(maxlen=16))
@@ -30,7 +36,7 @@ class AnswerTimes:
     def note(self, num_tokens: int, seconds: float) -> None:
         """Note that a step of so many tokens (rows times length) was answered."""
         self.num_silences = 0
-        if num_tokens == 1:
+        if num_tokens <= _FEW_TOKENS:
             self.decode_seconds.append(seconds)
         else:
             self.prefill_seconds_per_token.append(seconds / num_tokens)
@@ -50,14 +56,15 @@ class AnswerTimes:
         """
         decode = max(self.decode_seconds, default=announced_decode_seconds)
         per_token = max(self.prefill_seconds_per_token, default=announced_prefill_seconds_per_token)
+        expected = decode or 0.0
+        if num_tokens > _FEW_TOKENS:
+            share = decode or 0.0 if per_token is None else per_token
+            expected = max(num_tokens * share, expected)
+        seconds = FLOOR_SECONDS + _PATIENCE * expected
         if decode is None:
-            # Every step reads all weights once; how long that takes is not known yet.
-            expected = num_tokens * (per_token or 0.0)
-            seconds = max(_UNKNOWN_SECONDS, FLOOR_SECONDS + _PATIENCE * expected)
-        elif num_tokens == 1:
-            seconds = FLOOR_SECONDS + _PATIENCE * decode
-        else:
-            # A few rows take about one decode step, however small a token's share of a prompt is.
-            share = decode if per_token is None else per_token
-            seconds = FLOOR_SECONDS + _PATIENCE * max(num_tokens * share, decode)
+            seconds = max(_UNKNOWN_SECONDS, seconds)
+        if not (
+            self.decode_seconds if num_tokens <= _FEW_TOKENS else self.prefill_seconds_per_token
+        ):
+            seconds = min(seconds, _LONGEST_ON_TRUST_SECONDS)
         return seconds * 2**self.num_silences

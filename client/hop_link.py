@@ -204,5 +204,11 @@ async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: flo
 def _check_welcome(welcome: Welcome, hop: Hop, opening: Open) -> None:
     if welcome.peer_id != hop.peer.peer_id:
         raise RemoteProtocolError(f"another peer answers for …{hop.peer.peer_id[-6:]}")
+    if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
+        raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} chose a version of its own")
+    if welcome.model_id == opening.model_id and not welcome.span.covers(hop.span):
+        raise RemoteProtocolError(
+            f"peer …{hop.peer.peer_id[-6:]} announced blocks {hop.span} and serves {welcome.span}"
+        )
     if welcome.model_id != opening.model_id:
         raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} serves another model by now")

@@ -1,13 +1,17 @@
 """The hops of one session: opening them, asking them, and rebuilding a lost one from its log."""
 
 import asyncio
+import contextlib
 import hashlib
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from ..kernels.compress import has_only_finite
 from ..protocol.errors import (
+    DirectoryError,
     ErrorCode,
     RefusedError,
     RemoteProtocolError,
@@ -48,6 +52,9 @@ _PEER_CODES = frozenset(
 _BUSY_CODES = frozenset({ErrorCode.CACHE_FULL, ErrorCode.BUSY, ErrorCode.DRAINING})
 
 _MAX_PIECE_TOKENS = 2048
+
+_RETRY_VIEW_SECONDS = 1.0
+"""How old the view may be once a peer that was found in it has failed."""
 
 
 class LostHopError(UnavailableError):
@@ -181,32 +188,69 @@ class LiveHops:
         configured = self._config.weights
         weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
         full: dict[PeerId, RefusedError] = {}
+        tried: set[PeerId] = set()
         pause_seconds = 0.05
         while True:
-            # Once a peer said that this will never fit, only those who are there now may help:
-            # who asked for too much should hear it at once.
-            patience = self._clock.now() if full else deadline
-            max_age_seconds = 0.0 if full else self._config.refresh_seconds
-            try:
-                route = await self._swarm.wait_for_route(
-                    span, patience, max_age_seconds, weights, full
-                )
-            except RouteError:
-                if full:
-                    raise next(iter(full.values())) from None
-                raise
+            route = await self._find_route(
+                span, weights, deadline, full, tried, is_failover=log.length > 0
+            )
             self._epoch += 1
             self._choose_wire_dtype(route)
             try:
                 return await self._open_route(route, log)
             except LostHopError as lost:
+                tried.add(lost.peer_id)
                 error = lost.__cause__
                 if isinstance(error, RefusedError) and _is_hopeless(error):
                     full[lost.peer_id] = error
                 elif self._clock.now() + pause_seconds > deadline:
-                    raise error or lost from None
+                    if isinstance(error, RefusedError):
+                        raise error from None
+                    raise RouteError(
+                        f"no peer could be reached in time for blocks {span}: {lost}", (span,)
+                    ) from error
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 1.0)
+
+    async def _find_route(
+        self,
+        span: Span,
+        weights: Sequence[str | None],
+        deadline: float,
+        full: Mapping[PeerId, RefusedError],
+        tried: set[PeerId],
+        is_failover: bool,
+    ) -> Route:
+        """Return the next route to try: over peers not tried yet, as long as there are any.
+
+        Or else the busy one that is cheapest would be asked over and over, and others never. Then
+        `tried` is emptied and the next round begins.
+
+        Peers in `full` will never have room. Once there is one, only peers that are there now may
+        help: who asked for too much should hear it at once, and that is what is raised.
+        """
+        # Somebody waits for the next token: the view at hand comes first, however old. If it led
+        # to nobody, newcomers must be seen before silent peers are asked once more.
+        max_age_seconds = math.inf if is_failover else self._config.refresh_seconds
+        if tried:
+            max_age_seconds = min(_RETRY_VIEW_SECONDS, self._config.refresh_seconds)
+            with contextlib.suppress(RouteError, DirectoryError):
+                return await self._swarm.wait_for_route(
+                    span, self._clock.now(), max_age_seconds, weights, {*tried, *full}
+                )
+            tried.clear()
+        try:
+            return await self._swarm.wait_for_route(
+                span,
+                self._clock.now() if full else deadline,
+                0.0 if full else max_age_seconds,
+                weights,
+                full,
+            )
+        except (RouteError, DirectoryError):
+            if full:
+                raise next(iter(full.values())) from None
+            raise
 
     async def _open_route(self, route: Route, log: RecoveryLog[Tensor]) -> list[LiveHop]:
         """Open all hops of a route at once, then replay the log through them in order."""
@@ -303,7 +347,8 @@ class LiveHops:
             is_silent = isinstance(error, SilentError)
             if is_silent:
                 self._swarm.times(hop.peer.peer_id).note_silence()
-            self._swarm.quarantine(hop.peer, is_only_silent=is_silent)
+            is_lying = isinstance(error, RemoteProtocolError)
+            self._swarm.quarantine(hop.peer, is_only_silent=is_silent, is_for_lying=is_lying)
         return LostHopError(hop.peer.peer_id, str(error))
 
 

@@ -1,6 +1,7 @@
 """An event loop on a thread of its own, for callers that are not asynchronous."""
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import threading
@@ -33,23 +34,36 @@ class _Run(Generic[Result]):
         self._task: asyncio.Task[Result] | None = None
 
     def start(self) -> None:
-        """Begin; called on the loop."""
+        """Begin, unless cancelled already; called on the loop."""
+        if self.outcome.done():
+            return
         self._task = self._loop.create_task(self._coroutine)
         self._task.add_done_callback(self._settle)
 
+    def refuse(self, error: Exception) -> None:
+        """Fail without ever beginning; called instead of `start`, on any thread."""
+        self._coroutine.close()
+        self.outcome.set_exception(error)
+
     def cancel(self) -> None:
-        """Cancel; called on the loop, after `start`."""
+        """Cancel; called on the loop, also before `start` or instead of it."""
         if self._task is not None:
             self._task.cancel()
+        elif not self.outcome.done():
+            self._coroutine.close()
+            self._settle_cancelled()
 
     def _settle(self, task: asyncio.Task[Result]) -> None:
         if task.cancelled():
-            self.outcome.cancel()
-            self.outcome.set_running_or_notify_cancel()  # or `wait` would not notice
+            self._settle_cancelled()
         elif (error := task.exception()) is not None:
             self.outcome.set_exception(error)
         else:
             self.outcome.set_result(task.result())
+
+    def _settle_cancelled(self) -> None:
+        self.outcome.cancel()
+        self.outcome.set_running_or_notify_cancel()  # or `wait` would not notice
 
 
 class Portal:
@@ -61,6 +75,9 @@ class Portal:
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="shoal client", daemon=True)
         self._thread.start()
+        # Sessions that are still open at the end of a program close themselves later than daemon
+        # threads stop running, and would wait for this one for ever.
+        atexit.register(self.close)
 
     def __enter__(self) -> "Portal":
         return self
@@ -86,12 +103,9 @@ class Portal:
         is closed, before or meanwhile.
         """
         run = _Run(self._loop, coroutine)
-        with self._lock:
-            if self._is_closing:
-                coroutine.close()
-                raise UsageError(_CLOSED)
-            self._loop.call_soon_threadsafe(run.start)
         try:
+            # Inside, because the interrupt may come as soon as the coroutine is on its way.
+            self._start(run)
             return run.outcome.result()
         except concurrent.futures.CancelledError:
             if self._is_closing:
@@ -101,8 +115,15 @@ class Portal:
             if not run.outcome.done():
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
                     self._loop.call_soon_threadsafe(run.cancel)
-                concurrent.futures.wait([run.outcome], timeout=_LAST_WORDS_SECONDS)
+                    concurrent.futures.wait([run.outcome], timeout=_LAST_WORDS_SECONDS)
             raise
+
+    def _start(self, run: _Run[Any]) -> None:
+        with self._lock:
+            if self._is_closing:
+                run.refuse(UsageError(_CLOSED))
+            else:
+                self._loop.call_soon_threadsafe(run.start)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread; safe to call twice."""
@@ -111,6 +132,7 @@ class Portal:
                 self._is_closing = True
                 self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
+        atexit.unregister(self.close)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

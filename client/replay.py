@@ -19,41 +19,36 @@ class ReplayStep:
 
 
 def merge_pieces(pieces: Iterable[ReplayPiece[Tensor]], max_tokens: int) -> Iterator[ReplayStep]:
-    """Join neighbouring pieces into steps of at most `max_tokens` tokens per row, and cut longer
-    ones.
+    """Join generated tokens into steps of at most `max_tokens` tokens per row, in order.
 
-    Prompts and generated tokens are not joined: a peer may compute the two differently, and a
-    rebuilt cache must hold what the lost one held.
+    A rebuilt cache must hold what the lost one held, and a peer chooses its arithmetic by the
+    size of a step. So the steps of a prompt are sent again as they were: not joined, and where a
+    rollback cut one short, whole; the next step begins where the rollback led and has the peer
+    forget the rest. Generated tokens are computed one by one however many arrive.
     """
     group: list[ReplayStep] = []
     num_tokens = 0
     for piece in pieces:
-        for part in _cut(piece, max_tokens):
-            part_tokens = part.hidden_BTH.shape[1]
-            if group and (
-                part.is_decoded != group[0].is_decoded or num_tokens + part_tokens > max_tokens
-            ):
-                yield _join(group)
-                group, num_tokens = [], 0
-            group.append(part)
-            num_tokens += part_tokens
+        if group and (not piece.is_decoded or num_tokens + piece.num_tokens > max_tokens):
+            yield _join(group)
+            group, num_tokens = [], 0
+        if piece.is_decoded:
+            group.append(ReplayStep(piece.position, _select(piece, piece.num_tokens), True))
+            num_tokens += piece.num_tokens
+        else:
+            yield ReplayStep(piece.position, _select(piece, None), False)
     if group:
         yield _join(group)
 
 
-def _cut(piece: ReplayPiece[Tensor], max_tokens: int) -> Iterator[ReplayStep]:
-    """Yield a piece in parts of at most `max_tokens` tokens, its rows in their present order."""
-    hidden_BTH = piece.payload[:, : piece.num_tokens]
-    if piece.rows is not None:
-        hidden_BTH = hidden_BTH[list(piece.rows)]
-    position = piece.position
-    for part_BTH in hidden_BTH.split(max_tokens, dim=1):
-        yield ReplayStep(position, part_BTH, piece.is_decoded)
-        position += part_BTH.shape[1]
+def _select(piece: ReplayPiece[Tensor], num_tokens: int | None) -> Tensor:
+    """Return the first tokens of a piece (None: all), its rows in their present order."""
+    hidden_BTH = piece.payload[:, :num_tokens]
+    return hidden_BTH if piece.rows is None else hidden_BTH[list(piece.rows)]
 
 
 def _join(group: list[ReplayStep]) -> ReplayStep:
     if len(group) == 1:
         return group[0]
     hidden_BTH = torch.cat([part.hidden_BTH for part in group], dim=1)
-    return ReplayStep(group[0].position, hidden_BTH, group[0].is_decoded)
+    return ReplayStep(group[0].position, hidden_BTH, is_decoded=True)

@@ -184,6 +184,7 @@ class RemoteSession:
             self._num_rows = num_rows
         hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
         deadline: float | None = None
+        pause_seconds = 0.0
         index = 0
         while index < len(self._hops):
             live = self._hops[index]
@@ -197,10 +198,14 @@ class RemoteSession:
                 output_BTH = await self._driver.ask(live, asked)
             except LostHopError as error:
                 deadline = deadline or self._make_deadline()
+                # At once the first time; peers that open and then fail must not be stormed.
+                await asyncio.sleep(pause_seconds)
+                pause_seconds = min(max(2 * pause_seconds, 0.05), 1.0)
                 await self._replace(index, error, question.position, deadline)
                 continue
             live.log.append(asked.position, num_tokens, hidden_BTH, asked.row_map, asked.is_decoded)
             hidden_BTH = output_BTH
+            pause_seconds = 0.0
             index += 1
         return hidden_BTH
 

@@ -18,6 +18,9 @@ from .router import Route, RoutingCosts, plan_route
 _FIRST_QUARANTINE_SECONDS = 15.0
 _LONGEST_QUARANTINE_SECONDS = 600.0
 
+_SHORT_SECONDS = 0.5
+"""What the directory gets to answer even when time is up: a look is worth that much."""
+
 
 @dataclass
 class _Quarantine:
@@ -27,6 +30,7 @@ class _Quarantine:
     seconds: float
     sequence: int
     is_only_silent: bool
+    is_for_lying: bool
 
 
 class Swarm:
@@ -86,9 +90,12 @@ class Swarm:
         while True:
             unread: DirectoryError | None = None
             try:
-                await self.refresh(max_age_seconds)
+                async with asyncio.timeout(max(deadline - self._clock.now(), _SHORT_SECONDS)):
+                    await self.refresh(max_age_seconds)
             except DirectoryError as error:
                 unread = error
+            except TimeoutError:
+                unread = DirectoryError("the directory did not answer in time")
             try:
                 return self._plan(span, weights, exclude)
             except RouteError as missing:
@@ -123,14 +130,17 @@ class Swarm:
         return (
             quarantine is not None
             and self._clock.now() < quarantine.until
-            and peer.sequence <= quarantine.sequence
+            and (quarantine.is_for_lying or peer.sequence <= quarantine.sequence)
         )
 
-    def quarantine(self, peer: Announcement, is_only_silent: bool) -> None:
+    def quarantine(
+        self, peer: Announcement, is_only_silent: bool, is_for_lying: bool = False
+    ) -> None:
         """Avoid a peer that failed us, at once and for longer each time it comes back.
 
-        A newer announcement ends it: the peer was restarted or is alive after all. Many sessions
-        may tell of one failure; it counts once.
+        A newer announcement ends it: the peer was restarted or is alive after all. Not so
+        `is_for_lying`, for who broke the protocol: announcing costs such a peer nothing. Many
+        sessions may tell of one failure; it counts once.
         """
         previous = self._quarantines.get(peer.peer_id)
         newest = self.view.find(peer.peer_id) or peer
@@ -139,10 +149,15 @@ class Swarm:
         elif self.is_quarantined(newest):
             seconds = previous.seconds
             is_only_silent = is_only_silent and previous.is_only_silent
+            is_for_lying = is_for_lying or previous.is_for_lying
         else:
             seconds = min(2 * previous.seconds, _LONGEST_QUARANTINE_SECONDS)
         self._quarantines[peer.peer_id] = _Quarantine(
-            self._clock.now() + seconds, seconds, newest.sequence, is_only_silent
+            self._clock.now() + seconds,
+            seconds,
+            newest.sequence,
+            is_only_silent,
+            is_for_lying,
         )
 
     def note_success(self, peer_id: PeerId) -> None:

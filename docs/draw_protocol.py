@@ -37,7 +37,7 @@ def draw_limits() -> str:
     """Return the table of bounds on what a stranger may send."""
     rows = ["| bound | value | on |", "| --- | ---: | --- |"]
     source = Path(limits.__file__).read_text()
-    for name, summary in re.findall(r'^(MAX_\w+) = .*\n"""(.*?)"""', source, flags=re.M | re.S):
+    for name, summary in re.findall(r'^(MAX_\w+) = [^\n]*\n"""(.*?)"""', source, flags=re.M | re.S):
         value = getattr(limits, name)
         rows.append(f"| `{name}` | {value:,} | {' '.join(summary.split())} |")
     return "\n".join(rows)

@@ -8,10 +8,10 @@ same kind of model and not the same bits. `--resume` with a new seed goes on fro
 directory, with the Muon phases alone.
 
 The bundled weights took 70 minutes on one busy core, in three pieces: an AdamW run, stopped after
-28 minutes, the Muon phases from its last checkpoint (18 minutes, with cosines where the table below
-has straight lines), and 24 minutes of `--resume --seed 1000001`. They saw about 19 M tokens in about
-8,700 updates. Held-out loss: 0.1996 nats per token (perplexity 1.221); entropy of the same text:
-0.1784 (1.195).
+28 minutes, the Muon phases from its last checkpoint (18 minutes, with cosines where the table
+below has straight lines), and 24 minutes of `--resume --seed 1000001`. They saw about 19 M tokens
+in about 8,700 updates. Held-out loss: 0.1996 nats per token (perplexity 1.221); entropy of the same
+text: 0.1784 (1.195).
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ _logger = logging.getLogger(__name__)
 LIFETIME_PERIODS = 3
 """An announcement outlives two that were lost on the way."""
 
+_RETRY_PERIODS = 0.5
+"""The pause after a loss: after whole periods the third attempt would come just too late."""
+
 
 class Announcer:
     """Publishes what `await describe(state, sequence, now)` returns, signed. Owned by one peer."""
@@ -46,10 +49,13 @@ class Announcer:
             await self._directory.announce(sign_announcement(self._identity, announcement))
 
     async def run(self) -> None:
-        """Renew the announcement until cancelled; a directory in trouble is asked again."""
+        """Renew the announcement until cancelled; a directory in trouble is asked again sooner."""
+        pause_periods = 1.0
         while True:
-            await asyncio.sleep(self._period_seconds)
+            await asyncio.sleep(pause_periods * self._period_seconds)
+            pause_periods = 1.0
             try:
                 await self.announce(self.state)
             except DirectoryError as error:
+                pause_periods = _RETRY_PERIODS
                 _logger.warning("could not renew the announcement: %s", error)

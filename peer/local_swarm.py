@@ -135,7 +135,7 @@ class LocalPeer:
         self._process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP: the process keeps its connections and answers nothing. Returns once it stands."""
+        """SIGSTOP: the process keeps its connections and answers nothing. Waits until it stands."""
         self._process.send_signal(signal.SIGSTOP)
         # All of its threads have to stop first. Also, the kernel ends the stopped orphans of a
         # program that died, but not those that are only about to stop.

@@ -13,11 +13,8 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from ..kernels.quantize import WeightFormat
-from ..protocol.announcements import Announcement, PeerState
-from ..protocol.endpoints import Endpoint
+from ..protocol.announcements import PeerState
 from ..protocol.errors import UnavailableError, UsageError
 from ..protocol.identity import Identity
 from ..protocol.ids import ModelId, PeerId, make_model_id
@@ -27,8 +24,7 @@ from ..protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
 from ..protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from ..protocol.net.transport import Stream, StreamServer, Transport
 from ..protocol.spans import Span
-from ..protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
-from .announcer import LIFETIME_PERIODS, Announcer
+from .announcer import Announcer
 from .config import PeerConfig
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine
@@ -36,7 +32,7 @@ from .engine.families import read_spec
 from .engine.loader import check_span, open_checkpoint
 from .loop_lag import LoopLag
 from .network_control import NetworkControl
-from .self_description import SelfDescription
+from .self_description import SelfDescription, make_template
 from .service import Service, ServiceFacts
 from .throughput import measure_throughput
 
@@ -90,6 +86,9 @@ class LoopbackSwarm:
         """
         if not spans:
             raise UsageError("a swarm needs at least one span")
+        formats = [known.value for known in WeightFormat]
+        if weights not in formats:
+            raise UsageError(f"weights are one of {', '.join(formats)}, not {weights!r}")
         self._configs = {
             f"peer{index}": PeerConfig(
                 str(model), _make_span(span), weights, kv_budget_bytes=kv_budget_bytes
@@ -175,7 +174,14 @@ class LoopbackSwarm:
         transport = LoopbackTransport(self._network, host)
         stack.push_async_callback(transport.close)
         listener = await transport.listen(host, 0, serve)
-        template = _make_template(config, service, listener.endpoint)
+        template = make_template(
+            config,
+            identity.peer_id,
+            model_id,
+            engine.span,
+            engine.spec.num_blocks,
+            listener.endpoint,
+        )
         # All peers share one loop, so that none is slower by its lag than another.
         description = SelfDescription(template, LoopLag(clock))
         description.begin_serving(engine, compute, throughput)
@@ -248,25 +254,3 @@ def _load(config: PeerConfig) -> tuple[ModelId, Engine]:
     weights = WeightFormat(config.weights)
     engine = Engine.load(checkpoint, config.span, weights, kv_budget_bytes=config.kv_budget_bytes)
     return make_model_id(checkpoint.config, checkpoint.revision), engine
-
-
-def _make_template(config: PeerConfig, service: Service, endpoint: Endpoint) -> Announcement:
-    """Return the announcement without what changes; only its lifetime counts of its dates."""
-    weights = WeightFormat(config.weights)
-    engine, facts = service.engine, service.facts
-    return Announcement(
-        peer_id=facts.peer_id,
-        model_id=facts.model_id,
-        num_blocks=engine.spec.num_blocks,
-        span=engine.span,
-        state=PeerState.ONLINE,
-        endpoints=(endpoint,),
-        min_version=MIN_VERSION,
-        max_version=MAX_VERSION,
-        software=SOFTWARE,
-        weights=weights.value,
-        compute_dtype="bf16" if engine.dtype is torch.bfloat16 else "fp32",
-        sequence=0,
-        issued_at=0.0,
-        expires_at=LIFETIME_PERIODS * config.announce_period_seconds,
-    )

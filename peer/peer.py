@@ -7,11 +7,9 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from ..kernels.checkpoint import Checkpoint
 from ..kernels.quantize import WeightFormat
-from ..protocol.announcements import Announcement, ComputeDtype, PeerState
+from ..protocol.announcements import PeerState
 from ..protocol.endpoints import Endpoint
 from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.identity import Identity
@@ -22,26 +20,19 @@ from ..protocol.net.grpc_transport import GrpcTransport
 from ..protocol.net.hivemind_directory import HivemindDirectory
 from ..protocol.net.transport import Listener, Stream
 from ..protocol.spans import Span
-from ..protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
-from .announcer import LIFETIME_PERIODS, Announcer
+from .announcer import Announcer
 from .config import PeerConfig
 from .engine.compute_thread import ComputeThread
-from .engine.engine import COMPUTE_DTYPES, Engine
+from .engine.engine import Engine, check_kv_budget
 from .engine.families import read_spec
 from .engine.loader import check_span, open_checkpoint
 from .identity_file import load_or_create_identity
 from .loop_lag import LoopLag
-from .self_description import SelfDescription
+from .self_description import SelfDescription, make_template
 from .service import Service, ServiceFacts
 from .throughput import Throughput, measure_throughput
 
 _logger = logging.getLogger(__name__)
-
-_DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
-    torch.float32: "fp32",
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-}
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,10 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         endpoint = _choose_endpoint(config, listener.endpoint)
 
         lag = LoopLag(clock)
-        description = SelfDescription(_make_template(config, identity, plan, endpoint), lag)
+        template = make_template(
+            config, identity.peer_id, plan.model_id, plan.span, plan.num_blocks, endpoint
+        )
+        description = SelfDescription(template, lag)
         announcer = Announcer(
             directory, identity, description.describe, clock, config.announce_period_seconds
         )
@@ -154,6 +148,7 @@ def _plan_span(config: PeerConfig) -> _Plan:
     spec = read_spec(checkpoint.config)
     span = config.span or Span(0, spec.num_blocks)
     check_span(spec, span)
+    check_kv_budget(spec, span, WeightFormat(config.weights), config.kv_budget_bytes)
     model_id = make_model_id(checkpoint.config, checkpoint.revision)
     return _Plan(checkpoint, model_id, span, spec.num_blocks)
 
@@ -212,29 +207,6 @@ def _choose_endpoint(config: PeerConfig, listening: Endpoint) -> Endpoint:
             f"others cannot dial {host}: say with --announce-host which address they should use"
         )
     return Endpoint(host, listening.port, listening.fingerprint)
-
-
-def _make_template(
-    config: PeerConfig, identity: Identity, plan: _Plan, endpoint: Endpoint
-) -> Announcement:
-    """Return the announcement without what changes; only its lifetime counts of its dates."""
-    weights = WeightFormat(config.weights)
-    return Announcement(
-        peer_id=identity.peer_id,
-        model_id=plan.model_id,
-        num_blocks=plan.num_blocks,
-        span=plan.span,
-        state=PeerState.JOINING,
-        endpoints=(endpoint,),
-        min_version=MIN_VERSION,
-        max_version=MAX_VERSION,
-        software=SOFTWARE,
-        weights=weights.value,
-        compute_dtype=_DTYPE_NAMES[COMPUTE_DTYPES[weights]],
-        sequence=0,
-        issued_at=0.0,
-        expires_at=LIFETIME_PERIODS * config.announce_period_seconds,
-    )
 
 
 def _describe_online(

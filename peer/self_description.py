@@ -2,11 +2,54 @@
 
 from dataclasses import replace
 
-from ..protocol.announcements import Announcement, PeerState
+import torch
+
+from ..kernels.quantize import WeightFormat
+from ..protocol.announcements import Announcement, ComputeDtype, PeerState
+from ..protocol.endpoints import Endpoint
+from ..protocol.ids import ModelId, PeerId
+from ..protocol.spans import Span
+from ..protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
+from .announcer import LIFETIME_PERIODS
+from .config import PeerConfig
 from .engine.compute_thread import ComputeThread
-from .engine.engine import Engine
+from .engine.engine import COMPUTE_DTYPES, Engine
 from .loop_lag import LoopLag
 from .throughput import Throughput
+
+_DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+}
+
+
+def make_template(
+    config: PeerConfig,
+    peer_id: PeerId,
+    model_id: ModelId,
+    span: Span,
+    num_blocks: int,
+    endpoint: Endpoint,
+) -> Announcement:
+    """Return the announcement without what changes; of its dates only the lifetime counts."""
+    weights = WeightFormat(config.weights)
+    return Announcement(
+        peer_id=peer_id,
+        model_id=model_id,
+        num_blocks=num_blocks,
+        span=span,
+        state=PeerState.JOINING,
+        endpoints=(endpoint,),
+        min_version=MIN_VERSION,
+        max_version=MAX_VERSION,
+        software=SOFTWARE,
+        weights=weights.value,
+        compute_dtype=_DTYPE_NAMES[COMPUTE_DTYPES[weights]],
+        sequence=0,
+        issued_at=0.0,
+        expires_at=LIFETIME_PERIODS * config.announce_period_seconds,
+    )
 
 
 class SelfDescription:

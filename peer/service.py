@@ -9,9 +9,6 @@ import contextlib
 import logging
 from dataclasses import dataclass, field
 
-import torch
-
-from ..kernels.compress import decode_tensor, encode_tensor
 from ..protocol import limits
 from ..protocol.errors import (
     ErrorCode,
@@ -28,7 +25,6 @@ from ..protocol.messages import (
     Message,
     Open,
     Opened,
-    Output,
     Step,
     Welcome,
 )
@@ -36,29 +32,27 @@ from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Stream
 from ..protocol.session import Action, SessionState
 from ..protocol.spans import Span
-from ..protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
+from ..protocol.tensors import WireDtype
 from ..protocol.versions import SOFTWARE, agree_on_version
 from ..protocol.wire import decode_frame, encode_frame
 from .engine.compute_thread import ComputedStep, ComputeThread
-from .engine.engine import Engine, StepWork
+from .engine.engine import Engine
 from .engine.kv_cache import SessionCache
+from .step_work import check_step_size, make_output, make_work
 
 _logger = logging.getLogger(__name__)
-
-TORCH_DTYPES = {
-    WireDtype.FP32: torch.float32,
-    WireDtype.FP16: torch.float16,
-    WireDtype.BF16: torch.bfloat16,
-}
 
 _MAX_PENDING_ANSWERS = 16
 """Questions of one stream that wait for their answer; more are not read until one is sent."""
 
 _HELLO_SECONDS = 20.0
-"""How long a stream may stay without a Hello: it costs a stranger nothing to open thousands."""
+"""How long a stream may stay without a session: it costs a stranger nothing to open thousands."""
 
-_MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
-"""The tensor of one answer; what is left of the frame is enough for everything else."""
+_MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
+"""Steps of one stream that wait for the engine; no more is read until some are computed."""
+
+_MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
+"""Steps of all streams that wait for the engine; more are declined."""
 
 
 @dataclass(slots=True)
@@ -95,6 +89,7 @@ class Service:
     compute: ComputeThread
     clock: Clock
     is_draining: bool = False
+    pending_bytes: int = 0
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
     opening: set[SessionId] = field(default_factory=set)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -138,6 +133,9 @@ class _Conversation:
         self._service = service
         self._stream = stream
         self._opened: set[SessionId] = set()
+        self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
+        self._pending_bytes = 0
+        self._room = asyncio.Event()
         self._answers: asyncio.Queue[bytes | _RunningStep | None] = asyncio.Queue(
             _MAX_PENDING_ANSWERS
         )
@@ -154,6 +152,7 @@ class _Conversation:
         except* UnavailableError as group:
             _logger.debug("a client went away: %s", group.exceptions[0])
         finally:
+            self._count_pending(-self._pending_bytes)
             for session in self._opened:
                 self._service.close_session(session)
 
@@ -169,8 +168,12 @@ class _Conversation:
 
     async def _receive(self) -> bytes | None:
         """Wait for a frame. Raises RefusedError when nothing came for too long."""
+        while self._pending_bytes > _MAX_STREAM_PENDING_BYTES:
+            self._room.clear()
+            await self._room.wait()
         idle_seconds = self._idle_seconds
-        if not self._is_welcome:
+        self._used &= self._service.sessions.keys()
+        if not self._used:
             idle_seconds = min(idle_seconds, _HELLO_SECONDS)
         deadline = self._service.clock.now() + idle_seconds
         while (seconds := deadline - self._service.clock.now()) > 0:
@@ -183,7 +186,8 @@ class _Conversation:
 
     def _last_used_at(self) -> float:
         sessions = self._service.sessions
-        return max((sessions[session].used_at for session in self._opened), default=0.0)
+        used = (sessions.get(session) for session in self._used)
+        return max((held.used_at for held in used if held is not None), default=0.0)
 
     async def _end_stream(self, code: ErrorCode, detail: str) -> None:
         _logger.info("closing a stream: %s", detail)
@@ -243,6 +247,7 @@ class _Conversation:
             state, cache, message.span, message.dtype, service.clock.now()
         )
         self._opened.add(message.session)
+        self._used.add(message.session)
         queue_seconds = service.compute.queue_seconds
         return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
 
@@ -295,7 +300,7 @@ class _Conversation:
             if held is None:
                 raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open here")
             decision = held.state.decide(step)
-            _check_answer_fits(step, held)
+            self._check_size(step, held)
         except RefusedError as error:
             await self._answers.put(_encode_refusal(step.session, step.sequence, error))
             return
@@ -307,7 +312,9 @@ class _Conversation:
         elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
             held.used_at = self._service.clock.now()
             held.state.accept(step)
-            future = self._service.compute.submit(_make_work(step, held))
+            self._used.add(step.session)
+            self._count_pending(len(step.hidden.data))
+            future = self._service.compute.submit(make_work(step, held.cache, held.span))
             held.running.add(future)
             await self._answers.put(_RunningStep(step, held, future))
 
@@ -317,55 +324,30 @@ class _Conversation:
         The closing is the client's own doing, or the end of the stream that opened the session.
         """
         step, held, future = running.step, running.held, running.future
-        await asyncio.wait([future])
-        held.running.discard(future)
+        try:
+            await asyncio.wait([future])
+        finally:
+            held.running.discard(future)
+            self._count_pending(-len(step.hidden.data))
         if future.cancelled():
             return None
         try:
-            computed = future.result()
+            frame = encode_frame(make_output(step, held.dtype, future.result()))
         except RefusedError as error:
             held.state.fail(step.sequence)
             return _encode_refusal(step.session, step.sequence, error)
-        frame = encode_frame(_make_output(step, held, computed))
         held.state.complete(step.sequence, frame)
         return frame
 
+    def _count_pending(self, num_bytes: int) -> None:
+        self._pending_bytes += num_bytes
+        self._service.pending_bytes += num_bytes
+        self._room.set()
 
-def _check_answer_fits(step: Step, held: HeldSession) -> None:
-    """Raise RefusedError when the answer, in the dtype of the session, is beyond one frame."""
-    rows, tokens, width = step.hidden.shape
-    num_tokens = 1 if step.last_token_only else tokens
-    if compute_num_bytes(held.dtype, rows, num_tokens, width) > _MAX_ANSWER_BYTES:
-        raise RefusedError(
-            ErrorCode.TOO_LONG, "the answer would not fit into one frame; send fewer tokens"
-        )
-
-
-def _make_work(step: Step, held: HeldSession) -> StepWork:
-    hidden = decode_tensor(step.hidden.data, TORCH_DTYPES[step.hidden.dtype], step.hidden.shape)
-    return StepWork(
-        cache=held.cache,
-        span=held.span,
-        position=step.position,
-        hidden_BTH=hidden,
-        row_map=step.row_map,
-        last_token_only=step.last_token_only,
-        decoded=step.is_decoded,
-    )
-
-
-def _make_output(step: Step, held: HeldSession, computed: ComputedStep) -> Output:
-    hidden = computed.hidden_BTH.to(TORCH_DTYPES[held.dtype])
-    rows, tokens, width = hidden.shape
-    return Output(
-        step.session,
-        step.epoch,
-        step.sequence,
-        step.position,
-        WireTensor(held.dtype, WireCodec.RAW, rows, tokens, width, encode_tensor(hidden)),
-        computed.queue_seconds,
-        computed.compute_seconds,
-    )
+    def _check_size(self, step: Step, held: HeldSession) -> None:
+        check_step_size(step, held.dtype, self._service.engine.spec.hidden_size)
+        if self._service.pending_bytes + len(step.hidden.data) > _MAX_PENDING_BYTES:
+            raise RefusedError(ErrorCode.BUSY, "too many steps wait at this peer", 1.0)
 
 
 def _discard_cache(

@@ -31,9 +31,6 @@ MAX_TEXT_CHARACTERS = 512
 MAX_SESSIONS_PER_STREAM = 16
 """Open sessions that one stream may hold."""
 
-MAX_SESSIONS = 1024
-"""Open sessions of one peer."""
-
 MAX_ANNOUNCEMENT_BYTES = 4096
 """One signed announcement, as stored in the directory."""
 

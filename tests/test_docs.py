@@ -111,3 +111,6 @@ def test_protocol_tables_are_those_of_the_code() -> None:
 
     assert text == drawing["draw"](text), "run `python docs/draw_protocol.py`"
     assert "**ROLLBACK**" in text
+    assert len(re.findall(r"^\| `MAX_", text, flags=re.M)) == len(
+        re.findall(r"^MAX_", (ROOT / "protocol" / "limits.py").read_text(), flags=re.M)
+    )

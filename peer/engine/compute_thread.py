@@ -147,8 +147,16 @@ class ComputeThread:
             return results
         except Exception:
             _logger.exception("the engine failed on %d steps", len(works))
-            error = RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the step")
-            return [error for _ in works]
+        return [self._execute_alone(work, is_retry=len(works) > 1) for work in works]
+
+    def _execute_alone(self, work: StepWork, is_retry: bool) -> Tensor | ShoalError:
+        """Keep one session's failure from the others of its batch: try each of them again.
+
+        Not where rows were to be moved: they may have been moved already.
+        """
+        if is_retry and work.row_map is None:
+            return self._execute([work])[0]
+        return RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the step")
 
     def _run_calls(self) -> None:
         # Those that are there now: calls that keep coming must not keep the steps waiting.

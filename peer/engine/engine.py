@@ -22,7 +22,7 @@ from ...protocol.spans import Span
 from .block import Block, PathRange, Segment
 from .families import read_spec
 from .heap import keep_large_tensors_apart
-from .kv_cache import KVCachePool, SessionCache
+from .kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
 from .loader import ReportProgress, load_span
 from .spec import ModelSpec
 
@@ -205,6 +205,20 @@ class Engine:
                 hidden_NH = self._blocks[index - self.span.start](hidden_NH, segments, ranges)
             for step, segment in zip(active, segments, strict=True):
                 step.hidden_NH = hidden_NH[segment.start : segment.stop]
+
+
+def check_kv_budget(spec: ModelSpec, span: Span, weights: WeightFormat, budget_bytes: int) -> None:
+    """Raise UsageError when not even one page of one session fits into the budget."""
+    pool = KVCachePool(
+        budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, COMPUTE_DTYPES[weights]
+    )
+    needed_bytes = PAGE_TOKENS * len(span) * pool.token_bytes
+    if budget_bytes < needed_bytes:
+        raise UsageError(
+            f"{budget_bytes} bytes of KV memory hold no session: {len(span)} blocks of this model "
+            f"need {needed_bytes} bytes at least, and as much again for each {PAGE_TOKENS} tokens "
+            "(--kv-memory)"
+        )
 
 
 def _build_rotary(spec: ModelSpec) -> RotaryTable:

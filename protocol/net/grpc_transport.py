@@ -60,8 +60,8 @@ class GrpcTransport:
     """Dials and listens over TCP. Two connections per endpoint, one for each lane.
 
     Listens under TLS with the identity given, or a fresh one; with `plaintext=True` without TLS
-    and on loopback addresses only. An endpoint without a fingerprint is dialled in plain text,
-    on loopback addresses only.
+    and on loopback addresses only. An endpoint without a fingerprint is dialled by a transport
+    made with `plaintext=True`, on loopback addresses only, and refused by any other.
     """
 
     def __init__(self, identity: TlsIdentity | None = None, *, plaintext: bool = False) -> None:
@@ -108,8 +108,9 @@ class GrpcTransport:
         self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
     ) -> _DialledStream:
         self._check_open()
-        if not endpoint.fingerprint and not is_loopback(endpoint.host):
-            raise UsageError(f"{endpoint} has no TLS fingerprint and is not a loopback address")
+        if not endpoint.fingerprint and not (self._identity is None and is_loopback(endpoint.host)):
+            # Endpoints come from strangers' announcements: they cannot talk us out of TLS.
+            raise RemoteProtocolError(f"{endpoint} has no TLS fingerprint, and TLS is required")
         try:
             async with asyncio.timeout(timeout_seconds):
                 stream = await self._dial(endpoint, lane)

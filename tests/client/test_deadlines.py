@@ -27,7 +27,7 @@ def test_announced_speed_counts_until_something_was_measured() -> None:
     assert make_times((1, 0.001)).choose_timeout_seconds(1, 0.2, 0.01) < announced
 
 
-@pytest.mark.parametrize("num_tokens", [1, 4, 100])
+@pytest.mark.parametrize("num_tokens", [1, 100])
 def test_deadline_grows_with_measured_times(num_tokens: int) -> None:
     timeouts = [
         make_times((1, seconds), (100, 100 * seconds)).choose_timeout_seconds(
@@ -71,7 +71,25 @@ def test_prompts_say_little_about_single_tokens() -> None:
 
 
 def test_decode_speed_stands_in_for_an_unknown_prompt_speed() -> None:
-    assert AnswerTimes().choose_timeout_seconds(100, 0.5, None) > 50.0
+    slow, fast = (AnswerTimes().choose_timeout_seconds(100, s, None) for s in (0.04, 0.01))
+
+    assert slow > 4.0
+    assert fast < slow
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_announced_slowness_is_trusted_only_so_far(num_tokens: int) -> None:
+    assert AnswerTimes().choose_timeout_seconds(num_tokens, 1e9, 1e9) == 30.0
+
+    shown = make_times((1, 20.0), (300, 20.0))
+    assert shown.choose_timeout_seconds(num_tokens, None, None) > 100.0
+
+
+def test_small_steps_say_nothing_of_long_prompts() -> None:
+    """A prompt of two tokens, or a step of three beams, takes as long as one token."""
+    times = make_times((2, 0.03), (3, 0.03))
+
+    assert times.choose_timeout_seconds(300, None, 0.001) < 5.0
 
 
 @pytest.mark.parametrize("answers", [(), ((1, 0.3),), ((50, 0.3),)])

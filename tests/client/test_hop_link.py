@@ -159,7 +159,8 @@ def test_opening_asks_for_the_span_of_the_hop_and_learns_of_the_load() -> None:
     async def test(scene: Scene) -> None:
         link, facts = await scene.open()
 
-        assert facts == LinkFacts(pytest.approx(0.1), 0.25, 77)
+        assert facts.rtt_seconds == pytest.approx(0.1)
+        assert (facts.queue_seconds, facts.free_kv_tokens) == (0.25, 77)
         assert scene.heard[0][1] == replace(OPEN, span=SPAN)
         assert link.session == SESSION
         await link.close()
@@ -284,10 +285,12 @@ def test_endpoints_are_tried_in_their_order() -> None:
 class PickyTransport(LoopbackTransport):
     """Turns endpoints down like gRPC does without a fingerprint."""
 
-    async def open_stream(self, endpoint: Endpoint, *arguments: Any) -> Any:
+    async def open_stream(
+        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
+    ) -> Any:
         if not endpoint.fingerprint:
             raise UsageError(f"{endpoint} has no TLS fingerprint and is not a loopback address")
-        return await super().open_stream(endpoint, *arguments)
+        return await super().open_stream(endpoint, lane, timeout_seconds)
 
 
 def test_endpoint_that_must_not_be_dialled_is_the_fault_of_its_announcement() -> None:

@@ -118,10 +118,13 @@ def test_interrupt_at_any_moment_leaves_nothing_running(portal: Portal, attempt:
     thread = threading.Thread(target=interrupt)
     thread.start()
     coroutine = work()
-    with pytest.raises(KeyboardInterrupt):
+
+    def run_until_interrupted() -> None:
         go.set()
         portal.run(coroutine)
-        thread.join()
+
+    with pytest.raises(KeyboardInterrupt):
+        run_until_interrupted()
     thread.join()
     is_over.set()
     coroutine.close()  # not begun, or at its end: a running one would refuse
@@ -133,13 +136,15 @@ def test_interrupt_at_any_moment_leaves_nothing_running(portal: Portal, attempt:
 
 
 def test_interrupt_does_not_replace_a_result_of_another_thread(portal: Portal) -> None:
-    begun, leave = threading.Event(), threading.Event()
+    begun, leave = threading.Event(), asyncio.Event()
 
     async def work() -> str:
         begun.set()
-        while not leave.is_set():
-            await asyncio.sleep(0)
+        await leave.wait()
         return "done"
+
+    async def let_go() -> None:
+        leave.set()
 
     async def interrupt() -> None:
         interrupt_main_thread()
@@ -150,7 +155,7 @@ def test_interrupt_does_not_replace_a_result_of_another_thread(portal: Portal) -
         assert begun.wait(PATIENCE_SECONDS)
         with pytest.raises(KeyboardInterrupt):
             portal.run(interrupt())
-        leave.set()
+        portal.run(let_go())
         assert other.result(PATIENCE_SECONDS) == "done"
 
 

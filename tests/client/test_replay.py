@@ -24,16 +24,29 @@ def show(steps: list[ReplayStep]) -> list[tuple[int, list[list[int]], bool]]:
     return [(step.position, step.hidden_BTH[..., 0].tolist(), step.is_decoded) for step in steps]
 
 
-def test_neighbours_become_one_step() -> None:
-    steps = list(merge_pieces([make_piece(0, 2), make_piece(2, 1), make_piece(3, 1)], 8))
+def test_neighbouring_decoded_tokens_become_one_step() -> None:
+    pieces = [make_piece(0, 2, True), make_piece(2, 1, True), make_piece(3, 1, True)]
 
-    assert show(steps) == [(0, [[0, 1, 2, 3], [1000, 1001, 1002, 1003]], False)]
+    steps = list(merge_pieces(pieces, 8))
+
+    assert show(steps) == [(0, [[0, 1, 2, 3], [1000, 1001, 1002, 1003]], True)]
+
+
+def test_prompts_are_sent_again_as_they_were_even_where_a_rollback_cut_them_short() -> None:
+    steps = list(merge_pieces([make_piece(0, 2), make_piece(2, 1)], 1))
+
+    assert show(steps) == [
+        (0, [[0, 1, 2], [1000, 1001, 1002]], False),
+        (2, [[2, 3], [1002, 1003]], False),
+    ]
 
 
 def test_rows_are_put_into_their_present_order() -> None:
-    steps = list(merge_pieces([make_piece(0, 1, rows=(1, 1)), make_piece(1, 1, rows=(1, 0))], 8))
+    pieces = [make_piece(0, 1, True, rows=(1, 1)), make_piece(1, 1, True, rows=(1, 0))]
 
-    assert show(steps) == [(0, [[1000, 1001], [1000, 1]], False)]
+    steps = list(merge_pieces(pieces, 8))
+
+    assert show(steps) == [(0, [[1000, 1001], [1000, 1]], True)]
 
 
 def test_prompts_and_decoded_tokens_stay_apart() -> None:
@@ -43,6 +56,7 @@ def test_prompts_and_decoded_tokens_stay_apart() -> None:
 
     assert [(step.position, step.is_decoded) for step in steps] == [
         (0, False),
+        (1, False),
         (2, True),
         (4, False),
         (5, True),
@@ -50,12 +64,13 @@ def test_prompts_and_decoded_tokens_stay_apart() -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3, 7, 100])
-def test_no_step_is_longer_than_allowed(max_tokens: int) -> None:
-    pieces = [make_piece(0, 5), make_piece(5, 3), make_piece(8, 1), make_piece(9, 4)]
+def test_no_step_of_decoded_tokens_is_longer_than_allowed(max_tokens: int) -> None:
+    pieces = [make_piece(index, 1, True) for index in range(13)]
 
     steps = list(merge_pieces(pieces, max_tokens))
 
     assert all(step.hidden_BTH.shape[1] <= max_tokens for step in steps)
+    assert len(steps) == -(-13 // max_tokens)
     joined_BTH = torch.cat([step.hidden_BTH for step in steps], dim=1)
     assert joined_BTH[..., 0].tolist() == [list(range(13)), list(range(1000, 1013))]
     for step, following in pairwise(steps):
@@ -78,7 +93,8 @@ def test_merged_replay_rebuilds_the_cache(seed: int) -> None:
     for _ in range(120):
         back = rng.choice((0, 0, 0, 0, rng.randrange(4), rng.randint(0, log.length)))
         position = max(0, log.length - back)
-        num_tokens, is_decoded = rng.randint(1, 5), rng.random() < 0.6
+        is_decoded = rng.random() < 0.6
+        num_tokens = 1 if is_decoded else rng.randint(1, 5)
         tokens_BT = torch.tensor(
             [[rng.randrange(10**6) for _ in range(num_tokens)] for _ in range(num_rows)]
         )
@@ -91,11 +107,14 @@ def test_merged_replay_rebuilds_the_cache(seed: int) -> None:
 
         steps = list(merge_pieces(log.plan_replay(), max_tokens))
 
-        rebuilt_BT = torch.cat([step.hidden_BTH for step in steps], dim=1)[..., 0]
-        assert torch.equal(rebuilt_BT, cache_BT)
-        lengths = [step.hidden_BTH.shape[1] for step in steps]
-        assert max(lengths) <= max_tokens
-        assert [step.position for step in steps] == [sum(lengths[:i]) for i in range(len(lengths))]
-        assert decoded == [
-            kind for step, n in zip(steps, lengths, strict=True) for kind in [step.is_decoded] * n
-        ]
+        rebuilt_BT = torch.zeros(num_rows, 0, dtype=torch.int64)
+        kinds: list[bool] = []
+        for step in steps:
+            assert step.position <= rebuilt_BT.shape[1]
+            tokens_BT = step.hidden_BTH[..., 0]
+            rebuilt_BT = torch.cat([rebuilt_BT[:, : step.position], tokens_BT], dim=1)
+            kinds[step.position :] = [step.is_decoded] * tokens_BT.shape[1]
+            assert not step.is_decoded or tokens_BT.shape[1] <= max_tokens
+        # What is left over of a prompt that was rolled back goes with the next step.
+        assert torch.equal(rebuilt_BT[:, : log.length], cache_BT)
+        assert kinds[: log.length] == decoded

@@ -313,7 +313,7 @@ def test_plain_text_stays_on_this_machine() -> None:
 
         with pytest.raises(UsageError, match="loopback"):
             await transport.listen("0.0.0.0", 0, echo)
-        with pytest.raises(UsageError, match="fingerprint"):
+        with pytest.raises(RemoteProtocolError, match="fingerprint"):
             await transport.open_stream(Endpoint("192.0.2.1", 1))
 
     asyncio.run(test())

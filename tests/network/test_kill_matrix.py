@@ -142,15 +142,17 @@ def test_kill_at_a_point_of_the_protocol(
     (healthy,) = [p for p in live.swarm.peers if p.is_running and p.span == span]
     healthy.kill()
     dying = live.swarm.add(span, program=make_dying_program(point))
-    replacement = live.swarm.add(span, wait=False)
+    # Comes when the other has died, so that nothing else can be chosen before.
+    succession = threading.Thread(target=lambda: (dying.wait(120), live.swarm.add(span)))
+    succession.start()
 
     # A prompt in pieces of four tokens, so that `prefill` dies in the middle of it.
     with live.connect(max_step_bytes=4 * 64 * 4, failover_timeout_seconds=60.0) as model:
         tokens = generate(model, prompt)
 
+    succession.join()
     assert torch.equal(tokens, run_undisturbed(live, prompt))
     assert not dying.is_running
-    live.swarm.wait_until_online([replacement])
 
 
 def test_replacement_that_dies_too(live: LiveSwarm, prompt: Tensor) -> None:
@@ -158,16 +160,21 @@ def test_replacement_that_dies_too(live: LiveSwarm, prompt: Tensor) -> None:
     (first,) = [p for p in live.swarm.peers if p.is_running and p.span == SPANS[1]]
 
     with live.connect(failover_timeout_seconds=60.0, max_step_bytes=4 * 64 * 4) as model:
+        succession: list[threading.Thread] = []
         dying: list[LocalPeer] = []
 
         def kill_first_and_offer_a_bad_replacement() -> None:
-            dying.append(live.swarm.add(SPANS[1], program=make_dying_program("prefill")))
-            live.swarm.add(SPANS[1], wait=False)
+            bad = live.swarm.add(SPANS[1], program=make_dying_program("prefill"))
+            dying.append(bad)
+            follow = threading.Thread(target=lambda: (bad.wait(120), live.swarm.add(SPANS[1])))
+            follow.start()
+            succession.append(follow)
             first.kill()
 
         streamer = CallAt(KILL_AFTER, kill_first_and_offer_a_bad_replacement)
         tokens = generate(model, prompt, streamer=streamer)
 
+    succession[0].join()
     assert torch.equal(tokens, run_undisturbed(live, prompt))
     assert not dying[0].is_running
 

@@ -23,6 +23,13 @@ PATIENCE_SECONDS = 30.0
 """For waits that only a broken thread makes long."""
 
 
+class FakeCache:
+    """A session's cache, which nobody here looks into."""
+
+    def abandon(self) -> None:
+        return
+
+
 class NotingEngine:
     """Answers every step with its hidden states plus one; notes the batches, may be held up."""
 
@@ -92,7 +99,7 @@ def test_step_is_answered_with_its_own_result() -> None:
 
     async def test() -> None:
         async with make_thread(engine) as compute:
-            works = [make_work(object(), position) for position in range(5)]
+            works = [make_work(FakeCache(), position) for position in range(5)]
             answers = await asyncio.gather(*(compute.submit(work) for work in works))
         for work, answer in zip(works, answers, strict=True):
             assert torch.equal(answer.hidden_BTH, work.hidden_BTH + 1)
@@ -102,7 +109,7 @@ def test_step_is_answered_with_its_own_result() -> None:
 
 def test_steps_of_a_session_are_computed_one_by_one_in_their_order() -> None:
     engine = NotingEngine()
-    caches = [object(), object(), object()]
+    caches = [FakeCache(), FakeCache(), FakeCache()]
     sizes = (5, 1, 1, 7, 1, 3)
 
     async def test() -> None:
@@ -123,7 +130,7 @@ def test_steps_of_a_session_are_computed_one_by_one_in_their_order() -> None:
 
 def test_cancelled_step_that_waits_is_never_computed() -> None:
     engine = NotingEngine()
-    first, dropped, last = (make_work(object(), position) for position in range(3))
+    first, dropped, last = (make_work(FakeCache(), position) for position in range(3))
 
     async def test() -> None:
         engine.gate.clear()
@@ -145,18 +152,18 @@ def test_step_that_is_cancelled_while_it_is_computed_disturbs_nobody() -> None:
     async def test() -> None:
         engine.gate.clear()
         async with make_thread(engine) as compute:
-            running = compute.submit(make_work(object()))
+            running = compute.submit(make_work(FakeCache()))
             await engine.wait_entered()
             running.cancel()
             engine.gate.set()
-            assert (await compute.submit(make_work(object(), 4))).hidden_BTH[0, 0, 0] == 5
+            assert (await compute.submit(make_work(FakeCache(), 4))).hidden_BTH[0, 0, 0] == 5
 
     run(test)
 
 
 def test_refused_step_of_a_batch_is_the_only_one_that_fails() -> None:
     engine = NotingEngine()
-    good, bad = make_work(object()), make_work(object())
+    good, bad = make_work(FakeCache()), make_work(FakeCache())
     engine.refused.append(bad)
 
     async def test() -> None:
@@ -179,10 +186,10 @@ def test_engine_that_loses_a_result_fails_the_steps_and_goes_on(
         async with make_thread(engine) as compute:
             engine.num_missing_results = 1
             with pytest.raises(RefusedError) as caught:
-                await compute.submit(make_work(object()))
+                await compute.submit(make_work(FakeCache()))
             assert_refused(caught.value, ErrorCode.INTERNAL)
             engine.num_missing_results = 0
-            await compute.submit(make_work(object()))
+            await compute.submit(make_work(FakeCache()))
 
     run(test)
     assert "1 steps got 0 results" in caplog.text
@@ -206,7 +213,7 @@ def test_error_of_a_call_reaches_its_caller_and_no_other() -> None:
             with pytest.raises(ZeroDivisionError, match="on purpose"):
                 await failing
             assert await fine == 7
-            await compute.submit(make_work(object()))
+            await compute.submit(make_work(FakeCache()))
 
     run(test)
 
@@ -234,8 +241,8 @@ def test_calls_and_posts_run_in_their_order() -> None:
         async with make_thread(NotingEngine()) as compute:
             for number in range(0, 20, 2):
                 compute.post(lambda number=number: done.append(number))
-                last = compute.call(lambda number=number: done.append(number + 1))
-            await last
+                compute.call(lambda number=number: done.append(number + 1))
+            await compute.call(lambda: None)
 
     run(test)
     assert done == list(range(20))
@@ -252,7 +259,7 @@ def test_calls_that_keep_coming_leave_room_for_steps() -> None:
                     compute.post(call_again)
 
             compute.post(call_again)
-            await compute.submit(make_work(object()))
+            await compute.submit(make_work(FakeCache()))
             is_over.set()
 
     run(test)
@@ -263,17 +270,17 @@ def test_prompt_is_not_starved_by_a_stream_of_decode_steps() -> None:
 
     async def test() -> None:
         compute = make_thread(engine, token_budget=4)  # not entered: the test is the thread
-        prompt = make_work(object(), num_tokens=10)
+        prompt = make_work(FakeCache(), num_tokens=10)
         waiting = compute.submit(prompt)
-        decoding = object()
+        decoding = FakeCache()
         for position in range(2 * MAX_PASSES):
             compute.submit(make_work(decoding, position))
             compute.step()
         numbers = [number for number, batch in enumerate(engine.batches) if prompt in batch]
         assert numbers == [MAX_PASSES]
-        assert all(
-            any(work.cache is decoding for work in batch) for batch in engine.batches
-        ), "the prompt comes along and replaces nobody"
+        assert all(any(work.cache is decoding for work in batch) for batch in engine.batches), (
+            "the prompt comes along and replaces nobody"
+        )
         assert (await waiting).hidden_BTH.shape == (1, 10, 2)
 
     run(test)
@@ -287,7 +294,7 @@ def test_what_comes_after_the_end_is_declined() -> None:
         async with make_thread(engine) as compute:
             pass
         compute.post(lambda: posted.append(1))
-        futures = compute.submit(make_work(object())), compute.call(lambda: posted.append(2))
+        futures = compute.submit(make_work(FakeCache())), compute.call(lambda: posted.append(2))
         for result in await asyncio.gather(*futures, return_exceptions=True):
             assert isinstance(result, BaseException)
             assert_refused(result, ErrorCode.DRAINING)
@@ -298,14 +305,14 @@ def test_what_comes_after_the_end_is_declined() -> None:
 
 def test_end_with_work_waiting_declines_it_and_completes_what_runs() -> None:
     engine = NotingEngine()
-    running = make_work(object(), 1)
+    running = make_work(FakeCache(), 1)
 
     async def test() -> None:
         engine.gate.clear()
         async with make_thread(engine) as compute:
             under_way = compute.submit(running)
             await engine.wait_entered()
-            waiting = [compute.submit(make_work(object(), 2)), compute.call(lambda: 3)]
+            waiting = [compute.submit(make_work(FakeCache(), 2)), compute.call(lambda: 3)]
             compute.post(lambda: None)
             # Runs when the end of the block lets the loop go on: the thread is stopping by then.
             asyncio.get_running_loop().call_soon(engine.gate.set)
@@ -324,10 +331,10 @@ def test_end_with_work_that_nobody_waits_for_any_more_leaves_no_unread_error() -
     async def test() -> None:
         engine.gate.clear()
         async with make_thread(engine) as compute:
-            compute.submit(make_work(object()))
+            compute.submit(make_work(FakeCache()))
             await engine.wait_entered()
             for _ in range(3):
-                compute.submit(make_work(object()))
+                compute.submit(make_work(FakeCache()))
                 compute.call(lambda: None)
             asyncio.get_running_loop().call_soon(engine.gate.set)
 
@@ -344,7 +351,7 @@ def test_loop_that_is_gone_does_not_disturb_the_thread() -> None:
         compute = make_thread(engine)
         await compute.__aenter__()
         threads.append(compute)
-        compute.submit(make_work(object()))
+        compute.submit(make_work(FakeCache()))
         await engine.wait_entered()
 
     async def end() -> None:

@@ -135,7 +135,7 @@ def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
 
-    with pytest.raises(UsageError, match="file/peer.key"):
+    with pytest.raises(UsageError, match=r"file/peer\.key"):
         load_or_create_identity(tmp_path / "file" / "peer.key")
 
 

@@ -21,7 +21,8 @@ from shoal.kernels.quantize import WeightFormat
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.service import TORCH_DTYPES, Service, ServiceFacts
+from shoal.peer.service import Service, ServiceFacts
+from shoal.peer.step_work import TORCH_DTYPES
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError, UnavailableError
 from shoal.protocol.identity import Identity
@@ -867,16 +868,17 @@ def test_session_that_is_stepped_over_another_stream_is_not_idle(engine: Engine)
         talk, bulk = await peer.open(), await peer.greet(Lane.BULK)
 
         for index in range(5):
-            await asyncio.sleep(0.6 * IDLE_SECONDS)
             expect_output(await bulk.ask(make_step(index + 1, index, draw_hidden(index))))
+            await asyncio.sleep(0.6 * IDLE_SECONDS)
         expect_output(await talk.ask(make_step(6, 5, draw_hidden(9))))
 
     run(engine, test)
 
 
-def test_stream_that_never_says_hello_is_ended_soon(engine: Engine) -> None:
+@pytest.mark.parametrize("says_hello", [False, True])
+def test_stream_without_a_session_is_ended_soon(engine: Engine, says_hello: bool) -> None:
     async def test(peer: Peer) -> None:
-        talk = await peer.dial()
+        talk = await peer.greet() if says_hello else await peer.dial()
 
         assert_declined(await talk.hear(), ErrorCode.UNKNOWN_SESSION)
 

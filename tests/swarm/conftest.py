@@ -239,7 +239,7 @@ def run_story(tiny_models: Any, whole_engine: Engine) -> RunStory:
                 swarm = Swarm(members, model_id, WHOLE.stop, SystemClock(), random.Random(0))
                 await swarm.refresh()
                 world = World(loopback, swarm, transport, config, whole_engine)
-                async with asyncio.timeout(120):  # a hang is a failure, not a wait
+                async with asyncio.timeout(60):  # a hang is a failure, not a wait
                     await story(world)
                     await world.close_sessions()
             assert asyncio.all_tasks() == {asyncio.current_task()}

@@ -32,9 +32,7 @@ def test_swarm_equals_transformers(any_tiny_model: Any, spans: list[tuple[int, i
     directory, reference = any_tiny_model.directory, any_tiny_model.reference
     swarm = LoopbackSwarm(directory, spans)
 
-    with AutoDistributedModelForCausalLM.from_pretrained(
-        directory, connect=swarm.connect
-    ) as model:
+    with AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect) as model:
         for num_rows, num_tokens in SHAPES:
             ids = make_ids(num_rows, num_tokens)
             with torch.no_grad():
@@ -42,7 +40,7 @@ def test_swarm_equals_transformers(any_tiny_model: Any, spans: list[tuple[int, i
             mask = torch.ones_like(ids)
 
             logits = model(ids).logits
-            text = model.generate(ids, **SETTINGS)
+            text: Any = model.generate(ids, **SETTINGS)
 
             assert logits.shape == expected.shape
             assert (logits - expected).abs().max() < TOLERANCE, (num_rows, num_tokens)

@@ -1,0 +1,75 @@
+"""Steps of the wire to work for the engine, and what the engine made of them back to the wire."""
+
+import torch
+
+from ..kernels.compress import decode_tensor, encode_tensor, has_only_finite
+from ..protocol import limits
+from ..protocol.errors import ErrorCode, RefusedError
+from ..protocol.messages import Output, Step
+from ..protocol.spans import Span
+from ..protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
+from .engine.compute_thread import ComputedStep
+from .engine.engine import StepWork
+from .engine.kv_cache import SessionCache
+
+TORCH_DTYPES = {
+    WireDtype.FP32: torch.float32,
+    WireDtype.FP16: torch.float16,
+    WireDtype.BF16: torch.bfloat16,
+}
+
+_MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
+"""The tensor of one answer; what is left of the frame is enough for everything else."""
+
+
+def check_step_size(step: Step, dtype: WireDtype, hidden_size: int) -> None:
+    """Refuse, before a copy is made, a step that no engine could take or no frame answer.
+
+    Raises RefusedError when its width is not the model's, or when the answer, in the dtype of the
+    session, is beyond one frame.
+    """
+    rows, tokens, width = step.hidden.shape
+    if width != hidden_size:
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            f"hidden states of this model have size {hidden_size}, not {width}",
+        )
+    num_tokens = 1 if step.last_token_only else tokens
+    if compute_num_bytes(dtype, rows, num_tokens, width) > _MAX_ANSWER_BYTES:
+        raise RefusedError(
+            ErrorCode.TOO_LONG, "the answer would not fit into one frame; send fewer tokens"
+        )
+
+
+def make_work(step: Step, cache: SessionCache, span: Span) -> StepWork:
+    """Return what the engine has to do for a step."""
+    hidden_BTH = decode_tensor(step.hidden.data, TORCH_DTYPES[step.hidden.dtype], step.hidden.shape)
+    return StepWork(
+        cache=cache,
+        span=span,
+        position=step.position,
+        hidden_BTH=hidden_BTH,
+        row_map=step.row_map,
+        last_token_only=step.last_token_only,
+        decoded=step.is_decoded,
+    )
+
+
+def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
+    """Return the answer to a step; RefusedError when the session's dtype cannot hold it."""
+    hidden_BTH = computed.hidden_BTH.to(TORCH_DTYPES[dtype])
+    if dtype is WireDtype.FP16 and not has_only_finite(hidden_BTH):
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            "these hidden states are too large for fp16 on the wire; choose bf16 or fp32",
+        )
+    rows, tokens, width = hidden_BTH.shape
+    return Output(
+        step.session,
+        step.epoch,
+        step.sequence,
+        step.position,
+        WireTensor(dtype, WireCodec.RAW, rows, tokens, width, encode_tensor(hidden_BTH)),
+        computed.queue_seconds,
+        computed.compute_seconds,
+    )
