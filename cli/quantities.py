@@ -3,6 +3,8 @@
 import argparse
 import math
 
+from ..protocol.limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+
 _MAX_SEED = 2**63 - 1
 
 
@@ -63,24 +65,9 @@ def parse_port(text: str) -> int:
     return int(text)
 
 
-def parse_seconds(text: str) -> float:
-    """Read a duration, zero or more.
-
-    >>> parse_seconds("2.5")
-    2.5
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not (0 <= seconds < math.inf):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds
-
-
 def parse_announce_period(text: str) -> float:
     """Read how often to announce: what is too rare would be refused by everybody."""
-    seconds = parse_seconds(text)
+    seconds = parse_non_negative(text)
     longest = MAX_ANNOUNCEMENT_LIFETIME_SECONDS / 3
     if not 0.1 <= seconds <= longest:
         raise argparse.ArgumentTypeError(f"the period is 0.1 to {longest:.0f} seconds, not {text}")

@@ -17,7 +17,7 @@ from ..peer.config import PeerConfig
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .bundled_model import find_model
-from .quantities import parse_announce_period, parse_count, parse_port, parse_seconds
+from .quantities import parse_announce_period, parse_count, parse_non_negative, parse_port
 from .sizes import parse_bytes
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS", help="how often to renew the announcement (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--drain", type=parse_seconds, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
+        "--drain", type=parse_non_negative, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
         help="let running sessions go on this long before leaving (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
