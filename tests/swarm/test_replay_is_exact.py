@@ -30,6 +30,7 @@ def run(model_directory: Any, history: list[tuple[int | None, int]], is_killed: 
         connect(model_directory, connect=swarm.connect, seed=SEED) as model,
         model.inference_session(max_length=64) as session,
     ):
+        output_BTH = torch.empty(0)
         for position, num_tokens in [*history, (None, 1)]:
             if position is not None:
                 session.position = position
