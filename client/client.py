@@ -16,7 +16,7 @@ from ..protocol.swarm_view import SwarmView
 from ..protocol.tensors import WireDtype
 from .config import ClientConfig
 from .inference_session import InferenceSession
-from .live_hops import SessionFacts
+from .live_hops import LiveHops, SessionFacts
 from .portal import Portal
 from .session import RemoteSession
 from .swarm import Swarm
@@ -121,8 +121,8 @@ class Client:
             self._hidden_size,
             max_length,
         )
-        remote = RemoteSession(facts, self._swarm, self._transport, SystemClock(), self._config)
-        return InferenceSession(remote, self._portal)
+        hops = LiveHops(facts, self._swarm, self._transport, SystemClock(), self._config)
+        return InferenceSession(RemoteSession(hops), self._portal)
 
     def view_swarm(self) -> SwarmView:
         """Read the directory and return who serves what."""

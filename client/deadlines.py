@@ -46,6 +46,7 @@ class AnswerTimes:
         num_tokens: int,
         announced_decode_seconds: float | None,
         announced_prefill_seconds_per_token: float | None,
+        announced_queue_seconds: float = 0.0,
     ) -> float:
         """Return how long the answer to a step of `num_tokens` may take.
 
@@ -60,7 +61,7 @@ class AnswerTimes:
         if num_tokens > _FEW_TOKENS:
             share = decode or 0.0 if per_token is None else per_token
             expected = max(num_tokens * share, expected)
-        seconds = FLOOR_SECONDS + _PATIENCE * expected
+        seconds = FLOOR_SECONDS + _PATIENCE * expected + announced_queue_seconds
         if decode is None:
             seconds = max(_UNKNOWN_SECONDS, seconds)
         if not (
@@ -68,3 +69,27 @@ class AnswerTimes:
         ):
             seconds = min(seconds, _LONGEST_ON_TRUST_SECONDS)
         return seconds * 2**self.num_silences
+
+
+_LONGEST_STEP_TOKENS = 2048
+"""A step that a peer may be computing when somebody else knocks."""
+
+
+def choose_open_timeout_seconds(
+    announced_queue_seconds: float,
+    announced_prefill_seconds_per_token: float | None,
+    longest_seconds: float,
+) -> float:
+    """Return how long a peer may take to accept a connection and open a session.
+
+    It answers between two steps, its own or those of others, the longest of them a prompt.
+
+    >>> choose_open_timeout_seconds(0.2, 0.0005, 5.0)
+    2.224
+    >>> choose_open_timeout_seconds(0.0, None, 5.0)
+    5.0
+    """
+    if announced_prefill_seconds_per_token is None:
+        return longest_seconds
+    prompt_seconds = _LONGEST_STEP_TOKENS * announced_prefill_seconds_per_token
+    return min(FLOOR_SECONDS + announced_queue_seconds + prompt_seconds, longest_seconds)

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -12,11 +12,9 @@ from torch import Tensor
 from ..kernels.compress import has_only_finite
 from ..protocol.errors import (
     DirectoryError,
-    ErrorCode,
     RefusedError,
     RemoteProtocolError,
     RouteError,
-    SilentError,
     UnavailableError,
 )
 from ..protocol.ids import SESSION_ID_BYTES, ModelId, PeerId, SessionId
@@ -27,42 +25,22 @@ from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.spans import Span
 from ..protocol.tensors import ELEMENT_BYTES, WireDtype
+from .blame import LostHopError, Refusals, blame
 from .config import ClientConfig
+from .deadlines import choose_open_timeout_seconds
 from .hop_link import HopLink
 from .replay import merge_pieces
 from .router import Hop, Route
 from .swarm import Swarm
 from .tensors import TORCH_DTYPES, from_wire, to_wire
 
-# Answers that speak of the peer, not of the question: another peer may do better. Every other
-# refusal is the question's fault and goes to the caller, whom no other peer could help.
-_PEER_CODES = frozenset(
-    {
-        ErrorCode.BAD_VERSION,
-        ErrorCode.UNKNOWN_SESSION,
-        ErrorCode.WRONG_MODEL,
-        ErrorCode.WRONG_SPAN,
-        ErrorCode.CACHE_FULL,
-        ErrorCode.DRAINING,
-        ErrorCode.BUSY,
-        ErrorCode.INTERNAL,
-    }
-)
-# Of these, answers of a peer that is sound and may be asked again when there is no other.
-_BUSY_CODES = frozenset({ErrorCode.CACHE_FULL, ErrorCode.BUSY, ErrorCode.DRAINING})
-
 _MAX_PIECE_TOKENS = 2048
+
+_SHORT_SECONDS = 0.5
+"""What a peer gets to open a session even when time is up."""
 
 _RETRY_VIEW_SECONDS = 1.0
 """How old the view may be once a peer that was found in it has failed."""
-
-
-class LostHopError(UnavailableError):
-    """A hop has to be replaced. The peer is blamed and hung up on; `__cause__` says why."""
-
-    def __init__(self, peer_id: PeerId, detail: str) -> None:
-        super().__init__(detail)
-        self.peer_id = peer_id
 
 
 @dataclass(frozen=True)
@@ -111,32 +89,35 @@ class LiveHops:
         clock: Clock,
         config: ClientConfig,
     ) -> None:
-        self._facts = facts
+        self.facts = facts
+        self.clock = clock
         self._swarm = swarm
         self._transport = transport
-        self._clock = clock
         self._config = config
         self._epoch = 0
         self._sequence = 0
         self._wire_dtype: WireDtype | None = None
         self._num_rows = 0
 
+    def make_deadline(self) -> float:
+        """Return until when lost hops may be replaced, from now."""
+        return self.clock.now() + self._config.failover_timeout_seconds
+
     def max_piece_tokens(self, num_rows: int) -> int:
         """Return how many tokens per row one frame should carry."""
         element_bytes = ELEMENT_BYTES[self._wire_dtype or WireDtype.FP32]
-        token_bytes = num_rows * self._facts.hidden_size * element_bytes
+        token_bytes = num_rows * self.facts.hidden_size * element_bytes
         piece_bytes = min(self._config.max_step_bytes, MAX_FRAME_BYTES - MAX_CONTROL_BYTES)
         return max(1, min(piece_bytes // token_bytes, _MAX_PIECE_TOKENS))
 
     async def ask(self, live: LiveHop, question: Question) -> Tensor:
         """Return a hop's checked answer to a question.
 
-        Raises LostHopError when the hop has to be replaced, RefusedError when the question
-        itself is at fault.
+        Raises LostHopError when the hop has to be replaced.
         """
         peer = live.hop.peer
         if live.link is None:
-            raise LostHopError(peer.peer_id, "the hop was lost before")
+            raise LostHopError(live.hop, "the hop was lost before")
         step = self._make_step(live.link.session, question)
         times = self._swarm.times(peer.peer_id)
         num_tokens = step.hidden.rows * step.hidden.tokens
@@ -144,19 +125,20 @@ class LiveHops:
             num_tokens,
             _invert(peer.decode_steps_per_second),
             _invert(peer.prefill_tokens_per_second),
+            peer.queue_seconds,
         )
-        asked_at = self._clock.now()
+        asked_at = self.clock.now()
         try:
             output_BTH = from_wire((await live.link.step(step, timeout_seconds)).hidden)
             if not has_only_finite(output_BTH):
                 raise RemoteProtocolError(f"{live.link.name} answered with NaN or infinity")
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             await self.hang_up(live)
-            raise self._blame(live.hop, error) from error
+            raise blame(self._swarm, live.hop, error) from error
         except asyncio.CancelledError:
             await self.hang_up(live)  # a late answer would be taken for that of the next question
             raise
-        times.note(num_tokens, self._clock.now() - asked_at)
+        times.note(num_tokens, self.clock.now() - asked_at)
         self._swarm.note_success(peer.peer_id)
         return output_BTH
 
@@ -165,6 +147,11 @@ class LiveHops:
         link, live.link = live.link, None
         if link is not None:
             await link.close()
+
+    def accuse(self, refusals: Refusals) -> None:
+        """Avoid the peers that declined what another one has taken by now."""
+        for hop in refusals.contradicted:
+            self._swarm.quarantine(hop.peer, is_only_silent=False)
 
     def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
         """Round hidden states to what travels, so that a log holds exactly what was sent."""
@@ -177,37 +164,38 @@ class LiveHops:
         log: RecoveryLog[Tensor],
         num_rows: int,
         deadline: float,
+        refusals: Refusals,
         preferred: str | None = None,
     ) -> list[LiveHop]:
         """Open hops for a span and bring them to the state of the log, within the deadline.
 
         `preferred` is the weight format of the peer that was lost: its replica computes the
-        same. Raises RouteError with the missing blocks, or the last failure, when time is up.
+        same. Raises RouteError with the missing blocks, or the last failure, when time is up, and
+        RefusedError when the peers that are there decline for good.
         """
         self._num_rows = num_rows
         configured = self._config.weights
         weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
-        full: dict[PeerId, RefusedError] = {}
         tried: set[PeerId] = set()
         pause_seconds = 0.05
         while True:
             route = await self._find_route(
-                span, weights, deadline, full, tried, is_failover=log.length > 0
+                span, weights, deadline, refusals, tried, is_failover=log.length > 0
             )
             self._epoch += 1
             self._choose_wire_dtype(route)
             try:
-                return await self._open_route(route, log)
+                return await self._open_route(route, log, deadline)
             except LostHopError as lost:
-                tried.add(lost.peer_id)
-                error = lost.__cause__
-                if isinstance(error, RefusedError) and _is_hopeless(error):
-                    full[lost.peer_id] = error
-                elif self._clock.now() + pause_seconds > deadline:
+                tried.add(lost.hop.peer.peer_id)
+                refusals.note(lost)
+                if self.clock.now() + pause_seconds > deadline:
+                    error = lost.__cause__
                     if isinstance(error, RefusedError):
                         raise error from None
                     raise RouteError(
-                        f"no peer could be reached in time for blocks {span}: {lost}", (span,)
+                        f"no peer could be reached in time for blocks {lost.hop.span}: {lost}",
+                        (lost.hop.span,),
                     ) from error
             await asyncio.sleep(pause_seconds)
             pause_seconds = min(2 * pause_seconds, 1.0)
@@ -217,7 +205,7 @@ class LiveHops:
         span: Span,
         weights: Sequence[str | None],
         deadline: float,
-        full: Mapping[PeerId, RefusedError],
+        refusals: Refusals,
         tried: set[PeerId],
         is_failover: bool,
     ) -> Route:
@@ -226,8 +214,8 @@ class LiveHops:
         Or else the busy one that is cheapest would be asked over and over, and others never. Then
         `tried` is emptied and the next round begins.
 
-        Peers in `full` will never have room. Once there is one, only peers that are there now may
-        help: who asked for too much should hear it at once, and that is what is raised.
+        Once a peer has declined for good, only others that are there now may help: who asked for
+        too much should hear it at once, and that is what is raised.
         """
         # Somebody waits for the next token: the view at hand comes first, however old. If it led
         # to nobody, newcomers must be seen before silent peers are asked once more.
@@ -236,29 +224,27 @@ class LiveHops:
             max_age_seconds = min(_RETRY_VIEW_SECONDS, self._config.refresh_seconds)
             with contextlib.suppress(RouteError, DirectoryError):
                 return await self._swarm.wait_for_route(
-                    span, self._clock.now(), max_age_seconds, weights, {*tried, *full}
+                    span, self.clock.now(), max_age_seconds, weights, {*tried, *refusals.peer_ids}
                 )
             tried.clear()
+        if refusals.first is None:
+            return await self._swarm.wait_for_route(span, deadline, max_age_seconds, weights)
         try:
             return await self._swarm.wait_for_route(
-                span,
-                self._clock.now() if full else deadline,
-                0.0 if full else max_age_seconds,
-                weights,
-                full,
+                span, self.clock.now(), 0.0, weights, refusals.peer_ids
             )
         except (RouteError, DirectoryError):
-            if full:
-                raise next(iter(full.values())) from None
-            raise
+            raise refusals.first from None
 
-    async def _open_route(self, route: Route, log: RecoveryLog[Tensor]) -> list[LiveHop]:
+    async def _open_route(
+        self, route: Route, log: RecoveryLog[Tensor], deadline: float
+    ) -> list[LiveHop]:
         """Open all hops of a route at once, then replay the log through them in order."""
         hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
         hops[0].log = log
         try:
             results = await asyncio.gather(
-                *(self._open_link(live) for live in hops), return_exceptions=True
+                *(self._open_link(live, deadline) for live in hops), return_exceptions=True
             )
             for result in results:
                 if isinstance(result, BaseException):
@@ -270,25 +256,33 @@ class LiveHops:
             raise
         return hops
 
-    async def _open_link(self, live: LiveHop) -> None:
+    async def _open_link(self, live: LiveHop, deadline: float) -> None:
         """Open the session of one hop, under an id of its own."""
         assert self._wire_dtype is not None
         hop = live.hop
         opening = Open(
-            _derive_session_id(self._facts.session, self._epoch, hop.span),
+            _derive_session_id(self.facts.session, self._epoch, hop.span),
             self._epoch,
-            self._facts.model_id,
+            self.facts.model_id,
             hop.span,
             self._num_rows,
-            self._facts.max_tokens,
+            self.facts.max_tokens,
             self._wire_dtype,
+        )
+        timeout_seconds = choose_open_timeout_seconds(
+            hop.peer.queue_seconds,
+            _invert(hop.peer.prefill_tokens_per_second),
+            min(
+                self._config.connect_timeout_seconds,
+                max(deadline - self.clock.now(), _SHORT_SECONDS),
+            ),
         )
         try:
             live.link, facts = await HopLink.open(
-                self._transport, self._clock, hop, opening, self._config.connect_timeout_seconds
+                self._transport, self.clock, hop, opening, timeout_seconds
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            raise self._blame(hop, error) from error
+            raise blame(self._swarm, hop, error) from error
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
     async def _replay(self, hops: list[LiveHop]) -> None:
@@ -334,33 +328,11 @@ class LiveHops:
         else:
             self._wire_dtype = WireDtype.BF16
 
-    def _blame(
-        self, hop: Hop, error: UnavailableError | RemoteProtocolError | RefusedError
-    ) -> LostHopError | RefusedError:
-        """Note whose fault a failure is; return what to raise of it."""
-        if isinstance(error, RefusedError):
-            if error.code not in _PEER_CODES:
-                return error
-            if error.code is not ErrorCode.UNKNOWN_SESSION:  # a restarted peer is a sound one
-                self._swarm.quarantine(hop.peer, is_only_silent=error.code in _BUSY_CODES)
-        else:
-            is_silent = isinstance(error, SilentError)
-            if is_silent:
-                self._swarm.times(hop.peer.peer_id).note_silence()
-            is_lying = isinstance(error, RemoteProtocolError)
-            self._swarm.quarantine(hop.peer, is_only_silent=is_silent, is_for_lying=is_lying)
-        return LostHopError(hop.peer.peer_id, str(error))
-
 
 def _derive_session_id(secret: SessionId, epoch: int, span: Span) -> SessionId:
     """Return the id of a session at one hop; it tells nothing of the others."""
     text = f"{epoch}/{span}".encode()
     return SessionId(hashlib.blake2b(text, key=secret, digest_size=SESSION_ID_BYTES).digest())
-
-
-def _is_hopeless(error: RefusedError) -> bool:
-    """Return whether a peer said that what we want will never fit into its cache."""
-    return error.code is ErrorCode.CACHE_FULL and error.retry_after_seconds is None
 
 
 def _invert(speed: float | None) -> float | None:

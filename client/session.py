@@ -16,13 +16,10 @@ from torch import Tensor
 from ..kernels.compress import has_only_finite
 from ..protocol.errors import UsageError
 from ..protocol.limits import MAX_BATCH_ROWS
-from ..protocol.net.clock import Clock
-from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
-from .config import ClientConfig
-from .live_hops import LiveHop, LiveHops, LostHopError, Question, SessionFacts
+from .blame import LostHopError, Refusals
+from .live_hops import LiveHop, LiveHops, Question
 from .router import Hop
-from .swarm import Swarm
 
 _logger = logging.getLogger(__name__)
 
@@ -41,24 +38,26 @@ class Failover:
     num_replayed_tokens: int
     seconds: float
 
+    @property
+    def changed_weights(self) -> str | None:
+        """The format of other weights that computes from here on, None while it is the same.
+
+        Only peers of the same format compute the same to the last bit.
+        """
+        before = self.lost.peer.weights
+        others = (hop.peer.weights for hop in self.replacements)
+        return next((weights for weights in others if weights != before), None)
+
 
 class RemoteSession:
     """One generation over the swarm: hidden states of the next tokens in, those behind the last
     block out. Owned by the client's loop; one step at a time.
     """
 
-    def __init__(
-        self,
-        facts: SessionFacts,
-        swarm: Swarm,
-        transport: Transport,
-        clock: Clock,
-        config: ClientConfig,
-    ) -> None:
-        self._facts = facts
-        self._clock = clock
-        self._config = config
-        self._driver = LiveHops(facts, swarm, transport, clock, config)
+    def __init__(self, driver: LiveHops) -> None:
+        self._driver = driver
+        self._facts = driver.facts
+        self._clock = driver.clock
         self._hops: list[LiveHop] = []
         self._position = 0
         self._num_rows = 0
@@ -179,12 +178,13 @@ class RemoteSession:
         num_rows, num_tokens, _ = question.hidden_BTH.shape
         if not self._hops:
             self._hops = await self._driver.cover(
-                self._facts.span, RecoveryLog(), num_rows, self._make_deadline()
+                self._facts.span, RecoveryLog(), num_rows, self._driver.make_deadline(), Refusals()
             )
             self._num_rows = num_rows
         hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
         deadline: float | None = None
         pause_seconds = 0.0
+        refusals = Refusals()
         index = 0
         while index < len(self._hops):
             live = self._hops[index]
@@ -197,12 +197,15 @@ class RemoteSession:
             try:
                 output_BTH = await self._driver.ask(live, asked)
             except LostHopError as error:
-                deadline = deadline or self._make_deadline()
+                refusals.note(error)
+                deadline = deadline or self._driver.make_deadline()
                 # At once the first time; peers that open and then fail must not be stormed.
                 await asyncio.sleep(pause_seconds)
                 pause_seconds = min(max(2 * pause_seconds, 0.05), 1.0)
-                await self._replace(index, error, question.position, deadline)
+                await self._replace(index, error, question.position, deadline, refusals)
                 continue
+            self._driver.accuse(refusals)
+            refusals = Refusals()
             live.log.append(asked.position, num_tokens, hidden_BTH, asked.row_map, asked.is_decoded)
             hidden_BTH = output_BTH
             pause_seconds = 0.0
@@ -210,7 +213,12 @@ class RemoteSession:
         return hidden_BTH
 
     async def _replace(
-        self, index: int, error: LostHopError, position: int, deadline: float
+        self,
+        index: int,
+        error: LostHopError,
+        position: int,
+        deadline: float,
+        refusals: Refusals,
     ) -> None:
         """Put other hops, with the same cache, into the place of a lost one."""
         lost = self._hops[index]
@@ -219,7 +227,7 @@ class RemoteSession:
             # Replacements were found and lost again, over and over.
             raise error.__cause__ or error
         replacements = await self._driver.cover(
-            lost.hop.span, lost.log, self._num_rows, deadline, lost.hop.peer.weights
+            lost.hop.span, lost.log, self._num_rows, deadline, refusals, lost.hop.peer.weights
         )
         self._hops[index : index + 1] = replacements
         failover = Failover(
@@ -232,6 +240,3 @@ class RemoteSession:
         )
         self.failovers.append(failover)
         _logger.info("replaced blocks %s at token %d: %s", lost.hop.span, position, error)
-
-    def _make_deadline(self) -> float:
-        return self._clock.now() + self._config.failover_timeout_seconds

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.client.deadlines import FLOOR_SECONDS, AnswerTimes
+from shoal.client.deadlines import FLOOR_SECONDS, AnswerTimes, choose_open_timeout_seconds
 
 UNKNOWN = AnswerTimes().choose_timeout_seconds(1, None, None)
 
@@ -105,3 +105,25 @@ def test_silence_doubles_the_deadline_and_an_answer_resets_it(
 
     times.note(1, 0.0)
     assert times.choose_timeout_seconds(1, None, None) <= before
+
+
+def test_announced_queue_is_waited_for_on_top() -> None:
+    times = AnswerTimes()
+    alone = times.choose_timeout_seconds(1, 0.1, None)
+    assert times.choose_timeout_seconds(1, 0.1, None, 3.0) == pytest.approx(alone + 3.0)
+
+
+@pytest.mark.parametrize(
+    ("queue", "per_token", "longest", "expected"),
+    [
+        (0.0, None, 5.0, 5.0),
+        (0.0, 0.0, 5.0, FLOOR_SECONDS),
+        (0.5, 0.001, 5.0, FLOOR_SECONDS + 0.5 + 2.048),
+        (1e9, 0.001, 5.0, 5.0),
+        (0.0, 1e9, 0.7, 0.7),
+    ],
+)
+def test_opening_is_waited_for_as_long_as_a_prompt_may_take(
+    queue: float, per_token: float | None, longest: float, expected: float
+) -> None:
+    assert choose_open_timeout_seconds(queue, per_token, longest) == pytest.approx(expected)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
-from shoal.client.live_hops import SessionFacts
+from shoal.client.live_hops import LiveHops, SessionFacts
 from shoal.client.session import RemoteSession
 from shoal.client.swarm import Swarm
 from shoal.client.tensors import from_wire, to_wire
@@ -201,7 +201,9 @@ class Scene:
 
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:
         facts = SessionFacts(secret, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens)
-        session = RemoteSession(facts, self.swarm, self.client, VirtualClock(), self.config)
+        session = RemoteSession(
+            LiveHops(facts, self.swarm, self.client, VirtualClock(), self.config)
+        )
         self.sessions.append(session)
         return session
 
@@ -659,6 +661,49 @@ def test_refusal_of_the_question_goes_to_the_caller_and_nobody_is_blamed(
     run(test)
 
 
+@pytest.mark.parametrize("code", [ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG, ErrorCode.BAD_FRAME])
+@pytest.mark.parametrize("kind", [Open, Step])
+def test_one_peer_that_blames_the_question_is_not_believed(
+    kind: type[Message], code: ErrorCode
+) -> None:
+    async def test(scene: Scene) -> None:
+        liar = await scene.add("liar", 0, 6, decode_steps_per_second=1e6)
+        await scene.add("honest", 0, 6)
+        session, oracle = scene.open_session(), Oracle()
+        if kind is Step:
+            assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+            assert scene.names_of(session) == ["liar"]
+        liar.mischief = decline_when(lambda message: isinstance(message, kind), code, None)
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+
+        assert scene.names_of(session) == ["honest"]
+        assert scene.quarantined == (["liar"] if kind is Step else [])
+        assert now() < 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", [Open, Step])
+def test_only_peer_that_blames_the_question_is_believed_at_once(kind: type[Message]) -> None:
+    async def test(scene: Scene) -> None:
+        peer = await scene.add("a", 0, 6)
+        peer.mischief = decline_when(
+            lambda message: isinstance(message, kind), ErrorCode.BAD_VALUES, None
+        )
+        session = scene.open_session()
+
+        with pytest.raises(RefusedError) as caught:
+            await session.step(draw(1, 3))
+
+        assert caught.value.code is ErrorCode.BAD_VALUES
+        assert now() < 1
+        peer.mischief = be_honest
+        assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
+
+    run(test)
+
+
 def decline_when(
     is_meant: Callable[[Message], bool], code: ErrorCode, retry_after: float | None
 ) -> Mischief:
@@ -939,9 +984,11 @@ def test_replacement_of_the_same_weights_is_preferred() -> None:
 
         await session.step(draw(2))
         assert scene.names_of(session) == ["same"]
+        assert session.failovers[-1].changed_weights is None
         scene.network.kill("same")
         await session.step(draw(3))
         assert scene.names_of(session) == ["fast"]
+        assert session.failovers[-1].changed_weights == "fp32"
 
     run(test)
 

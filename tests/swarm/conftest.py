@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
-from shoal.client.live_hops import SessionFacts
+from shoal.client.live_hops import LiveHops, SessionFacts
 from shoal.client.session import RemoteSession
 from shoal.client.swarm import Swarm
 from shoal.kernels.quantize import WeightFormat
@@ -165,7 +165,9 @@ class World:
         facts = SessionFacts(
             SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
         )
-        session = RemoteSession(facts, self.swarm, self.transport, SystemClock(), self.config)
+        session = RemoteSession(
+            LiveHops(facts, self.swarm, self.transport, SystemClock(), self.config)
+        )
         self._sessions.append(session)
         return session
 

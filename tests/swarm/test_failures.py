@@ -428,7 +428,7 @@ def test_session_beyond_the_limit_of_the_model_is_refused_and_no_peer_is_blamed(
     run_story(story)
 
 
-def test_refusal_of_values_is_the_callers_and_leaves_the_session_usable(run_story: Any) -> None:
+def test_peer_that_blames_sound_values_is_replaced_and_avoided(run_story: Any) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns()
         outputs = await world.take_all(session, turns[:2])
@@ -439,12 +439,12 @@ def test_refusal_of_values_is_the_callers_and_leaves_the_session_usable(run_stor
                 output.session, output.sequence, ErrorCode.BAD_VALUES, "they make blocks overflow"
             ),
         )
-        with pytest.raises(RefusedError, match="overflow"):
-            await world.take(session, turns[2])
         outputs += await world.take_all(session, turns[2:])
 
         assert_same(outputs, world.expect(turns))
-        assert world.quarantined_hosts == set()
+        (failover,) = session.failovers
+        assert "overflow" in failover.reason
+        assert world.quarantined_hosts == {world.liar.host}
 
     run_story(story)
 

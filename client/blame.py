@@ -1,0 +1,85 @@
+"""Whose fault it is that a hop was lost, and what follows for its peer."""
+
+from collections.abc import Collection
+
+from ..protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    UnavailableError,
+)
+from ..protocol.ids import PeerId
+from .router import Hop
+from .swarm import Swarm
+
+# Answers that blame the question: no peer could take it. One who says so may lie; when a second
+# one agrees, or there is no second one, the caller hears it.
+_QUESTION_CODES = frozenset({ErrorCode.BAD_FRAME, ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG})
+# Of the others, answers of a peer that is sound and may be asked again when there is no other.
+_BUSY_CODES = frozenset({ErrorCode.CACHE_FULL, ErrorCode.BUSY, ErrorCode.DRAINING})
+
+
+class LostHopError(UnavailableError):
+    """A hop has to be replaced. It is hung up on, and its peer blamed; `__cause__` says why."""
+
+    def __init__(self, hop: Hop, detail: str) -> None:
+        super().__init__(detail)
+        self.hop = hop
+
+
+class Refusals:
+    """Who declined, for good, what one hop is asked: these peers are not asked again."""
+
+    def __init__(self) -> None:
+        self._lost: dict[PeerId, tuple[Hop, RefusedError]] = {}
+
+    @property
+    def peer_ids(self) -> Collection[PeerId]:
+        """The peers that declined."""
+        return self._lost.keys()
+
+    @property
+    def first(self) -> RefusedError | None:
+        """The first refusal, None while there is none."""
+        return next((refusal for _, refusal in self._lost.values()), None)
+
+    @property
+    def contradicted(self) -> list[Hop]:
+        """The hops that said no peer could take it, for when another one did."""
+        return [hop for hop, refusal in self._lost.values() if refusal.code in _QUESTION_CODES]
+
+    def note(self, lost: LostHopError) -> None:
+        """Note a refusal, if the hop was lost by one that is for good.
+
+        Raises it when it blames the question and another peer did so before.
+        """
+        refusal = lost.__cause__
+        if not isinstance(refusal, RefusedError):
+            return
+        if refusal.code in _QUESTION_CODES or _is_hopeless(refusal):
+            self._lost[lost.hop.peer.peer_id] = lost.hop, refusal
+        if len(self.contradicted) > 1 and refusal.code in _QUESTION_CODES:
+            raise refusal
+
+
+def blame(
+    swarm: Swarm, hop: Hop, error: UnavailableError | RemoteProtocolError | RefusedError
+) -> LostHopError:
+    """Have a peer avoided for a failure of its own; return what to raise of the failure."""
+    if isinstance(error, RefusedError):
+        # A restarted peer is a sound one, and a question at fault is not the peer's doing.
+        if error.code not in {ErrorCode.UNKNOWN_SESSION, *_QUESTION_CODES}:
+            swarm.quarantine(hop.peer, is_only_silent=error.code in _BUSY_CODES)
+    else:
+        is_silent = isinstance(error, SilentError)
+        if is_silent:
+            swarm.times(hop.peer.peer_id).note_silence()
+        is_lying = isinstance(error, RemoteProtocolError)
+        swarm.quarantine(hop.peer, is_only_silent=is_silent, is_for_lying=is_lying)
+    return LostHopError(hop, str(error))
+
+
+def _is_hopeless(error: RefusedError) -> bool:
+    """Return whether a peer said that what we want will never fit into its cache."""
+    return error.code is ErrorCode.CACHE_FULL and error.retry_after_seconds is None
