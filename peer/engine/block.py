@@ -16,6 +16,7 @@ from ...kernels.linear import Linear, RowPath
 from ...kernels.norm import rms_norm
 from ...kernels.rotary import apply_rotary
 from .kv_cache import SessionCache
+from .scheduler import count_part_tokens
 from .spec import ACTIVATIONS, ModelSpec
 
 
@@ -151,19 +152,21 @@ class Block:
         keys_BGSD, values_BGSD = segment.cache.keys_values(self.index)
         keys_BGSD[:, :, position:stop] = query_key_BJTD[:, self._num_heads :]
         values_BGSD[:, :, position:stop] = values_BTGD.transpose(1, 2)
-        # One token at a time sums in another order than many at once. Replays of decoded tokens
-        # keep to it: with int8 weights they reproduce what was lost bit by bit.
-        stride = 1 if segment.is_decoded else num_tokens
+        # How many queries attend together decides how their sums are rounded. So it follows from
+        # the step alone: parts of a prompt of one size however it was scheduled, and generated
+        # tokens one by one, also in a replay, which then rebuilds the lost cache to the bit.
+        stride = 1 if segment.is_decoded else count_part_tokens(num_rows)
         attended = [
             attention(
-                query_key_BJTD[:, : self._num_heads, first : first + stride],
-                keys_BGSD[:, :, : position + first + stride],
-                values_BGSD[:, :, : position + first + stride],
+                query_key_BJTD[:, : self._num_heads, first:last],
+                keys_BGSD[:, :, : position + last],
+                values_BGSD[:, :, : position + last],
                 position + first,
                 scale=self._scale,
                 sliding_window=self._sliding_window,
             )
             for first in range(0, num_tokens, stride)
+            for last in (min(first + stride, num_tokens),)
         ]
         attended_BHTD = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
         return attended_BHTD.transpose(1, 2).reshape(num_rows * num_tokens, -1)

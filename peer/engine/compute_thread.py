@@ -6,15 +6,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
 from .engine import Engine, StepWork
-from .scheduler import WaitingStep, choose_batch
+from .pace import Pace
+from .scheduler import PART_TOKENS, WaitingStep, choose_batch, renew_usage
 
 _logger = logging.getLogger(__name__)
 
@@ -32,10 +34,49 @@ class ComputedStep:
 
 @dataclass(slots=True)
 class _Job:
+    """A step and how far it has come: prompts are computed in parts."""
+
     work: StepWork
+    client: str
     future: asyncio.Future[ComputedStep]
     submitted_at: float
-    num_passes: int = 0
+    started_at: float | None = None
+    compute_seconds: float = 0.0
+    num_done: int = 0
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.work.num_tokens == 1
+
+    def describe(self) -> WaitingStep:
+        """Return what the policy may know."""
+        num_tokens = self.work.num_tokens - self.num_done
+        return WaitingStep(
+            id(self.work.cache), self.client, self.work.num_rows, num_tokens, self.is_decoding
+        )
+
+    def take(self, num_tokens: int) -> StepWork:
+        """Return the next part."""
+        return self.work.cut(self.num_done, num_tokens)
+
+    def advance(self, num_tokens: int, output_BTH: Tensor, started_at: float, now: float) -> bool:
+        """Note a part's result; return whether it was the last one."""
+        self.num_done += num_tokens
+        self.compute_seconds += now - started_at
+        if self.started_at is None:
+            self.started_at = started_at
+        if self.work.last_token_only:
+            self.outputs.clear()
+        self.outputs.append(output_BTH)
+        return self.num_done == self.work.num_tokens
+
+    def finish(self) -> ComputedStep:
+        """Return the result of the whole step."""
+        assert self.started_at is not None
+        parts = self.outputs
+        hidden_BTH = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return ComputedStep(hidden_BTH, self.started_at - self.submitted_at, self.compute_seconds)
 
 
 @dataclass(slots=True)
@@ -54,12 +95,13 @@ class ComputeThread:
     def __init__(self, engine: Engine, token_budget: int = 512) -> None:
         self._engine = engine
         self._token_budget = token_budget
+        self._pace = Pace(token_budget, PART_TOKENS)
+        self._usage: dict[str, float] = {}
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
         self._jobs: deque[_Job] = deque()
         self._calls: deque[_Call] = deque()
         self._is_stopping = False
-        self._recent_step_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
     async def __aenter__(self) -> "ComputeThread":
@@ -79,16 +121,22 @@ class ComputeThread:
 
     @property
     def queue_seconds(self) -> float:
-        """Estimate how long a decode step submitted now would wait."""
-        return len(self._jobs) * self._recent_step_seconds
+        """Estimate how long a step of one more client would wait now."""
+        with self._wake:
+            num_clients = len({job.client for job in self._jobs})
+        return num_clients * self._pace.iteration_seconds
 
-    def submit(self, work: StepWork) -> asyncio.Future[ComputedStep]:
+    def submit(self, work: StepWork, client: str = "") -> asyncio.Future[ComputedStep]:
         """Queue a step. The future fails with RefusedError when the engine declines the step.
 
-        Cancelling the future drops the step if it has not begun.
+        `client` is whose it is: clients get equal shares. Cancelling the future drops the step, or
+        what is left of a prompt, unless that part has begun.
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
-        self._enqueue(self._jobs, _Job(work, future, time.monotonic()))
+        job = _Job(work, client, future, time.monotonic())
+        if job.is_decoding:
+            self._pace.note_decoding(job.submitted_at)
+        self._enqueue(self._jobs, job)
         return future
 
     def call(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
@@ -128,16 +176,19 @@ class ComputeThread:
     def _wait_for_work(self) -> bool:
         with self._wake:
             self._wake.wait_for(lambda: self._jobs or self._calls or self._is_stopping)
+            if not self._calls and not any(job.is_decoding for job in self._jobs):
+                # Only prompts wait. They leave room for who decodes and will be back at once.
+                self._wake.wait(self._pace.resume_in(time.monotonic()))
             return not self._is_stopping
 
     def step(self) -> None:
-        """One iteration: control calls, then the batch that the policy chose."""
+        """One iteration: control calls, then what the policy chose, together."""
         self._run_calls()
         batch = self._take_batch()
         if batch:
             started_at = time.monotonic()
-            results = self._execute([job.work for job in batch])
-            self._deliver(batch, results, started_at, time.monotonic() - started_at)
+            results = self._execute([part for _, part in batch])
+            self._deliver(batch, results, started_at)
 
     def _execute(self, works: list[StepWork]) -> list[Tensor | ShoalError]:
         try:
@@ -170,40 +221,42 @@ class ComputeThread:
                 result = error
             self._answer(call.future, result)
 
-    def _take_batch(self) -> list[_Job]:
+    def _take_batch(self) -> list[tuple[_Job, StepWork]]:
+        """Take the jobs that the policy chose out of the queue, with the part to compute now."""
         with self._wake:
             jobs = [job for job in self._jobs if not job.future.cancelled()]
-            waiting = [
-                WaitingStep(
-                    id(job.work.cache),
-                    job.work.hidden_BTH.shape[0] * job.work.hidden_BTH.shape[1],
-                    job.work.hidden_BTH.shape[1] == 1,
-                    job.num_passes,
-                )
-                for job in jobs
-            ]
-            chosen = choose_batch(waiting, self._token_budget)
-            taken = [jobs[index] for index in chosen]
-            chosen_set = set(chosen)
-            self._jobs = deque(job for i, job in enumerate(jobs) if i not in chosen_set)
-            for job in self._jobs:
-                job.num_passes += 1
-            return taken
+            waiting = [job.describe() for job in jobs]
+            prompt_budget = self._pace.choose_budget(time.monotonic())
+            takes = choose_batch(waiting, self._usage, self._token_budget, prompt_budget)
+            self._usage = renew_usage(self._usage, waiting, takes)
+            taken = {take.index for take in takes}
+            self._jobs = deque(job for index, job in enumerate(jobs) if index not in taken)
+            return [(jobs[take.index], jobs[take.index].take(take.num_tokens)) for take in takes]
 
     def _deliver(
         self,
-        batch: list[_Job],
+        batch: list[tuple[_Job, StepWork]],
         results: list[Tensor | ShoalError],
         started_at: float,
-        compute_seconds: float,
     ) -> None:
-        self._recent_step_seconds += 0.1 * (compute_seconds - self._recent_step_seconds)
-        for job, result in zip(batch, results, strict=True):
-            if isinstance(result, Tensor):
-                queue_seconds = started_at - job.submitted_at
-                self._answer(job.future, ComputedStep(result, queue_seconds, compute_seconds))
+        """Answer what is done, and put back at the front of the queue what is not."""
+        now = time.monotonic()
+        unfinished: list[_Job] = []
+        num_decoding = num_prompt_tokens = 0
+        for (job, part), result in zip(batch, results, strict=True):
+            if job.is_decoding:
+                num_decoding += part.num_rows
             else:
+                num_prompt_tokens += part.num_rows * part.num_tokens
+            if not isinstance(result, Tensor):
                 self._answer(job.future, result)
+            elif job.advance(part.num_tokens, result, started_at, now):
+                self._answer(job.future, job.finish())
+            else:
+                unfinished.append(job)
+        self._pace.note(now, now - started_at, num_decoding, num_prompt_tokens)
+        with self._wake:
+            self._jobs.extendleft(reversed(unfinished))
 
     def _answer(self, future: asyncio.Future[Any] | None, result: object) -> None:
         def settle() -> None:

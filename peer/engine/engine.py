@@ -38,12 +38,14 @@ COMPUTE_DTYPES = {
 
 @dataclass(frozen=True)
 class StepWork:
-    """One step of one session, as the engine takes it.
+    """One step of one session, or a part of one, as the engine takes it.
 
     `span` is the range of hosted blocks that the session uses here, the one its cache was opened
     for. `hidden_BTH` may be of any float dtype. `row_map` reorders the rows of the cache first.
     `decoded` says that these tokens were computed one by one, or are a replay of such tokens:
     they get the numerics of single tokens, however many arrive at once.
+
+    A part is made by `cut`; `num_before` and `num_behind` count the tokens of the step around it.
     """
 
     cache: SessionCache
@@ -53,6 +55,36 @@ class StepWork:
     row_map: tuple[int, ...] | None = None
     last_token_only: bool = False
     decoded: bool = False
+    num_before: int = 0
+    num_behind: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Sequences, B."""
+        return self.hidden_BTH.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of each row, T."""
+        return self.hidden_BTH.shape[1]
+
+    def cut(self, first: int, num_tokens: int) -> StepWork:
+        """Return a part of the step: `num_tokens` tokens from `first` on.
+
+        Parts are to be executed in order. The result of the step is that of its parts joined, to
+        the bit if each but the last is a multiple of `scheduler.count_part_tokens`.
+        """
+        if num_tokens == self.num_tokens:
+            return self
+        stop = first + num_tokens
+        return replace(
+            self,
+            position=self.position + first,
+            hidden_BTH=self.hidden_BTH[:, first:stop],
+            row_map=None if first else self.row_map,
+            num_before=first,
+            num_behind=self.num_tokens - stop,
+        )
 
 
 @dataclass(slots=True)
@@ -172,8 +204,9 @@ class Engine:
         hidden_NH = work.hidden_BTH.to(self.dtype).reshape(num_rows * num_tokens, hidden_size)
         if not has_only_finite(hidden_NH):
             raise RefusedError(ErrorCode.BAD_VALUES, "the hidden states are not finite")
-        work.cache.prepare(work.position, num_tokens, work.row_map)
-        path = RowPath.FEW if work.decoded else choose_row_path(num_rows * num_tokens)
+        work.cache.prepare(work.position, num_tokens, work.row_map, work.num_behind)
+        num_step_tokens = work.num_before + num_tokens + work.num_behind
+        path = RowPath.FEW if work.decoded else choose_row_path(num_rows * num_step_tokens)
         cos_TD, sin_TD = self._rotary.rows(work.position, num_tokens)
         return _Step(index, work, path, cos_TD, sin_TD, hidden_NH)
 

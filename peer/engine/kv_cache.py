@@ -197,14 +197,21 @@ class SessionCache:
         num_spare_pages = self._num_pages - _count_pages(self._num_reserved_tokens)
         return max(0, num_spare_pages) * self._page_bytes
 
-    def prepare(self, position: int, num_tokens: int, row_map: Sequence[int] | None = None) -> None:
+    def prepare(
+        self,
+        position: int,
+        num_tokens: int,
+        row_map: Sequence[int] | None = None,
+        num_behind: int = 0,
+    ) -> None:
         """Make ready for `num_tokens` tokens at `position`: roll back, reorder rows, reserve pages.
 
-        New row i continues old row `row_map[i]`. Everything is checked first: an error, such as
-        CacheFullError, leaves the cache as it was.
+        New row i continues old row `row_map[i]`. Pages are reserved for `num_behind` tokens more,
+        which will follow. Everything is checked first: an error, such as CacheFullError, leaves
+        the cache as it was.
         """
-        self._check_step(position, num_tokens, row_map)
-        self._reserve(position + num_tokens)
+        self._check_step(position, num_tokens + num_behind, row_map)
+        self._reserve(position + num_tokens + num_behind)
         self.length = position
         if row_map is not None and list(row_map) != list(range(self.num_rows)):
             self._reorder(row_map)
@@ -218,7 +225,6 @@ class SessionCache:
         if self.length + num_tokens > self._num_reserved_tokens:
             raise LocalProtocolError(f"{self!r}: {num_tokens} tokens were not prepared")
         self.length += num_tokens
-        self._num_reserved_tokens = self.length
 
     def abandon(self) -> None:
         """Drop what was prepared and not committed."""

@@ -7,6 +7,7 @@ import gc
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import StepWork
-from shoal.peer.engine.scheduler import MAX_PASSES
+from shoal.peer.engine.scheduler import PART_TOKENS
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 from shoal.protocol.spans import Span
 
@@ -265,25 +266,83 @@ def test_calls_that_keep_coming_leave_room_for_steps() -> None:
     run(test)
 
 
-def test_prompt_is_not_starved_by_a_stream_of_decode_steps() -> None:
+def test_prompt_is_computed_in_parts_between_which_others_decode() -> None:
+    engine = NotingEngine()
+    num_tokens = 2 * PART_TOKENS + 10
+
+    async def test() -> None:
+        compute = make_thread(engine)  # not entered: the test is the thread
+        cache, decoding = FakeCache(), FakeCache()
+        waiting = compute.submit(make_work(cache, 5, num_tokens), "prompt")
+        behind = compute.submit(make_work(cache, 5 + num_tokens), "prompt")
+        num_batches = 0
+        while not behind.done() and num_batches < 10_000:
+            token = compute.submit(make_work(decoding, num_batches), "other")
+            compute.step()
+            num_batches += 1
+            assert engine.batches[-1][0].cache is decoding
+            await asyncio.sleep(0)
+            assert token.done()
+        computed = await waiting
+        assert torch.equal(computed.hidden_BTH, torch.full((1, num_tokens, 2), 6.0))
+        parts = [(work.position, work.num_tokens) for work in engine.order if work.cache is cache]
+        assert parts == [
+            (5, PART_TOKENS),
+            (5 + PART_TOKENS, PART_TOKENS),
+            (5 + 2 * PART_TOKENS, 10),
+            (5 + num_tokens, 1),
+        ]
+        assert (await behind).hidden_BTH[0, 0, 0] == 6 + num_tokens
+
+    run(test)
+
+
+def test_prompt_of_which_one_token_is_asked_answers_with_that() -> None:
     engine = NotingEngine()
 
     async def test() -> None:
-        compute = make_thread(engine, token_budget=4)  # not entered: the test is the thread
-        prompt = make_work(FakeCache(), num_tokens=10)
-        waiting = compute.submit(prompt)
-        decoding = FakeCache()
-        for position in range(2 * MAX_PASSES):
-            compute.submit(make_work(decoding, position))
-            compute.step()
-        numbers = [number for number, batch in enumerate(engine.batches) if prompt in batch]
-        assert numbers == [MAX_PASSES]
-        assert all(any(work.cache is decoding for work in batch) for batch in engine.batches), (
-            "the prompt comes along and replaces nobody"
-        )
-        assert (await waiting).hidden_BTH.shape == (1, 10, 2)
+        async with make_thread(engine) as compute:
+            work = replace(make_work(FakeCache(), num_tokens=150), last_token_only=True)
+            answer = await compute.submit(work)
+        # This engine answers every token that it is given: the last part's are left.
+        assert answer.hidden_BTH.shape[1] == engine.order[-1].num_tokens
 
     run(test)
+
+
+def test_refused_part_ends_its_prompt() -> None:
+    class RefusingEngine(NotingEngine):
+        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+            self.refused = [work for work in batch if work.num_before == PART_TOKENS]
+            return super().execute(batch)
+
+    engine = RefusingEngine()
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            with pytest.raises(RefusedError) as caught:
+                await compute.submit(make_work(FakeCache(), num_tokens=5 * PART_TOKENS))
+            assert_refused(caught.value, ErrorCode.BAD_VALUES)
+            await compute.submit(make_work(FakeCache()))
+
+    run(test)
+    assert [work.num_before for work in engine.order] == [0, PART_TOKENS, 0]
+
+
+def test_rest_of_a_cancelled_prompt_is_not_computed() -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            running = compute.submit(make_work(FakeCache(), num_tokens=5 * PART_TOKENS))
+            await engine.wait_entered()
+            running.cancel()
+            engine.gate.set()
+            await compute.submit(make_work(FakeCache()))
+
+    run(test)
+    assert [work.num_tokens for work in engine.order] == [PART_TOKENS, 1]
 
 
 def test_what_comes_after_the_end_is_declined() -> None:

@@ -9,8 +9,9 @@ from shoal.kernels.rotary import RotaryTable
 from shoal.peer.engine.block import Block
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import read_spec
-from shoal.peer.engine.kv_cache import KVCachePool, SessionCache
+from shoal.peer.engine.kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
 from shoal.peer.engine.loader import load_block, open_checkpoint
+from shoal.peer.engine.scheduler import count_part_tokens
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 
@@ -305,3 +306,40 @@ def test_results_require_no_gradients(engine: Engine) -> None:
     hidden = draw_hidden(1).requires_grad_()
 
     assert not run(engine, make_work(engine, hidden)).requires_grad
+
+
+@pytest.mark.parametrize("weights", [WeightFormat.INT8, WeightFormat.FP32])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_parts_of_a_prompt_give_what_the_whole_gives(
+    tiny_models, weights: WeightFormat, num_rows: int
+) -> None:
+    engine = load_engine(tiny_models, weights)
+    prompt = draw_hidden(1, num_rows, 230)
+    expected = run(engine, make_work(engine, prompt, max_tokens=300))
+    stride = count_part_tokens(num_rows)
+
+    for sizes in ([stride] * 20, [3 * stride, stride, 230]):
+        work = make_work(engine, prompt, max_tokens=300)
+        outputs, first = [], 0
+        for size in sizes:
+            size = min(size, 230 - first)
+            if size:
+                outputs.append(run(engine, work.cut(first, size)))
+                first += size
+        output = torch.cat(outputs, dim=1)
+        if weights is WeightFormat.INT8:
+            assert torch.equal(output, expected), "integers add up to the same in any company"
+        else:
+            torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_first_part_reserves_memory_for_the_whole_step(tiny_models) -> None:
+    engine = load_engine(tiny_models)
+    work = make_work(engine, draw_hidden(1, 1, 500), max_tokens=500)
+    pool = engine.pool
+    pool.budget_bytes = pool.used_bytes + 3 * PAGE_TOKENS * 4 * pool.token_bytes
+
+    (refusal,) = engine.execute([work.cut(0, 64)])
+
+    assert_refused(refusal, ErrorCode.CACHE_FULL)
+    assert work.cache.length == 0

@@ -1,162 +1,262 @@
-"""Which steps run together: order, budget, and that nobody waits forever."""
+"""Which work runs together: order, budgets, fairness, and that nobody waits forever."""
 
 import random
+from collections import Counter
 from dataclasses import replace
-from itertools import count
 
 import pytest
 
-from shoal.peer.engine.scheduler import MAX_PASSES, WaitingStep, choose_batch
+from shoal.peer.engine.scheduler import (
+    PART_TOKENS,
+    Take,
+    WaitingStep,
+    choose_batch,
+    count_part_tokens,
+    renew_usage,
+)
 
 
-def token(session: int, num_rows: int = 1, num_passes: int = 0) -> WaitingStep:
-    return WaitingStep(session, num_rows, True, num_passes)
+def token(session: int, client: str = "", num_rows: int = 1) -> WaitingStep:
+    return WaitingStep(session, client, num_rows, 1, True)
 
 
-def prompt(session: int, num_tokens: int, num_passes: int = 0) -> WaitingStep:
-    return WaitingStep(session, num_tokens, False, num_passes)
+def prompt(session: int, num_tokens: int, client: str = "", num_rows: int = 1) -> WaitingStep:
+    return WaitingStep(session, client, num_rows, num_tokens, False)
+
+
+def choose(
+    waiting: list[WaitingStep], token_budget: int = 512, prompt_budget: int = 512, **usage: float
+) -> list[tuple[int, int]]:
+    batch = choose_batch(waiting, usage, token_budget, prompt_budget)
+    return [(take.index, take.num_tokens) for take in batch]
 
 
 def test_nothing_waiting_gives_an_empty_batch() -> None:
-    assert choose_batch([], 64) == []
+    assert choose([]) == []
 
 
 def test_decode_steps_go_before_prompts_each_in_order_of_arrival() -> None:
     waiting = [prompt(1, 10), token(2), prompt(3, 10), token(4)]
 
-    assert choose_batch(waiting, 64) == [1, 3, 0, 2]
+    assert choose(waiting) == [(1, 1), (3, 1), (0, 10), (2, 10)]
 
 
 def test_steps_of_one_session_do_not_overtake_each_other() -> None:
     waiting = [prompt(1, 10), token(1), token(2), token(2), prompt(1, 5)]
 
-    assert choose_batch(waiting, 64) == [2, 0]
+    assert choose(waiting) == [(2, 1), (0, 10)]
 
 
 @pytest.mark.parametrize(
-    ("budget", "chosen"), [(1, [1]), (2, [1, 2]), (31, [1, 2]), (32, [1, 2, 0]), (99, [1, 2, 0])]
+    ("budget", "chosen"),
+    [
+        (0, [(1, 1)]),
+        (1, [(1, 1), (0, 64)]),
+        (64, [(1, 1), (0, 64)]),
+        (127, [(1, 1), (0, 64)]),
+        (128, [(1, 1), (0, 128)]),
+        (192, [(1, 1), (0, 150)]),
+    ],
 )
-def test_budget_bounds_the_tokens_of_a_batch(budget: int, chosen: list[int]) -> None:
-    assert choose_batch([prompt(1, 30), token(2), token(3)], budget) == chosen
+def test_prompts_go_in_whole_parts_while_their_budget_lasts(
+    budget: int, chosen: list[tuple[int, int]]
+) -> None:
+    assert choose([prompt(1, 150), token(2)], prompt_budget=budget) == chosen
 
 
-def test_rows_count_like_tokens() -> None:
-    assert choose_batch([token(1, 8), token(2, 8), token(3, 8)], 16) == [0, 1]
+def test_last_part_may_be_shorter_and_the_next_prompt_follows() -> None:
+    assert choose([prompt(1, 70), prompt(2, 100)], prompt_budget=140) == [(0, 70), (1, 64)]
 
 
-def test_first_choice_is_taken_whatever_its_size() -> None:
-    assert choose_batch([prompt(1, 5000)], 64) == [0]
-    assert choose_batch([token(1, 256), token(2)], 64) == [0]
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 64, 65, 256])
+def test_part_is_of_one_size_whatever_the_rows(num_rows: int) -> None:
+    size = num_rows * count_part_tokens(num_rows)
+
+    assert size <= max(PART_TOKENS, num_rows)
+    (chosen,) = choose([prompt(1, 1000, num_rows=num_rows)], prompt_budget=1)
+    assert chosen == (0, count_part_tokens(num_rows))
 
 
-def test_small_prompt_does_not_overtake_a_large_one() -> None:
-    assert choose_batch([token(1), prompt(2, 100), prompt(3, 1)], 64) == [0]
+def test_rows_that_decode_are_bounded_and_the_first_is_taken_whatever_its_size() -> None:
+    waiting = [token(1, num_rows=8), token(2, num_rows=8), token(3, num_rows=8)]
+
+    assert choose(waiting, token_budget=16) == [(0, 1), (1, 1)]
+    assert choose(waiting, token_budget=15) == [(0, 1)]
+    assert choose(waiting, token_budget=1) == [(0, 1)]
 
 
-def test_step_that_was_passed_over_too_often_comes_along_beside_the_budget() -> None:
-    assert choose_batch([token(1), prompt(2, 500, MAX_PASSES), token(3)], 64) == [1, 0, 2]
-    assert choose_batch([token(1), prompt(2, 500, MAX_PASSES - 1)], 64) == [0]
+def test_clients_share_a_budget_not_their_sessions() -> None:
+    many = [prompt(session, 1000, "many") for session in range(20)]
+    waiting = [*many, prompt(90, 1000, "one"), prompt(91, 1000, "other")]
+
+    chosen = dict(choose(waiting, prompt_budget=6 * PART_TOKENS))
+
+    assert chosen == {0: 128, 20: 128, 21: 128}
 
 
-def test_only_the_oldest_of_those_passed_over_comes_along() -> None:
-    waiting = [prompt(1, 500, MAX_PASSES), prompt(2, 500, MAX_PASSES + 5), token(3)]
+def test_client_that_has_had_less_goes_first() -> None:
+    waiting = [token(1, "rich"), token(2, "poor"), prompt(3, 500, "rich"), prompt(4, 500, "poor")]
 
-    assert choose_batch(waiting, 64) == [0, 2]
+    assert choose(waiting, 1, 64, rich=100.0, poor=10.0) == [(1, 1), (3, 64)]
+
+
+def test_usage_follows_what_was_taken() -> None:
+    waiting = [token(1, "a", num_rows=3), prompt(2, 100, "b"), prompt(3, 100, "c")]
+
+    usage = renew_usage({"a": 5.0, "b": 7.0}, waiting, [Take(0, 1), Take(1, 64)])
+
+    assert usage == {"a": 8.0, "b": 71.0, "c": 5.0}
+
+
+def test_client_that_was_away_is_neither_owed_nor_remembered() -> None:
+    usage = renew_usage({"gone": 3.0, "here": 900.0}, [token(1, "here"), token(2, "back")], [])
+
+    assert usage == {"here": 900.0, "back": 900.0}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_every_batch_keeps_the_rules(seed: int) -> None:
+    print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(100):
-        waiting = [
-            WaitingStep(rng.randrange(5), rng.randint(1, 40), rng.random() < 0.5, rng.randrange(12))
-            for _ in range(rng.randint(1, 12))
+        waiting = []
+        for _ in range(rng.randint(1, 12)):
+            session, rows = rng.randrange(5), rng.choice((1, 1, 2, 5, 100))
+            num_tokens = rng.choice((1, rng.randint(2, 400)))
+            waiting.append(
+                WaitingStep(session, f"client {session % 3}", rows, num_tokens, num_tokens == 1)
+            )
+        token_budget, prompt_budget = rng.randint(1, 100), rng.randint(0, 300)
+
+        batch = choose_batch(waiting, {}, token_budget, prompt_budget)
+
+        chosen = [waiting[take.index] for take in batch]
+        sessions = [step.session for step in chosen]
+        assert len(set(sessions)) == len(sessions), "one step of a session"
+        for take in batch:
+            step = waiting[take.index]
+            assert all(earlier.session != step.session for earlier in waiting[: take.index])
+            assert 1 <= take.num_tokens <= step.num_tokens
+            assert take.num_tokens in (
+                step.num_tokens,
+                take.num_tokens
+                // count_part_tokens(step.num_rows)
+                * count_part_tokens(step.num_rows),
+            ), "cut at fixed places"
+        rows = [step.num_rows for step in chosen if step.is_decoding]
+        assert sum(rows) <= token_budget or len(rows) == 1
+        parts = [
+            take.num_tokens * waiting[take.index].num_rows
+            for take in batch
+            if not waiting[take.index].is_decoding
         ]
-        budget = rng.randint(1, 100)
-
-        chosen = choose_batch(waiting, budget)
-
-        sessions = [waiting[index].session for index in chosen]
-        assert chosen
-        assert len(set(sessions)) == len(sessions)
-        assert all(
-            step.session != waiting[index].session for index in chosen for step in waiting[:index]
-        )
-        rest = chosen[1:] if waiting[chosen[0]].num_passes >= MAX_PASSES else chosen
-        assert len(chosen) == 1 or sum(waiting[index].num_tokens for index in rest) <= budget
+        largest = max((100, PART_TOKENS))
+        assert sum(parts) <= max(prompt_budget, largest)
+        assert batch or prompt_budget == 0
 
 
 class Queue:
-    """Waits as the compute thread does: in order of arrival, counting the batches passed."""
+    """Waits as the compute thread does: what is left of a prompt goes back to the front."""
 
-    def __init__(self, token_budget: int) -> None:
-        self._token_budget = token_budget
-        self._names = count()
-        self.waiting: list[tuple[int, WaitingStep]] = []
+    def __init__(self, token_budget: int, prompt_budget: int) -> None:
+        self._budgets = token_budget, prompt_budget
+        self._usage: dict[str, float] = {}
+        self.waiting: list[WaitingStep] = []
 
-    def add(self, step: WaitingStep) -> int:
-        name = next(self._names)
-        self.waiting.append((name, step))
-        return name
+    def run(self) -> list[WaitingStep]:
+        """Make a batch; return the steps that it completed."""
+        batch = choose_batch(self.waiting, self._usage, *self._budgets)
+        self._usage = renew_usage(self._usage, self.waiting, batch)
+        done: list[WaitingStep] = []
+        left: list[WaitingStep] = []
+        for take in batch:
+            step = self.waiting[take.index]
+            rest = replace(step, num_tokens=step.num_tokens - take.num_tokens)
+            (left if rest.num_tokens else done).append(rest)
+        taken = {take.index for take in batch}
+        self.waiting = left + [s for i, s in enumerate(self.waiting) if i not in taken]
+        return done
 
-    def take_batch(self) -> dict[int, WaitingStep]:
-        chosen = choose_batch([step for _, step in self.waiting], self._token_budget)
-        taken = {self.waiting[index][0]: self.waiting[index][1] for index in chosen}
-        self.waiting = [
-            (name, replace(step, num_passes=step.num_passes + 1))
-            for name, step in self.waiting
-            if name not in taken
-        ]
-        return taken
 
+def test_prompt_goes_on_beside_a_stream_of_decode_steps() -> None:
+    queue = Queue(token_budget=16, prompt_budget=PART_TOKENS)
+    queue.waiting.append(prompt(0, 10 * PART_TOKENS, "prompt"))
+    queue.waiting += [token(session, f"c{session}") for session in range(1, 33)]
 
-def test_large_prompt_is_not_starved_by_a_stream_of_decode_steps() -> None:
-    queue = Queue(token_budget=64)
-    for session in range(1, 33):
-        queue.add(token(session))
-    name = queue.add(prompt(0, 500))
-
-    batches = [queue.take_batch()]
-    while name not in batches[-1] and len(batches) < 100:
-        for step in batches[-1].values():
-            queue.add(token(step.session))
-        batches.append(queue.take_batch())
-
-    assert len(batches) == MAX_PASSES + 1
-    assert all(len(batch) == 32 for batch in batches[:-1])
+    for count in range(10):
+        done = queue.run()
+        assert (0 in [step.session for step in done]) == (count == 9)
+        queue.waiting += [token(step.session, step.client) for step in done if step.session]
 
 
 def test_decode_steps_go_at_once_in_a_flood_of_prompts() -> None:
-    queue = Queue(token_budget=64)
-    for session in range(1, 51):
-        queue.add(prompt(session, 500))
-    for session in range(51, 51 + 2 * MAX_PASSES):
-        queue.take_batch()
-        queue.add(prompt(session, 500))
+    queue = Queue(token_budget=64, prompt_budget=PART_TOKENS)
+    queue.waiting += [prompt(session, 500, "flood") for session in range(1, 51)]
 
     for _ in range(10):
-        name = queue.add(token(0))
-        batch = queue.take_batch()
-        assert name in batch
-        assert len(batch) == 2, "a prompt comes along each time"
+        queue.waiting.append(token(0, "one"))
+        assert [step.session for step in queue.run()].count(0) == 1
+
+
+def test_short_prompt_passes_a_flood_of_long_ones_of_another_client() -> None:
+    queue = Queue(token_budget=64, prompt_budget=PART_TOKENS)
+    queue.waiting += [prompt(session, 5000, "flood") for session in range(1, 51)]
+    for _ in range(30):
+        queue.run()
+
+    queue.waiting.append(prompt(99, 100, "one"))
+    num_batches = 1
+    while 99 not in [step.session for step in queue.run()]:
+        num_batches += 1
+
+    assert num_batches <= 4
+
+
+def test_flood_of_sessions_of_one_client_leaves_others_their_share() -> None:
+    queue = Queue(token_budget=8, prompt_budget=0)
+    served: Counter[str] = Counter()
+    for session in range(100):
+        queue.waiting.append(token(session, "flood"))
+    for session in range(100, 104):
+        queue.waiting.append(token(session, f"c{session}"))
+
+    for _ in range(200):
+        for step in queue.run():
+            served[step.client] += 1
+            queue.waiting.append(token(step.session, step.client))
+
+    # Eight rows a batch: the four need at most one each, and get it nearly every time.
+    assert min(served[f"c{session}"] for session in range(100, 104)) >= 190
+    assert served["flood"] >= 3 * 200
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_no_step_waits_longer_than_for_those_before_it(seed: int) -> None:
-    """Whatever arrives later, a step goes after MAX_PASSES batches and those ahead of it."""
+def test_random_arrivals_all_come_to_an_end_and_shares_are_fair(seed: int) -> None:
+    """Clients that always have something waiting get the same, whatever they ask for."""
+    print(f"seed {seed}")
     rng = random.Random(seed)
-    queue = Queue(token_budget=32)
-    latest: dict[int, int] = {}  # step: the last batch it may be in
+    queue = Queue(token_budget=16, prompt_budget=2 * PART_TOKENS)
+    greedy = ["a", "b", "c"]
+    served: Counter[str] = Counter()
+    age: dict[int, int] = {}
+    session = 0
+    for count in range(600):
+        waiting = Counter(step.client for step in queue.waiting)
+        for client in greedy:
+            for _ in range(rng.randint(1, 5) if waiting[client] < 4 else 0):
+                session += 1
+                queue.waiting.append(prompt(session, rng.randint(2, 600), client))
+        if rng.random() < 0.1:
+            session += 1
+            age[session] = count
+            queue.waiting.append(prompt(session, rng.randint(2, 60), f"guest {session}"))
+        before = {step.session: step for step in queue.waiting}
+        done = queue.run()
+        after = {step.session: step.num_tokens for step in queue.waiting}
+        for name, step in before.items():
+            served[step.client] += step.num_tokens - after.get(name, 0)
+        for step in done:
+            assert count - age.pop(step.session, count) <= 4, "a guest's short prompt goes soon"
 
-    num_batches = 400
-    for batch in range(num_batches):
-        for _ in range(rng.choice((0, 0, 1, 2, 3)) if len(queue.waiting) < 30 else 0):
-            num_ahead = len(queue.waiting)
-            is_decoding = rng.random() < 0.7
-            num_tokens = rng.randint(1, 8) if is_decoding else rng.randint(1, 200)
-            step = WaitingStep(rng.randrange(12), num_tokens, is_decoding)
-            latest[queue.add(step)] = batch + MAX_PASSES + num_ahead
-        for name in queue.take_batch():
-            assert batch <= latest.pop(name)
-
-    assert all(num_batches <= last for last in latest.values())
+    shares = [served[client] for client in greedy]
+    assert max(shares) - min(shares) <= 8 * PART_TOKENS

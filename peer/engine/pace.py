@@ -1,0 +1,76 @@
+"""How much of a prompt one iteration may carry, so that those who decode hardly notice it."""
+
+_IDLE_SECONDS = 0.1
+"""How long an iteration may be when nobody decodes: a newcomer waits for half of it."""
+
+_SHARED_SECONDS = 0.02
+"""The same while somebody decodes: what one token may be delayed by."""
+
+_RECENT_SECONDS = 0.25
+"""Somebody decodes as long as the last decoded token is not older than this."""
+
+_PROMPT_SHARE = 0.5
+"""The part of the time that prompts may take while somebody decodes."""
+
+_SMOOTHING = 0.2
+
+
+class Pace:
+    """Measures iterations and sets the prompt budget of the next. Times are monotonic seconds.
+
+    While others decode, prompts get small budgets, and after each a pause as long as it took:
+    someone who decodes is away at other peers between two tokens, and would find this one busy
+    every time he comes back.
+    """
+
+    def __init__(self, token_budget: int, least_tokens: int) -> None:
+        self._token_budget = token_budget
+        self._least_tokens = least_tokens
+        self._decode_seconds = 0.0
+        self._token_seconds = 0.0
+        self._iteration_seconds = 0.0
+        self._decoded_at = float("-inf")
+        self._resume_at = float("-inf")
+
+    @property
+    def iteration_seconds(self) -> float:
+        """How long recent iterations took; 0 before the first."""
+        return self._iteration_seconds
+
+    def is_shared(self, now: float) -> bool:
+        """Return whether somebody decodes."""
+        return now - self._decoded_at < _RECENT_SECONDS
+
+    def note_decoding(self, now: float) -> None:
+        """Note that a step that decodes has come in."""
+        self._decoded_at = max(self._decoded_at, now)
+
+    def choose_budget(self, now: float) -> int:
+        """Return how many tokens of prompts the next iteration may carry."""
+        if self.resume_in(now) > 0:
+            return 0
+        seconds = _SHARED_SECONDS if self.is_shared(now) else _IDLE_SECONDS
+        if not self._token_seconds:
+            return self._least_tokens
+        num_tokens = int(seconds / self._token_seconds)
+        return max(self._least_tokens, min(num_tokens, self._token_budget))
+
+    def resume_in(self, now: float) -> float:
+        """Return the seconds for which prompts have to wait, 0 when they need not."""
+        return max(0.0, self._resume_at - now) if self.is_shared(now) else 0.0
+
+    def note(self, now: float, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
+        """Note an iteration that ended now: its length, and what it carried."""
+        self._iteration_seconds = _smooth(self._iteration_seconds, seconds)
+        if num_prompt_tokens == 0:
+            self._decode_seconds = _smooth(self._decode_seconds, seconds)
+            return
+        if num_decoding == 0 or self._decode_seconds:
+            rest = max(seconds - (self._decode_seconds if num_decoding else 0.0), 0.0)
+            self._token_seconds = _smooth(self._token_seconds, rest / num_prompt_tokens)
+        prompt_seconds = num_prompt_tokens * self._token_seconds
+        self._resume_at = now + min(prompt_seconds, seconds) * (1 / _PROMPT_SHARE - 1)
+
+
+def _smooth(average: float, value: float) -> float:
+    return average + _SMOOTHING * (value - average) if average else value
