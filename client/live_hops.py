@@ -103,6 +103,10 @@ class LiveHops:
         """Return until when lost hops may be replaced, from now."""
         return self.clock.now() + self._config.failover_timeout_seconds
 
+    def rtt_seconds(self, peer_id: PeerId) -> float:
+        """Return the round trip to a peer of a route, as last measured."""
+        return self._swarm.rtt_seconds(peer_id) or 0.0
+
     def max_piece_tokens(self, num_rows: int) -> int:
         """Return how many tokens per row one frame should carry."""
         element_bytes = ELEMENT_BYTES[self._wire_dtype or WireDtype.FP32]

@@ -9,6 +9,7 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -19,9 +20,13 @@ from ..protocol.limits import MAX_BATCH_ROWS
 from ..protocol.recovery_log import RecoveryLog
 from .blame import LostHopError, Refusals
 from .live_hops import LiveHop, LiveHops, Question
+from .pipeline import Pipeline, choose_piece_tokens
 from .router import Hop
 
 _logger = logging.getLogger(__name__)
+
+_UNKNOWN_SPEED = 1000.0
+"""Tokens of a prompt per second, for a peer that does not announce it."""
 
 
 @dataclass(frozen=True)
@@ -105,24 +110,43 @@ class RemoteSession:
         decline. After an error the session is where it was and the same step may be tried again.
         """
         self._check_input(hidden_BTH, row_map)
+        await self._open(hidden_BTH.shape[0])
+        before = [] if row_map is None else [(live, live.log.copy()) for live in self._hops]
         moves = None if row_map is None else tuple(row_map)
-        before = [] if moves is None else [(live, live.log.copy()) for live in self._hops]
-        outputs: list[Tensor] = []
-        position = self._position
-        piece_tokens = self._driver.max_piece_tokens(hidden_BTH.shape[0])
+        pieces = self._cut(Question(hidden_BTH, self._position, moves, is_decoded, last_token_only))
         try:
-            for piece_BTH in hidden_BTH.split(piece_tokens, dim=1):
-                question = Question(piece_BTH, position, moves, is_decoded, last_token_only)
-                output_BTH = await self._step_piece(question)
-                moves = None  # the first piece moved the rows
-                outputs = [output_BTH] if last_token_only else [*outputs, output_BTH]
-                position += piece_BTH.shape[1]
+            outputs = await self._run(pieces)
         except BaseException:
             if row_map is not None:
                 await self._restore(before)
             raise
-        self._position = position
-        return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+        self._position += hidden_BTH.shape[1]
+        if len(outputs) == 1 or last_token_only:
+            return outputs[-1]
+        return torch.cat(outputs, dim=1)
+
+    async def _open(self, num_rows: int) -> None:
+        """Choose the hops and open the session there, with the first step."""
+        if not self._hops:
+            self._hops = await self._driver.cover(
+                self._facts.span, RecoveryLog(), num_rows, self._driver.make_deadline(), Refusals()
+            )
+            self._num_rows = num_rows
+
+    def _cut(self, question: Question) -> list[Question]:
+        """Cut a step into pieces that travel one behind the other; the first moves the rows."""
+        hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
+        parts = hidden_BTH.split(self._choose_piece_tokens(), dim=1)
+        positions = accumulate((part.shape[1] for part in parts), initial=question.position)
+        return [
+            replace(
+                question,
+                hidden_BTH=part,
+                position=position,
+                row_map=question.row_map if part is parts[0] else None,
+            )
+            for part, position in zip(parts, positions, strict=False)
+        ]
 
     async def _restore(self, before: Sequence[tuple[LiveHop, RecoveryLog[Tensor]]]) -> None:
         """Go back to the hops and logs before a step that moved rows and failed.
@@ -170,66 +194,52 @@ class RemoteSession:
         if not has_only_finite(hidden_BTH):
             raise UsageError("the hidden states contain NaN or infinity")
 
-    async def _step_piece(self, question: Question) -> Tensor:
-        """Take one piece over all hops, replacing those that are lost on the way.
+    def _choose_piece_tokens(self) -> int:
+        peers = [live.hop.peer for live in self._hops]
+        return choose_piece_tokens(
+            len(peers),
+            self._num_rows,
+            max(self._driver.rtt_seconds(peer.peer_id) for peer in peers),
+            min(peer.prefill_tokens_per_second or _UNKNOWN_SPEED for peer in peers),
+            self._driver.max_piece_tokens(self._num_rows),
+        )
 
-        A hop that took it and is asked again, after an error at a later one, rolls back first.
+    async def _run(self, pieces: Sequence[Question]) -> list[Tensor]:
+        """Take pieces over all hops, replacing those that are lost on the way.
+
+        A hop that took one and is asked again, after an error of the step, rolls back first.
         """
-        num_rows, num_tokens, _ = question.hidden_BTH.shape
-        if not self._hops:
-            self._hops = await self._driver.cover(
-                self._facts.span, RecoveryLog(), num_rows, self._driver.make_deadline(), Refusals()
-            )
-            self._num_rows = num_rows
-        hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
-        deadline: float | None = None
-        pause_seconds = 0.0
-        refusals = Refusals()
-        index = 0
-        while index < len(self._hops):
-            live = self._hops[index]
-            is_last = index + 1 == len(self._hops)
-            asked = replace(
-                question,
-                hidden_BTH=hidden_BTH,
-                last_token_only=question.last_token_only and is_last,
-            )
-            try:
-                output_BTH = await self._driver.ask(live, asked)
-            except LostHopError as error:
-                refusals.note(error)
-                deadline = deadline or self._driver.make_deadline()
-                # At once the first time; peers that open and then fail must not be stormed.
-                await asyncio.sleep(pause_seconds)
-                pause_seconds = min(max(2 * pause_seconds, 0.05), 1.0)
-                await self._replace(index, error, question.position, deadline, refusals)
-                continue
-            self._driver.accuse(refusals)
-            refusals = Refusals()
-            live.log.append(asked.position, num_tokens, hidden_BTH, asked.row_map, asked.is_decoded)
-            hidden_BTH = output_BTH
-            pause_seconds = 0.0
-            index += 1
-        return hidden_BTH
+        pipeline = Pipeline(self._driver, self._hops, pieces)
+        while lost := await pipeline.run():
+            # From the last: a hop that is replaced by several moves those behind it.
+            for index, error in sorted(lost.items(), reverse=True):
+                await self._replace(pipeline, index, error)
+        return pipeline.outputs
 
-    async def _replace(
-        self,
-        index: int,
-        error: LostHopError,
-        position: int,
-        deadline: float,
-        refusals: Refusals,
-    ) -> None:
+    async def _replace(self, pipeline: Pipeline, index: int, error: LostHopError) -> None:
         """Put other hops, with the same cache, into the place of a lost one."""
+        trouble = pipeline.trouble(index)
+        trouble.refusals.note(error)
+        trouble.deadline = trouble.deadline or self._driver.make_deadline()
+        # At once the first time; peers that open and then fail must not be stormed.
+        await asyncio.sleep(trouble.pause_seconds)
+        trouble.pause_seconds = min(max(2 * trouble.pause_seconds, 0.05), 1.0)
         lost = self._hops[index]
         started_at = self._clock.now()
-        if started_at > deadline:
+        if started_at > trouble.deadline:
             # Replacements were found and lost again, over and over.
             raise error.__cause__ or error
         replacements = await self._driver.cover(
-            lost.hop.span, lost.log, self._num_rows, deadline, refusals, lost.hop.peer.weights
+            lost.hop.span,
+            lost.log,
+            self._num_rows,
+            trouble.deadline,
+            trouble.refusals,
+            lost.hop.peer.weights,
         )
         self._hops[index : index + 1] = replacements
+        pipeline.replace(index, replacements)
+        position = pipeline.position(index)
         failover = Failover(
             lost.hop,
             str(error),

@@ -168,6 +168,10 @@ class Swarm:
         """Note a measured round trip; the newest counts."""
         self._rtt_seconds[peer_id] = seconds
 
+    def rtt_seconds(self, peer_id: PeerId) -> float | None:
+        """Return the newest measured round trip, None if there is none."""
+        return self._rtt_seconds.get(peer_id)
+
     def times(self, peer_id: PeerId) -> AnswerTimes:
         """Return the record of a peer's answer times."""
         return self._times.setdefault(peer_id, AnswerTimes())

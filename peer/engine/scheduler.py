@@ -37,8 +37,12 @@ class Take:
 
 
 def count_part_tokens(num_rows: int) -> int:
-    """Return how many tokens per row make one part of a prompt."""
-    return max(1, PART_TOKENS // num_rows)
+    """Return how many tokens per row make one part of a prompt: a power of two.
+
+    >>> [count_part_tokens(num_rows) for num_rows in (1, 2, 3, 100)]
+    [64, 32, 16, 1]
+    """
+    return 2 ** (max(1, PART_TOKENS // num_rows).bit_length() - 1)
 
 
 def choose_batch(

@@ -318,6 +318,51 @@ def test_long_prompts_travel_in_pieces() -> None:
     run(test, config=replace(CONFIG, max_step_bytes=16 * WIDTH * 4))
 
 
+def test_hops_compute_pieces_of_one_prompt_at_the_same_time() -> None:
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(), Oracle()
+        await session.step(draw(0))
+        oracle.step(draw(0))
+        started_at = now()
+
+        assert torch.equal(await session.step(draw(1, 40)), oracle.step(draw(1, 40)))
+
+        # Ten pieces over three hops with a round trip of 0.1 s each: 12 of them, not 30.
+        assert now() - started_at == pytest.approx(1.2, abs=0.05)
+
+    config = replace(CONFIG, max_step_bytes=4 * WIDTH * 4)
+    run(test, Link(delay_seconds=0.05), config)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hops_lost_while_pieces_are_under_way_are_replaced(seed: int) -> None:
+    """Kills, pauses and partitions of hops at any moment of a prompt, one or several."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(400), Oracle()
+        for number in range(4):
+            row_map = (1, 0) if number else None
+            task = asyncio.create_task(session.step(draw(number, 30, 2), row_map))
+            for _ in range(rng.randint(1, 3)):
+                await asyncio.sleep(rng.random() * 0.5)
+                if not session.hops:
+                    continue
+                victim = scene.peer_of(session, rng.randrange(len(session.hops)))
+                getattr(scene.network, rng.choice(("kill", "pause")))(victim.name)
+                name = f"{victim.name}-{len(scene.peers)}"
+                await scene.add(name, victim.span.start, victim.span.stop)
+            assert torch.equal(await task, oracle.step(draw(number, 30, 2), row_map))
+        assert torch.equal(await session.step(draw(9, 1, 2)), oracle.step(draw(9, 1, 2)))
+        assert session.failovers
+
+    config = replace(CONFIG, max_step_bytes=2 * 4 * WIDTH * 4)
+    run(test, Link(delay_seconds=0.02), config)
+
+
 @pytest.mark.parametrize(
     ("weights", "configured", "expected"),
     [
