@@ -32,7 +32,7 @@ def choose_piece_tokens(
     >>> choose_piece_tokens(2, 1, 0.001, 1000.0, 2048)
     128
     >>> choose_piece_tokens(2, 1, 0.1, 1000.0, 2048)
-    512
+    256
     """
     if num_hops > 1:
         wanted = _COMPUTE_PER_ROUND_TRIP * rtt_seconds * tokens_per_second
