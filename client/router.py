@@ -4,16 +4,23 @@ Shortest path over block boundaries: a hop costs its network round trip, what th
 delays it, and the compute of the blocks used on it.
 """
 
+import math
 import random
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from statistics import median
+from typing import NamedTuple
 
 from ..protocol.announcements import Announcement
 from ..protocol.errors import RouteError
 from ..protocol.ids import PeerId
 from ..protocol.spans import Span, find_gaps
 from ..protocol.swarm_view import SwarmView
+
+_MAX_RIVALS = 32
+"""With how many offers each one is compared before the search."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +54,30 @@ class RoutingCosts:
     """What a hop is taken to cost before any round trip was measured: free hops would make a
     route of a hop per block."""
 
-    def estimate_hop_seconds(self, peer: Announcement) -> float:
-        """Return the part of a hop's cost that does not depend on its length."""
-        unknown = (
-            median(self.rtt_seconds.values()) if self.rtt_seconds else self.unknown_rtt_seconds
-        )
-        return self.rtt_seconds.get(peer.peer_id, unknown) + peer.queue_seconds
+    @cached_property
+    def typical_rtt_seconds(self) -> float:
+        """What to expect of a peer that was never measured."""
+        known = self.rtt_seconds.values()
+        return median(known) if known else self.unknown_rtt_seconds
 
-    def estimate_block_seconds(self, peer: Announcement, unknown: float) -> float:
-        """Return the compute time of one block for one token; `unknown` if never measured."""
-        speed = peer.loaded_decode_steps_per_second or peer.decode_steps_per_second
-        return 1.0 / (speed * len(peer.span)) if speed else unknown
+
+class _Offer(NamedTuple):
+    """What using a peer costs, with noise, within the span that is wanted."""
+
+    peer: Announcement
+    start: int
+    stop: int
+    hop_seconds: float
+    block_seconds: float
+
+
+@dataclass(slots=True)
+class _Use:
+    """An offer, and the cheapest way to the end once the hidden states are at its peer."""
+
+    offer: _Offer
+    onward_seconds: float
+    exit_block: int
 
 
 def plan_route(
@@ -75,38 +95,112 @@ def plan_route(
     peers = [
         peer
         for peer in view.online
-        if peer.peer_id not in exclude and (weights is None or peer.weights == weights)
+        if (weights is None or peer.weights == weights) and peer.peer_id not in exclude
     ]
     check_coverage(span, peers, weights)
-    overheads, block_costs = _draw_costs(peers, costs, rng)
-    starts = {peer.span.start for peer in peers} | {span.stop}
-    # best[b]: cheapest way from block b to the end, and the hop it begins with.
-    best: dict[int, tuple[float, Hop | None]] = {span.stop: (0.0, None)}
+    return _find_cheapest(span, _drop_dominated(_draw_offers(span, peers, costs, rng)))
+
+
+def _draw_offers(
+    span: Span, peers: Sequence[Announcement], costs: RoutingCosts, rng: random.Random
+) -> list[_Offer]:
+    """Return what each peer that serves blocks of `span` costs, with noise."""
+    measured = [_estimate_block_seconds(peer) for peer in peers]
+    known = [seconds for seconds in measured if seconds is not None]
+    unknown = median(known) if known else 1e-3  # all alike: only ratios matter then
+    offers: list[_Offer] = []
+    for peer, block_seconds in zip(peers, measured, strict=True):
+        start, stop = max(peer.span.start, span.start), min(peer.span.stop, span.stop)
+        if start >= stop:
+            continue
+        noise = math.exp(rng.gauss(0.0, costs.noise_fraction))
+        rtt_seconds = costs.rtt_seconds.get(peer.peer_id, costs.typical_rtt_seconds)
+        hop_seconds = noise * (rtt_seconds + peer.queue_seconds)
+        block_seconds = noise * (unknown if block_seconds is None else block_seconds)
+        offers.append(_Offer(peer, start, stop, hop_seconds, block_seconds))
+    return offers
+
+
+def _estimate_block_seconds(peer: Announcement) -> float | None:
+    """Return the compute time of one block for one token; None if never measured."""
+    speed = peer.loaded_decode_steps_per_second or peer.decode_steps_per_second
+    return 1.0 / (speed * (peer.span.stop - peer.span.start)) if speed else None
+
+
+def _drop_dominated(offers: list[_Offer]) -> list[_Offer]:
+    """Leave out most offers to which another one is nowhere inferior.
+
+    Whoever is cheapest per block beats nearly all of a crowd, so it is enough to compare with
+    the first few of those. However peers announce themselves, this stays quick.
+    """
+    kept: list[_Offer] = []
+    rivals: list[_Offer] = []
+    for offer in sorted(offers, key=_seconds_per_block):
+        if not _is_beaten(offer, rivals):
+            kept.append(offer)
+            if len(rivals) < _MAX_RIVALS:
+                rivals.append(offer)
+    return kept
+
+
+def _seconds_per_block(offer: _Offer) -> float:
+    """Return the cost of a block when the peer is used from end to end."""
+    return offer.hop_seconds / (offer.stop - offer.start) + offer.block_seconds
+
+
+def _is_beaten(offer: _Offer, rivals: list[_Offer]) -> bool:
+    _, start, stop, hop_seconds, block_seconds = offer
+    for _, rival_start, rival_stop, rival_hop_seconds, rival_block_seconds in rivals:
+        if (
+            rival_start <= start
+            and stop <= rival_stop
+            and rival_hop_seconds <= hop_seconds
+            and rival_block_seconds <= block_seconds
+        ):
+            return True
+    return False
+
+
+def _find_cheapest(span: Span, offers: list[_Offer]) -> Route:
+    """Return the cheapest route, by a sweep over the blocks from the last to the first.
+
+    Before each block, every peer that serves it knows the cheapest way on: through the next block
+    as well, or over to whoever is cheapest from there.
+    """
+    ending_at: dict[int, list[_Offer]] = defaultdict(list)
+    for offer in offers:
+        ending_at[offer.stop].append(offer)
+    serving: list[_Use] = []
+    first_hops: dict[int, Hop] = {}
+    cheapest_seconds = 0.0  # from the next block to the end
     for block in range(span.stop - 1, span.start - 1, -1):
-        for peer in peers:
-            if block not in peer.span:
-                continue
-            last = min(peer.span.stop, span.stop)
-            for exit_block in {last} | {start for start in starts if block < start < last}:
-                if exit_block not in best:
-                    continue
-                compute = (exit_block - block) * block_costs[peer.peer_id]
-                cost = overheads[peer.peer_id] + compute + best[exit_block][0]
-                if block not in best or cost < best[block][0]:
-                    best[block] = cost, Hop(peer, Span(block, exit_block))
-    hops: list[Hop] = []
-    block = span.start
-    while block < span.stop:
-        hop = best[block][1]
-        assert hop is not None  # check_coverage made sure that every block has one
-        hops.append(hop)
-        block = hop.span.stop
+        serving = [use for use in serving if use.offer.start <= block]
+        serving += [_Use(offer, math.inf, block + 1) for offer in ending_at[block + 1]]
+        for use in serving:
+            if cheapest_seconds < use.onward_seconds:
+                use.onward_seconds, use.exit_block = cheapest_seconds, block + 1
+            use.onward_seconds += use.offer.block_seconds
+        first = min(serving, key=_total_seconds)
+        cheapest_seconds = _total_seconds(first)
+        first_hops[block] = Hop(first.offer.peer, Span(block, first.exit_block))
+    hops = [first_hops[span.start]]
+    while hops[-1].span.stop < span.stop:
+        hops.append(first_hops[hops[-1].span.stop])
     return Route(tuple(hops))
+
+
+def _total_seconds(use: _Use) -> float:
+    return use.offer.hop_seconds + use.onward_seconds
 
 
 def check_coverage(span: Span, peers: Collection[Announcement], weights: str | None) -> None:
     """Raise RouteError naming every maximal span of `span` that none of the peers serves."""
-    gaps = find_gaps(span.stop, (peer.span for peer in peers))
+    longest: dict[int, Span] = {}
+    for peer in peers:
+        start = peer.span.start
+        if start not in longest or peer.span.stop > longest[start].stop:
+            longest[start] = peer.span
+    gaps = find_gaps(span.stop, longest.values())
     missing = [part for gap in gaps if (part := gap.overlap(span))]
     if missing:
         names = ", ".join(str(gap) for gap in missing)
@@ -116,18 +210,3 @@ def check_coverage(span: Span, peers: Collection[Announcement], weights: str | N
             f"`shoal serve MODEL --blocks {missing[0]}` or wait until one comes back",
             missing,
         )
-
-
-def _draw_costs(
-    peers: Collection[Announcement], costs: RoutingCosts, rng: random.Random
-) -> tuple[dict[PeerId, float], dict[PeerId, float]]:
-    """Return the noisy cost of a hop and of a block on it, for every peer."""
-    measured = [costs.estimate_block_seconds(peer, 0.0) for peer in peers]
-    known = [seconds for seconds in measured if seconds > 0]
-    unknown = median(known) if known else 1e-3  # all alike: only ratios matter then
-    overheads, blocks = {}, {}
-    for peer in sorted(peers, key=lambda peer: peer.peer_id):
-        noise = rng.lognormvariate(0.0, costs.noise_fraction) if costs.noise_fraction else 1.0
-        overheads[peer.peer_id] = noise * costs.estimate_hop_seconds(peer)
-        blocks[peer.peer_id] = noise * costs.estimate_block_seconds(peer, unknown)
-    return overheads, blocks

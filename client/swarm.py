@@ -110,7 +110,8 @@ class Swarm:
         self, span: Span, weights: Collection[str | None], exclude: Collection[PeerId]
     ) -> Route:
         costs = RoutingCosts(self._rtt_seconds)
-        avoided = {peer.peer_id for peer in self.view.peers if self.is_quarantined(peer)}
+        suspects = (self.view.find(peer_id) for peer_id in self._quarantines)
+        avoided = {peer.peer_id for peer in suspects if peer and self.is_quarantined(peer)}
         broken = {peer for peer in avoided if not self._quarantines[peer].is_only_silent}
         error: RouteError | None = None
         for unwanted in (avoided, broken) if broken != avoided else (avoided,):

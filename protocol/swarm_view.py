@@ -80,13 +80,17 @@ class SwarmView:
         """The maximal spans that no ONLINE peer serves."""
         return tuple(find_gaps(self.num_blocks, (peer.span for peer in self.online)))
 
+    @cached_property
+    def _by_peer_id(self) -> dict[PeerId, Announcement]:
+        return {peer.peer_id: peer for peer in self.peers}
+
     def serving(self, block: int) -> tuple[Announcement, ...]:
         """Return the ONLINE peers that serve a block, by peer id; none for a block not there."""
         return self.coverage[block] if 0 <= block < self.num_blocks else ()
 
     def find(self, peer_id: PeerId) -> Announcement | None:
         """Return what a peer announced, whatever its state."""
-        return next((peer for peer in self.peers if peer.peer_id == peer_id), None)
+        return self._by_peer_id.get(peer_id)
 
     def without(self, peer_ids: Collection[PeerId]) -> SwarmView:
         """Return the view as if these peers were not there."""

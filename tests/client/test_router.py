@@ -1,8 +1,11 @@
 """Routes against brute force, and what a route must never contain."""
 
+import math
 import random
-from collections.abc import Collection
+import sys
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -110,6 +113,64 @@ def test_route_is_the_cheapest_of_all(seed: int) -> None:
     assert compute_cost(route.hops, costs) == pytest.approx(
         min(compute_cost(other, costs) for other in routes)
     )
+
+
+def find_least_seconds(peers: Collection[Announcement], span: Span, costs: RoutingCosts) -> float:
+    """Return the cost of the cheapest route: from each block, every peer to every exit."""
+    least = {span.stop: 0.0}
+    for block in range(span.stop - 1, span.start - 1, -1):
+        least[block] = min(
+            (
+                compute_cost([Hop(peer, Span(block, stop))], costs) + least[stop]
+                for peer in peers
+                for stop in range(block + 1, min(peer.span.stop, span.stop) + 1)
+                if block in peer.span
+            ),
+            default=math.inf,
+        )
+    return least[span.start]
+
+
+@pytest.mark.parametrize("seed", range(150))
+def test_route_through_a_crowd_with_ties_is_the_cheapest(seed: int) -> None:
+    """Few different costs make many ties; some crowds are larger than what is compared at first."""
+    rng = random.Random(seed)
+    num_values = rng.choice((1, 2, 4, 1000))
+    peers = []
+    for index in range(rng.choice((3, 12, 60, 120))):
+        start = rng.randrange(12)
+        changes: dict[str, Any] = {
+            "decode_steps_per_second": 1.0 + rng.randrange(num_values),
+            "queue_seconds": rng.randrange(num_values) / num_values,
+            "weights": rng.choice(("int8", "fp32")),
+            "state": rng.choice((PeerState.ONLINE, PeerState.ONLINE, PeerState.DRAINING)),
+        }
+        peers.append(make_peer(f"p{index}", (start, rng.randint(start + 1, 12)), **changes))
+    costs = RoutingCosts({p.peer_id: rng.choice((0.0, 0.05, 0.2)) for p in peers}, 0.0)
+    weights = rng.choice((None, "int8"))
+    exclude = {peer.peer_id for peer in peers if rng.random() < 0.1}
+    start = rng.randrange(12)
+    span = Span(start, rng.randint(start + 1, 12))
+    usable = [
+        peer
+        for peer in peers
+        if peer.state is PeerState.ONLINE
+        and peer.peer_id not in exclude
+        and weights in (None, peer.weights)
+    ]
+    least_seconds = find_least_seconds(usable, span, costs)
+
+    if least_seconds == math.inf:
+        with pytest.raises(RouteError):
+            plan_route(make_view(*peers), span, costs, rng, exclude, weights)
+        return
+    route = plan_route(make_view(*peers), span, costs, rng, exclude, weights)
+
+    assert all(hop.peer in usable and hop.peer.span.covers(hop.span) for hop in route.hops)
+    stops = [span.start, *(hop.span.stop for hop in route.hops)]
+    assert stops[:-1] == [hop.span.start for hop in route.hops]
+    assert stops[-1] == span.stop
+    assert compute_cost(route.hops, costs) == pytest.approx(least_seconds)
 
 
 def test_hop_may_begin_and_end_inside_a_peers_span() -> None:
@@ -285,29 +346,40 @@ def test_routing_does_not_change_what_it_reads() -> None:
     assert rtts == {PeerId("whole"): 0.01}
 
 
-class CountingSpan(Span):
-    """Counts how often the router asks whether a block is in it."""
-
-    num_questions = 0
-
-    def __contains__(self, block: int) -> bool:
-        type(self).num_questions += 1
-        return super().__contains__(block)
-
-
-def test_large_swarm_takes_one_look_at_each_peer_for_each_block(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(CountingSpan, "num_questions", 0)
-    peers = [
-        replace(peer, span=CountingSpan(peer.span.start, peer.span.stop))
-        for peer in make_crowd(300, 9)
+def make_incomparable(num_peers: int) -> list[Announcement]:
+    """Return peers of which none beats another: the nearer, the slower."""
+    return [
+        make_peer(
+            f"p{index:04}",
+            (0, 80),
+            decode_steps_per_second=1 + index,
+            queue_seconds=10 + index / num_peers,
+        )
+        for index in range(num_peers)
     ]
 
-    route = plan(make_view(*peers), (0, 80), costs=RoutingCosts())
 
-    assert route.hops
-    assert 0 < CountingSpan.num_questions <= 300 * 80
+def count_lines(num_peers: int) -> int:
+    """Return how many lines of the router are executed for one route."""
+    view, num_lines = make_view(*make_incomparable(num_peers)), 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any] | None:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return trace if frame.f_code.co_filename == plan_route.__code__.co_filename else None
+
+    previous = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        plan(view, (0, 80))
+    finally:
+        sys.settrace(previous)
+    return num_lines
+
+
+def test_work_grows_in_step_with_the_swarm_even_if_peers_do_not_compare() -> None:
+    assert count_lines(100) > 80 * 100
+    assert count_lines(400) < 4.2 * count_lines(100)
 
 
 def test_route_shows_who_serves_what() -> None:
