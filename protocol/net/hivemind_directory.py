@@ -144,7 +144,7 @@ class HivemindDirectory:
         except RemoteProtocolError as error:
             raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
         try:
-            self._gate.add(announcement.model_id, record)
+            self._gate.add_own(announcement.model_id, record)
         except RemoteProtocolError as error:
             raise DirectoryError(f"the directory did not take our announcement: {error}") from error
         await self._find_neighbours()
@@ -156,7 +156,7 @@ class HivemindDirectory:
         self._check_is_running()
         for _ in range(2):  # the first search may find out that every known neighbour is gone
             await self._find_neighbours()
-            await self._search(self._gate.key_of(model_id))
+            await self._search(self._gate.watch(model_id))
             if self._has_neighbours:
                 break
         else:

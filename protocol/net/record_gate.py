@@ -29,21 +29,28 @@ class RecordGate:
         clock: Clock,
         digest_key: Callable[[str], bytes],
         pack: Callable[[str | bytes], bytes],
+        book: AnnouncementBook | None = None,
     ) -> None:
         """Make a gate for a DHT that digests keys and packs subkeys and values like this."""
         self._swarm = swarm
         self._clock = clock
         self._digest_key = digest_key
         self._pack = pack
-        self._book = AnnouncementBook()
+        self._book = AnnouncementBook() if book is None else book
 
     def read(self, record: bytes) -> Announcement:
         """Return the announcement in a record that holds now; raises RemoteProtocolError."""
         return self._book.read(record, self._clock.wall())
 
-    def add(self, model_id: ModelId, record: bytes) -> None:
-        """Remember a record; raises RemoteProtocolError when a newer one is known."""
-        self._book.add(self.key_of(model_id), record, self._clock.wall())
+    def add_own(self, model_id: ModelId, record: bytes) -> None:
+        """Remember a record of ours; raises RemoteProtocolError when a newer one is known."""
+        self._book.add_own(self.key_of(model_id), record, self._clock.wall())
+
+    def watch(self, model_id: ModelId) -> str:
+        """Return the key of a model in our swarm, and have room for what is found there."""
+        key = self.key_of(model_id)
+        self._book.reserve(key)
+        return key
 
     def list_current(self, model_id: ModelId) -> list[Announcement]:
         """Return what passed, is the newest of its peer and holds now."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
+from shoal.protocol.announcement_book import AnnouncementBook
 from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -131,3 +132,24 @@ def test_gate_refuses_the_record_of_one_swarm_under_the_key_of_another(
     other_key = digest(RecordGate("other", clock, digest, pack).key_of(MODEL))
 
     assert not gate.accept(other_key, entry.subkey, entry.value, entry.expires_at)
+
+
+def test_gate_has_room_for_what_we_announce_and_look_up(
+    clock: StoppedClock, announce: Announce, identity_of: IdentityOf
+) -> None:
+    gate = RecordGate("main", clock, digest, pack, AnnouncementBook(max_shared=2))
+    other = RecordGate("other", clock, digest, pack)
+    flood = [Entry(other, identity_of(number), announce(number)) for number in range(1, 6)]
+    assert [entry.is_accepted_by(gate) for entry in flood].count(True) >= 2
+    looked_up = ModelId("b" * 32)
+
+    gate.watch(looked_up)
+    gate.add_own(MODEL, sign_announcement(identity_of(6), announce(6)))
+
+    for number in range(7, 12):
+        found = announce(number, model_id=looked_up)
+        assert Entry(gate, identity_of(number), found).is_accepted_by(gate)
+        found = announce(number)
+        assert Entry(gate, identity_of(number), found).is_accepted_by(gate)
+    assert len(gate.list_current(MODEL)) == 6
+    assert len(gate.list_current(looked_up)) == 5
