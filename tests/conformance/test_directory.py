@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from shoal.peer.announcer import Announcer
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, LocalProtocolError
@@ -150,6 +151,30 @@ def test_older_announcement_does_not_replace_newer(run: Run) -> None:
 
         assert await ours.lookup(MODEL) == [newer]
         assert await theirs.lookup(MODEL) == [newer]
+
+    run(test)
+
+
+def test_peer_that_restarts_with_a_shorter_period_is_seen_at_once(run: Run) -> None:
+    """A DHT keeps the record that expires later, so the new one has to go on from the old one."""
+
+    async def test(ours: Directory, theirs: Directory, clock: ManualClock) -> None:
+        def make_announcer(directory: Directory, lifetime_seconds: float) -> Announcer:
+            async def describe(state: PeerState, sequence: int, now: float) -> Announcement:
+                return make_announcement(
+                    clock, state=state, sequence=sequence, expires_at=now + lifetime_seconds
+                )
+
+            return Announcer(directory, Identity(bytes([1]) * 32), describe, clock, 1.0)
+
+        await make_announcer(ours, 300.0).announce(PeerState.OFFLINE)
+        clock.seconds += 1
+
+        restarted = make_announcer(theirs, 3.0)
+        for state in (PeerState.JOINING, PeerState.ONLINE):
+            await restarted.announce(state)
+            assert [a.state for a in await ours.lookup(MODEL)] == [state]
+            assert [a.state for a in await theirs.lookup(MODEL)] == [state]
 
     run(test)
 
