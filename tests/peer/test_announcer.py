@@ -311,6 +311,46 @@ def test_announcement_outlives_two_that_were_lost(caplog: pytest.LogCaptureFixtu
     assert "lost on the way" in caplog.text
 
 
+def test_renewals_come_once_a_period_also_after_a_loss() -> None:
+    async def test(scene: Scene) -> None:
+        async with scene.renewing():
+            scene.directory.num_losses = 1
+            seen = await expect_known(scene, int(20 * PERIOD_SECONDS))
+        assert 18 <= len(set(seen)) <= 20
+
+    run(test)
+
+
+def test_renewal_that_was_cancelled_does_not_stand_in_the_way() -> None:
+    """A peer cancels it when it leaves, and says goodbye through the same announcer."""
+
+    async def test(scene: Scene) -> None:
+        announcer = scene.make_announcer()
+        await announcer.announce(PeerState.ONLINE)
+        scene.describe_seconds = 5.0
+        renewing = asyncio.create_task(announcer.announce(PeerState.ONLINE))
+        await asyncio.sleep(1.0)
+        renewing.cancel()
+        scene.describe_seconds = 0.0
+
+        await announcer.announce(PeerState.OFFLINE)
+
+        assert (await scene.look_up()).state is PeerState.OFFLINE
+
+    run(test)
+
+
+def test_sequence_starts_at_the_time_whatever_is_found() -> None:
+    """An earlier announcement may still be somewhere, though reading back did not find it."""
+
+    async def test(scene: Scene) -> None:
+        await scene.make_announcer().announce(PeerState.ONLINE)
+
+        assert (await scene.look_up()).sequence >= VirtualClock().wall() * 1000 - 1000
+
+    run(test)
+
+
 def test_directory_that_is_away_for_long_is_survived() -> None:
     async def test(scene: Scene) -> None:
         async with scene.renewing():
