@@ -9,7 +9,6 @@ import random
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from statistics import median
 from typing import NamedTuple
 
@@ -54,9 +53,8 @@ class RoutingCosts:
     """What a hop is taken to cost before any round trip was measured: free hops would make a
     route of a hop per block."""
 
-    @cached_property
-    def typical_rtt_seconds(self) -> float:
-        """What to expect of a peer that was never measured."""
+    def estimate_unknown_rtt_seconds(self) -> float:
+        """Return what to expect of a peer that was never measured."""
         known = self.rtt_seconds.values()
         return median(known) if known else self.unknown_rtt_seconds
 
@@ -108,13 +106,14 @@ def _draw_offers(
     measured = [_estimate_block_seconds(peer) for peer in peers]
     known = [seconds for seconds in measured if seconds is not None]
     unknown = median(known) if known else 1e-3  # all alike: only ratios matter then
+    typical_rtt_seconds = costs.estimate_unknown_rtt_seconds()
     offers: list[_Offer] = []
     for peer, block_seconds in zip(peers, measured, strict=True):
         start, stop = max(peer.span.start, span.start), min(peer.span.stop, span.stop)
         if start >= stop:
             continue
         noise = math.exp(rng.gauss(0.0, costs.noise_fraction))
-        rtt_seconds = costs.rtt_seconds.get(peer.peer_id, costs.typical_rtt_seconds)
+        rtt_seconds = costs.rtt_seconds.get(peer.peer_id, typical_rtt_seconds)
         hop_seconds = noise * (rtt_seconds + peer.queue_seconds)
         block_seconds = noise * (unknown if block_seconds is None else block_seconds)
         offers.append(_Offer(peer, start, stop, hop_seconds, block_seconds))
