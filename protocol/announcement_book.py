@@ -42,6 +42,8 @@ class AnnouncementBook:
         self._max_per_scope = max_per_scope
         self._max_shared = max_shared
         self._secret = secret or secrets.token_bytes(16)
+        self.on_displaced: Callable[[str, PeerId], None] = lambda scope, peer_id: None
+        """Called with whoever had to go for another one."""
         self._scopes: dict[str, _Scope] = {}
         self._reserved: set[str] = set()
         self._own: set[PeerId] = set()
@@ -116,8 +118,9 @@ class AnnouncementBook:
         giving = self._choose_giving(scope)
         if giving == scope and not self._wins_place(scope, peer_id):
             raise RemoteProtocolError("there are too many announcements")
-        self._scopes[giving].remove_weakest()
+        displaced = self._scopes[giving].remove_weakest()
         self._change_size(giving, -1)
+        self.on_displaced(giving, displaced)
 
     def _is_full(self, scope: str) -> bool:
         if len(self._scopes.get(scope, ())) >= self._max_per_scope:
@@ -193,9 +196,12 @@ class _Scope:
             self.draw_lots()
         return self._contenders[-1]
 
-    def remove_weakest(self) -> None:
-        del self._announcements[self.find_weakest()]
+    def remove_weakest(self) -> PeerId:
+        """Remove who is the next to go, and return who that was."""
+        peer_id = self.find_weakest()
         self._contenders.pop()
+        del self._announcements[peer_id]
+        return peer_id
 
     def drop_expired(self, now: float) -> int:
         """Forget what no longer holds; return how many that were."""

@@ -261,12 +261,13 @@ class _Validator(RecordValidatorBase):
         maximal size also comes from the replica and ends in our own storage.
         """
         dictionary.maxsize = float("inf")
-        for subkey, (value, expires_at) in list(dictionary.data.items()):
-            is_typed = isinstance(subkey, str) and isinstance(value, bytes)
-            if not is_typed or not self._gate.accept(
-                key, MSGPackSerializer.dumps(subkey), value, expires_at
-            ):
-                del dictionary[subkey]
+        for _ in range(2):  # of a long list, a later record may displace an earlier one
+            for subkey, (value, expires_at) in list(dictionary.data.items()):
+                is_typed = isinstance(subkey, str) and isinstance(value, bytes)
+                if not is_typed or not self._gate.accept(
+                    key, MSGPackSerializer.dumps(subkey), value, expires_at
+                ):
+                    del dictionary[subkey]
         return True
 
 
@@ -344,6 +345,13 @@ async def _start_node(
     except RuntimeError as error:  # none of them responded
         texts = ", ".join(peer.text for peer in initial_peers)
         raise DirectoryError(f"no initial peer answers: {texts}") from error
+
+    def forget(key: str, peer_id: str) -> None:
+        stored: Any = node.protocol.storage.get(DHTID.generate(source=key))
+        if stored is not None:
+            del stored.value[peer_id]
+
+    gate.when_displaced(forget)
     node.protocol.wait_timeout = _ANSWER_SECONDS
     cast(Any, node.protocol)._validate_dictionary = validator.keep_valid
     return node

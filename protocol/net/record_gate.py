@@ -6,13 +6,18 @@ import hashlib
 import logging
 from collections.abc import Callable
 
+from .. import limits
 from ..announcement_book import AnnouncementBook
 from ..announcements import Announcement
 from ..errors import RemoteProtocolError
-from ..ids import ModelId
+from ..ids import ModelId, PeerId
 from .clock import Clock
 
 _logger = logging.getLogger(__name__)
+
+_MAX_RECORDS_PER_KEY = 4 * 2**20 // (limits.MAX_ANNOUNCEMENT_BYTES + 256)
+"""How many surely fit into 4 MiB with what belongs to them. The DHT sends all that stand under a
+key in one message and can send no larger one: who stored more could not be asked any more."""
 
 
 class RecordGate:
@@ -29,14 +34,21 @@ class RecordGate:
         clock: Clock,
         digest_key: Callable[[str], bytes],
         pack: Callable[[str | bytes], bytes],
-        book: AnnouncementBook | None = None,
+        max_records: int = _MAX_RECORDS_PER_KEY,
     ) -> None:
         """Make a gate for a DHT that digests keys and packs subkeys and values like this."""
         self._swarm = swarm
         self._clock = clock
         self._digest_key = digest_key
         self._pack = pack
-        self._book = AnnouncementBook() if book is None else book
+        self._book = AnnouncementBook(max_records, 10 * max_records)
+
+    def when_displaced(self, forget: Callable[[str, PeerId], None]) -> None:
+        """Have `forget` called with the key and the peer of each record that had to go.
+
+        It goes for another one, and must not stay stored either.
+        """
+        self._book.on_displaced = forget
 
     def read(self, record: bytes) -> Announcement:
         """Return the announcement in a record that holds now; raises RemoteProtocolError."""

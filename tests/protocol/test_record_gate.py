@@ -4,7 +4,6 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.protocol.announcement_book import AnnouncementBook
 from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -137,19 +136,33 @@ def test_gate_refuses_the_record_of_one_swarm_under_the_key_of_another(
 def test_gate_has_room_for_what_we_announce_and_look_up(
     clock: StoppedClock, announce: Announce, identity_of: IdentityOf
 ) -> None:
-    gate = RecordGate("main", clock, digest, pack, AnnouncementBook(max_shared=2))
-    other = RecordGate("other", clock, digest, pack)
-    flood = [Entry(other, identity_of(number), announce(number)) for number in range(1, 6)]
-    assert [entry.is_accepted_by(gate) for entry in flood].count(True) >= 2
-    looked_up = ModelId("b" * 32)
+    gate = RecordGate("main", clock, digest, pack, max_records=2)
+    models = [ModelId(f"{number:032x}") for number in range(20)]
+    for number, model_id in enumerate(models, start=1):
+        stored = announce(number, model_id=model_id)
+        assert Entry(gate, identity_of(number), stored).is_accepted_by(gate)
+    late = Entry(gate, identity_of(1), announce(model_id=ModelId("b" * 32)))
+    assert not late.is_accepted_by(gate)
 
-    gate.watch(looked_up)
-    gate.add_own(MODEL, sign_announcement(identity_of(6), announce(6)))
+    gate.watch(ModelId("b" * 32))
+    gate.add_own(MODEL, sign_announcement(identity_of(2), announce(2)))
 
-    for number in range(7, 12):
-        found = announce(number, model_id=looked_up)
-        assert Entry(gate, identity_of(number), found).is_accepted_by(gate)
-        found = announce(number)
-        assert Entry(gate, identity_of(number), found).is_accepted_by(gate)
-    assert len(gate.list_current(MODEL)) == 6
-    assert len(gate.list_current(looked_up)) == 5
+    assert late.is_accepted_by(gate)
+    assert len(gate.list_current(MODEL)) == 1
+    assert Entry(gate, identity_of(1), announce(1)).is_accepted_by(gate)
+
+
+def test_gate_tells_whose_record_had_to_go(
+    clock: StoppedClock, announce: Announce, identity_of: IdentityOf
+) -> None:
+    gate = RecordGate("main", clock, digest, pack, max_records=2)
+    gone: list[tuple[str, str]] = []
+    gate.when_displaced(lambda key, peer_id: gone.append((key, peer_id)))
+
+    entries = [Entry(gate, identity_of(number), announce(number)) for number in range(1, 60)]
+    accepted = {entry.subkey for entry in entries if entry.is_accepted_by(gate)}
+
+    kept = {pack(a.peer_id) for a in gate.list_current(MODEL)}
+    assert len(kept) == 2
+    assert {pack(peer_id) for _, peer_id in gone} == accepted - kept
+    assert {key for key, _ in gone} == {gate.key_of(MODEL)}
