@@ -58,7 +58,7 @@ _NODE_OPTIONS: dict[str, Any] = {
     "cache_nearest": 0,
     "cache_on_store": False,
     "cache_refresh_before_expiry": 0,
-    "cache_size": 1,
+    "cache_size": -1,  # or a single record that a stranger puts there would hide all others
     "reuse_get_requests": False,
     "num_workers": 16,  # dead neighbours are found out side by side, not one after the other
     "blacklist_time": 10.0,

@@ -77,3 +77,38 @@ def test_flooded_node_still_answers(batch_size: int) -> None:
             await flooded.close()
 
     asyncio.run(main())
+
+
+def test_one_record_in_the_cache_does_not_hide_the_others() -> None:
+    """hivemind lets strangers say where a record is kept, and answers from the cache first."""
+
+    async def main() -> None:
+        clock = SystemClock()
+        honest = await HivemindDirectory.join((), identity=None, clock=clock)
+        stranger = await HivemindDirectory.join(honest.addresses, identity=None, clock=clock)
+        reader = await HivemindDirectory.join(
+            honest.addresses, identity=None, clock=clock, client_mode=True
+        )
+        try:
+            announcement, record = make_large_record(1, time.time() + 60)
+            await honest.announce(record)
+            theirs, record = make_large_record(2, time.time() + 300)
+            protocol, gate = stranger._node.protocol, stranger._gate
+            assert honest._p2p.peer_id is not None
+
+            await protocol.call_store(
+                honest._p2p.peer_id,
+                [DHTID.generate(source=gate.key_of(MODEL))],
+                [MSGPackSerializer.dumps(gate.wrap(record))],
+                theirs.expires_at,
+                subkeys=[theirs.peer_id],
+                in_cache=True,
+            )
+            await stranger.close()
+
+            assert announcement in await reader.lookup(MODEL)
+        finally:
+            for directory in (reader, stranger, honest):
+                await directory.close()
+
+    asyncio.run(main())
