@@ -1,15 +1,36 @@
 """The file that holds a peer's private key: readable by its owner only, created whole."""
 
 import contextlib
+import fcntl
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from ..protocol.errors import RemoteProtocolError, UsageError
 from ..protocol.identity import Identity
 
 _MAX_FILE_BYTES = 1024
+
+
+@contextlib.contextmanager
+def hold_identity(path: Path) -> Iterator[Identity]:
+    """Load or create an identity and let nobody else on this machine hold it meanwhile.
+
+    Two peers of one identity would answer for each other and take each other's connections. The
+    lock ends with the process at the latest. Raises UsageError when another one has it.
+    """
+    identity = load_or_create_identity(path)
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"another running peer uses the identity in {path}; end that one first, or name "
+                "another file"
+            ) from error
+        yield identity
 
 
 def load_or_create_identity(path: Path) -> Identity:
@@ -48,9 +69,12 @@ def _load(path: Path) -> Identity:
 
 def _create(path: Path) -> Identity:
     """Write a new identity; two processes that race for one path end with one of them."""
+    if not path.parent.is_dir():  # a misspelt path must not give the peer a new identity
+        raise UsageError(
+            f"there is no directory {path.parent} for the identity file; make it first"
+        )
     identity = Identity.generate()
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
             with os.fdopen(descriptor, "wb") as file:

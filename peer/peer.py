@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
-from contextlib import AsyncExitStack
+from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine, check_kv_budget
 from .engine.families import read_spec
 from .engine.loader import check_span, open_checkpoint
-from .identity_file import load_or_create_identity
+from .identity_file import hold_identity
 from .loop_lag import LoopLag
 from .self_description import SelfDescription, make_template
 from .service import Service, ServiceFacts
@@ -53,11 +53,11 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
     for what the caller can mend and DirectoryError when the swarm cannot be joined; whatever was
     begun is undone before.
     """
-    identity = _choose_identity(config)
-    plan = await asyncio.to_thread(_plan_span, config)
-    report(PeerEvent("started", {"peer_id": identity.peer_id, "model_id": plan.model_id}))
     clock = SystemClock()
     async with AsyncExitStack() as stack:
+        identity = stack.enter_context(_hold_identity(config))
+        plan = await asyncio.to_thread(_plan_span, config)
+        report(PeerEvent("started", {"peer_id": identity.peer_id, "model_id": plan.model_id}))
         directory = await _join_directory(config, identity, clock)
         stack.push_async_callback(directory.close)
         report(PeerEvent("directory", {"addresses": list(directory.addresses)}))
@@ -76,6 +76,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         announcer = Announcer(
             directory, identity, description.describe, clock, config.announce_period_seconds
         )
+        stack.push_async_callback(_say_goodbye, announcer)
         await announcer.announce(PeerState.JOINING)
         chores = await stack.enter_async_context(_Chores((announcer.run(), lag.run())))
 
@@ -93,7 +94,8 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         report(PeerEvent("online", _describe_online(service, endpoint, throughput, directory)))
 
         await chores.run_until(stop)
-        await _leave(service, announcer, config.drain_seconds)
+        await _drain(service, announcer, config.drain_seconds)
+        await _say_goodbye(announcer)
         _logger.info("served with %r", lag)
     report(PeerEvent("left", {}))
 
@@ -137,10 +139,10 @@ class _Plan:
     num_blocks: int
 
 
-def _choose_identity(config: PeerConfig) -> Identity:
+def _hold_identity(config: PeerConfig) -> AbstractContextManager[Identity]:
     if config.identity_path is None:
-        return Identity.generate()
-    return load_or_create_identity(config.identity_path)
+        return nullcontext(Identity.generate())
+    return hold_identity(config.identity_path)
 
 
 def _plan_span(config: PeerConfig) -> _Plan:
@@ -226,13 +228,22 @@ def _describe_online(
     }
 
 
-async def _leave(service: Service, announcer: Announcer, drain_seconds: float) -> None:
-    """Take no new sessions, give the running ones their time, then say goodbye."""
+async def _drain(service: Service, announcer: Announcer, drain_seconds: float) -> None:
+    """Take no new sessions and give the running ones their time."""
     service.is_draining = True
-    try:
-        if service.sessions and drain_seconds > 0:
+    if service.sessions and drain_seconds > 0:
+        try:
             await announcer.announce(PeerState.DRAINING)
-            await service.wait_until_empty(drain_seconds)
+        except DirectoryError as error:
+            _logger.warning("could not announce that sessions should leave: %s", error)
+        await service.wait_until_empty(drain_seconds)
+
+
+async def _say_goodbye(announcer: Announcer) -> None:
+    """Announce OFFLINE unless that was done: once a peer has shown itself, others wait for it."""
+    if announcer.state is PeerState.OFFLINE:
+        return
+    try:
         await announcer.announce(PeerState.OFFLINE)
     except DirectoryError as error:
         _logger.warning("could not say goodbye to the directory: %s", error)

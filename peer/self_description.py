@@ -84,8 +84,8 @@ class SelfDescription:
             expires_at=now + self._lifetime_seconds,
             queue_seconds=self._lag.mean_seconds,
         )
-        if self._serving is None:
-            return announcement
+        if self._serving is None or state is PeerState.OFFLINE:
+            return announcement  # who leaves has no load to tell, and maybe no compute thread
         engine, compute = self._serving
         statistics = await compute.call(engine.pool.statistics)
         return replace(

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.peer.identity_file import load_or_create_identity
+from shoal.peer.identity_file import hold_identity, load_or_create_identity
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
 
@@ -38,7 +38,7 @@ def full_disk() -> Iterator[None]:
 
 
 def test_file_is_made_once_and_read_from_then_on(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "down" / "peer.key"
+    path = tmp_path / "peer.key"
 
     first = load_or_create_identity(path)
     second = load_or_create_identity(path)
@@ -130,6 +130,43 @@ def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
         with pytest.raises(UsageError, match="cannot read"):
             load_or_create_identity(Path("socket"))
+
+
+def test_misspelt_folder_is_refused_and_not_made(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="there is no directory .*/no/such for the identity"):
+        load_or_create_identity(tmp_path / "no" / "such" / "peer.key")
+
+    assert os.listdir(tmp_path) == []
+
+
+def test_bare_file_name_means_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    identity = load_or_create_identity(Path("peer.key"))
+
+    assert load_or_create_identity(tmp_path / "peer.key").peer_id == identity.peer_id
+
+
+def test_link_to_an_identity_file_is_followed(tmp_path: Path) -> None:
+    write_key(tmp_path / "peer.key")
+    (tmp_path / "link").symlink_to("peer.key")
+
+    assert load_or_create_identity(tmp_path / "link").peer_id == Identity(bytes(32)).peer_id
+
+
+def test_identity_is_held_by_one_peer_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "peer.key"
+
+    with hold_identity(path) as identity:
+        with pytest.raises(UsageError, match=r"another running peer uses .*peer\.key"):
+            hold_identity(path).__enter__()
+        content = path.read_bytes()
+
+    with hold_identity(path) as again:
+        assert again.peer_id == identity.peer_id
+    assert path.read_bytes() == content
 
 
 def test_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
