@@ -27,7 +27,7 @@ ARROWS = {
 """Which of our folders each folder may import."""
 
 DOORS = {
-    "hivemind": {"protocol/net/hivemind_directory.py"},
+    "hivemind": {"protocol/net/hivemind_directory.py", "protocol/net/p2p_daemon.py"},
     "grpc": {"protocol/net/grpc_transport.py"},
     "google": {"protocol/wire.py", "protocol/proto/"},
     "bitsandbytes": {"kernels/"},

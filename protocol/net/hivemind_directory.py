@@ -3,7 +3,7 @@
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The directory over hivemind's Kademlia DHT, in process, on the running loop.
 
-The only file that imports hivemind (seconds, and most of torch): import it where it is needed.
+hivemind brings seconds and most of torch: import this where it is needed.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import tempfile
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, cast
 
 from ..announcements import Announcement
@@ -23,7 +21,14 @@ from ..errors import DirectoryError, LocalProtocolError, RemoteProtocolError, Us
 from ..identity import Identity
 from ..ids import ModelId
 from .clock import Clock
-from .multiaddrs import PeerAddress, find_listening, is_loopback, make_listen_multiaddr
+from .multiaddrs import PeerAddress, find_listening
+from .p2p_daemon import (
+    PROBE_SECONDS,
+    child_of,
+    start_reading_p2pd,
+    start_serving_p2pd,
+    stop_p2pd,
+)
 from .record_gate import RecordGate
 
 with warnings.catch_warnings():
@@ -33,7 +38,7 @@ with warnings.catch_warnings():
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
+    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
     from hivemind.utils import MSGPackSerializer
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
@@ -42,9 +47,7 @@ logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the 
 
 _logger = logging.getLogger(__name__)
 
-# Together they keep a join that cannot succeed below ten seconds.
-_PROBE_SECONDS = 1.5
-_START_SECONDS = 5.5  # p2pd itself gives its initial peers 5 s
+# With those of p2p_daemon.py, it keeps a join that cannot succeed below ten seconds.
 _JOIN_ANSWER_SECONDS = 3.0
 # How long one neighbour may keep an operation waiting before it counts as gone, and how long
 # a whole operation may take: with 16 questions at once, three rounds of nothing but dead ones.
@@ -112,8 +115,10 @@ class HivemindDirectory:
         if not 0 < len(swarm) <= 64 or "\0" in swarm:
             raise UsageError("the name of a swarm has 1 to 64 characters")
         peers = [PeerAddress.parse(text) for text in initial_peers]
-        options = _reader_options(peers) if client_mode else _server_options(listen_host, port)
-        p2p = await _start_p2pd(await find_listening(peers, _PROBE_SECONDS), identity, options)
+        if client_mode:
+            p2p = await start_reading_p2pd(peers, identity)
+        else:
+            p2p = await start_serving_p2pd(peers, identity, listen_host, port)
         gate = RecordGate(
             swarm, clock, lambda key: DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps
         )
@@ -121,7 +126,7 @@ class HivemindDirectory:
             addresses = [] if client_mode else await p2p.get_visible_maddrs()
             node = await _start_node(p2p, gate, peers, client_mode)
         except BaseException:
-            await _stop_p2pd(p2p)
+            await stop_p2pd(p2p)
             raise
         return cls(node, p2p, gate, peers, [str(address) for address in addresses])
 
@@ -169,13 +174,13 @@ class HivemindDirectory:
         if self._is_closed:
             return
         self._is_closed = True
-        if _child_of(self._p2p).returncode is None:
+        if child_of(self._p2p).returncode is None:
             try:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._node.shutdown()
             except Exception as error:  # noqa: BLE001 - it tells a p2pd that may be going away
                 _logger.debug("the DHT node did not shut down in good order: %r", error)
-        await _stop_p2pd(self._p2p)
+        await stop_p2pd(self._p2p)
 
     @property
     def _is_reader(self) -> bool:
@@ -192,7 +197,7 @@ class HivemindDirectory:
     def _check_is_running(self) -> None:
         if self._is_closed:
             raise DirectoryError("the directory was closed")
-        if _child_of(self._p2p).returncode is not None:
+        if child_of(self._p2p).returncode is not None:
             raise DirectoryError("the p2pd process has ended; join the directory again")
 
     async def _find_neighbours(self) -> None:
@@ -202,7 +207,7 @@ class HivemindDirectory:
         self._node.blacklist.clear()
         # After a failed dial, libp2p refuses that address for 5 s, and longer each time.
         with suppress(DirectoryError):
-            listening = await find_listening(self._initial_peers, _PROBE_SECONDS)
+            listening = await find_listening(self._initial_peers, PROBE_SECONDS)
             await asyncio.gather(*map(self._greet, listening))
         await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
 
@@ -271,63 +276,6 @@ class _Validator(RecordValidatorBase):
         return True
 
 
-def _server_options(host: str, port: int) -> dict[str, Any]:
-    """Return p2pd's options for a node that others ask; outside traffic only off loopback."""
-    is_public = not is_loopback(host)
-    return {
-        "host_maddrs": [make_listen_multiaddr(host, port)],
-        "nat_port_map": is_public,
-        "auto_nat": is_public,
-        "use_relay": is_public,
-    }
-
-
-def _reader_options(initial_peers: Sequence[PeerAddress]) -> dict[str, Any]:
-    """Return p2pd's options for a node that only asks."""
-    return {
-        "host_maddrs": None,
-        "no_listen": True,
-        "dht_mode": "client",
-        "nat_port_map": False,
-        "auto_nat": False,
-        "use_relay": not all(peer.is_loopback for peer in initial_peers),
-    }
-
-
-async def _start_p2pd(
-    initial_peers: Sequence[PeerAddress], identity: Identity | None, options: dict[str, Any]
-) -> P2P:
-    """Start p2pd. It ends by itself when our end of its socket closes, as in a kill -9 of us."""
-    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # mode 0700
-        if identity is not None:
-            file = Path(folder) / "identity"
-            file.touch(mode=0o600)
-            file.write_bytes(identity.to_libp2p_private_key())
-            options = options | {"identity_path": str(file)}
-        # A cancelled start would lose sight of its child: let it finish, then stop it.
-        starting = asyncio.ensure_future(
-            P2P.create(
-                initial_peers=[peer.text for peer in initial_peers],
-                startup_timeout=_START_SECONDS,
-                check_if_identity_free=False,  # starts a second p2pd just to ask
-                **options,
-            )
-        )
-        try:
-            return await asyncio.shield(starting)
-        except asyncio.CancelledError:
-            with suppress(P2PDaemonError):
-                await _stop_p2pd(await starting)
-            raise
-        except P2PDaemonError as error:
-            if "failed to listen" in str(error):
-                raise UsageError(
-                    f"cannot listen on {options['host_maddrs'][0]}: {error}"
-                ) from error
-            texts = ", ".join(peer.text for peer in initial_peers) or "no initial peers"
-            raise DirectoryError(f"cannot join the directory through {texts}: {error}") from error
-
-
 async def _start_node(
     p2p: P2P, gate: RecordGate, initial_peers: Sequence[PeerAddress], client_mode: bool
 ) -> DHTNode:
@@ -368,19 +316,6 @@ def _explain(error: ValidationError) -> str:
         f"the clock of this machine is {abs(ahead_seconds):.1f} seconds {direction} that of an "
         "initial peer: set it by a time server (3 seconds are allowed)"
     )
-
-
-def _child_of(p2p: P2P) -> asyncio.subprocess.Process:
-    return cast(Any, p2p)._child
-
-
-async def _stop_p2pd(p2p: P2P) -> None:
-    try:
-        async with asyncio.timeout(_CLOSE_SECONDS):
-            await p2p.shutdown()
-    except TimeoutError:
-        _child_of(p2p).kill()
-        await _child_of(p2p).wait()
 
 
 def _quieten_hivemind() -> None:

@@ -1,0 +1,154 @@
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+"""Starts and ends p2pd, the process through which hivemind reaches the network.
+
+Imported by the directory only: hivemind takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import DirectoryError, UsageError
+from ..identity import Identity
+from .addresses import check_can_bind
+from .multiaddrs import PeerAddress, find_listening, is_loopback, make_listen_multiaddr
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about what hivemind itself uses
+    from hivemind.p2p import P2P
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
+PROBE_SECONDS = 1.5
+"""How long an initial peer may take to accept a connection before it counts as gone."""
+
+_START_SECONDS = 5.5  # p2pd itself gives its initial peers 5 s
+_STOP_SECONDS = 2.0
+
+# Python puts itself into a process group of its own and becomes p2pd, under the same process id.
+# No session of its own: a stopped p2pd would then survive us, as the kernel would not wake it.
+_IN_OWN_GROUP = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+class _OwnGroupP2P(P2P):
+    """Keeps Ctrl-C in a terminal away from p2pd: it comes to us, and we end p2pd when it is time.
+
+    hivemind offers no other way to change how it starts the process.
+    """
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        start = [sys.executable, "-I", "-S", "-c", _IN_OWN_GROUP]
+        return start + P2P._make_process_args(*args, **kwargs)
+
+
+async def start_reading_p2pd(
+    initial_peers: Sequence[PeerAddress], identity: Identity | None
+) -> P2P:
+    """Start a p2pd that only asks. Raises DirectoryError when no initial peer can be reached."""
+    options: dict[str, Any] = {
+        "host_maddrs": None,
+        "no_listen": True,
+        "dht_mode": "client",
+        "nat_port_map": False,
+        "auto_nat": False,
+        "use_relay": not all(peer.is_loopback for peer in initial_peers),
+    }
+    return await _start(await find_listening(initial_peers, PROBE_SECONDS), identity, options)
+
+
+async def start_serving_p2pd(
+    initial_peers: Sequence[PeerAddress], identity: Identity | None, host: str, port: int
+) -> P2P:
+    """Start a p2pd that others ask; port 0 takes any free one. Outside traffic only off loopback.
+
+    Raises UsageError when it cannot listen there or when an initial peer has the same identity,
+    DirectoryError when no initial peer can be reached.
+    """
+    is_public = not is_loopback(host)
+    options: dict[str, Any] = {
+        "host_maddrs": [make_listen_multiaddr(host, port)],
+        "nat_port_map": is_public,
+        "auto_nat": is_public,
+        "use_relay": is_public,
+    }
+    # p2pd would share a port with another p2pd, and then get half of its connections.
+    await check_can_bind(host, port)
+    listening = await find_listening(initial_peers, PROBE_SECONDS)
+    _check_is_alone(listening, identity)
+    return await _start(listening, identity, options)
+
+
+async def stop_p2pd(p2p: P2P) -> None:
+    """End p2pd, by force if it does not listen."""
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await p2p.shutdown()
+    except TimeoutError:
+        child_of(p2p).kill()
+        await child_of(p2p).wait()
+
+
+def child_of(p2p: P2P) -> asyncio.subprocess.Process:
+    """Return the process of a p2pd."""
+    return cast(Any, p2p)._child
+
+
+def _check_is_alone(listening: Sequence[PeerAddress], identity: Identity | None) -> None:
+    """Raise UsageError when somebody runs under our identity: libp2p would only say "failed"."""
+    for peer in listening:
+        if identity is not None and peer.peer_id == identity.peer_id and peer.tcp_port is not None:
+            raise UsageError(
+                f"another running peer uses this identity: {peer.text}; end that one first, or "
+                "take another identity file"
+            )
+
+
+async def _start(
+    initial_peers: Sequence[PeerAddress], identity: Identity | None, options: dict[str, Any]
+) -> P2P:
+    """Start p2pd. It ends by itself when our end of its socket closes, as in a kill -9 of us."""
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # mode 0700
+        if identity is not None:
+            file = Path(folder) / "identity"
+            file.touch(mode=0o600)
+            file.write_bytes(identity.to_libp2p_private_key())
+            options = options | {"identity_path": str(file)}
+        # A cancelled start would lose sight of its child: let it finish, then stop it.
+        starting = asyncio.ensure_future(
+            _OwnGroupP2P.create(
+                initial_peers=[peer.text for peer in initial_peers],
+                startup_timeout=_START_SECONDS,
+                check_if_identity_free=False,  # starts a second p2pd just to ask
+                **options,
+            )
+        )
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with suppress(P2PDaemonError):
+                await stop_p2pd(await starting)
+            raise
+        except P2PDaemonError as error:
+            raise _translate(error, initial_peers, options) from error
+
+
+def _translate(
+    error: P2PDaemonError, initial_peers: Sequence[PeerAddress], options: dict[str, Any]
+) -> UsageError | DirectoryError:
+    """Say in our words why p2pd did not start."""
+    texts = ", ".join(peer.text for peer in initial_peers)
+    if "failed to listen" in str(error):
+        return UsageError(f"cannot listen on {options['host_maddrs'][0]}: {error}")
+    if "bootstrap peers" in str(error):
+        return DirectoryError(
+            "whoever accepts connections there is not the peer that the address names, or does "
+            f"not answer: {texts}"
+        )
+    return DirectoryError(f"cannot start p2pd to join the directory: {error}")
