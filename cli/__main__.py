@@ -1,8 +1,20 @@
-"""Makes `python -m shoal.cli` the same as `shoal`."""
+"""Where the `shoal` program begins; also makes `python -m shoal.cli` the same as `shoal`."""
 
 import sys
 
-from .main import main
+from .interrupts import quit_at_once
+
+
+def run() -> int:
+    """Run the program's command line; Ctrl-C is quiet from its first to its last moment."""
+    quit_at_once()
+    from .main import main  # begins to import in earnest
+
+    try:
+        return main()
+    finally:
+        quit_at_once()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

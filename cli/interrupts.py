@@ -1,8 +1,34 @@
-"""Makes a request to end, or a terminal that is closed, take the same way out as Ctrl-C."""
+"""What Ctrl-C, a request to end and a terminal that is closed do to a command.
+
+Imports next to nothing: it is loaded before all else, see `quit_at_once`.
+"""
 
 import contextlib
+import os
 import signal
 from collections.abc import Iterator
+
+INTERRUPTED = 130
+"""The exit code after Ctrl-C, as shells count: 128 + SIGINT."""
+
+
+def quit_at_once() -> None:
+    """From now on Ctrl-C ends the process where it stands, quietly.
+
+    For times without anything to clean up, imports above all: a KeyboardInterrupt in their midst
+    ends in a traceback of whatever library was just being imported.
+    """
+    signal.signal(signal.SIGINT, _quit)
+
+
+@contextlib.contextmanager
+def quitting_at_once() -> Iterator[None]:
+    """Inside, as after `quit_at_once`; afterwards Ctrl-C raises KeyboardInterrupt as usual."""
+    quit_at_once()
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
@@ -18,6 +44,12 @@ def end_in_good_order() -> Iterator[None]:
     finally:
         for number, handler in zip(numbers, previous, strict=True):
             signal.signal(number, handler)
+
+
+def _quit(number: int, frame: object) -> None:
+    if os.isatty(2):
+        os.write(2, b"\n")  # the line that ^C stands on
+    os._exit(INTERRUPTED)
 
 
 def _interrupt(number: int, frame: object) -> None:

@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from ..protocol.errors import ShoalError
 from ..protocol.versions import SOFTWARE
+from .interrupts import INTERRUPTED, quitting_at_once
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
 _COMMANDS = {
@@ -30,7 +31,36 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; return the exit code. Prints no traceback unless SHOAL_DEBUG is set."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        with quitting_at_once():
+            options = _parse(list(sys.argv[1:] if arguments is None else arguments))
+            _set_up_logging()
+        return _run(options)
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # the line that ^C stands on
+        return INTERRUPTED
+    except BrokenPipeError:
+        # The reader of a pipe (`shoal generate … | head`) had enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a subcommand and turn what goes wrong into one sentence."""
+    try:
+        return int(options.run(options))
+    except BrokenPipeError:
+        raise
+    except (OSError, ShoalError) as error:
+        if os.environ.get("SHOAL_DEBUG"):
+            raise
+        print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
+        return 1
+
+
+def _parse(given: Sequence[str]) -> argparse.Namespace:
+    """Read the command line; imports the module of the chosen subcommand."""
     parser = _Parser(
         prog="shoal",
         description="Run large language models on machines that nobody rents together.",
@@ -45,32 +75,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             module = importlib.import_module(f".{name}", __package__)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
-    options = parser.parse_args(given)
+    return parser.parse_args(given)
+
+
+def _set_up_logging() -> None:
+    # The Hub's library warns of every attempt to reach it; what came of them is in the error.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     logging.basicConfig(
         level=os.environ.get("SHOAL_LOG", "WARNING").upper(),
         format="%(levelname)s %(name)s: %(message)s",
     )
-    try:
-        return int(options.run(options))
-    except KeyboardInterrupt:
-        if sys.stderr.isatty():
-            print(file=sys.stderr)  # the line that ^C stands on
-        return 130
-    except BrokenPipeError:
-        # The reader of a pipe (`shoal generate … | head`) had enough.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-    except OSError as error:
-        if os.environ.get("SHOAL_DEBUG"):
-            raise
-        print(f"shoal {options.command}: {error}", file=sys.stderr)
-        return 1
-    except ShoalError as error:
-        if os.environ.get("SHOAL_DEBUG"):
-            raise
-        print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
-        return 1
 
 
-def _in_one_line(error: ShoalError) -> str:
+def _in_one_line(error: Exception) -> str:
     return " ".join(str(error).split())

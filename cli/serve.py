@@ -17,6 +17,7 @@ from ..peer.config import PeerConfig
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .bundled_model import find_model
+from .interrupts import INTERRUPTED, quitting_at_once
 from .quantities import parse_announce_period, parse_count, parse_non_negative, parse_port
 from .sizes import parse_bytes
 
@@ -78,14 +79,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until asked to stop; return 0 after leaving in good order."""
+    """Serve until asked to stop; return 0 after leaving in good order, 130 if that came too soon.
+
+    Too soon is before the peer was online.
+    """
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
-    # Before there are signal handlers: whoever is asked to end meanwhile just ends.
-    importlib.import_module("..peer.peer", __package__)
+    with quitting_at_once():
+        importlib.import_module("..peer.peer", __package__)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(config, report, options.end_with_stdin))
-    return 0
+        was_online = runner.run(_serve(config, report, options.end_with_stdin))
+    return 0 if was_online else INTERRUPTED
 
 
 def _make_config(options: argparse.Namespace) -> PeerConfig:
@@ -134,29 +138,23 @@ def parse_listen(text: str) -> tuple[str, int]:
     return host, int(port or 0)
 
 
-async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> None:
+async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> bool:
+    """Run the peer and listen to requests to end; return whether it was online."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-
-    def note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        # A terminal's Ctrl-C reaches p2pd as well; hivemind's own tasks then lose their pipe.
-        if not (stop.is_set() and isinstance(context.get("exception"), ConnectionError)):
-            loop.default_exception_handler(context)
-
-    loop.set_exception_handler(note)
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     if end_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, stop)
     try:
-        await _run_until_stopped(config, stop, report)
+        return await _run_until_stopped(config, stop, report)
     finally:
         if end_with_stdin:
             loop.remove_reader(sys.stdin.fileno())
 
 
-async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "Report") -> None:
-    """Run the peer; a stop that comes before it is online cancels the start."""
+async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "Report") -> bool:
+    """Run the peer and return whether it was online; a stop before that cancels the start."""
     run_peer = importlib.import_module("..peer.peer", __package__).run_peer
     is_online = False
 
@@ -173,6 +171,7 @@ async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "R
         running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
+    return is_online
 
 
 def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:

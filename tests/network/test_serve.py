@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -23,6 +24,8 @@ from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
+
+UNKNOWN_PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -98,13 +101,59 @@ def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm, number: int)
     assert states[swarm.peers[0].peer_id] is PeerState.ONLINE
 
 
-def test_killed_peer_leaves_no_process(swarm: LocalSwarm) -> None:
+def test_peer_that_is_stopped_before_it_says_it_is_online_says_goodbye(swarm: LocalSwarm) -> None:
+    program = (str(Path(__file__).with_name("hesitating_peer.py")),)
+    peer = swarm.add((2, 4), wait=False, program=program)
+
+    with pytest.raises(PeerProcessError, match="ended before it was online"):
+        swarm.wait_until_online([peer])
+
+    records = asyncio.run(look_up(swarm, peer.facts["model_id"]))
+    states = {record.peer_id: record.state for record in records}
+    assert states[peer.peer_id] is PeerState.OFFLINE
+
+
+def test_interrupt_from_a_terminal_spares_p2pd_and_is_quiet(swarm: LocalSwarm) -> None:
+    """Ctrl-C goes to the whole process group that owns the terminal."""
     peer = swarm.add((2, 4))
-    children = find_children(peer.pid)
+    (p2pd,) = find_children(peer.pid)
+    assert os.getpgid(peer.pid) == peer.pid
+    assert os.getpgid(p2pd) == p2pd
+
+    os.killpg(peer.pid, signal.SIGINT)
+
+    assert peer.wait(60) == 0
+    assert peer.log() == "it said nothing"
+    wait_until_dead([p2pd])
+
+
+def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any) -> None:
+    command = ["serve", str(tiny_models.get().directory), "--new-swarm", "--json"]
+    with subprocess.Popen(
+        [sys.executable, "-P", "-m", "shoal.cli", *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert json.loads(process.stdout.readline())["event"] == "started"
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(60) == 130
+        assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_p2pd_ends_with_its_peer(swarm: LocalSwarm, paused: bool) -> None:
+    peer = swarm.add((2, 4))
+    (p2pd,) = find_children(peer.pid)
+    if paused:
+        os.kill(p2pd, signal.SIGSTOP)
 
     peer.kill()
 
-    wait_until_dead(children)
+    wait_until_dead([p2pd])
 
 
 def test_peer_ends_with_the_program_that_started_it(tiny_models: Any) -> None:
@@ -167,10 +216,49 @@ def test_port_in_use_is_named(tiny_models: Any) -> None:
     expect_one_line(result, f"port {port}", "in use")
 
 
+def test_directory_port_in_use_is_named(swarm: LocalSwarm, tiny_models: Any) -> None:
+    """Also where another p2pd has it, with which ours could share it."""
+    port = swarm.initial_peers[0].split("/")[4]
+    command = ["serve", str(tiny_models.get().directory), "--directory-port", port]
+
+    result = run_shoal(*command, "--new-swarm")
+    joining = run_shoal(*command, "--initial-peers", *swarm.initial_peers)
+
+    expect_one_line(result, f"port {port}", "in use")
+    expect_one_line(joining, f"port {port}", "in use")
+
+
+def test_identity_of_a_running_peer_is_refused(
+    swarm: LocalSwarm, tiny_models: Any, tmp_path: Path
+) -> None:
+    path, copy = tmp_path / "peer.key", tmp_path / "copy.key"
+    peer = swarm.add((2, 4), identity=path)
+    shutil.copy(path, copy)
+    command = ["serve", str(tiny_models.get().directory), "--initial-peers", *peer.addresses]
+
+    same_file = run_shoal(*command, "--identity", str(path))
+    elsewhere = run_shoal(*command, "--identity", str(copy))
+    peer.terminate()
+    peer.wait(60)
+
+    expect_one_line(same_file, "another running peer uses the identity", str(path))
+    expect_one_line(elsewhere, "another running peer uses this identity", peer.addresses[0])
+
+
+def test_address_of_another_peer_is_told_from_one_where_nobody_is(
+    swarm: LocalSwarm, tiny_models: Any
+) -> None:
+    wrong = swarm.initial_peers[0].rpartition("/")[0] + f"/{UNKNOWN_PEER}"
+
+    result = run_shoal("serve", str(tiny_models.get().directory), "--initial-peers", wrong)
+
+    expect_one_line(result, "not the peer that the address names", wrong)
+
+
 def test_unreachable_initial_peer_is_named(tiny_models: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{UNKNOWN_PEER}"
 
     result = run_shoal("serve", str(tiny_models.get().directory), "--initial-peers", address)
 

@@ -1,0 +1,51 @@
+"""Ctrl-C in the first moments of a command: quiet, wherever it strikes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).with_name("interrupted_shoal.py")
+PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+
+SERVE = ("serve", "--new-swarm", "MODEL")
+GENERATE = ("generate", "MODEL", "prompt", "--initial-peers", PEER)
+DOCTOR = ("doctor", "MODEL", "--initial-peers", PEER)
+DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("shoal.cli.main", SERVE),
+        ("shoal.cli.serve", SERVE),
+        ("torch.nn.functional", SERVE),
+        ("hivemind.proto.runtime_pb2", SERVE),
+        ("shoal.peer.peer", SERVE),
+        ("torch._C", GENERATE),
+        ("transformers", GENERATE),
+        ("transformers.models.llama", GENERATE),
+        ("hivemind", GENERATE),
+        ("hivemind", DOCTOR),
+        ("shoal.peer.local_swarm", DEMO),
+    ],
+)
+def test_interrupted_start_ends_quietly(
+    module: str, command: tuple[str, ...], byte_model: Path
+) -> None:
+    arguments = [str(byte_model) if word == "MODEL" else word for word in command]
+
+    process = subprocess.run(
+        [sys.executable, "-P", str(PROGRAM), module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+    )
+
+    assert process.stderr == ""
+    assert process.returncode == 130
