@@ -24,7 +24,7 @@ from ..protocol.errors import UnavailableError, UsageError
 from ..protocol.ids import PeerId
 from ..protocol.spans import Span
 
-_LOG_TAIL_CHARACTERS = 2000
+_LOG_TAIL_BYTES = 2000
 
 SHOAL_PROGRAM = ("-m", "shoal.cli")
 """What Python runs for a peer; tests put programs here that fail on purpose."""
@@ -64,27 +64,27 @@ class LocalPeer:
         self,
         model: str,
         span: Span,
-        directory: Path,
         arguments: Sequence[str],
         program: Sequence[str] = SHOAL_PROGRAM,
     ) -> None:
         self.model = model
         self.span = span
         self.facts: dict[str, Any] = {}
-        self._log_path = directory / "stderr.log"
+        # Without a name: whatever ends this program, the log is gone with its last user.
+        self._log_file = tempfile.TemporaryFile()  # noqa: SIM115 - see close
+        self._last_words = ""
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         command = [sys.executable, "-P", *program, "serve", model, "--json"]
         command += ["--blocks", str(span), "--end-with-stdin", *arguments]
-        with self._log_path.open("ab") as log:
-            # A process group of its own: Ctrl-C in a terminal goes to the parent only, who then
-            # ends the peers in good order.
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                process_group=0,
-            )
+        # A process group of its own: Ctrl-C in a terminal goes to the parent only, who then ends
+        # the peers in good order.
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log_file,
+            process_group=0,
+        )
         self._reader = threading.Thread(target=self._read_events, daemon=True)
         self._reader.start()
 
@@ -126,8 +126,13 @@ class LocalPeer:
 
     def log(self) -> str:
         """Return the end of what the process wrote to stderr."""
-        text = self._log_path.read_text(errors="replace").strip()
-        return text[-_LOG_TAIL_CHARACTERS:] or "it said nothing"
+        if not self._log_file.closed:
+            descriptor = self._log_file.fileno()
+            start = max(0, os.fstat(descriptor).st_size - _LOG_TAIL_BYTES)
+            # Reading at a place leaves the position alone, at which the process writes.
+            tail = os.pread(descriptor, _LOG_TAIL_BYTES, start)
+            self._last_words = tail.decode(errors="replace").strip()
+        return self._last_words or "it said nothing"
 
     def kill(self) -> None:
         """SIGKILL: the process is gone at once and can say nothing."""
@@ -162,6 +167,8 @@ class LocalPeer:
             except subprocess.TimeoutExpired:
                 self.kill()
         self._reader.join()
+        self.log()  # it may be asked for later
+        self._log_file.close()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
                 with contextlib.suppress(BrokenPipeError):
@@ -205,13 +212,13 @@ class LocalSwarm:
         self.config = LocalSwarmConfig(**settings)
         self.peers: list[LocalPeer] = []
         self._spans = [_make_span(span) for span in spans]
-        self._directory: tempfile.TemporaryDirectory[str] | None = None
+        self._is_running = False
 
     def __repr__(self) -> str:
         return f"<LocalSwarm of {self.peers}>"
 
     def __enter__(self) -> "LocalSwarm":
-        self._directory = tempfile.TemporaryDirectory(prefix="shoal-swarm-")
+        self._is_running = True
         try:
             deadline = self._make_deadline()
             first = self._start(self._spans[0], ())
@@ -267,9 +274,7 @@ class LocalSwarm:
         deadline = time.monotonic() + 5.0
         for peer in self.peers:
             peer.close(deadline)
-        if self._directory is not None:
-            self._directory.cleanup()
-            self._directory = None
+        self._is_running = False
 
     def wait_until_online(self, peers: Sequence[LocalPeer]) -> None:
         """Wait for peers that were added with `wait=False`."""
@@ -283,7 +288,7 @@ class LocalSwarm:
         more: Sequence[str] = (),
         program: Sequence[str] = SHOAL_PROGRAM,
     ) -> LocalPeer:
-        if self._directory is None:
+        if not self._is_running:
             raise UsageError("the swarm is not running; use it in a `with` block")
         config = self.config
         arguments = ["--weights", config.weights, "--threads", str(config.num_threads)]
@@ -291,9 +296,7 @@ class LocalSwarm:
         arguments += ["--announce-period", str(config.announce_period_seconds)]
         arguments += [*config.serve_arguments, *more]
         arguments += ["--initial-peers", *initial_peers] if initial_peers else ["--new-swarm"]
-        folder = Path(self._directory.name) / f"peer-{len(self.peers)}"
-        folder.mkdir()
-        peer = LocalPeer(self.model, span, folder, arguments, program)
+        peer = LocalPeer(self.model, span, arguments, program)
         self.peers.append(peer)
         return peer
 

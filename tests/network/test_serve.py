@@ -156,8 +156,10 @@ def test_p2pd_ends_with_its_peer(swarm: LocalSwarm, paused: bool) -> None:
     wait_until_dead([p2pd])
 
 
-def test_peer_ends_with_the_program_that_started_it(tiny_models: Any) -> None:
+def test_peer_ends_with_the_program_that_started_it(tiny_models: Any, tmp_path: Path) -> None:
     """The parent is killed and can clean up nothing; one of its peers is paused besides."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
     program = (
         "import json, os, signal, sys\n"
         "from shoal.peer.local_swarm import LocalSwarm\n"
@@ -173,11 +175,13 @@ def test_peer_ends_with_the_program_that_started_it(tiny_models: Any) -> None:
         text=True,
         timeout=200,
         start_new_session=True,
+        env={**os.environ, "TMPDIR": str(temporary)},
     )
     pids = json.loads(done.stdout)
 
     assert done.returncode == -signal.SIGKILL
     wait_until_dead([*pids, *(child for pid in pids for child in find_children(pid))])
+    assert os.listdir(temporary) == []
 
 
 def test_identity_file_is_kept_and_private(swarm: LocalSwarm, tmp_path: Path) -> None:

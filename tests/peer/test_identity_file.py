@@ -133,7 +133,7 @@ def test_socket_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_misspelt_folder_is_refused_and_not_made(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="there is no directory .*/no/such for the identity"):
+    with pytest.raises(UsageError, match=r"there is no directory .*/no/such for the identity"):
         load_or_create_identity(tmp_path / "no" / "such" / "peer.key")
 
     assert os.listdir(tmp_path) == []
