@@ -14,7 +14,7 @@ from ..protocol.net.transport import Transport
 from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from ..protocol.tensors import WireDtype
-from .config import ClientConfig
+from .config import ClientConfig, make_whole
 from .inference_session import InferenceSession
 from .live_hops import LiveHops, SessionFacts
 from .portal import Portal
@@ -112,6 +112,7 @@ class Client:
 
     def open_session(self, max_length: int, span: Span) -> InferenceSession:
         """Return a session over some blocks; its route is chosen with the first step."""
+        max_length = make_whole("max_length", max_length)
         if max_length < 1:
             raise UsageError(f"a session needs a length of at least one token, not {max_length}")
         facts = SessionFacts(
@@ -123,6 +124,11 @@ class Client:
         )
         hops = LiveHops(facts, self._swarm, self._transport, SystemClock(), self._config)
         return InferenceSession(RemoteSession(hops), self._portal)
+
+    @property
+    def missing_blocks(self) -> tuple[Span, ...]:
+        """The blocks that nobody serves, as far as was heard last; asks nobody."""
+        return self._swarm.view.gaps
 
     def view_swarm(self) -> SwarmView:
         """Read the directory and return who serves what."""

@@ -1,6 +1,10 @@
 """What a client can be told: one frozen value."""
 
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+from ..protocol.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -31,3 +35,30 @@ class ClientConfig:
 
     seed: int | None = None
     """Seed of the noise that spreads clients over equally good peers; None: a random one."""
+
+
+def make_initial_peers(given: object) -> tuple[str, ...]:
+    """Return the addresses that were given: one, or several.
+
+    >>> make_initial_peers("/ip4/…") == make_initial_peers(["/ip4/…"])
+    True
+    """
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Sequence) or not all(isinstance(peer, str) for peer in given):
+        raise UsageError(f"initial_peers are addresses, ['/ip4/…'], not {given!r}")
+    return tuple(given)
+
+
+def make_whole(name: str, given: object) -> int:
+    """Return a whole number of any library as int; raises UsageError for anything else.
+
+    >>> make_whole("max_length", 7)
+    7
+    """
+    try:
+        if not isinstance(given, bool):
+            return operator.index(given)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        pass
+    raise UsageError(f"{name} is a whole number, not {given!r}")

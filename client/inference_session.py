@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from ..protocol.errors import UsageError
+from .config import make_whole
 from .portal import Portal
 from .router import Hop
 from .session import Failover, RemoteSession
@@ -50,6 +51,7 @@ class InferenceSession:
 
     @position.setter
     def position(self, position: int) -> None:
+        position = make_whole("position", position)
         self._remote.rollback(position)
         if self.output_ids is not None and self.output_ids.shape[1] > position:
             self.output_ids = self.output_ids[:, :position]

@@ -23,7 +23,7 @@ from ..protocol.errors import ModelError, ShoalError, UsageError
 from ..protocol.ids import make_model_id
 from ..protocol.spans import Span
 from .client import Client, Connect, connect_over_network
-from .config import ClientConfig
+from .config import ClientConfig, make_initial_peers
 from .generation import (
     GenerationPlan,
     NewTextStreamer,
@@ -135,6 +135,11 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    @property
+    def missing_blocks(self) -> tuple[Span, ...]:
+        """The blocks that nobody serves, as far as was heard last; asks nobody."""
+        return self._client.missing_blocks
 
     def inference_session(self, *, max_length: int) -> AbstractContextManager[InferenceSession]:
         """Open a session of at most `max_length` tokens per row, for use in a `with`.
@@ -356,8 +361,7 @@ def _make_client_config(
             f"from_pretrained() does not know {', '.join(unknown)}; client settings are "
             f"{', '.join(known)}"
         )
-    peers = (initial_peers,) if isinstance(initial_peers, str) else tuple(initial_peers)
-    return ClientConfig(initial_peers=peers, **options)
+    return ClientConfig(initial_peers=make_initial_peers(initial_peers), **options)
 
 
 def _load_generation_config(model: str | Path, checkpoint: Checkpoint) -> GenerationConfig | None:

@@ -1,0 +1,87 @@
+"""What a client is told by its user: refused in one sentence when it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from shoal.client.client import Client
+from shoal.client.config import ClientConfig
+from shoal.client.model import AutoDistributedModelForCausalLM
+from shoal.protocol.errors import UsageError
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.directory import Directory
+from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.transport import Transport
+from shoal.protocol.spans import Span
+
+SPAN = Span(0, 4)
+
+
+async def connect(config: ClientConfig) -> tuple[Transport, Directory]:
+    directory = MemoryDirectory(MemoryDirectoryStore(), SystemClock())
+    return LoopbackTransport(LoopbackNetwork(), "us"), directory
+
+
+@pytest.fixture
+def client() -> Iterator[Client]:
+    """A client of a swarm without peers."""
+    with Client.join(ModelId("a" * 32), len(SPAN), 64, ClientConfig(), connect) as client:
+        yield client
+
+
+def test_blocks_that_nobody_serves_are_known_without_asking(client: Client) -> None:
+    assert client.missing_blocks == (SPAN,)
+
+
+@pytest.mark.parametrize("max_length", ["x", "8", 7.5, None, True, 0, -1])
+def test_session_of_an_impossible_length_is_refused(client: Client, max_length: Any) -> None:
+    with pytest.raises(UsageError, match=r"max_length|at least one token"):
+        client.open_session(max_length, SPAN)
+
+
+@pytest.mark.parametrize("max_length", [8, numpy.int64(8), torch.tensor(8)])
+def test_length_of_a_session_may_come_from_any_library(client: Client, max_length: Any) -> None:
+    position: Any = numpy.int64(0)
+    with client.open_session(max_length, SPAN) as session:
+        assert session.max_length == 8
+        session.position = position
+
+
+@pytest.mark.parametrize("position", ["x", "0", 0.0, None, False, 1, -1])
+def test_impossible_position_is_refused_and_changes_nothing(client: Client, position: Any) -> None:
+    with client.open_session(8, SPAN) as session:
+        with pytest.raises(UsageError, match="position"):
+            session.position = position
+
+        assert session.position == 0
+
+
+@pytest.mark.parametrize("initial_peers", [5, None, [5], b"/ip4/...", {"/ip4/..."}, 0.5])
+def test_initial_peers_that_are_no_addresses_are_refused(
+    tmp_path: Path, initial_peers: Any
+) -> None:
+    with pytest.raises(UsageError, match="initial_peers are addresses"):
+        AutoDistributedModelForCausalLM.from_pretrained(tmp_path, initial_peers=initial_peers)
+
+
+def test_one_initial_peer_needs_no_list(tiny_models: Any) -> None:
+    seen: list[ClientConfig] = []
+
+    async def listen(config: ClientConfig) -> tuple[Transport, Directory]:
+        seen.append(config)
+        return await connect(config)
+
+    model = tiny_models.get().directory
+    AutoDistributedModelForCausalLM.from_pretrained(
+        model, initial_peers="/ip4/...", connect=listen
+    ).close()
+
+    assert seen[0].initial_peers == ("/ip4/...",)
