@@ -26,7 +26,7 @@ from ..protocol.net.directory import Directory
 from ..protocol.net.multiaddrs import PeerAddress
 from ..protocol.spans import Span, find_gaps
 from ..protocol.swarm_view import SwarmView
-from .peer_check import FIXES, PeerCheck, Probes, check_peer
+from .peer_check import FIXES, LIBP2P_GREETING, PeerCheck, Probes, check_peer
 
 DIAL_SECONDS = 3.0
 JOIN_SECONDS = 15.0
@@ -38,6 +38,16 @@ MAX_PEERS_ASKED = 64
 
 _PEERS_AT_ONCE = 8
 _WARNING_SKEW_SECONDS = 1.0
+
+
+_JOIN_FIXES = {
+    "clock": "switch on time synchronisation (timedatectl set-ntp true)",
+    "address names": "take a fresh address from the peer that runs there: the id at its end "
+    "changes when a peer is restarted without --identity",
+    "answers": "its p2pd runs but the peer itself is silent: it is paused (resume it: kill -CONT) "
+    "or overloaded; if nothing helps, start it again",
+}
+"""What to do about a join that failed, by words of the directory's complaint."""
 
 
 class Status(StrEnum):
@@ -132,8 +142,9 @@ class Diagnosis:
             model = await asyncio.to_thread(read_model)
         except ShoalError as error:
             self._note(
-                "model", Status.BROKEN, str(error), "name a model directory that both ends have"
-            )
+                "model", Status.BROKEN, str(error),
+                "name a complete model directory with the same files as those of the peers",
+            )  # fmt: skip
             return None
         detail = f"{model.name}: {model.num_blocks} blocks, id {_short(model.model_id)}"
         self._note("model", Status.OK, detail)
@@ -172,7 +183,30 @@ class Diagnosis:
                 "check that this peer still runs and that the address is the one it printed last",
             )  # fmt: skip
         seconds = self.probes.clock.now() - started_at
-        return Finding("address", Status.OK, f"{name} accepts connections, {_show(seconds)}")
+        return await self._hail(name, address.host, port) or Finding(
+            "address", Status.OK, f"{name} accepts connections, {_show(seconds)}"
+        )
+
+    async def _hail(self, name: str, host: str, port: int) -> Finding | None:
+        """Return what is wrong with the one who accepts connections at an address."""
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                answer = await self.probes.hail(host, port)
+        except TimeoutError:
+            return Finding(
+                "address", Status.BROKEN, f"{name} accepts connections and then stays silent",
+                "the peer's p2pd is paused (resume it: kill -CONT) or overloaded; if nothing "
+                "helps, start the peer again",
+            )  # fmt: skip
+        except OSError as error:
+            answer = _explain_os_error(error).encode()
+        if answer.startswith(LIBP2P_GREETING):
+            return None
+        return Finding(
+            "address", Status.BROKEN, f"{name} is a program that does not speak libp2p",
+            "take the address that a peer printed under \"Others can join through\"; its "
+            "endpoint for sessions is another one",
+        )  # fmt: skip
 
     async def _check_directory(
         self, model: ModelFacts | None, addresses: Sequence[str]
@@ -193,14 +227,9 @@ class Diagnosis:
             await directory.close()
 
     def _note_directory(self, detail: str) -> None:
-        is_clock = "clock" in detail
-        fix = (
-            "switch on time synchronisation (timedatectl set-ntp true)"
-            if is_clock
-            else "take a fresh address from a peer that runs: the id at its end changes when a "
-            "peer is restarted without --identity"
-        )
-        self._note("clock" if is_clock else "directory", Status.BROKEN, detail, fix)
+        fixes = (fix for words, fix in _JOIN_FIXES.items() if words in detail)
+        fix = next(fixes, "start the peer of this address again, or take the address of another")
+        self._note("clock" if "clock" in detail else "directory", Status.BROKEN, detail, fix)
 
     async def _read_directory(
         self, model: ModelFacts | None, directory: Directory

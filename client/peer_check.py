@@ -26,6 +26,9 @@ from .hop_link import greet
 PEER_SECONDS = 6.0
 """How long one endpoint of a peer may keep us waiting."""
 
+LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
+"""What both ends of a libp2p connection say first (multistream-select: length, text, newline)."""
+
 
 class Fault(StrEnum):
     """What can be wrong with a peer that announces itself."""
@@ -48,8 +51,8 @@ FIXES = {
     "announcement expires",
     Fault.UNREACHABLE: "check the network between here and there, and that the peer announces an "
     "address that you can reach (--announce-host)",
-    Fault.SILENT: "the peer is paused or overloaded, or a firewall drops what is sent to its "
-    "port: open the port (--listen HOST:PORT fixes it)",
+    Fault.SILENT: "its process is paused (resume it: kill -CONT) or overloaded; on another "
+    "network, let its port through the firewall (--listen HOST:PORT keeps it the same)",
     Fault.NO_TLS: "another program listens there: the peer's port was taken over or a proxy sits "
     "in between",
     Fault.FINGERPRINT: "the peer was restarted and announces itself anew within a minute, or "
@@ -90,6 +93,8 @@ class Probes:
     transport: Transport
     dial: Callable[[str, int], Awaitable[None]]
     """Open and close a TCP connection; raises OSError."""
+    hail: Callable[[str, int], Awaitable[bytes]]
+    """Greet over TCP as libp2p does and return the answer; raises OSError."""
     join: Callable[[Sequence[str]], Awaitable[Directory]]
     check_certificate: Callable[[Endpoint], Awaitable[object]]
     """Raise as `tls.fetch_pinned_certificate` does."""
@@ -108,12 +113,21 @@ def make_network_probes() -> Probes:
         )
 
     transport = grpc_transport.GrpcTransport()
-    return Probes(clock, transport, _dial, join, tls.fetch_pinned_certificate)
+    return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate)
 
 
 async def _dial(host: str, port: int) -> None:
     _, writer = await asyncio.open_connection(host, port)
     writer.close()
+
+
+async def _hail(host: str, port: int) -> bytes:
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        writer.write(LIBP2P_GREETING)
+        return await reader.read(len(LIBP2P_GREETING))
+    finally:
+        writer.close()
 
 
 async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:

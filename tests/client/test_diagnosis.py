@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shoal.client.diagnosis import Diagnosis, Finding, ModelFacts, Status
-from shoal.client.peer_check import Fault, Probes
+from shoal.client.peer_check import LIBP2P_GREETING, Fault, Probes
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
@@ -47,6 +47,7 @@ class Swarm:
         self.identities: list[Identity] = []
         self.dial_error: OSError | None = None
         self.is_dial_silent = False
+        self.hail_answer: bytes | None = LIBP2P_GREETING
         self.join_error: DirectoryError | None = None
         self.certificate_errors: dict[str, Exception] = {}
         self.heard: list[Finding] = []
@@ -99,7 +100,9 @@ class Swarm:
         self, addresses: Sequence[str] = (ADDRESS,), model: ModelFacts | None = MODEL
     ) -> Diagnosis:
         transport = LoopbackTransport(self.network, "us")
-        probes = Probes(self.clock, transport, self._dial, self._join, self._check_certificate)
+        probes = Probes(
+            self.clock, transport, self._dial, self._hail, self._join, self._check_certificate
+        )
         diagnosis = Diagnosis(probes, self.heard.append)
 
         def read_model() -> ModelFacts:
@@ -116,6 +119,11 @@ class Swarm:
             await asyncio.Event().wait()
         if self.dial_error:
             raise self.dial_error
+
+    async def _hail(self, host: str, port: int) -> bytes:
+        if self.hail_answer is None:
+            await asyncio.Event().wait()
+        return self.hail_answer or b""
 
     async def _join(self, addresses: Sequence[str]) -> Directory:
         if self.join_error:
@@ -203,6 +211,44 @@ def test_silent_address_is_given_up_in_time() -> None:
 
     assert "does not answer within 3 s" in find(diagnosis, "address").detail
     assert "firewall" in find(diagnosis, "address").fix
+
+
+def test_address_that_accepts_and_says_nothing_is_called_paused() -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.hail_answer = None
+
+    diagnosis = examine(build)
+
+    assert "accepts connections and then stays silent" in find(diagnosis, "address").detail
+    assert "kill -CONT" in find(diagnosis, "address").fix
+    assert len(diagnosis.findings) == 2  # nobody is left to join through
+
+
+@pytest.mark.parametrize("answer", [b"", b"HTTP/1.1 400 Bad Request"])
+def test_address_of_another_program_is_told(answer: bytes) -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.hail_answer = answer
+
+    diagnosis = examine(build)
+
+    assert "does not speak libp2p" in find(diagnosis, "address").detail
+
+
+@pytest.mark.parametrize(
+    ("complaint", "advice"),
+    [
+        ("no initial peer answers: /ip4/...", "paused"),
+        ("whoever is there is not the peer that the address names", "--identity"),
+        ("the directory is in flames", "start the peer of this address again"),
+    ],
+)
+def test_advice_fits_the_failure_of_the_join(complaint: str, advice: str) -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.join_error = DirectoryError(complaint)
+
+    diagnosis = examine(build)
+
+    assert advice in find(diagnosis, "directory").fix
 
 
 def test_failed_join_is_reported_and_a_wrong_clock_has_its_own_advice() -> None:
