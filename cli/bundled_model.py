@@ -3,6 +3,7 @@
 import importlib
 import json
 from pathlib import Path
+from typing import Any
 
 from ..protocol.errors import ModelError
 
@@ -16,9 +17,15 @@ _BUNDLED_PATH = Path(__file__).resolve().parent.parent / "models" / BUNDLED_NAME
 def find_model(name: str = BUNDLED_NAME) -> str:
     """Return the directory of the bundled model for its name, and any other name as it is.
 
-    Raises ModelError when the bundled model was not installed.
+    Raises ModelError when the bundled model was not installed, and for a path where there is no
+    directory: that takes no seconds of imports to find out.
     """
-    if name != BUNDLED_NAME or Path(name).is_dir():
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise ModelError(f"{name} is a file; name the directory of the model")
+    if not path.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
+        raise ModelError(f"there is no model directory {name!r}; check the path")
+    if name != BUNDLED_NAME or path.is_dir():
         return name
     if not (_BUNDLED_PATH / "config.json").is_file():
         raise ModelError(
@@ -28,13 +35,18 @@ def find_model(name: str = BUNDLED_NAME) -> str:
     return str(_BUNDLED_PATH)
 
 
+def read_configuration(model: str) -> dict[str, Any]:
+    """Return the configuration in a model directory as it is; raises OSError or ValueError."""
+    return json.loads((Path(model) / "config.json").read_bytes())
+
+
 def count_blocks(model: str) -> int:
     """Return how many blocks a model has; raises ModelError when it cannot be opened.
 
     A local directory answers without torch, which takes seconds to import.
     """
     try:
-        num_blocks = json.loads((Path(model) / "config.json").read_bytes())["num_hidden_layers"]
+        num_blocks = read_configuration(model)["num_hidden_layers"]
         if isinstance(num_blocks, int) and num_blocks > 0:
             return num_blocks
     except (OSError, ValueError, LookupError, TypeError):

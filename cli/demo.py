@@ -2,18 +2,20 @@
 
 import argparse
 import contextlib
+import importlib
 import json
 import statistics
 import sys
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..peer.local_swarm import LocalPeer, LocalSwarm
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
-from .bundled_model import count_blocks, find_model
+from .bundled_model import count_blocks, find_model, read_configuration
 from .demo_screen import DemoScreen
 from .interrupts import end_in_good_order
 from .layout import cut_evenly
@@ -26,6 +28,7 @@ from .text_generation import (
     TextModel,
     failover_facts,
     import_client,
+    read_prompt,
     route_facts,
 )
 
@@ -65,17 +68,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the demo; return 0 when a peer was lost and no token changed, else 1."""
+    model_path, prompt = find_model(), read_prompt(options.prompt)
     if options.kill_after >= options.tokens:
         raise UsageError(
             f"the kill after {options.kill_after} tokens has to come before the last of "
             f"{options.tokens}; choose a smaller --kill-after or more --tokens"
         )
-    if not options.prompt.strip():
-        raise UsageError("the prompt is empty; give the beginning of a story")
+    _check_length(model_path, prompt, options.tokens)
     terminal = Terminal(sys.stdout)
     screen = None if options.json else DemoScreen(terminal)
     with end_in_good_order(), terminal.ending_lines():
-        result = _run_demo(options, screen)
+        result = _run_demo(options, model_path, prompt, screen)
     if screen is None:
         print(json.dumps(result.to_json()), flush=True)
     else:
@@ -148,8 +151,22 @@ def plan_demo_spans(num_blocks: int) -> list[Span]:
     return [first, middle, middle, last]
 
 
-def _run_demo(options: argparse.Namespace, screen: DemoScreen | None) -> DemoResult:
-    model_path = find_model()
+def _check_length(model_path: str, prompt: str, num_tokens: int) -> None:
+    """Raise UsageError when the story could not get that long; imports no torch for it."""
+    tokenizers = importlib.import_module("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
+    maximum = read_configuration(model_path)["max_position_embeddings"]
+    longest = maximum - len(tokenizer.encode(prompt).ids)
+    if num_tokens > longest:
+        raise UsageError(
+            f"the model has {maximum} positions, too few for this prompt and {num_tokens} tokens; "
+            + (f"take at most --tokens {longest}" if longest > 0 else "take a shorter prompt")
+        )
+
+
+def _run_demo(
+    options: argparse.Namespace, model_path: str, prompt: str, screen: DemoScreen | None
+) -> DemoResult:
     spans = plan_demo_spans(count_blocks(model_path))
     swarm = LocalSwarm(model_path, spans, weights=options.weights)
     sampling = Sampling(
@@ -170,14 +187,14 @@ def _run_demo(options: argparse.Namespace, screen: DemoScreen | None) -> DemoRes
         letters = {peer.peer_id: _LETTERS[i] for i, peer in enumerate(swarm.peers)}
         if screen:
             screen.show_peers(swarm.peers, letters, progress.seconds)
-            screen.begin_story(options.prompt)
+            screen.begin_story(prompt)
         pace = options.pace if screen and screen.terminal.is_terminal else 0.0
         killer = _Killer(swarm, options.kill_after, pace, letters, screen)
-        disturbed = model.generate(options.prompt, sampling, killer.on_token, killer.on_session)
+        disturbed = model.generate(prompt, sampling, killer.on_token, killer.on_session)
         if screen:
             screen.end_story(disturbed, letters, is_slowed=pace > 0)
         with Progress(Terminal(sys.stderr), lambda: "The same again, undisturbed"):
-            undisturbed = model.generate(options.prompt, sampling, lambda piece: None)
+            undisturbed = model.generate(prompt, sampling, lambda piece: None)
         return DemoResult(disturbed, undisturbed, killer.kill, progress.seconds)
 
 

@@ -1,6 +1,7 @@
 """`shoal generate`: stream text from a swarm."""
 
 import argparse
+import contextlib
 import json
 import sys
 
@@ -14,6 +15,7 @@ from .text_generation import (
     TextModel,
     describe_route,
     failover_facts,
+    read_prompt,
     route_facts,
     tail_of,
 )
@@ -55,6 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="search with N beams; the text comes at the end",
     )  # fmt: skip
     parser.add_argument(
+        "--wait", type=parse_non_negative, default=20.0, metavar="SECONDS",
+        help="wait at most this long for blocks that nobody serves (default: 20)",
+    )  # fmt: skip
+    parser.add_argument(
         "--dtype", choices=tuple(_DTYPES), default="auto",
         help="how embedding and head are held on this machine (default: as stored)",
     )  # fmt: skip
@@ -75,13 +81,18 @@ def run(options: argparse.Namespace) -> int:
     )
     with Progress(notices, lambda: "Joining the swarm"):
         model = TextModel.open(
-            find_model(options.model), options.initial_peers, _DTYPES[options.dtype]
+            find_model(options.model), options.initial_peers, _DTYPES[options.dtype], options.wait
         )
-    with model, output.ending_lines():
-        printer = None if options.json else _Printer(output)
-        if printer:
-            printer.begin(prompt)
-        generation = model.generate(prompt, sampling, printer.add if printer else _ignore)
+    with model, output.ending_lines(), contextlib.ExitStack() as waiting:
+        _wait(waiting, notices, model, options.wait)
+        printer = None if options.json else _Printer(output, prompt)
+
+        def on_token(piece: str) -> None:
+            waiting.close()
+            if printer:
+                printer.add(piece)
+
+        generation = model.generate(prompt, sampling, on_token)
         if printer:
             printer.end()
     if options.json:
@@ -97,34 +108,46 @@ def _read_prompt(text: str) -> str:
             text = sys.stdin.read().rstrip("\r\n")
         except UnicodeDecodeError as error:
             raise UsageError("the prompt on stdin is not text in this locale's encoding") from error
-    if not text.strip():
-        raise UsageError("the prompt is empty; give a text that the model can continue")
-    return text
+    return read_prompt(text)
+
+
+def _wait(
+    waiting: contextlib.ExitStack, notices: Terminal, model: TextModel, seconds: float
+) -> None:
+    """Say until `waiting` is closed what the first token waits for; nothing can be seen of it."""
+
+    def describe() -> str:
+        names = ", ".join(map(str, model.missing_blocks))
+        return f"Waiting for blocks {names}, at most {seconds:g} s" if names else "Generating"
+
+    if model.missing_blocks and not notices.is_terminal:
+        notices.print(describe())
+    waiting.enter_context(Progress(notices, describe))
 
 
 class _Printer:
     """Shows text as it comes: wrapped behind its prompt on a terminal, as it is in a pipe."""
 
-    def __init__(self, terminal: Terminal) -> None:
+    def __init__(self, terminal: Terminal, prompt: str) -> None:
         self._terminal = terminal
         self._wrapper = WordWrapper(terminal.width) if terminal.is_terminal else None
-
-    def begin(self, prompt: str) -> None:
-        """Repeat the prompt where a person reads along."""
-        if self._wrapper:
-            self._terminal.write(self._terminal.paint(self._wrapper.feed(prompt), "dim"))
+        self._prompt = prompt
 
     def add(self, piece: str) -> None:
         """Show a piece of text, as far as its words are complete."""
+        self._begin()
         self._terminal.write(self._wrapper.feed(piece) if self._wrapper else piece)
 
     def end(self) -> None:
         """Show what is left."""
+        self._begin()
         self._terminal.print(self._wrapper.flush() if self._wrapper else "")
 
-
-def _ignore(piece: str) -> None:
-    pass
+    def _begin(self) -> None:
+        """Repeat the prompt where a person reads along."""
+        prompt, self._prompt = self._prompt, ""
+        if self._wrapper:
+            self._terminal.write(self._terminal.paint(self._wrapper.feed(prompt), "dim"))
 
 
 def _report(terminal: Terminal, generation: Generation) -> None:

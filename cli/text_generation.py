@@ -147,17 +147,30 @@ class TextModel:
         self._tokenizer = tokenizer
 
     @classmethod
-    def open(cls, name: str, initial_peers: Sequence[str], dtype: str | None = None) -> "TextModel":
+    def open(
+        cls,
+        name: str,
+        initial_peers: Sequence[str],
+        dtype: str | None = None,
+        wait_seconds: float | None = None,
+    ) -> "TextModel":
         """Load a tokenizer and the client's layers, and join the swarm.
 
+        Steps wait `wait_seconds` for blocks that nobody serves (None: the client's default).
         Raises ModelError when there is no tokenizer, else as from_pretrained does.
         """
         client = import_client()
         tokenizer = _load_tokenizer(name)
+        settings = {} if wait_seconds is None else {"failover_timeout_seconds": wait_seconds}
         model = client.AutoDistributedModelForCausalLM.from_pretrained(
-            name, initial_peers=list(initial_peers), torch_dtype=dtype
+            name, initial_peers=list(initial_peers), torch_dtype=dtype, **settings
         )
         return cls(model, tokenizer)
+
+    @property
+    def missing_blocks(self) -> tuple[Span, ...]:
+        """The blocks that nobody serves, as far as was heard last."""
+        return self._model.missing_blocks
 
     def __enter__(self) -> "TextModel":
         return self
@@ -223,6 +236,20 @@ class TextModel:
             raise UsageError(" ".join(str(error).split())) from error
 
 
+def read_prompt(text: str) -> str:
+    """Return a prompt from the command line or stdin; UsageError when it is empty or no text.
+
+    In the locale "C", Python hands over bytes beyond ASCII as they are: they are taken for UTF-8.
+    """
+    try:
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise UsageError("the prompt is not text in UTF-8") from error
+    if not text.strip():
+        raise UsageError("the prompt is empty; give a text that the model can continue")
+    return text
+
+
 def import_client() -> Any:
     """Import the client, seconds of torch and transformers, and keep the libraries quiet."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -241,7 +268,9 @@ def import_client() -> Any:
 def _load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a model; code that a model brings along is never run."""
     transformers = importlib.import_module("transformers")
-    folder = Path(name)
+    folder = Path(name).expanduser()
+    if not (folder / "config.json").is_file():
+        _check_model(name)  # transformers would speak of the tokenizer alone
     if folder.is_dir() and not any(folder.glob("*token*")):
         raise ModelError(f"{name} has no tokenizer (tokenizer.json), which turns text into tokens")
     try:
@@ -249,6 +278,15 @@ def _load_tokenizer(name: str) -> Any:
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {reason:.200}") from error
+
+
+def _check_model(name: str) -> None:
+    """Raise ModelError when a name stands for no model, here or on the Hub."""
+    checkpoints = importlib.import_module("..kernels.checkpoint", __package__)
+    try:
+        checkpoints.Checkpoint.open(name)
+    except checkpoints.CheckpointError as error:
+        raise ModelError(str(error)) from error
 
 
 def describe_route(route: Sequence[Any]) -> str:

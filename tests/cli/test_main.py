@@ -66,6 +66,13 @@ def test_wrong_arguments_are_one_line(
         (["generate", "m", "", "--initial-peers", PEER], "the prompt is empty"),
         (["generate", "m", " \n", "--initial-peers", PEER], "the prompt is empty"),
         (["demo", "--tokens", "9", "--kill-after", "9"], "smaller --kill-after"),
+        (["demo", "--tokens", "90000"], "take at most --tokens 20"),
+        (["demo", "--tokens", "50", "--prompt", "word " * 2100], "take a shorter prompt"),
+        (["demo", "--prompt", "\udcff"], "not text in UTF-8"),
+        (["generate", "m", "\udcff", "--initial-peers", PEER], "not text in UTF-8"),
+        (["generate", __file__, "p", "--initial-peers", PEER], "is a file"),
+        (["generate", "/no/such", "p", "--initial-peers", PEER], "no model directory '/no/such'"),
+        (["serve", "./no-such", "--new-swarm"], "no model directory './no-such'"),
         (["demo", "--prompt", ""], "the prompt is empty"),
         (["swarm", "no/such/model"], "no/such/model"),
         (["serve", "m"], "--new-swarm"),
@@ -145,6 +152,38 @@ def test_process_ends_with_the_code_and_the_sentence() -> None:
     assert process.stdout == ""
     assert process.stderr.startswith("shoal generate: ")
     assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_unknown_name_is_one_line_where_there_is_no_network() -> None:
+    command = ["-m", "shoal.cli", "generate", "nobody/nothing", "p", "--initial-peers", PEER]
+
+    process = subprocess.run(
+        [sys.executable, "-P", *command],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1, process.stderr
+    assert "the Hub cannot be reached" in process.stderr
+    assert "nobody/nothing" in process.stderr
+
+
+@pytest.mark.slow
+def test_library_of_the_hub_does_not_warn_of_its_attempts() -> None:
+    code = (
+        "from shoal.cli.main import main\n"
+        "main(['serve', 'm'])\n"
+        "from huggingface_hub.utils import logging\n"
+        "logging.get_logger('huggingface_hub.utils._http').warning('Retrying in 8s')\n"
+    )
+
+    process = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+
+    assert "--new-swarm" in process.stderr
+    assert "Retrying" not in process.stderr
 
 
 @pytest.mark.slow

@@ -90,6 +90,48 @@ def test_generate_streams_text_to_stdout_and_its_report_to_stderr(
     assert f"{swarm.peers[0].peer_id[-6:]}[0:2]" in output.err
 
 
+def test_generate_says_at_once_which_blocks_it_waits_for(byte_model: Path) -> None:
+    with LocalSwarm(byte_model, spans=[(0, 2)], weights="fp32") as swarm:
+        command = ["generate", str(byte_model), PROMPT, "--wait", "1", "--json", "--initial-peers"]
+        process = subprocess.run(
+            [sys.executable, "-P", "-m", "shoal.cli", *command, *swarm.initial_peers],
+            capture_output=True,
+            text=True,
+        )
+
+    assert process.returncode == 1
+    assert process.stdout == ""
+    notice, error = process.stderr.splitlines()
+    assert notice == "Waiting for blocks 2:4, at most 1 s"
+    assert "blocks 2:4" in error
+
+
+def test_generate_takes_any_text_in_a_locale_without_letters_beyond_ascii(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompt = "Zoë said: “"
+    options = ["--max-new-tokens", "9", "--initial-peers", *swarm.initial_peers]
+    expected = run_json(["generate", str(byte_model), prompt, *options], capsys)[1]["text"]
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+
+    def run(prompt: str, *more: str, stdin: str = "") -> str:
+        command = ["-m", "shoal.cli", "generate", str(byte_model), prompt, *options, *more]
+        process = subprocess.run(
+            [sys.executable, "-P", *command],
+            capture_output=True,
+            text=True,
+            encoding="utf-8",
+            input=stdin,
+            env=ascii_only,
+        )
+        assert process.returncode == 0, process.stderr
+        return process.stdout
+
+    assert json.loads(run(prompt, "--json"))["text"] == expected
+    assert json.loads(run("-", "--json", stdin=prompt))["text"] == expected
+    assert run(prompt).isascii()
+
+
 def test_doctor_finds_a_sound_swarm_well(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
