@@ -19,6 +19,7 @@ from .bundled_model import count_blocks, find_model, read_configuration
 from .demo_screen import DemoScreen
 from .interrupts import end_in_good_order
 from .layout import cut_evenly
+from .options import add_weights_argument
 from .quantities import parse_count, parse_non_negative, parse_whole
 from .swarm import describe_start
 from .terminal import Progress, Terminal
@@ -43,8 +44,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how long the story gets (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--kill-after", type=parse_count, default=40, metavar="N",
-        help="kill a peer after so many tokens (default: %(default)s)",
+        "--kill-after", type=parse_count, metavar="N",
+        help="kill a peer after so many tokens (default: 40, or half of a shorter story)",
     )  # fmt: skip
     parser.add_argument(
         "--prompt", default="Once upon a time, there was a kind boy named Milo", metavar="TEXT",
@@ -54,10 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seed", type=parse_whole, metavar="S",
         help="another story for every number (default: the likeliest words)",
     )  # fmt: skip
-    parser.add_argument(
-        "--weights", choices=("int8", "bf16", "fp32"), default="int8",
-        help="how weights are held (default: %(default)s)",
-    )  # fmt: skip
+    add_weights_argument(parser)
     parser.add_argument(
         "--pace", type=parse_non_negative, default=30.0, metavar="N",
         help="show at most N tokens per second on a terminal, to be read "
@@ -69,16 +67,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the demo; return 0 when a peer was lost and no token changed, else 1."""
     model_path, prompt = find_model(), read_prompt(options.prompt)
-    if options.kill_after >= options.tokens:
+    kill_after = options.kill_after or max(1, min(40, options.tokens // 2))
+    if kill_after >= options.tokens:
         raise UsageError(
-            f"the kill after {options.kill_after} tokens has to come before the last of "
+            f"the kill after {kill_after} tokens has to come before the last of "
             f"{options.tokens}; choose a smaller --kill-after or more --tokens"
         )
     _check_length(model_path, prompt, options.tokens)
     terminal = Terminal(sys.stdout)
     screen = None if options.json else DemoScreen(terminal)
     with end_in_good_order(), terminal.ending_lines():
-        result = _run_demo(options, model_path, prompt, screen)
+        result = _run_demo(options, model_path, prompt, kill_after, screen)
     if screen is None:
         print(json.dumps(result.to_json()), flush=True)
     else:
@@ -165,7 +164,11 @@ def _check_length(model_path: str, prompt: str, num_tokens: int) -> None:
 
 
 def _run_demo(
-    options: argparse.Namespace, model_path: str, prompt: str, screen: DemoScreen | None
+    options: argparse.Namespace,
+    model_path: str,
+    prompt: str,
+    kill_after: int,
+    screen: DemoScreen | None,
 ) -> DemoResult:
     spans = plan_demo_spans(count_blocks(model_path))
     swarm = LocalSwarm(model_path, spans, weights=options.weights)
@@ -189,7 +192,7 @@ def _run_demo(
             screen.show_peers(swarm.peers, letters, progress.seconds)
             screen.begin_story(prompt)
         pace = options.pace if screen and screen.terminal.is_terminal else 0.0
-        killer = _Killer(swarm, options.kill_after, pace, letters, screen)
+        killer = _Killer(swarm, kill_after, pace, letters, screen)
         disturbed = model.generate(prompt, sampling, killer.on_token, killer.on_session)
         if screen:
             screen.end_story(disturbed, letters, is_slowed=pace > 0)

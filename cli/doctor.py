@@ -10,7 +10,8 @@ import textwrap
 import threading
 from typing import TYPE_CHECKING, Any
 
-from .bundled_model import BUNDLED_NAME, find_model
+from .bundled_model import find_model
+from .options import add_optional_model_argument
 from .terminal import Progress, Terminal
 from .text_generation import import_client
 
@@ -26,10 +27,7 @@ _MAX_ROWS = 32
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal doctor`."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default=BUNDLED_NAME,
-        help="model directory, or its id on the Hub (default: %(default)s, which comes with shoal)",
-    )  # fmt: skip
+    add_optional_model_argument(parser)
     parser.add_argument(
         "--initial-peers", nargs="+", required=True, metavar="ADDRESS",
         help="the addresses that do not work, or some that do",

@@ -81,8 +81,9 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
 def _set_up_logging() -> None:
     # The Hub's library warns of every attempt to reach it; what came of them is in the error.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    wanted = os.environ.get("SHOAL_LOG", "WARNING").upper()
     logging.basicConfig(
-        level=os.environ.get("SHOAL_LOG", "WARNING").upper(),
+        level=logging.getLevelNamesMapping().get(wanted, logging.WARNING),
         format="%(levelname)s %(name)s: %(message)s",
     )
 

@@ -18,6 +18,7 @@ from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .bundled_model import find_model
 from .interrupts import INTERRUPTED, quitting_at_once
+from .options import add_weights_argument
 from .quantities import parse_announce_period, parse_count, parse_non_negative, parse_port
 from .sizes import parse_bytes
 
@@ -40,10 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="join a swarm through these addresses",
     )  # fmt: skip
     parser.add_argument("--blocks", metavar="A:B", help="blocks to serve (default: all)")
-    parser.add_argument(
-        "--weights", choices=("int8", "bf16", "fp32"), default=_DEFAULTS.weights,
-        help="how weights are held (default: %(default)s)",
-    )  # fmt: skip
+    add_weights_argument(parser)
     parser.add_argument(
         "--device", choices=("cpu",), default=_DEFAULTS.device,
         help="where to compute (default: %(default)s)",

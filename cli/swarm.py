@@ -11,9 +11,10 @@ import time
 from ..peer.local_swarm import LocalPeer, LocalSwarm
 from ..protocol.errors import UnavailableError
 from ..protocol.spans import Span, find_gaps
-from .bundled_model import BUNDLED_NAME, count_blocks, find_model
+from .bundled_model import count_blocks, find_model
 from .interrupts import end_in_good_order
 from .layout import choose_num_replicas, plan_spans
+from .options import add_optional_model_argument, add_weights_argument
 from .quantities import parse_count
 from .terminal import Progress, Terminal
 
@@ -22,10 +23,7 @@ _WATCH_SECONDS = 0.3
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal swarm`."""
-    parser.add_argument(
-        "model", metavar="MODEL", nargs="?", default=BUNDLED_NAME,
-        help="model directory, or its id on the Hub (default: %(default)s, which comes with shoal)",
-    )  # fmt: skip
+    add_optional_model_argument(parser)
     parser.add_argument(
         "--peers", type=parse_count, default=4, metavar="N",
         help="how many peers to run (default: %(default)s)",
@@ -34,10 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replicas", type=parse_count, metavar="R",
         help="how many peers hold each block (default: 2 from 4 peers on, else 1)",
     )  # fmt: skip
-    parser.add_argument(
-        "--weights", choices=("int8", "bf16", "fp32"), default="int8",
-        help="how weights are held (default: %(default)s)",
-    )  # fmt: skip
+    add_weights_argument(parser)
     parser.add_argument(
         "--threads", type=parse_count, metavar="N",
         help="compute threads of each peer (default: the processors shared among the peers)",

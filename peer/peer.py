@@ -53,6 +53,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
     for what the caller can mend and DirectoryError when the swarm cannot be joined; whatever was
     begun is undone before.
     """
+    _check_can_be_dialled(config)
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         identity = stack.enter_context(_hold_identity(config))
@@ -145,6 +146,14 @@ def _hold_identity(config: PeerConfig) -> AbstractContextManager[Identity]:
     return hold_identity(config.identity_path)
 
 
+def _check_can_be_dialled(config: PeerConfig) -> None:
+    host = config.announce_host or config.listen_host
+    if host in ("0.0.0.0", "::"):
+        raise UsageError(
+            f"others cannot dial {host}: say with --announce-host which address they should use"
+        )
+
+
 def _plan_span(config: PeerConfig) -> _Plan:
     checkpoint = open_checkpoint(config.model)
     spec = read_spec(checkpoint.config)
@@ -204,10 +213,6 @@ async def _load_engine(config: PeerConfig, plan: _Plan, report: Report) -> Engin
 
 def _choose_endpoint(config: PeerConfig, listening: Endpoint) -> Endpoint:
     host = config.announce_host or listening.host
-    if host in ("0.0.0.0", "::"):
-        raise UsageError(
-            f"others cannot dial {host}: say with --announce-host which address they should use"
-        )
     return Endpoint(host, listening.port, listening.fingerprint)
 
 

@@ -52,7 +52,7 @@ def test_demo_survives_its_kill() -> None:
     command = [sys.executable, "-P", "-m", "shoal.cli", "demo", "--json"]
 
     process = subprocess.run(
-        [*command, "--tokens", "30", "--kill-after", "9"],
+        [*command, "--tokens", "18"],
         capture_output=True,
         text=True,
         timeout=240,
@@ -62,7 +62,7 @@ def test_demo_survives_its_kill() -> None:
     assert process.stderr == ""
     result = json.loads(process.stdout)
     assert result["identical"] is True
-    assert result["tokens"] == 30
+    assert result["tokens"] == 18
     assert result["killed"]["after_tokens"] == 9
     (failover,) = result["failovers"]
     assert failover["peer_id"] == result["killed"]["peer_id"]

@@ -66,6 +66,7 @@ def test_wrong_arguments_are_one_line(
         (["generate", "m", "", "--initial-peers", PEER], "the prompt is empty"),
         (["generate", "m", " \n", "--initial-peers", PEER], "the prompt is empty"),
         (["demo", "--tokens", "9", "--kill-after", "9"], "smaller --kill-after"),
+        (["demo", "--tokens", "1"], "has to come before the last of 1"),
         (["demo", "--tokens", "90000"], "take at most --tokens 20"),
         (["demo", "--tokens", "50", "--prompt", "word " * 2100], "take a shorter prompt"),
         (["demo", "--prompt", "\udcff"], "not text in UTF-8"),
@@ -76,6 +77,7 @@ def test_wrong_arguments_are_one_line(
         (["demo", "--prompt", ""], "the prompt is empty"),
         (["swarm", "no/such/model"], "no/such/model"),
         (["serve", "m"], "--new-swarm"),
+        (["serve", "m", "--new-swarm", "--listen", "0.0.0.0"], "--announce-host"),
         (["serve", "m", "--new-swarm", "--blocks", "8"], "--blocks"),
     ],
 )
@@ -169,6 +171,19 @@ def test_unknown_name_is_one_line_where_there_is_no_network() -> None:
     assert process.stderr.count("\n") == 1, process.stderr
     assert "the Hub cannot be reached" in process.stderr
     assert "nobody/nothing" in process.stderr
+
+
+@pytest.mark.slow
+def test_level_of_logging_that_does_not_exist_is_ignored() -> None:
+    process = subprocess.run(
+        [sys.executable, "-P", "-m", "shoal.cli", "serve", "m"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "SHOAL_LOG": "loud"},
+    )
+
+    assert process.returncode == 1
+    assert process.stderr.count("\n") == 1, process.stderr
 
 
 @pytest.mark.slow
