@@ -11,7 +11,7 @@ from ..protocol.errors import (
 )
 from ..protocol.ids import PeerId
 from .router import Hop
-from .swarm import Swarm
+from .swarm import Fault, Swarm
 
 # Answers that blame the question: no peer could take it. One who says so may lie; when a second
 # one agrees, or there is no second one, the caller hears it.
@@ -70,13 +70,14 @@ def blame(
     if isinstance(error, RefusedError):
         # A restarted peer is a sound one, and a question at fault is not the peer's doing.
         if error.code not in {ErrorCode.UNKNOWN_SESSION, *_QUESTION_CODES}:
-            swarm.quarantine(hop.peer, is_only_silent=error.code in _BUSY_CODES)
+            swarm.quarantine(hop.peer, Fault.SILENT if error.code in _BUSY_CODES else Fault.BROKEN)
+    elif isinstance(error, RemoteProtocolError):
+        swarm.quarantine(hop.peer, Fault.LYING)
+    elif isinstance(error, SilentError):
+        swarm.times(hop.peer.peer_id).note_silence()
+        swarm.quarantine(hop.peer, Fault.SILENT)
     else:
-        is_silent = isinstance(error, SilentError)
-        if is_silent:
-            swarm.times(hop.peer.peer_id).note_silence()
-        is_lying = isinstance(error, RemoteProtocolError)
-        swarm.quarantine(hop.peer, is_only_silent=is_silent, is_for_lying=is_lying)
+        swarm.quarantine(hop.peer, Fault.BROKEN)
     return LostHopError(hop, str(error))
 
 

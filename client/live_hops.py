@@ -31,7 +31,7 @@ from .deadlines import choose_open_timeout_seconds
 from .hop_link import HopLink
 from .replay import merge_pieces
 from .router import Hop, Route
-from .swarm import Swarm
+from .swarm import Fault, Swarm
 from .tensors import TORCH_DTYPES, from_wire, to_wire
 
 _MAX_PIECE_TOKENS = 2048
@@ -155,7 +155,7 @@ class LiveHops:
     def accuse(self, refusals: Refusals) -> None:
         """Avoid the peers that declined what another one has taken by now."""
         for hop in refusals.contradicted:
-            self._swarm.quarantine(hop.peer, is_only_silent=False)
+            self._swarm.quarantine(hop.peer, Fault.BROKEN)
 
     def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
         """Round hidden states to what travels, so that a log holds exactly what was sent."""

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import Collection
 from dataclasses import dataclass
+from enum import IntEnum
 
 from ..protocol.announcements import Announcement
 from ..protocol.errors import DirectoryError, RouteError
@@ -22,6 +23,19 @@ _SHORT_SECONDS = 0.5
 """What the directory gets to answer even when time is up: a look is worth that much."""
 
 
+class Fault(IntEnum):
+    """What a peer in quarantine did; the worse, the later it is asked when nobody else is left."""
+
+    SILENT = 1
+    """It did not answer in time, or had no room: it may be sound and only slow."""
+
+    BROKEN = 2
+    """It hung up, could not be reached, or failed to compute."""
+
+    LYING = 3
+    """It broke the protocol; it is not asked at all."""
+
+
 @dataclass
 class _Quarantine:
     """Why a peer is not used for a while. `sequence` is the announcement that was not kept."""
@@ -29,8 +43,7 @@ class _Quarantine:
     until: float
     seconds: float
     sequence: int
-    is_only_silent: bool
-    is_for_lying: bool
+    fault: Fault
 
 
 class Swarm:
@@ -80,7 +93,7 @@ class Swarm:
         """Return a route through `span`, waiting for peers to appear until `deadline`.
 
         `weights` are tried in order: the formats to prefer, None for any. Peers of `exclude` and
-        those in quarantine are left out; who was only silent is used when nobody else is there.
+        those in quarantine are left out; who did not lie is used when nobody else is there.
         While the directory cannot be read, the last view has to do.
 
         Raises RouteError with the missing blocks once the deadline has passed, or DirectoryError
@@ -112,9 +125,10 @@ class Swarm:
         costs = RoutingCosts(self._rtt_seconds)
         suspects = (self.view.find(peer_id) for peer_id in self._quarantines)
         avoided = {peer.peer_id for peer in suspects if peer and self.is_quarantined(peer)}
-        broken = {peer for peer in avoided if not self._quarantines[peer].is_only_silent}
+        faults = sorted({self._quarantines[peer].fault for peer in avoided} - {Fault.LYING})
         error: RouteError | None = None
-        for unwanted in (avoided, broken) if broken != avoided else (avoided,):
+        for tolerated in (0, *faults):
+            unwanted = {peer for peer in avoided if self._quarantines[peer].fault > tolerated}
             for kind in weights:
                 try:
                     return plan_route(
@@ -131,17 +145,15 @@ class Swarm:
         return (
             quarantine is not None
             and self._clock.now() < quarantine.until
-            and (quarantine.is_for_lying or peer.sequence <= quarantine.sequence)
+            and (quarantine.fault is Fault.LYING or peer.sequence <= quarantine.sequence)
         )
 
-    def quarantine(
-        self, peer: Announcement, is_only_silent: bool, is_for_lying: bool = False
-    ) -> None:
+    def quarantine(self, peer: Announcement, fault: Fault) -> None:
         """Avoid a peer that failed us, at once and for longer each time it comes back.
 
-        A newer announcement ends it: the peer was restarted or is alive after all. Not so
-        `is_for_lying`, for who broke the protocol: announcing costs such a peer nothing. Many
-        sessions may tell of one failure; it counts once.
+        A newer announcement ends it: the peer was restarted or is alive after all. Not so for one
+        that lied: announcing costs it nothing. Many sessions may tell of one failure; it counts
+        once.
         """
         previous = self._quarantines.get(peer.peer_id)
         newest = self.view.find(peer.peer_id) or peer
@@ -149,16 +161,11 @@ class Swarm:
             seconds = _FIRST_QUARANTINE_SECONDS
         elif self.is_quarantined(newest):
             seconds = previous.seconds
-            is_only_silent = is_only_silent and previous.is_only_silent
-            is_for_lying = is_for_lying or previous.is_for_lying
+            fault = max(fault, previous.fault)
         else:
             seconds = min(2 * previous.seconds, _LONGEST_QUARANTINE_SECONDS)
         self._quarantines[peer.peer_id] = _Quarantine(
-            self._clock.now() + seconds,
-            seconds,
-            newest.sequence,
-            is_only_silent,
-            is_for_lying,
+            self._clock.now() + seconds, seconds, newest.sequence, fault
         )
 
     def note_success(self, peer_id: PeerId) -> None:

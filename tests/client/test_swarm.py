@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.client.swarm import Swarm
+from shoal.client.swarm import Fault, Swarm
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.errors import DirectoryError, RouteError
 from shoal.protocol.identity import Identity
@@ -136,7 +136,7 @@ def test_quarantine_ends_with_time() -> None:
         peer = await world.announce(1)
         await world.swarm.refresh()
 
-        world.swarm.quarantine(peer, is_only_silent=False)
+        world.swarm.quarantine(peer, Fault.BROKEN)
 
         assert world.swarm.is_quarantined(peer)
         await asyncio.sleep(FIRST_SECONDS - 0.01)
@@ -151,10 +151,7 @@ def test_quarantine_ends_with_a_newer_announcement() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
         await world.swarm.refresh()
-        world.swarm.quarantine(peer, is_only_silent=False)
-        with pytest.raises(RouteError):
-            await world.route()
-
+        world.swarm.quarantine(peer, Fault.BROKEN)
         newer = await world.announce(1)
         await asyncio.sleep(0.1)
 
@@ -172,7 +169,7 @@ def test_quarantine_counts_from_the_newest_announcement_that_is_known() -> None:
         newest = await world.announce(1)
         await world.swarm.refresh()
 
-        world.swarm.quarantine(old, is_only_silent=False)
+        world.swarm.quarantine(old, Fault.BROKEN)
 
         assert world.swarm.is_quarantined(newest)
 
@@ -181,7 +178,7 @@ def test_quarantine_counts_from_the_newest_announcement_that_is_known() -> None:
 
 def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it() -> None:
     async def check_lasts(world: World, peer: Announcement, seconds: float) -> None:
-        world.swarm.quarantine(peer, is_only_silent=False)
+        world.swarm.quarantine(peer, Fault.BROKEN)
         await asyncio.sleep(seconds - 0.01)
         assert world.swarm.is_quarantined(peer)
         await asyncio.sleep(0.02)
@@ -203,7 +200,7 @@ def test_one_failure_told_by_many_sessions_counts_once() -> None:
         peer = await world.announce(1)
 
         for _ in range(10):
-            world.swarm.quarantine(peer, is_only_silent=False)
+            world.swarm.quarantine(peer, Fault.BROKEN)
 
         await asyncio.sleep(FIRST_SECONDS + 0.01)
         assert not world.swarm.is_quarantined(peer)
@@ -214,7 +211,7 @@ def test_one_failure_told_by_many_sessions_counts_once() -> None:
 def test_success_ends_a_quarantine() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
-        world.swarm.quarantine(peer, is_only_silent=False)
+        world.swarm.quarantine(peer, Fault.BROKEN)
 
         world.swarm.note_success(peer.peer_id)
 
@@ -229,33 +226,35 @@ def test_quarantine_of_one_peer_does_not_touch_others() -> None:
         first, second = await world.announce(1), await world.announce(2)
 
         for bad, good in ((first, second), (second, first)):
-            world.swarm.quarantine(bad, is_only_silent=False)
+            world.swarm.quarantine(bad, Fault.BROKEN)
             assert await world.route() == [good.peer_id]
             world.swarm.note_success(bad.peer_id)
 
     in_world(story)
 
 
-def test_silent_peer_is_a_last_resort() -> None:
+def test_who_did_not_lie_is_a_last_resort_the_silent_first() -> None:
     async def story(world: World) -> None:
         silent, other = await world.announce(1), await world.announce(2)
-        world.swarm.quarantine(silent, is_only_silent=True)
+        world.swarm.quarantine(silent, Fault.SILENT)
 
         assert {(await world.route())[0] for _ in range(20)} == {other.peer_id}
-        world.swarm.quarantine(other, is_only_silent=False)
+        world.swarm.quarantine(other, Fault.BROKEN)
         assert await world.route() == [silent.peer_id]
+        assert await world.route(exclude={silent.peer_id}) == [other.peer_id]
+        world.swarm.quarantine(other, Fault.LYING)
         with pytest.raises(RouteError):
             await world.route(exclude={silent.peer_id})
 
     in_world(story)
 
 
-def test_silence_does_not_make_a_broken_peer_better() -> None:
+def test_lesser_fault_does_not_make_up_for_a_worse_one() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
 
-        world.swarm.quarantine(peer, is_only_silent=False)
-        world.swarm.quarantine(peer, is_only_silent=True)
+        world.swarm.quarantine(peer, Fault.LYING)
+        world.swarm.quarantine(peer, Fault.SILENT)
 
         with pytest.raises(RouteError):
             await world.route()
@@ -270,7 +269,7 @@ def test_format_of_the_weights_is_tried_in_order() -> None:
 
         assert await world.route(weights=("fp32", None)) == [exact.peer_id]
         assert await world.route(weights=("bf16", None)) == [quick.peer_id]
-        world.swarm.quarantine(quick, is_only_silent=True)
+        world.swarm.quarantine(quick, Fault.SILENT)
         # Any sound peer comes before a silent one of the right format.
         assert await world.route(weights=("int8", None)) == [exact.peer_id]
 
@@ -347,7 +346,7 @@ def test_peer_that_appears_meanwhile_is_used(appears_after_seconds: float) -> No
 def test_peer_whose_quarantine_ends_meanwhile_is_used() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
-        world.swarm.quarantine(peer, is_only_silent=False)
+        world.swarm.quarantine(peer, Fault.LYING)
         started_at = world.clock.now()
 
         assert await world.route(patience_seconds=60.0) == [peer.peer_id]
@@ -413,7 +412,7 @@ def test_swarm_describes_itself() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
         await world.swarm.refresh()
-        world.swarm.quarantine(peer, is_only_silent=True)
+        world.swarm.quarantine(peer, Fault.SILENT)
 
         assert "1 online" in repr(world.swarm)
         assert "1 in quarantine" in repr(world.swarm)
