@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ pytestmark = pytest.mark.network
 MODEL = ModelId("a" * 32)
 CLOCK = SystemClock()
 HERE = Path(__file__)
+PATIENCE_SECONDS = 120.0  # only a broken test waits this long
 
 
 def identity_of(number: int) -> Identity:
@@ -139,11 +140,34 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(pid: int, timeout_seconds: float = 5.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while is_running(pid):
-        assert time.monotonic() < deadline, f"process {pid} outlived its parent"
+def wait_until_gone(pid: int) -> None:
+    wait_until(lambda: not is_running(pid), f"process {pid} outlived its parent")
+
+
+def wait_until(condition: Callable[[], bool], complaint: str) -> None:
+    """Poll for what another process does; the bound only keeps a broken test from hanging."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, complaint
         time.sleep(0.02)
+
+
+def pause(peers: contextlib.ExitStack, pid: int) -> None:
+    """Stop a p2pd, and kill it when the test is over: stopped, it would outlive everybody."""
+    peers.callback(kill_if_running, pid)
+    os.kill(pid, signal.SIGSTOP)
+    # Its threads stop one after the other, and any of them could still answer.
+    wait_until(lambda: is_paused(pid), f"process {pid} does not stop")
+
+
+def is_paused(pid: int) -> bool:
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(file.read_text().rpartition(")")[2].split()[0] == "T" for file in threads)
+
+
+def kill_if_running(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 async def look_up(directory: HivemindDirectory) -> tuple[set[str], float]:
@@ -153,12 +177,30 @@ async def look_up(directory: HivemindDirectory) -> tuple[set[str], float]:
     return {announcement.peer_id for announcement in found}, time.monotonic() - started
 
 
-async def is_answered(directory: HivemindDirectory) -> bool:
-    """Return whether anybody answers, and then with what they should know."""
-    try:
-        return len(await directory.lookup(MODEL)) == 1
-    except DirectoryError:
-        return False
+async def wait_until_answered(directory: HivemindDirectory) -> None:
+    """Look up until somebody answers, with the one peer that there is.
+
+    libp2p does not dial again for 5 s and longer after each failure, nor tells us when it does.
+    """
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            with contextlib.suppress(DirectoryError):
+                if len(await directory.lookup(MODEL)) == 1:
+                    return
+            await asyncio.sleep(0.2)
+
+
+@contextlib.contextmanager
+def keep_port() -> Iterator[int]:
+    """Return a port that only a listener that asks for it by number can get meanwhile.
+
+    Sockets that are bound and do not listen are not in the way of one that does, where both say
+    SO_REUSEADDR, as Go's do; but the kernel gives their port to nobody else.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield keeper.getsockname()[1]
 
 
 def test_lookup_survives_the_kill_of_a_peer_and_its_p2pd_leaves_with_it(
@@ -207,7 +249,7 @@ def test_lookup_does_not_wait_long_for_a_peer_that_fell_silent(
         )
         assert len((await look_up(reader))[0]) == 2
 
-        os.kill(first.p2pd, signal.SIGSTOP)
+        pause(peers, first.p2pd)
         _, seconds = await look_up(reader)
         found, seconds_again = await look_up(reader)
 
@@ -220,9 +262,7 @@ def test_lookup_does_not_wait_long_for_a_peer_that_fell_silent(
 
 
 def test_reader_says_when_everyone_is_gone_and_finds_back(peers: contextlib.ExitStack) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = peers.enter_context(keep_port())
     first = start(peers, 1, port=port)
 
     async def main() -> None:
@@ -231,21 +271,21 @@ def test_reader_says_when_everyone_is_gone_and_finds_back(peers: contextlib.Exit
         )
         assert len(await reader.lookup(MODEL)) == 1
 
+        p2pd = first.p2pd
         first.kill()
+        wait_until_gone(p2pd)  # it holds the port, and the next one needs it
         with pytest.raises(DirectoryError, match=r"no peer of the directory answers: /ip4/127"):
             await reader.lookup(MODEL)
 
         again = start(peers, 1, port=port)
         assert again.address == first.address
-        async with asyncio.timeout(10):  # libp2p does not dial again for 5 s
-            while not await is_answered(reader):  # noqa: ASYNC110 - nor tells us when it does
-                await asyncio.sleep(0.2)
+        await wait_until_answered(reader)
 
-        os.kill(again.p2pd, signal.SIGSTOP)
+        pause(peers, again.p2pd)
         with pytest.raises(DirectoryError, match="no peer of the directory answers"):
             await reader.lookup(MODEL)
         os.kill(again.p2pd, signal.SIGCONT)
-        assert await is_answered(reader)
+        await wait_until_answered(reader)
         await reader.close()
 
     asyncio.run(main())
@@ -388,7 +428,7 @@ def test_swarms_with_other_names_share_a_dht_without_mixing() -> None:
     asyncio.run(main())
 
 
-def test_dishonest_node_neither_fills_nor_hides_nor_poisons() -> None:
+def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.ExitStack) -> None:
     """A node without our checks stores junk and answers with it; honest ones are not impressed."""
     from hivemind.dht.node import DHTNode
 
@@ -423,6 +463,7 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons() -> None:
         assert await honest.lookup(MODEL) == [victim, bystander]
         # The liar claims to have a later answer than anyone could have; nobody stops at it.
         liars_addresses = [str(address) for address in await liar.get_visible_maddrs()]
+        peers.callback(kill_if_running, p2pd)
         assert await read_once(liars_addresses, slow=p2pd) == everyone
         # Alone, it can hide the one whose record it replaced, but the rest of its answer counts.
         await honest.close()
