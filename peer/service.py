@@ -38,6 +38,7 @@ from ..protocol.wire import decode_frame, encode_frame
 from .engine.compute_thread import ComputedStep, ComputeThread
 from .engine.engine import Engine
 from .engine.kv_cache import SessionCache
+from .fair_share import BUSY_SECONDS, check_room_for, name_holder
 from .step_work import check_step_size, make_output, make_work
 
 _logger = logging.getLogger(__name__)
@@ -47,6 +48,10 @@ _MAX_PENDING_ANSWERS = 16
 
 _HELLO_SECONDS = 20.0
 """How long a stream may stay without a session: it costs a stranger nothing to open thousands."""
+
+_STREAMS_PER_SESSION = 4
+"""Streams that a peer serves for each session it may hold: a session uses two, and some streams
+have none yet. By default far fewer than the listener takes, so that a refusal can be told."""
 
 _MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
 """Steps of one stream that wait for the engine; no more is read until some are computed."""
@@ -59,7 +64,8 @@ _MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
 class HeldSession:
     """A session and its cache; closed by the stream that opened it.
 
-    `used_at` is when it was last stepped, on whatever stream.
+    `used_at` is when it was last stepped, on whatever stream; `holder` is who opened it, as
+    `fair_share` counts.
     """
 
     state: SessionState
@@ -67,6 +73,7 @@ class HeldSession:
     span: Span
     dtype: WireDtype
     used_at: float
+    holder: str
     running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
 
 
@@ -91,12 +98,25 @@ class Service:
     is_draining: bool = False
     pending_bytes: int = 0
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
-    opening: set[SessionId] = field(default_factory=set)
+    opening: dict[SessionId, str] = field(default_factory=dict)
+    streams: "set[_Conversation]" = field(default_factory=set)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends; frees everything that the stream opened."""
-        await _Conversation(self, stream).run()
+        conversation = _Conversation(self, stream)
+        try:
+            await conversation.run()
+        finally:
+            self.streams.discard(conversation)
+
+    def list_stream_holders(self) -> list[str]:
+        """Return who holds each stream that is served now."""
+        return [stream.holder for stream in self.streams]
+
+    def list_session_holders(self) -> list[str]:
+        """Return who holds each session, those that are being opened included."""
+        return [*(held.holder for held in self.sessions.values()), *self.opening.values()]
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
         """Wait until no session is left; return whether that happened in time."""
@@ -130,6 +150,7 @@ class _Conversation:
     """The state of one stream: a reader and a sender side by side, owned by one task group."""
 
     def __init__(self, service: Service, stream: Stream) -> None:
+        self.holder = name_holder(stream.remote_host)
         self._service = service
         self._stream = stream
         self._opened: set[SessionId] = set()
@@ -159,12 +180,19 @@ class _Conversation:
     async def _read_questions(self) -> None:
         """Read until the client ends the stream, breaks the protocol or falls silent."""
         try:
+            self._join_service()
             while (frame := await self._receive()) is not None:
                 await self._take(decode_frame(frame))
         except RemoteProtocolError as error:
-            await self._end_stream(ErrorCode.BAD_FRAME, str(error))
+            await self._end_stream(RefusedError(ErrorCode.BAD_FRAME, str(error)))
         except RefusedError as error:
-            await self._end_stream(error.code, str(error))
+            await self._end_stream(error)
+
+    def _join_service(self) -> None:
+        service = self._service
+        num_places = _STREAMS_PER_SESSION * service.facts.max_sessions
+        check_room_for(self.holder, service.list_stream_holders(), num_places, "streams")
+        service.streams.add(self)
 
     async def _receive(self) -> bytes | None:
         """Wait for a frame. Raises RefusedError when nothing came for too long."""
@@ -189,9 +217,9 @@ class _Conversation:
         used = (sessions.get(session) for session in self._used)
         return max((held.used_at for held in used if held is not None), default=0.0)
 
-    async def _end_stream(self, code: ErrorCode, detail: str) -> None:
-        _logger.info("closing a stream: %s", detail)
-        await self._answers.put(encode_frame(Declined(None, 0, code, detail)))
+    async def _end_stream(self, error: RefusedError) -> None:
+        _logger.info("closing a stream: %s", error)
+        await self._answers.put(_encode_refusal(None, 0, error))
 
     async def _send_answers(self) -> None:
         while (answer := await self._answers.get()) is not None:
@@ -235,16 +263,16 @@ class _Conversation:
         service = self._service
         try:
             self._check_open(message)
-            service.opening.add(message.session)
+            service.opening[message.session] = self.holder
             try:
                 cache, free_tokens = await self._open_cache(message)
             finally:
-                service.opening.discard(message.session)
+                del service.opening[message.session]
         except RefusedError as error:
             return _encode_refusal(message.session, 0, error)
         state = SessionState(message.num_rows, message.max_tokens, message.epoch)
         service.sessions[message.session] = HeldSession(
-            state, cache, message.span, message.dtype, service.clock.now()
+            state, cache, message.span, message.dtype, service.clock.now(), self.holder
         )
         self._opened.add(message.session)
         self._used.add(message.session)
@@ -267,11 +295,10 @@ class _Conversation:
             raise RefusedError(ErrorCode.TOO_LONG, detail)
         if message.session in service.sessions or message.session in service.opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
-        if (
-            len(service.sessions) + len(service.opening) >= service.facts.max_sessions
-            or len(self._opened) >= limits.MAX_SESSIONS_PER_STREAM
-        ):
-            raise RefusedError(ErrorCode.BUSY, "the peer holds as many sessions as it may", 5.0)
+        if len(self._opened) >= limits.MAX_SESSIONS_PER_STREAM:
+            raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
+        holders = service.list_session_holders()
+        check_room_for(self.holder, holders, service.facts.max_sessions, "sessions")
 
     async def _open_cache(self, message: Open) -> tuple[SessionCache, int]:
         """Return a new cache and how many tokens are free beside it."""
@@ -357,7 +384,7 @@ def _discard_cache(
         compute.post(opening.result()[0].close)
 
 
-def _encode_refusal(session: SessionId, sequence: int, error: RefusedError) -> bytes:
+def _encode_refusal(session: SessionId | None, sequence: int, error: RefusedError) -> bytes:
     return encode_frame(
         Declined(session, sequence, error.code, str(error), error.retry_after_seconds)
     )

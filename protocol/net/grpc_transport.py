@@ -25,7 +25,7 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
-from .addresses import check_can_bind, is_loopback
+from .addresses import check_can_bind, host_in, is_loopback
 from .grpc_options import CHANNEL_OPTIONS, MAX_STREAMS_PER_LISTENER, SERVER_OPTIONS
 from .stream_end import StreamEnd
 from .tls import TlsIdentity, fetch_pinned_certificate, fingerprint_of, make_tls_identity, name_in
@@ -272,6 +272,7 @@ class _AcceptedStream(StreamEnd):
 
     def __init__(self, context: Any) -> None:
         super().__init__()
+        self.remote_host = host_in(context.peer())
         self._context = context
 
     async def close(self) -> None:
@@ -307,6 +308,7 @@ class _DialledStream(StreamEnd):
         release: Callable[[_DialledStream], Awaitable[None]],
     ) -> None:
         super().__init__()
+        self.remote_host = connection.endpoint.host
         self.connection = connection
         self._call = call
         self._release = release

@@ -116,7 +116,7 @@ class Pipe:
 
     def __init__(self, wire: Wire, source: str, target: str) -> None:
         self._wire = wire
-        self._source = source
+        self.source = source
         self._target = target
         self._in_transit: deque[tuple[float, bytes | Mark]] = deque()
         self._arrived: deque[bytes | Mark] = deque()
@@ -133,7 +133,7 @@ class Pipe:
         """Send a frame or a mark on its way."""
         size = len(item) if isinstance(item, bytes) else 0
         wire = self._wire
-        arrival = wire.medium.plan_arrival(self._source, self._target, wire.lane, size)
+        arrival = wire.medium.plan_arrival(self.source, self._target, wire.lane, size)
         if arrival is None:
             wire.break_off("a frame was lost too often")
             return
@@ -159,7 +159,7 @@ class Pipe:
     def deliver(self) -> None:
         """Let everything arrive that is due, unless an obstacle holds it up."""
         self.stop()
-        if self._wire.medium.is_blocked(self._source, self._target):
+        if self._wire.medium.is_blocked(self.source, self._target):
             return
         now = asyncio.get_running_loop().time() + _TIMER_SLACK_SECONDS
         while self._in_transit and self._in_transit[0][0] <= now:
@@ -192,6 +192,10 @@ class LoopbackStream:
         self._outgoing = outgoing
         self._incoming = incoming
         self._is_closed = False
+
+    @property
+    def remote_host(self) -> str:
+        return self._incoming.source
 
     async def send(self, frame: bytes) -> None:
         if len(frame) > MAX_FRAME_BYTES:

@@ -25,6 +25,14 @@ class Stream(Protocol):
     another receives; two tasks may not do the same at once.
     """
 
+    @property
+    def remote_host(self) -> str | None:
+        """The host at the other end, without its port, or None where the transport cannot know.
+
+        A listener sees the address that the frames come from: a hint, since many may share it.
+        """
+        ...
+
     async def send(self, frame: bytes) -> None:
         """Hand one frame to the network, waiting while it is congested.
 

@@ -130,6 +130,25 @@ def test_frames_of_all_sizes_come_back_in_order(seam: Seam) -> None:
     seam.run(test)
 
 
+def test_both_ends_know_the_host_at_the_other(seam: Seam) -> None:
+    async def test() -> None:
+        hosts: list[str | None] = []
+
+        async def note(stream: Stream) -> None:
+            hosts.append(stream.remote_host)
+
+        listener = await seam.listen(note)
+        stream = await seam.transport("client").open_stream(listener.endpoint)
+
+        assert await stream.receive() is None
+        assert stream.remote_host == listener.endpoint.host
+        assert hosts == ["client" if seam.name == "loopback" else "127.0.0.1"]
+        await stream.close()
+        assert stream.remote_host == listener.endpoint.host
+
+    seam.run(test)
+
+
 async def send_all(stream: Stream, frames: list[bytes]) -> None:
     for frame in frames:
         await stream.send(frame)

@@ -157,10 +157,17 @@ class Peer:
     engine: Any
     network: LoopbackNetwork
     client: LoopbackTransport
+    clients: list[LoopbackTransport]
     endpoint: Any
 
     async def dial(self, lane: Lane = Lane.INTERACTIVE) -> Talk:
         return Talk(await self.client.open_stream(self.endpoint, lane))
+
+    def at_host(self, name: str) -> Peer:
+        """Return the same peer, as another host of the network sees it."""
+        client = LoopbackTransport(self.network, name)
+        self.clients.append(client)
+        return replace(self, client=client)
 
     async def greet(self, lane: Lane = Lane.INTERACTIVE) -> Talk:
         talk = await self.dial(lane)
@@ -246,9 +253,10 @@ def run(
             server = LoopbackTransport(network, "peer")
             listener = await server.listen("peer", 0, service.serve)
             client = LoopbackTransport(network, "client")
-            peer = Peer(service, compute, engine, network, client, listener.endpoint)
+            peer = Peer(service, compute, engine, network, client, [client], listener.endpoint)
             await test(peer)
-            await client.close()
+            for client in peer.clients:
+                await client.close()
             await peer.wait_until_empty()
             await server.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -483,7 +491,7 @@ def test_session_id_cannot_be_opened_twice_at_once(engine: Engine) -> None:
 
 def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        talks = [await peer.open(number) for number in (1, 2, 3)]
+        talks = [await peer.at_host(f"host {number}").open(number) for number in (1, 2, 3)]
 
         refusal = assert_declined(await talks[0].ask(make_open(4)), ErrorCode.BUSY)
         assert refusal.retry_after_seconds
@@ -493,6 +501,47 @@ def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:
         assert isinstance(await talks[0].ask(make_open(4)), Opened)
 
     run(engine, test, max_sessions=3)
+
+
+def test_one_address_holds_no_more_sessions_than_it_leaves_free(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        greedy = await peer.greet()
+        for number in range(5):
+            assert isinstance(await greedy.ask(make_open(number)), Opened)
+
+        refusal = assert_declined(await greedy.ask(make_open(5)), ErrorCode.BUSY)
+        elsewhere = await peer.greet()
+        assert_declined(await elsewhere.ask(make_open(5)), ErrorCode.BUSY)
+        neighbour = await peer.at_host("neighbour").open(6)
+        assert isinstance(await neighbour.ask(make_open(7)), Opened)
+        assert_declined(await neighbour.ask(make_open(8)), ErrorCode.BUSY)
+        await peer.at_host("newcomer").open(9)
+
+        assert refusal.retry_after_seconds
+        await greedy.stream.close()
+        await peer.at_host("newcomer").open(10)
+
+    run(engine, test, max_sessions=8)
+
+
+def test_one_address_holds_no_more_streams_than_it_leaves_free(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talks = [await peer.greet() for _ in range(5)]
+
+        one_too_many = await peer.dial()
+        refusal = assert_declined(await one_too_many.hear(), ErrorCode.BUSY)
+        await peer.at_host("neighbour").greet()
+
+        assert refusal.session is None
+        assert refusal.retry_after_seconds
+        assert await one_too_many.hear() is None
+        for talk in talks[:2]:
+            await talk.stream.close()
+        while len(peer.service.streams) > 4:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.1)
+        await peer.greet()
+
+    run(engine, test, max_sessions=2)
 
 
 def test_sessions_being_opened_count(engine: Engine) -> None:
@@ -772,6 +821,8 @@ def test_stream_that_breaks_while_a_step_is_computed_leaves_nothing(engine: Engi
 
 class PatientStream:
     """A stream of a client that said something and goes on listening."""
+
+    remote_host = None
 
     def __init__(self, *messages: Message) -> None:
         self._frames = [encode_frame(message) for message in messages]

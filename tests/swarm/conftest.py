@@ -90,6 +90,7 @@ class _LyingStream:
     """A peer's end of a stream whose frames a liar may replace."""
 
     def __init__(self, stream: Stream, liar: Liar, host: str) -> None:
+        self.remote_host = stream.remote_host
         self._stream = stream
         self._liar = liar
         self._host = host

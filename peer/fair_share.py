@@ -1,0 +1,56 @@
+"""How much of a peer one stranger may hold: pure rules over network addresses.
+
+An address is no identity: behind a NAT many clients share one, and on a test machine all do. So
+nobody is held to a fixed number, only to a part of what others have left.
+"""
+
+import ipaddress
+from collections.abc import Sequence
+
+from ..protocol.errors import ErrorCode, RefusedError
+
+BUSY_SECONDS = 5.0
+"""When to ask again: most generations are over sooner."""
+
+_IPV6_NETWORK_BITS = 64
+"""What a provider gives to one customer, at least: to count its addresses would count nothing."""
+
+
+def name_holder(remote_host: str | None) -> str:
+    """Return the name under which everything from one remote host is counted.
+
+    Ends whose transport does not know where they are count together, as one.
+
+    >>> name_holder("192.0.2.7"), name_holder("2001:db8::1:2"), name_holder("::ffff:192.0.2.7")
+    ('192.0.2.7', '2001:db8::/64', '192.0.2.7')
+    """
+    try:
+        address = ipaddress.ip_address(remote_host or "")
+    except ValueError:
+        return remote_host or "unknown"
+    if isinstance(address, ipaddress.IPv4Address):
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.ip_network((int(address), _IPV6_NETWORK_BITS), strict=False))
+
+
+def check_room_for(holder: str, holders: Sequence[str], num_places: int, of_what: str) -> None:
+    """Raise RefusedError unless `holder` may take one more place; `holders` has every taken one.
+
+    Nobody may hold more than is free. Alone, an address gets half of the places and one, which is
+    plenty for a household; with n greedy ones, about an (n + 1)th of the places stays free, so
+    that no stranger can shut out those who come later.
+
+    >>> check_room_for("a", ["a", "a"], 4, "sessions")
+    >>> check_room_for("a", ["a", "a", "a"], 4, "sessions")
+    Traceback (most recent call last):
+    shoal.protocol.errors.RefusedError: the peer has no room for more sessions from this address
+    >>> check_room_for("b", ["a", "a", "a"], 4, "sessions")
+    """
+    num_free = num_places - len(holders)
+    if num_free <= 0:
+        raise RefusedError(ErrorCode.BUSY, f"the peer has no room for more {of_what}", BUSY_SECONDS)
+    if holders.count(holder) > num_free:
+        detail = f"the peer has no room for more {of_what} from this address"
+        raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)

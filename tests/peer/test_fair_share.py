@@ -1,0 +1,63 @@
+"""Places at a peer, and strangers who all want some."""
+
+import pytest
+
+from shoal.peer.fair_share import check_room_for, name_holder
+from shoal.protocol.errors import ErrorCode, RefusedError
+
+
+def has_room_for(holder: str, holders: list[str], num_places: int) -> bool:
+    try:
+        check_room_for(holder, holders, num_places, "places")
+    except RefusedError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("num_places", [1, 2, 3, 8, 256])
+def test_a_lone_stranger_gets_half_of_the_places_and_all_strangers_together_all(
+    num_places: int,
+) -> None:
+    holders: list[str] = []
+    while has_room_for("greedy", holders, num_places):
+        holders.append("greedy")
+
+    assert len(holders) == num_places // 2 + 1
+    for number in range(num_places - len(holders)):
+        assert has_room_for(f"newcomer {number}", holders, num_places)
+        holders.append(f"newcomer {number}")
+    assert not has_room_for("too late", holders, num_places)
+
+
+def test_greedy_strangers_leave_a_fair_part_to_the_next_one() -> None:
+    holders: list[str] = []
+    for number in range(7):
+        while has_room_for(f"greedy {number % 7}", holders, 256):
+            holders.append(f"greedy {number % 7}")
+
+    assert has_room_for("newcomer", holders, 256)
+
+
+def test_places_that_are_given_back_are_for_everybody_again() -> None:
+    with pytest.raises(RefusedError) as refusal:
+        check_room_for("a", ["a"] * 5, 8, "places")
+    assert refusal.value.code is ErrorCode.BUSY
+    assert refusal.value.retry_after_seconds
+    assert has_room_for("a", ["a"] * 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_same"),
+    [
+        ("192.0.2.1", "192.0.2.2", False),
+        ("192.0.2.1", "::ffff:192.0.2.1", True),
+        ("::ffff:192.0.2.1", "::ffff:192.0.2.2", False),
+        ("2001:db8:0:1::1", "2001:db8:0:1:ffff::9", True),
+        ("2001:db8:0:1::1", "2001:db8:0:2::1", False),
+        ("fe80::1%eth0", "fe80::2%eth0", True),
+        ("peer-a", "peer-b", False),
+        (None, "", True),
+    ],
+)
+def test_who_counts_as_one(one: str | None, other: str, is_same: bool) -> None:
+    assert (name_holder(one) == name_holder(other)) is is_same
