@@ -97,8 +97,10 @@ def choose_action(epoch: EpochOrder, sequence: SequenceOrder, position: Position
 
 
 MAX_CACHED_ANSWERS = 2
-MAX_CACHED_ANSWER_BYTES = 2**20
-"""Answers kept for a repeat. Larger ones (prompts) are not kept: a client that lost one replays."""
+MAX_CACHED_ANSWER_BYTES = 128 * 2**10
+"""Answers kept for a repeat: those of decode steps, such as one token of seven rows at width 8192
+in 16 bits. Larger ones (prompts) are not kept, and a client that lost one replays. No budget counts
+them, so a stranger's sessions must not make them much: 256 sessions hold at most 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.kernels.compress import decode_tensor, encode_tensor
 from shoal.kernels.quantize import WeightFormat
+from shoal.peer.config import PeerConfig
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.loader import open_checkpoint
@@ -42,6 +43,7 @@ from shoal.protocol.messages import (
 from shoal.protocol.net.clock import VirtualClock, VirtualEventLoop, run_virtual
 from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.session import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
 from shoal.protocol.wire import decode_frame, encode_frame
@@ -645,6 +647,32 @@ def test_session_table_on_the_wire(engine: Engine) -> None:
         assert (back.epoch, back.sequence, back.position) == (6, 6, 2)
 
     run(engine, test)
+
+
+def test_repeat_of_a_token_is_answered_again_and_that_of_a_prompt_is_not(engine: Engine) -> None:
+    """The answers of tokens fit into a corner of the memory; those of prompts would fill it."""
+    num_rows, num_tokens = 8, 90
+    prompt, token = draw_hidden(1, num_rows, num_tokens), draw_hidden(2, num_rows, 1)
+    assert prompt.nbytes > MAX_CACHED_ANSWER_BYTES
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open(num_rows=num_rows)
+        expect_output(await talk.ask(make_step(1, 0, prompt)))
+        answer = await talk.ask(make_step(2, num_tokens, token))
+
+        await talk.say(make_step(1, 0, prompt))
+        again = await talk.ask(make_step(2, num_tokens, token))
+
+        assert isinstance(answer, Output)
+        assert again == answer
+
+    run(engine, test)
+
+
+def test_kept_answers_of_all_sessions_of_a_peer_are_bounded() -> None:
+    num_sessions = PeerConfig.max_sessions
+
+    assert num_sessions * MAX_CACHED_ANSWERS * MAX_CACHED_ANSWER_BYTES <= 64 * 2**20
 
 
 def test_answers_keep_the_order_of_the_questions(engine: Engine) -> None:
