@@ -3,7 +3,6 @@
 Never unpickles anything; what is read from disk is checked before it is used.
 """
 
-import hashlib
 import json
 import re
 import struct
@@ -15,16 +14,14 @@ from typing import cast
 import torch
 from safetensors import SafetensorError, safe_open
 
+from .fingerprint import CACHE_DIRECTORY, compute_fingerprint
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 # Honest files are far below these bounds; a damaged one must not make us read gigabytes of JSON.
 MAX_JSON_BYTES = 256 * 2**20
 MAX_HEADER_BYTES = 100 * 2**20
-
-# 256 samples of 64 KiB are 16 MiB of reads: well under a second even from a slow disk.
-FINGERPRINT_SAMPLES = 256
-FINGERPRINT_SAMPLE_BYTES = 64 * 2**10
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
@@ -40,7 +37,8 @@ class CheckpointError(ValueError):
 class Checkpoint:
     """One model's configuration and weights on disk, opened but not loaded.
 
-    `revision` is the Hub's commit, or a fingerprint of the weight files of a local directory.
+    `revision` is the Hub's commit, or the fingerprint of a local directory: a digest of every byte
+    of its weight files.
     Files of a Hub repository arrive when a tensor in them is first asked for.
     """
 
@@ -52,14 +50,21 @@ class Checkpoint:
     _checked_files: dict[str, Path] = field(repr=False, default_factory=dict)
 
     @classmethod
-    def open(cls, model: str | Path, revision: str | None = None) -> "Checkpoint":
+    def open(
+        cls,
+        model: str | Path,
+        revision: str | None = None,
+        cache_directory: Path = CACHE_DIRECTORY,
+    ) -> "Checkpoint":
         """Open a local directory or a Hub id; `revision` is a commit, tag or branch of the Hub.
 
+        A large local directory is read as a whole the first time, which takes about a second per
+        gigabyte; `cache_directory` is where the answer is kept for the next time.
         Raises CheckpointError in one sentence when there is nothing usable.
         """
         directory = Path(model).expanduser()
         if directory.is_dir():
-            return _open_directory(directory)
+            return _open_directory(directory, cache_directory)
         if isinstance(model, str) and _HUB_ID.fullmatch(model):
             return _open_hub(model, revision)
         raise CheckpointError(f"there is no model directory {str(model)!r}; check the path")
@@ -92,15 +97,15 @@ class Checkpoint:
     def _find_file(self, file_name: str) -> Path:
         if file_name not in self._checked_files:
             path = self._fetch(file_name)
-            _read_header(path)
+            _read_names(path)
             self._checked_files[file_name] = path
         return self._checked_files[file_name]
 
 
-def _open_directory(directory: Path) -> Checkpoint:
+def _open_directory(directory: Path, cache_directory: Path) -> Checkpoint:
     config = _read_json(directory / "config.json")
     if (directory / SINGLE_FILE).is_file():
-        file_of = dict.fromkeys(_read_header(directory / SINGLE_FILE).names, SINGLE_FILE)
+        file_of = dict.fromkeys(_read_names(directory / SINGLE_FILE), SINGLE_FILE)
     elif (directory / INDEX_FILE).is_file():
         file_of = _read_index(directory / INDEX_FILE)
     else:
@@ -113,9 +118,12 @@ def _open_directory(directory: Path) -> Checkpoint:
                 f"{directory / INDEX_FILE} names {path.name}, which is not there; "
                 "download the model again"
             )
-    return Checkpoint(
-        directory, config, _fingerprint(list(files.values())), file_of, directory.joinpath
-    )
+        _read_names(path)  # a truncated file is named before anything large is read
+    try:
+        revision = compute_fingerprint(list(files.values()), cache_directory)
+    except OSError as error:
+        raise CheckpointError(f"the weights in {directory} cannot be read: {error}") from error
+    return Checkpoint(directory, config, revision, file_of, directory.joinpath)
 
 
 def _open_hub(model: str, revision: str | None) -> Checkpoint:
@@ -163,7 +171,7 @@ def _open_hub(model: str, revision: str | None) -> Checkpoint:
     except FileNotFoundError:
         is_single, file_of = True, {}
     if is_single:
-        file_of = dict.fromkeys(_read_header(fetch_weights(SINGLE_FILE)).names, SINGLE_FILE)
+        file_of = dict.fromkeys(_read_names(fetch_weights(SINGLE_FILE)), SINGLE_FILE)
     return Checkpoint(directory, _read_json(config_path), commit, file_of, fetch_weights)
 
 
@@ -198,23 +206,15 @@ def _read_index(path: Path) -> dict[str, str]:
     return {name: str(file_name) for name, file_name in file_of.items()}
 
 
-@dataclass(frozen=True)
-class _Header:
-    names: tuple[str, ...]
-    data: bytes
-    file_bytes: int
-
-
-def _read_header(path: Path) -> _Header:
-    """Read the table of contents of a safetensors file and check that the file is complete.
+def _read_names(path: Path) -> tuple[str, ...]:
+    """Read which tensors a safetensors file has, and check that the file is complete.
 
     Layout (safetensors format): 8 bytes little-endian N, N bytes JSON, tensor data.
     """
     try:
         file_bytes = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(8)
-            (header_bytes,) = struct.unpack("<Q", prefix)
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
             if header_bytes > min(MAX_HEADER_BYTES, file_bytes - 8):
                 raise ValueError("its header is longer than the file")
             data = file.read(header_bytes)
@@ -227,31 +227,7 @@ def _read_header(path: Path) -> _Header:
         raise CheckpointError(
             f"{path} is truncated or damaged ({error}); download it again"
         ) from error
-    return _Header(tuple(table), prefix + data, file_bytes)
-
-
-def _fingerprint(paths: list[Path]) -> str:
-    """Digest every header and evenly spaced samples, so that other weights get another revision.
-
-    A hundred gigabytes take well under a second; small files are read completely. Two
-    checkpoints that differ only between the samples are not told apart.
-    """
-    digest = hashlib.sha256()
-    num_samples = max(1, FINGERPRINT_SAMPLES // len(paths))
-    for path in paths:
-        header = _read_header(path)
-        start, num_bytes = len(header.data), header.file_bytes - len(header.data)
-        digest.update(header.data)
-        with path.open("rb") as file:
-            if num_bytes <= num_samples * FINGERPRINT_SAMPLE_BYTES:
-                file.seek(start)
-                digest.update(file.read())
-                continue
-            last_offset = num_bytes - FINGERPRINT_SAMPLE_BYTES
-            for sample in range(num_samples):
-                file.seek(start + last_offset * sample // max(1, num_samples - 1))
-                digest.update(file.read(FINGERPRINT_SAMPLE_BYTES))
-    return digest.hexdigest()[:40]
+    return tuple(table)
 
 
 def _describe_missing_weights(directory: Path) -> str:

@@ -9,12 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shoal.kernels.checkpoint import (
-    FINGERPRINT_SAMPLE_BYTES,
-    FINGERPRINT_SAMPLES,
-    Checkpoint,
-    CheckpointError,
-)
+from shoal.kernels.checkpoint import Checkpoint, CheckpointError
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
 TENSORS = {
@@ -86,20 +81,7 @@ def test_revision_tells_weights_apart_and_not_directories(tmp_path: Path) -> Non
     assert original != other
 
 
-def test_revision_samples_large_files_to_their_end(tmp_path: Path) -> None:
-    num_bytes = FINGERPRINT_SAMPLES * FINGERPRINT_SAMPLE_BYTES * 4
-    weights = torch.zeros(num_bytes, dtype=torch.int8)
-    revisions = set()
-    for changed in (None, 0, num_bytes - 1):
-        if changed is not None:
-            weights[changed] = 1
-        write_single(tmp_path, {"weights": weights})
-        revisions.add(Checkpoint.open(tmp_path).revision)
-
-    assert len(revisions) == 3
-
-
-def test_revision_reads_samples_from_every_shard(tmp_path: Path) -> None:
+def test_revision_covers_every_shard(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     before = Checkpoint.open(tmp_path).revision
     save_file({"second": TENSORS["second"] * 2}, tmp_path / "model-2.safetensors")

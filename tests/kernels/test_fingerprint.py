@@ -1,0 +1,284 @@
+"""The fingerprint of weights, and the file in which it is remembered."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shoal.kernels.checkpoint import Checkpoint
+from shoal.kernels.fingerprint import (
+    CACHE_FILE,
+    MAX_CACHED_FILES,
+    MIN_CACHED_BYTES,
+    compute_fingerprint,
+)
+
+NUM_BYTES = MIN_CACHED_BYTES
+PLANTED = "f" * 64
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A file that is worth remembering. It has holes in place of zeros, so it is made at once."""
+    path = tmp_path / "large"
+    path.touch()
+    os.truncate(path, NUM_BYTES)
+    return path
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "home" / "cache"
+
+
+def write_byte(path: Path, offset: int, value: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(bytes([value]))
+
+
+def digest_of(path: Path) -> str:
+    """Return the fingerprint of one file, from nothing."""
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    return fingerprint_of_digest(digest)
+
+
+def fingerprint_of_digest(*digests: str) -> str:
+    return hashlib.sha256("".join(digests).encode()).hexdigest()[:40]
+
+
+def plant_digest(cache: Path, digest: str = PLANTED) -> None:
+    """Replace the digest of every remembered file, so that one sees where it is used."""
+    file = cache / CACHE_FILE
+    entries: dict[str, str] = json.loads(file.read_text())
+    changed = {path: entry.rpartition(" ")[0] + " " + digest for path, entry in entries.items()}
+    file.write_text(json.dumps(changed))
+
+
+@pytest.mark.parametrize("offset", [0, 100_000, NUM_BYTES // 2 + 12_345, NUM_BYTES - 1])
+def test_every_byte_counts(large: Path, cache: Path, offset: int) -> None:
+    before = compute_fingerprint([large], cache)
+
+    write_byte(large, offset, 1)
+
+    assert compute_fingerprint([large], cache) != before
+
+
+def test_contents_and_order_count_and_names_do_not(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "copies").mkdir()
+    paths: list[Path] = []
+    for name, content in (("a", b"one"), ("b", b"two"), ("copies/c", b"one")):
+        (tmp_path / name).write_bytes(content)
+        paths.append(tmp_path / name)
+    one, two, copy = paths
+
+    assert compute_fingerprint([one, two], cache) == compute_fingerprint([copy, two], cache)
+    assert compute_fingerprint([one, two], cache) != compute_fingerprint([two, one], cache)
+
+
+def test_large_file_is_read_once(large: Path, cache: Path) -> None:
+    first = compute_fingerprint([large], cache)
+    assert first == digest_of(large)
+    assert compute_fingerprint([large], cache) == first
+
+    plant_digest(cache)
+
+    assert compute_fingerprint([large], cache) == fingerprint_of_digest(PLANTED)
+    assert (cache / CACHE_FILE).stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in cache.iterdir()] == [CACHE_FILE]
+
+
+def test_link_to_a_large_file_is_the_same_file(large: Path, cache: Path) -> None:
+    link = large.with_name("link")
+    link.symlink_to(large)
+    compute_fingerprint([large], cache)
+    plant_digest(cache)
+
+    assert compute_fingerprint([link], cache) == fingerprint_of_digest(PLANTED)
+
+
+def rewrite(path: Path) -> None:
+    write_byte(path, 77, 7)
+
+
+def rewrite_and_set_the_time_back(path: Path) -> None:
+    before = path.stat()
+    write_byte(path, 77, 7)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def replace_by_another(path: Path) -> None:
+    other = path.with_name("other")
+    other.touch()
+    os.truncate(other, NUM_BYTES)
+    write_byte(other, 77, 7)
+    os.utime(other, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
+    other.replace(path)
+
+
+def grow(path: Path) -> None:
+    os.truncate(path, NUM_BYTES + 1)
+
+
+@pytest.mark.parametrize(
+    "change", [rewrite, rewrite_and_set_the_time_back, replace_by_another, grow]
+)
+def test_changed_file_is_read_again(
+    large: Path, cache: Path, change: Callable[[Path], None]
+) -> None:
+    compute_fingerprint([large], cache)
+    plant_digest(cache)
+
+    change(large)
+
+    assert compute_fingerprint([large], cache) == digest_of(large)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"{", b"\xff", b"[]", b"7", b"[" * 100_000, b"{}", b" " * (9 * 2**20)],
+    ids=["empty", "cut", "binary", "list", "number", "deep", "nothing", "huge"],
+)
+def test_damaged_cache_is_ignored_and_replaced(large: Path, cache: Path, content: bytes) -> None:
+    cache.mkdir(parents=True)
+    (cache / CACHE_FILE).write_bytes(content)
+
+    assert compute_fingerprint([large], cache) == digest_of(large)
+    plant_digest(cache)
+    assert compute_fingerprint([large], cache) == fingerprint_of_digest(PLANTED)
+
+
+@pytest.mark.parametrize("digest", ["", "f" * 63, "f" * 65, "F" * 64, "g" * 64, "../etc/passwd"])
+def test_damaged_entry_is_ignored(large: Path, cache: Path, digest: str) -> None:
+    compute_fingerprint([large], cache)
+    plant_digest(cache, digest)
+
+    assert compute_fingerprint([large], cache) == digest_of(large)
+
+
+@pytest.mark.parametrize("entry", [7, None, [], {}, "", " " * 5])
+def test_entry_of_another_form_is_ignored(large: Path, cache: Path, entry: object) -> None:
+    cache.mkdir(parents=True)
+    (cache / CACHE_FILE).write_text(json.dumps({str(large): entry}))
+
+    assert compute_fingerprint([large], cache) == digest_of(large)
+
+
+def make_link(file: Path) -> None:
+    file.replace(file.with_name("elsewhere"))
+    file.symlink_to(file.with_name("elsewhere"))
+
+
+def make_pipe(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def make_writable_by_others(file: Path) -> None:
+    file.chmod(0o622)
+
+
+@pytest.mark.parametrize("change", [make_link, make_pipe, make_writable_by_others])
+def test_cache_that_may_not_be_ours_is_not_believed(
+    large: Path, cache: Path, change: Callable[[Path], None]
+) -> None:
+    compute_fingerprint([large], cache)
+    plant_digest(cache)
+
+    change(cache / CACHE_FILE)
+
+    assert compute_fingerprint([large], cache) == digest_of(large)
+
+
+def test_cache_forgets_the_oldest(large: Path, cache: Path) -> None:
+    cache.mkdir(parents=True)
+    old = {f"/old/{number}": "entry" for number in range(MAX_CACHED_FILES)}
+    (cache / CACHE_FILE).write_text(json.dumps(old))
+
+    compute_fingerprint([large], cache)
+
+    kept = list(json.loads((cache / CACHE_FILE).read_text()))
+    assert kept == [*list(old)[1:], str(large)]
+
+
+def test_small_files_leave_no_trace(tmp_path: Path, cache: Path) -> None:
+    small = tmp_path / "small"
+    small.touch()
+    os.truncate(small, NUM_BYTES - 1)
+
+    compute_fingerprint([small], cache)
+
+    assert not cache.exists()
+
+
+def test_cache_that_cannot_be_written_costs_time_only(large: Path) -> None:
+    below_a_file = large / "cache"
+
+    assert compute_fingerprint([large], below_a_file) == digest_of(large)
+
+
+def write_checkpoint(directory: Path, weights: Path) -> None:
+    """Write a model directory whose only tensor are the bytes of a file."""
+    num_bytes = weights.stat().st_size
+    entry = {"dtype": "I8", "shape": [num_bytes], "data_offsets": [0, num_bytes]}
+    header = json.dumps({"weights": entry}).encode()
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+    os.truncate(directory / "model.safetensors", 8 + len(header) + num_bytes)
+
+
+def test_checkpoint_is_remembered_where_it_is_told_to(
+    tmp_path: Path, large: Path, cache: Path
+) -> None:
+    model = tmp_path / "model"
+    write_checkpoint(model, large)
+
+    revision = Checkpoint.open(model, cache_directory=cache).revision
+    assert revision == digest_of(model / "model.safetensors")
+    plant_digest(cache)
+
+    planted = Checkpoint.open(model, cache_directory=cache).revision
+    assert planted == fingerprint_of_digest(PLANTED)
+
+
+HUB_SCRIPT = """
+import sys
+from pathlib import Path
+from shoal.kernels.fingerprint import compute_fingerprint
+
+for path in sys.argv[2:]:
+    print(compute_fingerprint([Path(path)], Path(sys.argv[1])))
+"""
+
+
+def test_files_of_the_hub_have_their_digest_in_their_name(tmp_path: Path, cache: Path) -> None:
+    links: list[Path] = []
+    for hub in (tmp_path / "hub", tmp_path / "not the hub"):
+        blob = hub / "models--org--name" / "blobs" / PLANTED
+        blob.parent.mkdir(parents=True)
+        blob.write_bytes(b"weights")
+        link = hub / "models--org--name" / "snapshots" / "model.safetensors"
+        link.parent.mkdir()
+        link.symlink_to(blob)
+        links.append(link)
+
+    # A process of its own, because the Hub's client reads its settings when it is imported.
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", HUB_SCRIPT, cache, *links],
+        env={**os.environ, "HF_HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [fingerprint_of_digest(PLANTED), digest_of(links[1])]
