@@ -1,10 +1,11 @@
-"""A `shoal` whose peer kills itself (SIGKILL) at a chosen point of the protocol.
+"""A `shoal` whose peer sends itself a signal at a chosen point of the protocol.
 
-    python dying_peer.py POINT serve MODEL ...
+    python dying_peer.py POINT SIGNAL serve MODEL ...
 
 POINT is `open` (asked to open a session, not answered yet), `prefill` (the second piece of a
 prompt or of a replay has arrived, not computed yet) or `answer` (the third single token is
-computed, its answer not sent yet). Everything up to there is the real program.
+computed, its answer not sent yet). SIGNAL is SIGKILL or SIGSTOP. Everything up to there is the
+real program.
 """
 
 import os
@@ -23,7 +24,7 @@ def die_at(point: str, nth: int) -> None:
     if sys.argv[1] == point:
         _counts[point] = _counts.get(point, 0) + 1
         if _counts[point] == nth:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.Signals[sys.argv[2]])
 
 
 class DyingConversation(_real_conversation):
@@ -45,4 +46,4 @@ class DyingConversation(_real_conversation):
 
 if __name__ == "__main__":
     service._Conversation = DyingConversation  # type: ignore[misc]
-    sys.exit(main(sys.argv[2:]))
+    sys.exit(main(sys.argv[3:]))

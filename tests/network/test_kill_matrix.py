@@ -5,6 +5,7 @@ Real processes, fp32, greedy (or beams). The reference is plain transformers on 
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -98,7 +99,11 @@ def run_undisturbed(live: LiveSwarm, inputs: Tensor, **settings: Any) -> Tensor:
 
 def kill_hops(live: LiveSwarm, session: Any, indices: tuple[int, ...]) -> None:
     for index in indices:
-        live.swarm.find(session.hops[index].peer.peer_id).kill()
+        find_hop(live, session, index).kill()
+
+
+def find_hop(live: LiveSwarm, session: Any, index: int) -> LocalPeer:
+    return live.swarm.find(session.hops[index].peer.peer_id)
 
 
 def test_reference_without_any_kill(live: LiveSwarm, prompt: Tensor) -> None:
@@ -127,8 +132,8 @@ def test_kill_between_decode_steps(
         assert all(failover.num_replayed_tokens > 20 for failover in session.failovers)
 
 
-def make_dying_program(point: str) -> tuple[str, ...]:
-    return (str(Path(__file__).with_name("dying_peer.py")), point)
+def make_dying_program(point: str, signal_name: str = "SIGKILL") -> tuple[str, ...]:
+    return (str(Path(__file__).with_name("dying_peer.py")), point, signal_name)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
@@ -186,12 +191,37 @@ def test_paused_peer_is_left(live: LiveSwarm, prompt: Tensor, index: int) -> Non
     with live.connect() as model, model.inference_session(max_length=64) as session:
 
         def pause() -> None:
-            live.swarm.find(session.hops[index].peer.peer_id).pause()
+            find_hop(live, session, index).pause()
 
         tokens = generate(model, prompt, streamer=CallAt(KILL_AFTER, pause))
 
         assert torch.equal(tokens, run_undisturbed(live, prompt))
         assert SPANS[index] in {failover.lost.span for failover in session.failovers}
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_pause_in_the_middle_of_a_prompt(live: LiveSwarm, prompt: Tensor, index: int) -> None:
+    """The only peer of a span stands still with half of the prompt; the next one takes over."""
+    live.heal(1)
+    span = SPANS[index]
+    (healthy,) = [p for p in live.swarm.peers if p.is_running and p.span == span]
+    healthy.kill()
+    stopping = live.swarm.add(span, program=make_dying_program("prefill", "SIGSTOP"))
+
+    def succeed() -> None:
+        os.waitid(os.P_PID, stopping.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+        live.swarm.add(span)
+
+    succession = threading.Thread(target=succeed, daemon=True)  # may wait for ever, in a failure
+    succession.start()
+
+    with live.connect(max_step_bytes=4 * 64 * 4, failover_timeout_seconds=60.0) as model:
+        tokens = generate(model, prompt)
+
+    succession.join()
+    assert torch.equal(tokens, run_undisturbed(live, prompt))
+    assert stopping.is_running
+    stopping.kill()
 
 
 def test_peer_restarts_with_the_same_identity_and_an_empty_cache(
@@ -220,24 +250,27 @@ def test_peer_restarts_with_the_same_identity_and_an_empty_cache(
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-def test_kill_during_beam_search(live: LiveSwarm, prompt: Tensor, index: int) -> None:
+@pytest.mark.parametrize("trouble", [LocalPeer.kill, LocalPeer.pause])
+def test_trouble_during_beam_search(
+    live: LiveSwarm, prompt: Tensor, trouble: Callable[[LocalPeer], None], index: int
+) -> None:
     live.heal(2)
     beams = {"num_beams": 3, "num_return_sequences": 3}
 
     with live.connect() as model, model.inference_session(max_length=64) as session:
         num_calls = 0
 
-        def kill_in_the_middle(tokens: Tensor, scores: Tensor) -> Tensor:
+        def disturb_in_the_middle(tokens: Tensor, scores: Tensor) -> Tensor:
             nonlocal num_calls
             num_calls += 1
             if num_calls == KILL_AFTER:
-                kill_hops(live, session, (index,))
+                trouble(find_hop(live, session, index))
             return scores
 
-        tokens = generate(model, prompt, logits_processor=[kill_in_the_middle], **beams)
+        tokens = generate(model, prompt, logits_processor=[disturb_in_the_middle], **beams)
 
         assert torch.equal(tokens, run_undisturbed(live, prompt, **beams))
-        assert len(session.failovers) == 1
+        assert SPANS[index] in {failover.lost.span for failover in session.failovers}
 
 
 def test_kill_with_a_batch_of_three(live: LiveSwarm) -> None:
