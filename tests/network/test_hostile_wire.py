@@ -48,6 +48,9 @@ METHOD = "/shoal.v1.Peer/Exchange"
 PATIENCE_SECONDS = 60.0
 """For answers that only a broken peer owes for long."""
 
+ATTACK_SECONDS = 300.0
+"""For an attack that a broken peer never lets end; an honest one is through in a few seconds."""
+
 MAX_GROWTH_BYTES = 8 * 2**20
 """What allocators may still keep the third time; the attacks together move hundreds of MiB."""
 
@@ -260,6 +263,39 @@ async def contradict_shapes(gang: Gang) -> None:
                 await stranger.expect_end(ErrorCode.BAD_FRAME)
 
 
+async def exceed_shapes(gang: Gang) -> None:
+    """Shapes that fit their bytes and the model, and are beyond what anyone may send."""
+    shapes = {
+        (1, 1, 257 * HIDDEN): (limits.MAX_BATCH_ROWS + 1, 1, HIDDEN),
+        (2, 1, 4097 * 8): (1, limits.MAX_STEP_TOKENS + 1, 16),
+        (1, 6, 10923): (1, 1, limits.MAX_HIDDEN_SIZE + 2),
+    }
+    for honest, beyond in shapes.items():
+        assert torch.Size(honest).numel() == torch.Size(beyond).numel()
+        frame = encode_frame(make_step(make_session(), torch.zeros(honest)))
+        for offset, number in zip((40, 44, 48), beyond, strict=True):
+            frame = patch_frame(frame, offset, "I", number)
+        stranger = await gang.greet()
+        await stranger.say(frame)
+        await stranger.expect_end(ErrorCode.BAD_FRAME)
+    empty = encode_frame(make_step(make_session()))[:HEADER_BYTES]
+    stranger = await gang.greet()
+    await stranger.say(patch_frame(patch_frame(empty, 44, "I", 0), 56, "I", 0))
+    await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def send_long_control_parts(gang: Gang) -> None:
+    """A field of the future, which a peer skips, but not at any length."""
+    frame = encode_frame(make_step(make_session()))
+    row_map = b"\x0a\x01\x00"
+    control = row_map + b"\x7a\x80\x80\x04" + bytes(2**16)  # field 15, so many bytes
+    assert len(control) > limits.MAX_CONTROL_BYTES
+    stranger = await gang.greet()
+    head = patch_frame(frame[:HEADER_BYTES], 52, "I", len(control))
+    await stranger.say(head + control + frame[HEADER_BYTES:])
+    await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
 async def send_negative_positions(gang: Gang) -> None:
     frame = encode_frame(make_step(make_session()))
     for position in (-1, -(2**31), limits.MAX_SESSION_TOKENS + 1):
@@ -354,6 +390,8 @@ ATTACKS: tuple[Attack, ...] = (
     send_oversized_frames,
     send_wrong_versions,
     contradict_shapes,
+    exceed_shapes,
+    send_long_control_parts,
     send_negative_positions,
     step_unknown_sessions,
     send_values_that_are_none,
@@ -395,7 +433,7 @@ async def attack(target: Target, attacks: tuple[Attack, ...]) -> None:
         tasks.create_task(asyncio.to_thread(client.run, is_over))
         try:
             for carry_out in attacks:
-                async with gather_gang(target) as gang:
+                async with asyncio.timeout(ATTACK_SECONDS), gather_gang(target) as gang:
                     await carry_out(gang)
         finally:
             is_over.set()
