@@ -6,8 +6,10 @@ import asyncio
 import concurrent.futures
 import gc
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
@@ -223,3 +225,53 @@ def test_close_also_ends_tasks_that_a_coroutine_left_behind() -> None:
 
     assert task.cancelled()
     assert cleaned_up.is_set()
+
+
+def test_close_ends_generators_that_a_coroutine_left_half_way() -> None:
+    portal = Portal()
+    trace: list[str] = []
+
+    async def count() -> AsyncGenerator[int]:
+        try:
+            yield 1
+            yield 2
+        finally:
+            await asyncio.sleep(0)  # only a running loop can end it
+            trace.append("ended")
+
+    numbers = count()
+
+    async def take_one() -> int:
+        return await anext(numbers)
+
+    assert portal.run(take_one()) == 1
+    assert trace == []
+    portal.close()
+
+    assert trace == ["ended"]
+
+
+@pytest.mark.slow
+def test_program_that_closes_nothing_ends_all_the_same() -> None:
+    """As a script does whose last line is a generation: the interpreter goes, and with it all."""
+    program = (
+        "import asyncio, threading\n"
+        "from shoal.client.portal import Portal\n"
+        "portal = Portal()\n"
+        "async def linger():\n"
+        "    try:\n"
+        "        await asyncio.Event().wait()\n"
+        "    finally:\n"
+        "        print('cleaned up', flush=True)\n"
+        "async def begin():\n"
+        "    global task\n"
+        "    task = asyncio.create_task(linger())\n"
+        "    await asyncio.sleep(0)\n"
+        "portal.run(begin())\n"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120
+    )
+
+    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import logging
 import threading
 from collections.abc import Awaitable, Callable, Sequence
@@ -41,11 +42,14 @@ class NotingEngine:
         self.gate.set()
         self.refused: list[StepWork] = []
         self.num_missing_results = 0
+        self.deadly: list[StepWork] = []
 
     def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
         self.batches.append(list(batch))
         self.entered.set()
         assert self.gate.wait(PATIENCE_SECONDS)
+        if any(work is deadly for work in batch for deadly in self.deadly):
+            raise ZeroDivisionError("on purpose")
         refusal = RefusedError(ErrorCode.BAD_VALUES, "not these")
         results: list[Tensor | ShoalError] = [
             refusal if any(work is refused for refused in self.refused) else work.hidden_BTH + 1
@@ -62,9 +66,9 @@ class NotingEngine:
         assert await asyncio.to_thread(self.entered.wait, PATIENCE_SECONDS)
 
 
-def make_work(cache: Any, position: int = 0, num_tokens: int = 1) -> StepWork:
+def make_work(cache: Any, position: int = 0, num_tokens: int = 1, **options: Any) -> StepWork:
     hidden = torch.full((1, num_tokens, 2), float(position))
-    return StepWork(cache, Span(0, 1), position, hidden)
+    return StepWork(cache, Span(0, 1), position, hidden, **options)
 
 
 def make_thread(engine: NotingEngine, token_budget: int = 512) -> ComputeThread:
@@ -194,6 +198,104 @@ def test_engine_that_loses_a_result_fails_the_steps_and_goes_on(
 
     run(test)
     assert "1 steps got 0 results" in caplog.text
+
+
+def test_step_that_makes_the_engine_fail_takes_none_of_its_batch_along(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = NotingEngine()
+    good, deadly, moving = (
+        make_work(FakeCache(), 1),
+        make_work(FakeCache(), 2),
+        make_work(FakeCache(), 3, row_map=(0,)),
+    )
+    engine.deadly.append(deadly)
+
+    async def test() -> None:
+        compute = make_thread(engine)  # not entered: the test is the thread
+        futures = [compute.submit(work) for work in (good, deadly, moving)]
+        compute.step()
+        result, *errors = await asyncio.gather(*futures, return_exceptions=True)
+        assert not isinstance(result, BaseException)
+        assert result.hidden_BTH[0, 0, 0] == 2
+        for error in errors:
+            assert isinstance(error, BaseException)
+            assert_refused(error, ErrorCode.INTERNAL)
+
+    run(test)
+    # Each alone after the batch, but for the one whose rows may have been moved already.
+    assert engine.batches == [[good, deadly, moving], [good], [deadly]]
+    assert "the engine failed on 3 steps" in caplog.text
+
+
+def test_step_that_makes_the_engine_fail_alone_is_not_tried_again() -> None:
+    engine = NotingEngine()
+    deadly = make_work(FakeCache())
+    engine.deadly.append(deadly)
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            with pytest.raises(RefusedError) as caught:
+                await compute.submit(deadly)
+            assert_refused(caught.value, ErrorCode.INTERNAL)
+
+    run(test)
+    assert engine.batches == [[deadly]]
+
+
+def test_waiting_time_grows_with_the_queue_and_is_told_to_each_step() -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            assert compute.queue_seconds == 0
+            first = await compute.submit(make_work(FakeCache()))
+            assert compute.queue_seconds == 0  # nobody waits
+            engine.gate.clear()
+            engine.entered.clear()
+            running = compute.submit(make_work(FakeCache()))
+            await engine.wait_entered()
+
+            cache = FakeCache()
+            waiting = [compute.submit(make_work(cache, position)) for position in range(4)]
+            one_of_them = compute.queue_seconds / len(waiting)
+            waiting += [compute.submit(make_work(cache, position)) for position in range(4, 8)]
+
+            assert one_of_them > 0
+            assert compute.queue_seconds == pytest.approx(8 * one_of_them)
+            engine.gate.set()
+            told = [first, await running, *[await future for future in waiting]]
+            assert all(answer.compute_seconds > 0 for answer in told)
+            # Each of them waited at least for the one that was computed before it.
+            for earlier, later in itertools.pairwise(told[2:]):
+                assert later.queue_seconds > earlier.compute_seconds
+
+    run(test)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_that_dies_leaves_nobody_waiting() -> None:
+    engine = NotingEngine()
+
+    def die() -> None:
+        raise SystemExit  # passes every handler of the thread
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            running = compute.submit(make_work(FakeCache()))
+            await engine.wait_entered()
+            compute.post(die)
+            waiting = [compute.submit(make_work(FakeCache())), compute.call(lambda: 3)]
+            engine.gate.set()
+            await running
+            for result in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(result, BaseException)
+                assert_refused(result, ErrorCode.DRAINING)
+            with pytest.raises(RefusedError):
+                await compute.submit(make_work(FakeCache()))
+
+    run(test)
 
 
 def test_call_returns_what_the_function_returns_on_the_thread() -> None:
