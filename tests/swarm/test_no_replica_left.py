@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from service_scene import HoldingComputeThread
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
@@ -21,15 +22,14 @@ from shoal.client.live_hops import SessionFacts
 from shoal.client.session import RemoteSession
 from shoal.client.swarm import Swarm
 from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.compute_thread import ComputeThread
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
 from shoal.peer.service import Service, ServiceFacts
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.errors import RouteError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
-from shoal.protocol.net.clock import VirtualClock, VirtualEventLoop, run_virtual
+from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.spans import Span
@@ -42,25 +42,6 @@ PATIENCE_SECONDS = 7.0
 CONFIG = ClientConfig(seed=0, failover_timeout_seconds=PATIENCE_SECONDS)
 SLACK_SECONDS = 2 * CONFIG.connect_timeout_seconds
 """The attempt that is under way when the time is over may end, at the network and at the DHT."""
-
-
-class HoldingComputeThread(ComputeThread):
-    """Keeps virtual time still while the engine computes."""
-
-    def submit(self, work: StepWork) -> Any:
-        return _hold_time(super().submit(work))
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        return _hold_time(super().call(function))
-
-
-def _hold_time(future: asyncio.Future[Any]) -> asyncio.Future[Any]:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualEventLoop)
-    hold = loop.hold()
-    hold.__enter__()
-    future.add_done_callback(lambda _: hold.__exit__(None, None, None))
-    return future
 
 
 class Scene:

@@ -1,0 +1,265 @@
+"""A service that listens on a loopback network, and a client's side of its streams, by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.kernels.compress import decode_tensor, encode_tensor
+from shoal.peer.engine.compute_thread import ComputeThread
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.service import Service, ServiceFacts
+from shoal.peer.step_work import TORCH_DTYPES
+from shoal.protocol.errors import ErrorCode, ShoalError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId, SessionId
+from shoal.protocol.messages import (
+    Declined,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Step,
+    Welcome,
+)
+from shoal.protocol.net.clock import VirtualClock, VirtualEventLoop, run_virtual
+from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.wire import decode_frame, encode_frame
+
+HIDDEN = 64
+MODEL_ID = ModelId("a" * 32)
+PEER_ID = Identity(bytes(32)).peer_id
+SPAN = Span(1, 3)
+IDLE_SECONDS = 600.0
+HELLO = Hello(1, 1, "a test")
+
+
+class HoldingComputeThread(ComputeThread):
+    """Keeps virtual time still while the engine computes."""
+
+    def submit(self, work: StepWork) -> Any:
+        return hold_time(super().submit(work))
+
+    def call(self, function: Callable[[], Any]) -> Any:
+        return hold_time(super().call(function))
+
+
+def hold_time(future: asyncio.Future[Any]) -> asyncio.Future[Any]:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, VirtualEventLoop)
+    hold = loop.hold()
+    hold.__enter__()
+    future.add_done_callback(lambda _: hold.__exit__(None, None, None))
+    return future
+
+
+class GatedEngine:
+    """An engine that stops at a gate, before opening a cache or before computing."""
+
+    def __init__(self, engine: Engine, gate: str) -> None:
+        self._engine = engine
+        self._gate = gate
+        self.num_steps = 0
+        self.entered = threading.Event()
+        self.leave = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def open_cache(self, *arguments: Any) -> Any:
+        self._wait_at("open")
+        return self._engine.open_cache(*arguments)
+
+    def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+        self._wait_at("execute")
+        self.num_steps += len(batch)
+        return self._engine.execute(batch)
+
+    def _wait_at(self, point: str) -> None:
+        if point == self._gate:
+            self.entered.set()
+            assert self.leave.wait(30)
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.wait, 30)
+
+
+class FailingEngine:
+    """An engine whose next calls of one kind fail with something nobody foresaw."""
+
+    def __init__(self, engine: Engine, point: str, num_failures: int = 1) -> None:
+        self._engine = engine
+        self._point = point
+        self._num_failures = num_failures
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def open_cache(self, *arguments: Any) -> Any:
+        self._fail_at("open")
+        return self._engine.open_cache(*arguments)
+
+    def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+        self._fail_at("execute")
+        return self._engine.execute(batch)
+
+    def _fail_at(self, point: str) -> None:
+        if point == self._point and self._num_failures:
+            self._num_failures -= 1
+            raise ZeroDivisionError("the device is on fire")
+
+
+class Talk:
+    """One stream of a client that says whatever it is told to."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    async def say(self, *messages: Message) -> None:
+        for message in messages:
+            await self.stream.send(encode_frame(message))
+
+    async def hear(self) -> Message | None:
+        frame = await self.stream.receive()
+        return None if frame is None else decode_frame(frame)
+
+    async def ask(self, message: Message) -> Message | None:
+        await self.say(message)
+        return await self.hear()
+
+
+@dataclass
+class Peer:
+    """A service that listens, and the network around it."""
+
+    service: Service
+    compute: ComputeThread
+    engine: Any
+    network: LoopbackNetwork
+    client: LoopbackTransport
+    clients: list[LoopbackTransport]
+    endpoint: Any
+
+    async def dial(self, lane: Lane = Lane.INTERACTIVE) -> Talk:
+        return Talk(await self.client.open_stream(self.endpoint, lane))
+
+    def at_host(self, name: str) -> Peer:
+        """Return the same peer, as another host of the network sees it."""
+        client = LoopbackTransport(self.network, name)
+        self.clients.append(client)
+        return replace(self, client=client)
+
+    async def greet(self, lane: Lane = Lane.INTERACTIVE) -> Talk:
+        talk = await self.dial(lane)
+        assert isinstance(await talk.ask(HELLO), Welcome)
+        return talk
+
+    async def open(self, number: int = 1, **changes: Any) -> Talk:
+        talk = await self.greet()
+        assert isinstance(await talk.ask(make_open(number, **changes)), Opened)
+        return talk
+
+    async def wait_until_empty(self) -> None:
+        """Wait until nothing of any session is left, and check that that is true."""
+        assert await self.service.wait_until_empty(60)
+        while self.service.opening:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(0.1)
+        statistics = await self.compute.call(self.engine.pool.statistics)
+        assert (statistics.used_bytes, statistics.num_sessions) == (0, 0)
+        await self.compute.call(self.engine.pool.check_integrity)
+
+    async def count_used_bytes(self) -> int:
+        return (await self.compute.call(self.engine.pool.statistics)).used_bytes
+
+
+def make_session(number: int) -> SessionId:
+    return SessionId(bytes([number % 256, number // 256]) + b"-a-test-session"[:14])
+
+
+def make_open(number: int = 1, **changes: Any) -> Open:
+    opening = Open(make_session(number), 1, MODEL_ID, SPAN, 1, 100, WireDtype.FP32)
+    return replace(opening, **changes)
+
+
+def draw_hidden(seed: int, num_rows: int = 1, num_tokens: int = 1, width: int = HIDDEN) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, num_tokens, width, generator=generator)
+
+
+def make_step(
+    sequence: int, position: int, hidden: Tensor, number: int = 1, **changes: Any
+) -> Step:
+    rows, tokens, width = hidden.shape
+    data = encode_tensor(hidden)
+    wire = WireTensor(WireDtype.FP32, WireCodec.RAW, rows, tokens, width, data)
+    return replace(Step(make_session(number), 1, sequence, position, wire), **changes)
+
+
+def expect_output(answer: Message | None) -> Tensor:
+    assert isinstance(answer, Output), answer
+    tensor = answer.hidden
+    return decode_tensor(tensor.data, TORCH_DTYPES[tensor.dtype], tensor.shape)
+
+
+def assert_declined(answer: Message | None, code: ErrorCode) -> Declined:
+    assert isinstance(answer, Declined), answer
+    assert answer.code is code, answer
+    return answer
+
+
+def run(
+    engine: Any,
+    test: Callable[[Peer], Awaitable[None]],
+    max_sessions: int = 8,
+    idle_seconds: float = IDLE_SECONDS,
+) -> None:
+    """Run a test against a fresh service; then nothing of it may be left."""
+    problems: list[dict[str, Any]] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: problems.append(context))
+        network = LoopbackNetwork()
+        async with HoldingComputeThread(engine) as compute:
+            facts = ServiceFacts(PEER_ID, MODEL_ID, max_sessions, idle_seconds)
+            service = Service(facts, engine, compute, VirtualClock())
+            server = LoopbackTransport(network, "peer")
+            listener = await server.listen("peer", 0, service.serve)
+            client = LoopbackTransport(network, "client")
+            peer = Peer(service, compute, engine, network, client, [client], listener.endpoint)
+            await test(peer)
+            for client in peer.clients:
+                await client.close()
+            await peer.wait_until_empty()
+            await server.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+    gc.collect()
+    assert problems == []
+    assert not [thread for thread in threading.enumerate() if thread.name == "compute"]
+
+
+def compute_alone(engine: Engine, *parts: Tensor, **options: Any) -> list[Tensor]:
+    """Return what the engine makes of some steps in a session of its own."""
+    cache = engine.open_cache(parts[0].shape[0], 100, SPAN)
+    results: list[Tensor] = []
+    for part in parts:
+        work = StepWork(cache, SPAN, cache.length, part, **options)
+        (result,) = engine.execute([work])
+        assert isinstance(result, Tensor)
+        results.append(result)
+    cache.close()
+    return results

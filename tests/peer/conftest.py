@@ -1,0 +1,19 @@
+"""The engine that a service under test has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from service_scene import SPAN
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loader import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_models: Any) -> Engine:
+    """Two blocks in the middle of the plain tiny Llama."""
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+    return Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**22)

@@ -1,0 +1,263 @@
+"""How sessions and streams end, in good order or not: nothing of them may be left."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from service_scene import (
+    HELLO,
+    IDLE_SECONDS,
+    SPAN,
+    FailingEngine,
+    GatedEngine,
+    HoldingComputeThread,
+    Peer,
+    Talk,
+    assert_declined,
+    compute_alone,
+    draw_hidden,
+    expect_output,
+    make_open,
+    make_session,
+    make_step,
+    run,
+)
+
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.protocol.errors import ErrorCode, RefusedError
+from shoal.protocol.messages import (
+    Close,
+    Message,
+    Opened,
+)
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.transport import Lane
+from shoal.protocol.wire import encode_frame
+
+
+def test_close_frees_the_pages_and_the_stream_goes_on(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1, 1, 90))))
+        assert await peer.count_used_bytes() > 0
+
+        await talk.say(Close(make_session(1), 1), Close(make_session(1), 1))
+        answer = await talk.ask(make_step(2, 90, draw_hidden(1)))
+
+        assert_declined(answer, ErrorCode.UNKNOWN_SESSION)
+        assert await peer.count_used_bytes() == 0
+        assert isinstance(await talk.ask(make_open(1)), Opened)
+
+    run(engine, test)
+
+
+def test_stream_that_breaks_while_a_session_is_opened_leaves_nothing(engine: Engine) -> None:
+    gated = GatedEngine(engine, "open")
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_open())
+        await gated.wait_entered()
+
+        peer.network.kill("client")
+        gated.leave.set()
+
+        await peer.wait_until_empty()
+        peer.network.revive("client")
+
+    run(gated, test)
+
+
+def test_stream_that_breaks_while_a_step_is_computed_leaves_nothing(engine: Engine) -> None:
+    gated = GatedEngine(engine, "execute")
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        await talk.say(make_step(1, 0, draw_hidden(1, 1, 90)), make_step(2, 90, draw_hidden(2)))
+        await gated.wait_entered()
+
+        peer.network.kill("client")
+        gated.leave.set()
+
+        await peer.wait_until_empty()
+        peer.network.revive("client")
+
+    run(gated, test)
+
+
+class PatientStream:
+    """A stream of a client that said something and goes on listening."""
+
+    remote_host = None
+
+    def __init__(self, *messages: Message) -> None:
+        self._frames = [encode_frame(message) for message in messages]
+
+    async def send(self, frame: bytes) -> None:
+        return
+
+    async def receive(self) -> bytes | None:
+        return self._frames.pop(0) if self._frames else await asyncio.Future[None]()
+
+    async def close(self) -> None:
+        return
+
+
+def test_serving_that_is_cancelled_while_a_session_is_opened_leaves_nothing(
+    engine: Engine,
+) -> None:
+    gated = GatedEngine(engine, "open")
+
+    async def test(peer: Peer) -> None:
+        serving = asyncio.create_task(peer.service.serve(PatientStream(HELLO, make_open())))
+        await gated.wait_entered()
+        serving.cancel()
+        await asyncio.wait([serving])
+        gated.leave.set()
+
+        await peer.wait_until_empty()
+
+    run(gated, test)
+
+
+def test_steps_that_wait_when_their_session_is_closed_are_never_computed(engine: Engine) -> None:
+    gated = GatedEngine(engine, "execute")
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        await talk.say(*(make_step(index + 1, index, draw_hidden(index)) for index in range(3)))
+        await gated.wait_entered()
+        await talk.say(Close(make_session(1), 1))
+        assert await peer.service.wait_until_empty(60)
+        gated.leave.set()
+
+        # None of the three is answered any more; what comes later is.
+        assert isinstance(await talk.ask(make_open(2)), Opened)
+        await peer.count_used_bytes()
+        assert gated.num_steps == 1
+
+    run(gated, test)
+
+
+def test_answers_to_a_client_that_said_its_last_word_still_leave(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        await talk.say(make_step(1, 0, draw_hidden(1)))
+
+        await talk.stream.send(encode_frame(Close(make_session(9), 1)))
+        answer = await talk.hear()
+        await talk.stream.close()
+
+        expect_output(answer)
+        await peer.wait_until_empty()
+
+    run(engine, test)
+
+
+def test_two_hundred_aborted_sessions_leave_nothing(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        for number in range(200):
+            client = LoopbackTransport(peer.network, f"client {number}")
+            talk = Talk(await client.open_stream(peer.endpoint))
+            await talk.say(HELLO, make_open(number))
+            if number % 2:
+                await talk.say(make_step(1, 0, draw_hidden(number, 1, 1 + number % 5), number))
+            if number % 3:
+                await talk.hear()
+            peer.network.kill(f"client {number}")
+            await client.close()
+
+        await peer.wait_until_empty()
+
+        await peer.open(1)
+
+    run(engine, test, max_sessions=256)
+
+
+def test_engine_that_fails_answers_internal_and_goes_on(engine: Engine) -> None:
+    hidden = draw_hidden(1, 1, 3)
+    (wanted,) = compute_alone(engine, hidden)
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+
+        refusal = assert_declined(await talk.ask(make_step(1, 0, hidden)), ErrorCode.INTERNAL)
+        output = expect_output(await talk.ask(make_step(2, 0, hidden)))
+
+        assert "fire" not in refusal.detail
+        assert torch.equal(output, wanted)
+
+    run(FailingEngine(engine, "execute"), test)
+
+
+def test_cache_that_cannot_be_opened_answers_internal_and_goes_on(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+
+        refusal = assert_declined(await talk.ask(make_open()), ErrorCode.INTERNAL)
+        answer = await talk.ask(make_open())
+
+        assert "fire" not in refusal.detail
+        assert isinstance(answer, Opened)
+
+    run(FailingEngine(engine, "open"), test)
+
+
+def test_draining_peer_serves_old_sessions_and_takes_no_new_ones(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open(1)
+        peer.service.is_draining = True
+
+        assert_declined(await talk.ask(make_open(2)), ErrorCode.DRAINING)
+        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1))))
+        assert not await peer.service.wait_until_empty(10)
+        waiting = asyncio.create_task(peer.service.wait_until_empty(1000))
+        await talk.say(Close(make_session(1), 1))
+
+        assert await waiting
+
+    run(engine, test)
+
+
+def test_idle_stream_is_ended_and_its_session_freed(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        await asyncio.sleep(IDLE_SECONDS - 1)
+        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1))))
+        opened_at = VirtualClock().now()
+
+        assert_declined(await talk.hear(), ErrorCode.UNKNOWN_SESSION)
+
+        assert VirtualClock().now() - opened_at == pytest.approx(IDLE_SECONDS)
+        assert await talk.hear() is None
+        await peer.wait_until_empty()
+
+    run(engine, test)
+
+
+def test_session_that_is_stepped_over_another_stream_is_not_idle(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk, bulk = await peer.open(), await peer.greet(Lane.BULK)
+
+        for index in range(5):
+            expect_output(await bulk.ask(make_step(index + 1, index, draw_hidden(index))))
+            await asyncio.sleep(0.6 * IDLE_SECONDS)
+        expect_output(await talk.ask(make_step(6, 5, draw_hidden(9))))
+
+    run(engine, test)
+
+
+def test_compute_thread_that_stops_declines_what_waits(engine: Engine) -> None:
+    async def main() -> None:
+        async with HoldingComputeThread(engine) as compute:
+            cache = await compute.call(lambda: engine.open_cache(1, 10, SPAN))
+        future = compute.submit(StepWork(cache, SPAN, 0, draw_hidden(1)))
+        with pytest.raises(RefusedError) as caught:
+            await future
+        assert caught.value.code is ErrorCode.DRAINING
+        cache.close()
+
+    run_virtual(main())

@@ -1,0 +1,240 @@
+"""What strangers may hold of a peer: sessions, streams, cache, memory, patience."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+from service_scene import (
+    HELLO,
+    SPAN,
+    GatedEngine,
+    Peer,
+    assert_declined,
+    compute_alone,
+    draw_hidden,
+    expect_output,
+    make_open,
+    make_session,
+    make_step,
+    run,
+)
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.config import PeerConfig
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.protocol import limits
+from shoal.protocol.errors import ErrorCode, UnavailableError
+from shoal.protocol.messages import (
+    Close,
+    Opened,
+    Output,
+    Step,
+)
+from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.session import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
+from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+
+
+def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talks = [await peer.at_host(f"host {number}").open(number) for number in (1, 2, 3)]
+
+        refusal = assert_declined(await talks[0].ask(make_open(4)), ErrorCode.BUSY)
+        assert refusal.retry_after_seconds
+        await talks[1].say(Close(make_session(2), 1))
+        await talks[1].ask(HELLO)  # its answer says that the Close was read
+
+        assert isinstance(await talks[0].ask(make_open(4)), Opened)
+
+    run(engine, test, max_sessions=3)
+
+
+def test_one_address_holds_no_more_sessions_than_it_leaves_free(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        greedy = await peer.greet()
+        for number in range(5):
+            assert isinstance(await greedy.ask(make_open(number)), Opened)
+
+        refusal = assert_declined(await greedy.ask(make_open(5)), ErrorCode.BUSY)
+        elsewhere = await peer.greet()
+        assert_declined(await elsewhere.ask(make_open(5)), ErrorCode.BUSY)
+        neighbour = await peer.at_host("neighbour").open(6)
+        assert isinstance(await neighbour.ask(make_open(7)), Opened)
+        assert_declined(await neighbour.ask(make_open(8)), ErrorCode.BUSY)
+        await peer.at_host("newcomer").open(9)
+
+        assert refusal.retry_after_seconds
+        await greedy.stream.close()
+        await peer.at_host("newcomer").open(10)
+
+    run(engine, test, max_sessions=8)
+
+
+def test_one_address_holds_no_more_streams_than_it_leaves_free(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talks = [await peer.greet() for _ in range(5)]
+
+        one_too_many = await peer.dial()
+        refusal = assert_declined(await one_too_many.hear(), ErrorCode.BUSY)
+        await peer.at_host("neighbour").greet()
+
+        assert refusal.session is None
+        assert refusal.retry_after_seconds
+        assert await one_too_many.hear() is None
+        for talk in talks[:2]:
+            await talk.stream.close()
+        while len(peer.service.streams) > 4:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.1)
+        await peer.greet()
+
+    run(engine, test, max_sessions=2)
+
+
+def test_sessions_being_opened_count(engine: Engine) -> None:
+    gated = GatedEngine(engine, "open")
+
+    async def test(peer: Peer) -> None:
+        talks = [await peer.greet() for _ in range(3)]
+        for number, talk in enumerate(talks):
+            await talk.say(make_open(number))
+        await gated.wait_entered()
+        gated.leave.set()
+
+        answers = [await talk.hear() for talk in talks]
+
+        assert sorted(type(answer).__name__ for answer in answers) == ["Declined"] + 2 * ["Opened"]
+
+    run(gated, test, max_sessions=2)
+
+
+def test_one_stream_holds_so_many_sessions(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        for number in range(limits.MAX_SESSIONS_PER_STREAM):
+            assert isinstance(await talk.ask(make_open(number)), Opened)
+
+        assert_declined(await talk.ask(make_open(200)), ErrorCode.BUSY)
+
+        assert isinstance(await (await peer.greet()).ask(make_open(200)), Opened)
+
+    run(engine, test, max_sessions=100)
+
+
+def test_session_larger_than_the_kv_budget_is_refused_for_good(tiny_models: Any) -> None:
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+    small = Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**15)
+
+    async def test(peer: Peer) -> None:
+        refusal = assert_declined(
+            await (await peer.greet()).ask(make_open(num_rows=64)), ErrorCode.CACHE_FULL
+        )
+
+        assert refusal.retry_after_seconds is None
+
+    run(small, test)
+
+
+def test_step_that_outgrows_the_kv_budget_is_refused_and_can_be_tried_again(
+    tiny_models: Any,
+) -> None:
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+    # Room for three pages of 64 tokens of one row.
+    page_bytes = 64 * 2 * len(SPAN) * 2 * 16 * 4
+    small = Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=3 * page_bytes)
+    prompt = draw_hidden(1, 1, 128)
+    (wanted,) = compute_alone(small, prompt[:, :100])
+
+    async def test(peer: Peer) -> None:
+        first = await peer.open(1, max_tokens=128)
+        second = await peer.open(2, max_tokens=128)
+        expect_output(await first.ask(make_step(1, 0, prompt, number=1)))
+
+        refusal = assert_declined(
+            await second.ask(make_step(1, 0, prompt[:, :100], number=2)), ErrorCode.CACHE_FULL
+        )
+        assert (refusal.session, refusal.sequence) == (make_session(2), 1)
+        assert refusal.retry_after_seconds
+        await first.say(Close(make_session(1), 1))
+        await first.ask(HELLO)
+        output = expect_output(await second.ask(make_step(2, 0, prompt[:, :100], number=2)))
+
+        assert torch.equal(output, wanted)
+
+    run(small, test)
+
+
+def test_repeat_of_a_token_is_answered_again_and_that_of_a_prompt_is_not(engine: Engine) -> None:
+    """The answers of tokens fit into a corner of the memory; those of prompts would fill it."""
+    num_rows, num_tokens = 8, 90
+    prompt, token = draw_hidden(1, num_rows, num_tokens), draw_hidden(2, num_rows, 1)
+    assert prompt.nbytes > MAX_CACHED_ANSWER_BYTES
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open(num_rows=num_rows)
+        expect_output(await talk.ask(make_step(1, 0, prompt)))
+        answer = await talk.ask(make_step(2, num_tokens, token))
+
+        await talk.say(make_step(1, 0, prompt))
+        again = await talk.ask(make_step(2, num_tokens, token))
+
+        assert isinstance(answer, Output)
+        assert again == answer
+
+    run(engine, test)
+
+
+def test_kept_answers_of_all_sessions_of_a_peer_are_bounded() -> None:
+    num_sessions = PeerConfig.max_sessions
+
+    assert num_sessions * MAX_CACHED_ANSWERS * MAX_CACHED_ANSWER_BYTES <= 64 * 2**20
+
+
+def test_step_whose_answer_would_not_fit_a_frame_is_refused(engine: Engine) -> None:
+    width, tokens = 4096, 1500  # 12 MB as bf16, 24 MB as fp32
+    data = bytes(2 * width * tokens)
+    hidden = WireTensor(WireDtype.BF16, WireCodec.RAW, 1, tokens, width, data)
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open(max_tokens=512)
+        talk_of = Step(make_session(1), 1, 1, 0, hidden)
+
+        refusal = assert_declined(await talk.ask(talk_of), ErrorCode.TOO_LONG)
+
+        assert refusal.session == make_session(1)
+        expect_output(await talk.ask(make_step(2, 0, draw_hidden(1))))
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("says_hello", [False, True])
+def test_stream_without_a_session_is_ended_soon(engine: Engine, says_hello: bool) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet() if says_hello else await peer.dial()
+
+        assert_declined(await talk.hear(), ErrorCode.UNKNOWN_SESSION)
+
+        assert VirtualClock().now() < 60
+        assert await talk.hear() is None
+
+    run(engine, test, idle_seconds=24 * 3600)
+
+
+def test_client_that_never_reads_its_answers_is_dropped(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open(max_tokens=512, num_rows=32)
+        hidden = draw_hidden(1, 32, 256)  # 2 MB each way; the network holds 4 MB
+
+        async def flood() -> None:
+            for sequence in range(1, 100):
+                await talk.say(make_step(sequence, 0, hidden))
+
+        with pytest.raises(UnavailableError):
+            await flood()
+
+        await peer.wait_until_empty()
+
+    run(engine, test, idle_seconds=60.0)
