@@ -12,15 +12,14 @@ from typing import Any
 from shoal.cli.main import main
 from shoal.peer import peer
 from shoal.protocol.announcements import Announcement
-from shoal.protocol.endpoints import Endpoint
 
 _make_honest_template = peer.make_template
 
 
 def make_forged_template(*facts: Any) -> Announcement:
-    *others, endpoint = facts
-    assert isinstance(endpoint, Endpoint)
-    return _make_honest_template(*others, replace(endpoint, fingerprint="f" * 64))
+    honest = _make_honest_template(*facts)
+    forged = tuple(replace(endpoint, fingerprint="f" * 64) for endpoint in honest.endpoints)
+    return replace(honest, endpoints=forged)
 
 
 if __name__ == "__main__":
