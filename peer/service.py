@@ -341,7 +341,8 @@ class _Conversation:
             held.state.accept(step)
             self._used.add(step.session)
             self._count_pending(len(step.hidden.data))
-            future = self._service.compute.submit(make_work(step, held.cache, held.span))
+            work = make_work(step, held.cache, held.span)
+            future = self._service.compute.submit(work, held.holder)
             held.running.add(future)
             await self._answers.put(_RunningStep(step, held, future))
 

@@ -489,6 +489,7 @@ class StuckStream:
     """A stream that has no room for another frame, and never will."""
 
     is_closed = False
+    remote_host = None
 
     async def send(self, frame: bytes) -> None:
         await asyncio.Event().wait()

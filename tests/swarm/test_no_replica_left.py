@@ -18,7 +18,7 @@ from service_scene import HoldingComputeThread
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
-from shoal.client.live_hops import SessionFacts
+from shoal.client.live_hops import LiveHops, SessionFacts
 from shoal.client.session import RemoteSession
 from shoal.client.swarm import Swarm
 from shoal.kernels.quantize import WeightFormat
@@ -95,7 +95,7 @@ class Scene:
         )
         await swarm.refresh()
         facts = SessionFacts(SessionId(bytes(16)), MODEL_ID, WHOLE, HIDDEN, 64)
-        return RemoteSession(facts, swarm, transport, VirtualClock(), CONFIG)
+        return RemoteSession(LiveHops(facts, swarm, transport, VirtualClock(), CONFIG))
 
 
 def draw(seed: int, num_tokens: int) -> Tensor:
