@@ -60,6 +60,7 @@ class Client:
         self._directory = directory
         self._hidden_size = hidden_size
         self._config = config
+        self._secret = secrets.token_bytes(16)
 
     def __repr__(self) -> str:
         return f"<Client of {self._swarm!r}>"
@@ -121,6 +122,7 @@ class Client:
             span,
             self._hidden_size,
             max_length,
+            self._secret,
         )
         hops = LiveHops(facts, self._swarm, self._transport, SystemClock(), self._config)
         return InferenceSession(RemoteSession(hops), self._portal)

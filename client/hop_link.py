@@ -15,7 +15,7 @@ from ..protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from ..protocol.ids import SessionId
+from ..protocol.ids import ClientToken, SessionId
 from ..protocol.messages import (
     Close,
     Declined,
@@ -50,14 +50,14 @@ class LinkFacts:
 
 
 async def greet(
-    stream: Stream, hop_name: str, clock: Clock, *more: Message
+    stream: Stream, hop_name: str, clock: Clock, client: ClientToken, *more: Message
 ) -> tuple[Welcome, float]:
     """Say Hello (and `more` right behind it); return the Welcome and the round-trip seconds.
 
     Raises RefusedError when the versions do not fit, RemoteProtocolError for any other answer.
     """
     asked_at = clock.now()
-    hello = Hello(versions.MIN_VERSION, versions.MAX_VERSION, versions.SOFTWARE)
+    hello = Hello(versions.MIN_VERSION, versions.MAX_VERSION, versions.SOFTWARE, client)
     await stream.send(encode_frame(hello))
     for message in more:
         await stream.send(encode_frame(message))
@@ -89,11 +89,13 @@ class HopLink:
     """An open session at one peer. Not to be used again after an error: close it."""
 
     def __init__(
-        self, transport: Transport, clock: Clock, hop: Hop, opening: Open, stream: Stream
-    ) -> None:
+        self, transport: Transport, clock: Clock, hop: Hop, opening: Open, client: ClientToken,
+        stream: Stream,
+    ) -> None:  # fmt: skip
         self._transport = transport
         self._clock = clock
         self._opening = opening
+        self._client = client
         self._interactive = stream
         self._bulk: Stream | None = None
         self.hop = hop
@@ -105,9 +107,10 @@ class HopLink:
 
     @classmethod
     async def open(
-        cls, transport: Transport, clock: Clock, hop: Hop, opening: Open, timeout_seconds: float
-    ) -> tuple["HopLink", LinkFacts]:
-        """Dial a peer and open a session for the hop's span.
+        cls, transport: Transport, clock: Clock, hop: Hop, opening: Open, client: ClientToken,
+        timeout_seconds: float,
+    ) -> tuple["HopLink", LinkFacts]:  # fmt: skip
+        """Dial a peer and open a session for the hop's span, under the name of `client`.
 
         Raises UnavailableError, RefusedError or RemoteProtocolError; nothing is left open then.
         """
@@ -117,8 +120,8 @@ class HopLink:
                 async with asyncio.timeout(timeout_seconds):
                     stream = await _dial(transport, hop, Lane.INTERACTIVE, timeout_seconds)
                     undo.push_async_callback(stream.close)
-                    link = cls(transport, clock, hop, opening, stream)
-                    welcome, rtt_seconds = await greet(stream, link.name, clock, opening)
+                    link = cls(transport, clock, hop, opening, client, stream)
+                    welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
                     _check_welcome(welcome, hop, opening)
                     opened = await _receive(stream, link.name, opening.session)
             except TimeoutError as error:
@@ -170,7 +173,7 @@ class HopLink:
             return self._interactive
         if self._bulk is None:
             self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
-            welcome, _ = await greet(self._bulk, self.name, self._clock)
+            welcome, _ = await greet(self._bulk, self.name, self._clock, self._client)
             _check_welcome(welcome, self.hop, self._opening)
         return self._bulk
 

@@ -17,7 +17,15 @@ from ..protocol.errors import (
     RouteError,
     UnavailableError,
 )
-from ..protocol.ids import SESSION_ID_BYTES, ModelId, PeerId, SessionId
+from ..protocol.ids import (
+    NO_CLIENT,
+    SESSION_ID_BYTES,
+    ClientToken,
+    ModelId,
+    PeerId,
+    SessionId,
+    make_client_token,
+)
 from ..protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES
 from ..protocol.messages import Open, Step
 from ..protocol.net.clock import Clock
@@ -56,6 +64,8 @@ class SessionFacts:
     span: Span
     hidden_size: int
     max_tokens: int
+    client_secret: bytes = b""
+    """What the client's name at each peer is made of; empty: it has none."""
 
 
 @dataclass(eq=False)
@@ -283,11 +293,15 @@ class LiveHops:
         )
         try:
             live.link, facts = await HopLink.open(
-                self._transport, self.clock, hop, opening, timeout_seconds
+                self._transport, self.clock, hop, opening, self._name_for(hop), timeout_seconds
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             raise blame(self._swarm, hop, error) from error
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
+
+    def _name_for(self, hop: Hop) -> ClientToken:
+        secret = self.facts.client_secret
+        return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
 
     async def _replay(self, hops: list[LiveHop]) -> None:
         """Send the first hop's log through all of them; each output is the next one's log."""

@@ -17,6 +17,7 @@ from ..protocol.errors import (
     UnavailableError,
     UsageError,
 )
+from ..protocol.ids import NO_CLIENT
 from ..protocol.messages import Welcome
 from ..protocol.net.clock import Clock, SystemClock
 from ..protocol.net.directory import Directory
@@ -168,7 +169,7 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
         return PeerCheck(peer, _name_fault(error), str(error))
     try:
         wall = probes.clock.wall()
-        welcome, rtt_seconds = await greet(stream, str(endpoint), probes.clock)
+        welcome, rtt_seconds = await greet(stream, str(endpoint), probes.clock, NO_CLIENT)
     except RefusedError as error:
         is_version = error.code is ErrorCode.BAD_VERSION
         return PeerCheck(peer, Fault.VERSION if is_version else Fault.REFUSED, str(error))

@@ -6,6 +6,7 @@ nobody is held to a fixed number, only to a part of what others have left.
 
 import ipaddress
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..protocol.errors import ErrorCode, RefusedError
 
@@ -35,6 +36,13 @@ def name_holder(remote_host: str | None) -> str:
     return str(ipaddress.ip_network((int(address), _IPV6_NETWORK_BITS), strict=False))
 
 
+class Holder(NamedTuple):
+    """Who holds a stream or session: an address, and what a client there calls itself."""
+
+    address: str
+    client: str = ""
+
+
 def check_room_for(holder: str, holders: Sequence[str], num_places: int, of_what: str) -> None:
     """Raise RefusedError unless `holder` may take one more place; `holders` has every taken one.
 
@@ -45,12 +53,36 @@ def check_room_for(holder: str, holders: Sequence[str], num_places: int, of_what
     >>> check_room_for("a", ["a", "a"], 4, "sessions")
     >>> check_room_for("a", ["a", "a", "a"], 4, "sessions")
     Traceback (most recent call last):
-    shoal.protocol.errors.RefusedError: the peer has no room for more sessions from this address
+    shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
     >>> check_room_for("b", ["a", "a", "a"], 4, "sessions")
     """
     num_free = num_places - len(holders)
     if num_free <= 0:
         raise RefusedError(ErrorCode.BUSY, f"the peer has no room for more {of_what}", BUSY_SECONDS)
     if holders.count(holder) > num_free:
-        detail = f"the peer has no room for more {of_what} from this address"
+        detail = f"the peer has no room for more {of_what} of yours"
         raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
+
+
+def check_room_for_client(
+    holder: Holder, holders: Sequence[Holder], num_places: int, of_what: str
+) -> None:
+    """Do the same twice: for the address, and for the client within what its address may hold.
+
+    So clients behind one address do not shut each other out, and who makes up names gets no more
+    than an address gets. Who gives no name is held to the first rule only.
+
+    >>> greedy = Holder("home", "greedy")
+    >>> check_room_for_client(Holder("home", "other"), [greedy] * 3, 8, "sessions")
+    >>> check_room_for_client(greedy, [greedy] * 3, 8, "sessions")
+    Traceback (most recent call last):
+    shoal.protocol.errors.RefusedError: the peer has no room for more sessions of yours
+    """
+    addresses = [other.address for other in holders]
+    check_room_for(holder.address, addresses, num_places, of_what)
+    if not holder.client:
+        return
+    num_of_others = len(addresses) - addresses.count(holder.address)
+    num_places_here = (num_places - num_of_others) // 2 + 1
+    clients = [other.client for other in holders if other.address == holder.address]
+    check_room_for(holder.client, clients, num_places_here, of_what)

@@ -14,13 +14,31 @@ ModelId = NewType("ModelId", str)
 SessionId = NewType("SessionId", bytes)
 """16 random bytes drawn by the client; knowing them is the right to step the session."""
 
+ClientToken = NewType("ClientToken", bytes)
+"""What a client calls itself at one peer, so that its sessions can be counted together: 16 bytes,
+or none. No proof of anything: knowing it is being it, so each peer is told another one."""
+
+NO_CLIENT = ClientToken(b"")
+"""Of a client that has no name."""
+
 SESSION_ID_BYTES = 16
+CLIENT_TOKEN_BYTES = 16
 MODEL_ID_CHARACTERS = 32
 
 # Fields that a loader or a save call adds and that do not change what the weights mean.
 _VOLATILE_CONFIG_FIELDS = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
 )
+
+
+def make_client_token(secret: bytes, peer_id: PeerId) -> ClientToken:
+    """Return a client's name at one peer; peers that compare theirs learn nothing.
+
+    >>> len(make_client_token(b"secret", PeerId("12D3KooW"))) == CLIENT_TOKEN_BYTES
+    True
+    """
+    digest = hashlib.blake2b(peer_id.encode(), key=secret, digest_size=CLIENT_TOKEN_BYTES)
+    return ClientToken(digest.digest())
 
 
 def make_model_id(config: Mapping[str, object], revision: str) -> ModelId:

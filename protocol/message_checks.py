@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from . import limits
-from .ids import MODEL_ID_CHARACTERS, SESSION_ID_BYTES
+from .ids import CLIENT_TOKEN_BYTES, MODEL_ID_CHARACTERS, SESSION_ID_BYTES
 from .messages import Close, Declined, Gap, Hello, Message, Open, Opened, Output, Step, Welcome
 from .spans import Span
 from .tensors import check_tensor
@@ -82,6 +82,10 @@ def _check_seconds(*values: float) -> None:
 
 def _check_hello(message: Hello) -> None:
     check_text(message.software)
+    if len(message.client) not in (0, CLIENT_TOKEN_BYTES):
+        raise ValueError(
+            f"a client's name has {CLIENT_TOKEN_BYTES} bytes, not {len(message.client)}"
+        )
 
 
 def _check_welcome(message: Welcome) -> None:

@@ -8,18 +8,23 @@ session the client sends `Open` and gets `Opened`, then `Step` and gets `Output`
 from dataclasses import dataclass
 
 from .errors import ErrorCode
-from .ids import ModelId, PeerId, SessionId
+from .ids import NO_CLIENT, ClientToken, ModelId, PeerId, SessionId
 from .spans import Span
 from .tensors import WireDtype, WireTensor
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """First message of the dialler: which protocol versions it speaks."""
+    """First message of the dialler: which protocol versions it speaks.
+
+    Streams and sessions of one `client` are counted together; who gives none is counted with all
+    the others of its address that do not.
+    """
 
     min_version: int
     max_version: int
     software: str
+    client: ClientToken = NO_CLIENT
 
 
 @dataclass(frozen=True, slots=True)

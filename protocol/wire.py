@@ -21,7 +21,7 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from . import limits
 from .errors import ErrorCode, LocalProtocolError, RemoteProtocolError
-from .ids import ModelId, PeerId, SessionId
+from .ids import ClientToken, ModelId, PeerId, SessionId
 from .message_checks import NO_SESSION, check_message, check_text, clean_text
 from .messages import Close, Declined, Gap, Hello, Message, Open, Opened, Output, Step, Welcome
 from .proto import wire_pb2 as pb
@@ -173,13 +173,14 @@ def _encode_hello(message: Hello) -> _Parts:
         min_version=message.min_version,
         max_version=message.max_version,
         software=message.software,
+        client=message.client,
     )
     return _Parts(Kind.HELLO, control=body.SerializeToString())
 
 
 def _decode_hello(parts: _Parts) -> Hello:
     body = _parse(pb.HelloBody(), parts)
-    return Hello(body.min_version, body.max_version, body.software)
+    return Hello(body.min_version, body.max_version, body.software, ClientToken(body.client))
 
 
 def _encode_welcome(message: Welcome) -> _Parts:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
 from .engine import Engine, StepWork
 from .pace import Pace
-from .scheduler import PART_TOKENS, WaitingStep, choose_batch, renew_usage
+from .scheduler import PART_TOKENS, Usage, WaitingStep, choose_batch, renew_usage
 
 _logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class _Job:
     """A step and how far it has come: prompts are computed in parts."""
 
     work: StepWork
-    client: str
+    holder: tuple[str, str]
     future: asyncio.Future[ComputedStep]
     submitted_at: float
     started_at: float | None = None
@@ -53,7 +53,7 @@ class _Job:
         """Return what the policy may know."""
         num_tokens = self.work.num_tokens - self.num_done
         return WaitingStep(
-            id(self.work.cache), self.client, self.work.num_rows, num_tokens, self.is_decoding
+            id(self.work.cache), self.holder, self.work.num_rows, num_tokens, self.is_decoding
         )
 
     def take(self, num_tokens: int) -> StepWork:
@@ -96,7 +96,7 @@ class ComputeThread:
         self._engine = engine
         self._token_budget = token_budget
         self._pace = Pace(token_budget, PART_TOKENS)
-        self._usage: dict[str, float] = {}
+        self._usage: Usage = {}
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
         self._jobs: deque[_Job] = deque()
@@ -123,17 +123,19 @@ class ComputeThread:
     def queue_seconds(self) -> float:
         """Estimate how long a step of one more client would wait now."""
         with self._wake:
-            num_clients = len({job.client for job in self._jobs})
-        return num_clients * self._pace.iteration_seconds
+            num_holders = len({job.holder for job in self._jobs})
+        return num_holders * self._pace.iteration_seconds
 
-    def submit(self, work: StepWork, client: str = "") -> asyncio.Future[ComputedStep]:
+    def submit(
+        self, work: StepWork, holder: tuple[str, str] = ("", "")
+    ) -> asyncio.Future[ComputedStep]:
         """Queue a step. The future fails with RefusedError when the engine declines the step.
 
-        `client` is whose it is: clients get equal shares. Cancelling the future drops the step, or
+        `holder` is whose it is, for equal shares. Cancelling the future drops the step, or
         what is left of a prompt, unless that part has begun.
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
-        job = _Job(work, client, future, time.monotonic())
+        job = _Job(work, holder, future, time.monotonic())
         if job.is_decoding:
             self._pace.note_decoding(job.submitted_at)
         self._enqueue(self._jobs, job)

@@ -17,15 +17,20 @@ PART_TOKENS = 64
 class WaitingStep:
     """What the policy may know of a step that waits.
 
-    `session` tells sessions apart: steps of one session never overtake each other. `client` is
-    whose it is, for fairness. `num_tokens` are the tokens per row that are not computed yet.
+    `session` tells sessions apart: steps of one session never overtake each other. `holder` is
+    whose it is: an address, and a client there. `num_tokens` are the tokens per row that are not
+    computed yet.
     """
 
     session: int
-    client: str
+    holder: tuple[str, str]
     num_rows: int
     num_tokens: int
     is_decoding: bool
+
+
+Usage = Mapping[tuple[str, ...], float]
+"""Rows times tokens that were computed lately, for each address and each holder."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ def count_part_tokens(num_rows: int) -> int:
 
 def choose_batch(
     waiting: Sequence[WaitingStep],
-    usage: Mapping[str, float],
+    usage: Usage,
     token_budget: int,
     prompt_budget: int,
 ) -> list[Take]:
@@ -55,11 +60,13 @@ def choose_batch(
 
     `waiting` is in order of arrival; only the oldest step of a session is a candidate. Every step
     that decodes comes along, up to `token_budget` rows, and parts of prompts, up to
-    `prompt_budget` tokens. Each budget is shared out to the client that has had the least so far
-    (`usage`, in rows times tokens), and within a client to who came first: so nobody is passed
-    over for ever. The first part is taken whatever its size.
+    `prompt_budget` tokens. Each budget is shared out to the address that has had the least so far,
+    there to the client that has, and of its steps to the one that came first: so nobody is passed
+    over for ever, and nobody gets more by making up names. The first part is taken whatever its
+    size.
 
-    >>> prompt, token = WaitingStep(1, "a", 1, 300, False), WaitingStep(2, "b", 1, 1, True)
+    >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
+    >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
     >>> choose_batch([prompt, token], {}, 512, 128)
     [Take(index=1, num_tokens=1), Take(index=0, num_tokens=128)]
     >>> choose_batch([prompt, token], {}, 512, 0)
@@ -79,32 +86,49 @@ def choose_batch(
                 break
             left -= size
             taken[index] = taken.get(index, 0) + size // waiting[index].num_rows
-            shares[waiting[index].client] = shares.get(waiting[index].client, 0.0) + size
+            for key in _keys_of(waiting[index]):
+                shares[key] = shares.get(key, 0.0) + size
     return [Take(index, num_tokens) for index, num_tokens in taken.items()]
+
+
+def _keys_of(step: WaitingStep) -> tuple[tuple[str, ...], ...]:
+    """Return under what a step counts: its address and its holder."""
+    return step.holder[:1], step.holder
 
 
 def _in_fair_order(
     waiting: Sequence[WaitingStep],
     candidates: Sequence[int],
-    shares: Mapping[str, float],
+    shares: Usage,
     taken: Mapping[int, int],
+    depth: int = 0,
 ) -> Iterator[int]:
-    """Yield whose part is next, again and again; in between the caller updates the last two."""
-    queues: dict[str, list[int]] = {}
-    for index in reversed(candidates):
-        queues.setdefault(waiting[index].client, []).append(index)
-    heap = [(shares.get(client, 0.0), queue[-1], client) for client, queue in queues.items()]
+    """Yield whose part is next, again and again; in between the caller updates the last two.
+
+    Addresses take turns, at each its holders (`depth` 1), and of each its steps in their order.
+    """
+    if depth == 2:
+        for index in candidates:
+            while taken.get(index, 0) < waiting[index].num_tokens:
+                yield index
+        return
+    groups: dict[tuple[str, ...], list[int]] = {}
+    for index in candidates:
+        groups.setdefault(_keys_of(waiting[index])[depth], []).append(index)
+    heap = [(shares.get(key, 0.0), group[0], key) for key, group in groups.items()]
+    turns = {
+        key: _in_fair_order(waiting, group, shares, taken, depth + 1)
+        for key, group in groups.items()
+    }
     heapq.heapify(heap)
     while heap:
-        _, index, client = heap[0]
-        yield index
-        queue = queues[client]
-        if taken.get(index, 0) >= waiting[index].num_tokens:
-            queue.pop()
-        if queue:
-            heapq.heapreplace(heap, (shares.get(client, 0.0), queue[-1], client))
-        else:
+        _, first, key = heap[0]
+        index = next(turns[key], None)
+        if index is None:
             heapq.heappop(heap)
+            continue
+        yield index
+        heapq.heapreplace(heap, (shares.get(key, 0.0), first, key))
 
 
 def _count_next(step: WaitingStep, num_taken: int) -> int:
@@ -114,21 +138,26 @@ def _count_next(step: WaitingStep, num_taken: int) -> int:
 
 
 def renew_usage(
-    usage: Mapping[str, float], waiting: Sequence[WaitingStep], batch: Sequence[Take]
-) -> dict[str, float]:
-    """Return what every waiting client has had, after a batch.
+    usage: Usage, waiting: Sequence[WaitingStep], batch: Sequence[Take]
+) -> dict[tuple[str, ...], float]:
+    """Return what everybody who waits has had, after a batch.
 
-    Who was away is not owed for it: a client comes in with as much as the least of those that
-    wait (start-time fair queueing; Goyal, Vin and Cheng, 1996).
+    Who was away is not owed for it: one comes in with as much as the least of those that wait
+    beside it (start-time fair queueing; Goyal, Vin and Cheng, 1996).
 
-    >>> step = WaitingStep(1, "new", 1, 1, True)
-    >>> renew_usage({"old": 90.0}, [step], [Take(0, 1)])
-    {'new': 1.0}
+    >>> step = WaitingStep(1, ("home", "new"), 1, 1, True)
+    >>> renew_usage({("home",): 90.0, ("home", "old"): 90.0}, [step], [Take(0, 1)])
+    {('home',): 91.0, ('home', 'new'): 1.0}
     """
-    clients = dict.fromkeys(step.client for step in waiting)
-    least = min((usage[client] for client in clients if client in usage), default=0.0)
-    renewed = {client: max(usage.get(client, least), least) for client in clients}
+    keys = dict.fromkeys(key for step in waiting for key in _keys_of(step))
+    least: dict[tuple[str, ...], float] = {}
+    for key in keys:
+        if key in usage:
+            beside = key[:-1]
+            least[beside] = min(usage[key], least.get(beside, usage[key]))
+    renewed = {key: usage.get(key, least.get(key[:-1], 0.0)) for key in keys}
     for take in batch:
         step = waiting[take.index]
-        renewed[step.client] += step.num_rows * take.num_tokens
+        for key in _keys_of(step):
+            renewed[key] += step.num_rows * take.num_tokens
     return renewed

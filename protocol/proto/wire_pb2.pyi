@@ -7,14 +7,16 @@ from typing import ClassVar as _ClassVar, Optional as _Optional
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class HelloBody(_message.Message):
-    __slots__ = ("min_version", "max_version", "software")
+    __slots__ = ("min_version", "max_version", "software", "client")
     MIN_VERSION_FIELD_NUMBER: _ClassVar[int]
     MAX_VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
     min_version: int
     max_version: int
     software: str
-    def __init__(self, min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., software: _Optional[str] = ...) -> None: ...
+    client: bytes
+    def __init__(self, min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., software: _Optional[str] = ..., client: _Optional[bytes] = ...) -> None: ...
 
 class WelcomeBody(_message.Message):
     __slots__ = ("version", "software", "peer_id", "model_id", "span_start", "span_stop", "wall_seconds")

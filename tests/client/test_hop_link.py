@@ -23,7 +23,7 @@ from shoal.protocol.errors import (
     UsageError,
 )
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId, PeerId, SessionId
+from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
 from shoal.protocol.messages import (
     Close,
     Declined,
@@ -49,6 +49,7 @@ OTHER_ID = Identity(bytes([1]) * 32).peer_id
 SESSION, OTHER_SESSION = SessionId(b"s" * 16), SessionId(b"t" * 16)
 SPAN = Span(0, 4)
 WIDTH = 8
+CLIENT = ClientToken(b"c" * 16)
 OPEN = Open(SESSION, 3, MODEL_ID, Span(0, 9), 1, 100, WireDtype.FP32)
 TIMEOUT = 5.0
 
@@ -114,7 +115,7 @@ class Scene:
 
     async def open(self, hop: Hop | None = None) -> tuple[HopLink, LinkFacts]:
         return await HopLink.open(
-            self.transport, VirtualClock(), hop or self.make_hop(), OPEN, TIMEOUT
+            self.transport, VirtualClock(), hop or self.make_hop(), OPEN, CLIENT, TIMEOUT
         )
 
 
@@ -166,6 +167,19 @@ def test_opening_asks_for_the_span_of_the_hop_and_learns_of_the_load() -> None:
         await link.close()
 
     run(test, Link(delay_seconds=0.05))
+
+
+def test_every_stream_says_under_which_name_it_counts() -> None:
+    async def test(scene: Scene) -> None:
+        link, _ = await scene.open()
+        large = BULK_FRAME_BYTES // (4 * WIDTH) // 4 + 1
+        await link.step(replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH)), TIMEOUT)
+
+        hellos = [heard[0] for heard in scene.heard]
+        assert [hello.client for hello in hellos if isinstance(hello, Hello)] == [CLIENT, CLIENT]
+        await link.close()
+
+    run(test)
 
 
 def test_hello_and_open_take_one_round_trip_together() -> None:
@@ -504,7 +518,7 @@ class StuckStream:
 def test_closing_does_not_wait_for_a_stream_that_is_stuck() -> None:
     async def test(scene: Scene) -> None:
         stream = StuckStream()
-        link = HopLink(scene.transport, VirtualClock(), scene.make_hop(), OPEN, stream)
+        link = HopLink(scene.transport, VirtualClock(), scene.make_hop(), OPEN, CLIENT, stream)
 
         await link.close()
 

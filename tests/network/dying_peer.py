@@ -13,10 +13,9 @@ import signal
 import sys
 
 from shoal.cli.main import main
-from shoal.peer import service
+from shoal.peer import conversation, service
 from shoal.protocol.messages import Open, Step
 
-_real_conversation = service._Conversation
 _counts = {"prefill": 0, "answer": 0}
 
 
@@ -27,7 +26,7 @@ def die_at(point: str, nth: int) -> None:
             os.kill(os.getpid(), signal.Signals[sys.argv[2]])
 
 
-class DyingConversation(_real_conversation):
+class DyingConversation(conversation.Conversation):
     async def _open(self, message: Open) -> bytes:
         die_at("open", 1)
         return await super()._open(message)
@@ -37,7 +36,7 @@ class DyingConversation(_real_conversation):
             die_at("prefill", 2)
         await super()._take_step(step)
 
-    async def _finish(self, running: service._RunningStep) -> bytes | None:
+    async def _finish(self, running: conversation._RunningStep) -> bytes | None:
         frame = await super()._finish(running)
         if running.step.hidden.tokens == 1:
             die_at("answer", 3)
@@ -45,5 +44,5 @@ class DyingConversation(_real_conversation):
 
 
 if __name__ == "__main__":
-    service._Conversation = DyingConversation  # type: ignore[misc]
+    service.Conversation = DyingConversation
     sys.exit(main(sys.argv[3:]))

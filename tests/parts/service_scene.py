@@ -48,8 +48,8 @@ HELLO = Hello(1, 1, "a test")
 class HoldingComputeThread(ComputeThread):
     """Keeps virtual time still while the engine computes."""
 
-    def submit(self, work: StepWork, client: str = "") -> Any:
-        return hold_time(super().submit(work, client))
+    def submit(self, work: StepWork, holder: tuple[str, str] = ("", "")) -> Any:
+        return hold_time(super().submit(work, holder))
 
     def call(self, function: Callable[[], Any]) -> Any:
         return hold_time(super().call(function))

@@ -243,7 +243,7 @@ def test_step_that_makes_the_engine_fail_alone_is_not_tried_again() -> None:
     assert engine.batches == [[deadly]]
 
 
-def test_waiting_time_grows_with_the_queue_and_is_told_to_each_step() -> None:
+def test_waiting_time_grows_with_those_who_wait_and_is_told_to_each_step() -> None:
     engine = NotingEngine()
 
     async def test() -> None:
@@ -258,13 +258,14 @@ def test_waiting_time_grows_with_the_queue_and_is_told_to_each_step() -> None:
 
             cache = FakeCache()
             waiting = [compute.submit(make_work(cache, position)) for position in range(4)]
-            one_of_them = compute.queue_seconds / len(waiting)
-            waiting += [compute.submit(make_work(cache, position)) for position in range(4, 8)]
+            one_of_them = compute.queue_seconds
+            others = [compute.submit(make_work(FakeCache()), (f"host {n}", "")) for n in range(3)]
 
             assert one_of_them > 0
-            assert compute.queue_seconds == pytest.approx(8 * one_of_them)
+            assert compute.queue_seconds == pytest.approx(4 * one_of_them)
             engine.gate.set()
             told = [first, await running, *[await future for future in waiting]]
+            await asyncio.gather(*others)
             assert all(answer.compute_seconds > 0 for answer in told)
             # Each of them waited at least for the one that was computed before it.
             for earlier, later in itertools.pairwise(told[2:]):
@@ -375,11 +376,11 @@ def test_prompt_is_computed_in_parts_between_which_others_decode() -> None:
     async def test() -> None:
         compute = make_thread(engine)  # not entered: the test is the thread
         cache, decoding = FakeCache(), FakeCache()
-        waiting = compute.submit(make_work(cache, 5, num_tokens), "prompt")
-        behind = compute.submit(make_work(cache, 5 + num_tokens), "prompt")
+        waiting = compute.submit(make_work(cache, 5, num_tokens), ("prompt", ""))
+        behind = compute.submit(make_work(cache, 5 + num_tokens), ("prompt", ""))
         num_batches = 0
         while not behind.done() and num_batches < 10_000:
-            token = compute.submit(make_work(decoding, num_batches), "other")
+            token = compute.submit(make_work(decoding, num_batches), ("other", ""))
             compute.step()
             num_batches += 1
             assert engine.batches[-1][0].cache is decoding

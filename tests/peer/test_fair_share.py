@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.peer.fair_share import check_room_for, name_holder
+from shoal.peer.fair_share import Holder, check_room_for, check_room_for_client, name_holder
 from shoal.protocol.errors import ErrorCode, RefusedError
 
 
@@ -36,6 +36,35 @@ def test_greedy_strangers_leave_a_fair_part_to_the_next_one() -> None:
             holders.append(f"greedy {number % 7}")
 
     assert has_room_for("newcomer", holders, 256)
+
+
+def count_taken(holder: Holder, holders: list[Holder], num_places: int) -> int:
+    """Let a holder take what it can get; return how many places that was."""
+    before = len(holders)
+    while True:
+        try:
+            check_room_for_client(holder, holders, num_places, "places")
+        except RefusedError:
+            return len(holders) - before
+        holders.append(holder)
+
+
+def test_clients_of_one_address_leave_each_other_their_part() -> None:
+    holders: list[Holder] = []
+
+    taken = [count_taken(Holder("home", name), holders, 256) for name in "abc"]
+
+    assert taken == [65, 33, 16]
+    assert count_taken(Holder("elsewhere", "d"), holders, 256) > 30
+
+
+def test_names_that_are_made_up_get_no_more_than_one_address() -> None:
+    liars: list[Holder] = []
+    for number in range(300):
+        count_taken(Holder("home", f"liar {number}"), liars, 256)
+    nameless: list[Holder] = []
+
+    assert len(liars) == count_taken(Holder("home"), nameless, 256) == 129
 
 
 def test_places_that_are_given_back_are_for_everybody_again() -> None:

@@ -16,18 +16,29 @@ from shoal.peer.engine.scheduler import (
 )
 
 
+def name_holder(client: str) -> tuple[str, str]:
+    """Read "address/client", or an address alone."""
+    address, _, name = client.partition("/")
+    return address, name
+
+
+def use(**shares: float) -> dict[tuple[str, ...], float]:
+    """Return a usage in which every address has one nameless client."""
+    return {key: share for name, share in shares.items() for key in ((name,), (name, ""))}
+
+
 def token(session: int, client: str = "", num_rows: int = 1) -> WaitingStep:
-    return WaitingStep(session, client, num_rows, 1, True)
+    return WaitingStep(session, name_holder(client), num_rows, 1, True)
 
 
 def prompt(session: int, num_tokens: int, client: str = "", num_rows: int = 1) -> WaitingStep:
-    return WaitingStep(session, client, num_rows, num_tokens, False)
+    return WaitingStep(session, name_holder(client), num_rows, num_tokens, False)
 
 
 def choose(
     waiting: list[WaitingStep], token_budget: int = 512, prompt_budget: int = 512, **usage: float
 ) -> list[tuple[int, int]]:
-    batch = choose_batch(waiting, usage, token_budget, prompt_budget)
+    batch = choose_batch(waiting, use(**usage), token_budget, prompt_budget)
     return [(take.index, take.num_tokens) for take in batch]
 
 
@@ -100,18 +111,35 @@ def test_client_that_has_had_less_goes_first() -> None:
     assert choose(waiting, 1, 64, rich=100.0, poor=10.0) == [(1, 1), (3, 64)]
 
 
+def test_names_that_are_made_up_share_what_their_address_gets() -> None:
+    liars = [prompt(number, 1000, f"liar/{number}") for number in range(10)]
+    waiting = [*liars, prompt(90, 1000, "one/a"), prompt(91, 1000, "one/b")]
+
+    chosen = dict(choose(waiting, prompt_budget=8 * PART_TOKENS))
+
+    assert sum(chosen.get(index, 0) for index in range(10)) == 4 * PART_TOKENS
+    assert chosen[10] == chosen[11] == 2 * PART_TOKENS
+
+
 def test_usage_follows_what_was_taken() -> None:
-    waiting = [token(1, "a", num_rows=3), prompt(2, 100, "b"), prompt(3, 100, "c")]
+    waiting = [token(1, "a/x", num_rows=3), prompt(2, 100, "a/y"), prompt(3, 100, "c")]
+    usage = {("a",): 12.0, ("a", "x"): 5.0, ("a", "y"): 7.0}
 
-    usage = renew_usage({"a": 5.0, "b": 7.0}, waiting, [Take(0, 1), Take(1, 64)])
+    renewed = renew_usage(usage, waiting, [Take(0, 1), Take(1, 64)])
 
-    assert usage == {"a": 8.0, "b": 71.0, "c": 5.0}
+    assert renewed == {
+        ("a",): 79.0,
+        ("a", "x"): 8.0,
+        ("a", "y"): 71.0,
+        ("c",): 12.0,
+        ("c", ""): 0.0,
+    }
 
 
 def test_client_that_was_away_is_neither_owed_nor_remembered() -> None:
-    usage = renew_usage({"gone": 3.0, "here": 900.0}, [token(1, "here"), token(2, "back")], [])
+    usage = renew_usage(use(gone=3.0, here=900.0), [token(1, "here"), token(2, "back")], [])
 
-    assert usage == {"here": 900.0, "back": 900.0}
+    assert usage == {**use(here=900.0), ("back",): 900.0, ("back", ""): 0.0}
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -124,7 +152,9 @@ def test_every_batch_keeps_the_rules(seed: int) -> None:
             session, rows = rng.randrange(5), rng.choice((1, 1, 2, 5, 100))
             num_tokens = rng.choice((1, rng.randint(2, 400)))
             waiting.append(
-                WaitingStep(session, f"client {session % 3}", rows, num_tokens, num_tokens == 1)
+                WaitingStep(
+                    session, ("home", f"client {session % 3}"), rows, num_tokens, num_tokens == 1
+                )
             )
         token_budget, prompt_budget = rng.randint(1, 100), rng.randint(0, 300)
 
@@ -160,7 +190,7 @@ class Queue:
 
     def __init__(self, token_budget: int, prompt_budget: int) -> None:
         self._budgets = token_budget, prompt_budget
-        self._usage: dict[str, float] = {}
+        self._usage: dict[tuple[str, ...], float] = {}
         self.waiting: list[WaitingStep] = []
 
     def run(self) -> list[WaitingStep]:
@@ -186,7 +216,7 @@ def test_prompt_goes_on_beside_a_stream_of_decode_steps() -> None:
     for count in range(10):
         done = queue.run()
         assert (0 in [step.session for step in done]) == (count == 9)
-        queue.waiting += [token(step.session, step.client) for step in done if step.session]
+        queue.waiting += [token(step.session, step.holder[0]) for step in done if step.session]
 
 
 def test_decode_steps_go_at_once_in_a_flood_of_prompts() -> None:
@@ -222,8 +252,8 @@ def test_flood_of_sessions_of_one_client_leaves_others_their_share() -> None:
 
     for _ in range(200):
         for step in queue.run():
-            served[step.client] += 1
-            queue.waiting.append(token(step.session, step.client))
+            served[step.holder[0]] += 1
+            queue.waiting.append(token(step.session, step.holder[0]))
 
     # Eight rows a batch: the four need at most one each, and get it nearly every time.
     assert min(served[f"c{session}"] for session in range(100, 104)) >= 190
@@ -241,7 +271,7 @@ def test_random_arrivals_all_come_to_an_end_and_shares_are_fair(seed: int) -> No
     age: dict[int, int] = {}
     session = 0
     for count in range(600):
-        waiting = Counter(step.client for step in queue.waiting)
+        waiting = Counter(step.holder[0] for step in queue.waiting)
         for client in greedy:
             for _ in range(rng.randint(1, 5) if waiting[client] < 4 else 0):
                 session += 1
@@ -254,7 +284,7 @@ def test_random_arrivals_all_come_to_an_end_and_shares_are_fair(seed: int) -> No
         done = queue.run()
         after = {step.session: step.num_tokens for step in queue.waiting}
         for name, step in before.items():
-            served[step.client] += step.num_tokens - after.get(name, 0)
+            served[step.holder[0]] += step.num_tokens - after.get(name, 0)
         for step in done:
             assert count - age.pop(step.session, count) <= 4, "a guest's short prompt goes soon"
 

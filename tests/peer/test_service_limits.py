@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
+from shoal.protocol.ids import ClientToken
 from shoal.protocol.messages import (
     Close,
     Opened,
@@ -70,6 +72,21 @@ def test_one_address_holds_no_more_sessions_than_it_leaves_free(engine: Engine) 
         assert refusal.retry_after_seconds
         await greedy.stream.close()
         await peer.at_host("newcomer").open(10)
+
+    run(engine, test, max_sessions=8)
+
+
+def test_clients_of_one_address_do_not_shut_each_other_out(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        greedy = await peer.dial()
+        await greedy.ask(replace(HELLO, client=ClientToken(b"g" * 16)))
+        for number in range(1, 4):
+            assert isinstance(await greedy.ask(make_open(number)), Opened)
+        assert_declined(await greedy.ask(make_open(4)), ErrorCode.BUSY)
+
+        other = await peer.dial()
+        await other.ask(replace(HELLO, client=ClientToken(b"o" * 16)))
+        assert isinstance(await other.ask(make_open(5)), Opened)
 
     run(engine, test, max_sessions=8)
 

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, LocalProtocolError, RemoteProtocolError
-from shoal.protocol.ids import ModelId, PeerId, SessionId
+from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
 from shoal.protocol.messages import (
     Close,
     Declined,
@@ -70,6 +70,7 @@ HONEST: list[Message] = [
     Hello(0, 0, ""),
     Hello(1, 7, "shoal 0.1.0"),
     Hello(U32, U32, TEXT),
+    Hello(1, 1, "shoal 0.1.0", ClientToken(b"a client's name!")),
     WELCOME,
     Welcome(U32, TEXT, PeerId(TEXT), ModelId("f" * 32), Span(4095, limits.MAX_BLOCKS), 0.0),
     OPEN,
@@ -242,6 +243,8 @@ DISHONEST: list[Message] = [
     Hello(-1, 1, ""),
     Hello(1, 2**32, ""),
     Hello(1, 1, TEXT + "x"),
+    Hello(1, 1, "", ClientToken(b"too short")),
+    Hello(1, 1, "", ClientToken(bytes(17))),
     Hello(1, 1, "\ud800"),
     Hello(1, 1, "\x1b[31m"),
     replace(WELCOME, model_id=ModelId("short")),
@@ -439,6 +442,8 @@ def test_control_part_of_a_step_without_a_row_map_is_refused() -> None:
 
 BAD_BODIES: list[tuple[Kind, Any]] = [
     (Kind.HELLO, pb.HelloBody(software="x" * 513)),
+    (Kind.HELLO, pb.HelloBody(client=b"x")),
+    (Kind.HELLO, pb.HelloBody(client=bytes(60_000))),
     (Kind.HELLO, pb.HelloBody(software="\x1b]0;title\x07")),
     (Kind.WELCOME, pb.WelcomeBody(model_id=MODEL, span_start=4, span_stop=4)),
     (Kind.WELCOME, pb.WelcomeBody(model_id=MODEL, span_start=5, span_stop=4)),

@@ -1,0 +1,314 @@
+"""One stream of a client: messages in, work for the engine, messages out. No decisions.
+
+What to do with a step is decided by `protocol.session`; what to compute next by
+`engine.scheduler`. Answers leave a stream in the order of their questions.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..protocol import limits
+from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
+from ..protocol.ids import SessionId
+from ..protocol.messages import (
+    Close,
+    Declined,
+    Gap,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Step,
+    Welcome,
+)
+from ..protocol.net.transport import Stream
+from ..protocol.session import Action, SessionState
+from ..protocol.versions import SOFTWARE, agree_on_version
+from ..protocol.wire import decode_frame, encode_frame
+from .engine.compute_thread import ComputedStep, ComputeThread
+from .engine.kv_cache import SessionCache
+from .fair_share import BUSY_SECONDS, Holder, check_room_for, check_room_for_client, name_holder
+from .held_session import HeldSession
+from .step_work import check_step_size, make_output, make_work
+
+if TYPE_CHECKING:
+    from .service import Service
+
+_logger = logging.getLogger(__name__)
+
+_MAX_PENDING_ANSWERS = 16
+"""Questions of one stream that wait for their answer; more are not read until one is sent."""
+
+_HELLO_SECONDS = 20.0
+"""How long a stream may stay without a session: it costs a stranger nothing to open thousands."""
+
+_STREAMS_PER_SESSION = 4
+"""Streams that a peer serves for each session it may hold: a session uses two, and some streams
+have none yet. By default far fewer than the listener takes, so that a refusal can be told."""
+
+_MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
+"""Steps of one stream that wait for the engine; no more is read until some are computed."""
+
+_MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
+"""Steps of all streams that wait for the engine; more are declined."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningStep:
+    """A step in the engine, whose answer is not known yet."""
+
+    step: Step
+    held: HeldSession
+    future: asyncio.Future[ComputedStep]
+
+
+class Conversation:
+    """The state of one stream: a reader and a sender side by side, owned by one task group."""
+
+    def __init__(self, service: Service, stream: Stream) -> None:
+        self.holder = Holder(name_holder(stream.remote_host))
+        self._service = service
+        self._stream = stream
+        self._opened: set[SessionId] = set()
+        self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
+        self._pending_bytes = 0
+        self._room = asyncio.Event()
+        self._answers: asyncio.Queue[bytes | _RunningStep | None] = asyncio.Queue(
+            _MAX_PENDING_ANSWERS
+        )
+        self._idle_seconds = service.facts.session_idle_seconds
+        self._is_welcome = False
+
+    async def run(self) -> None:
+        """Serve until the stream ends. A client that vanishes is nobody's error."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._send_answers())
+                await self._read_questions()
+                await self._answers.put(None)
+        except* UnavailableError as group:
+            _logger.debug("a client went away: %s", group.exceptions[0])
+        finally:
+            self._count_pending(-self._pending_bytes)
+            for session in self._opened:
+                self._service.close_session(session)
+
+    async def _read_questions(self) -> None:
+        """Read until the client ends the stream, breaks the protocol or falls silent."""
+        try:
+            self._join_service()
+            while (frame := await self._receive()) is not None:
+                await self._take(decode_frame(frame))
+        except RemoteProtocolError as error:
+            await self._end_stream(RefusedError(ErrorCode.BAD_FRAME, str(error)))
+        except RefusedError as error:
+            await self._end_stream(error)
+
+    def _join_service(self) -> None:
+        service = self._service
+        num_places = _STREAMS_PER_SESSION * service.facts.max_sessions
+        addresses = service.list_stream_addresses()
+        check_room_for(self.holder.address, addresses, num_places, "streams")
+        service.streams.add(self)
+
+    async def _receive(self) -> bytes | None:
+        """Wait for a frame. Raises RefusedError when nothing came for too long."""
+        while self._pending_bytes > _MAX_STREAM_PENDING_BYTES:
+            self._room.clear()
+            await self._room.wait()
+        idle_seconds = self._idle_seconds
+        self._used &= self._service.sessions.keys()
+        if not self._used:
+            idle_seconds = min(idle_seconds, _HELLO_SECONDS)
+        deadline = self._service.clock.now() + idle_seconds
+        while (seconds := deadline - self._service.clock.now()) > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(seconds):
+                    return await self._stream.receive()
+            # Its sessions may have been stepped on another stream meanwhile.
+            deadline = max(deadline, self._last_used_at() + idle_seconds)
+        raise RefusedError(ErrorCode.UNKNOWN_SESSION, f"nothing was asked for {idle_seconds:.0f} s")
+
+    def _last_used_at(self) -> float:
+        sessions = self._service.sessions
+        used = (sessions.get(session) for session in self._used)
+        return max((held.used_at for held in used if held is not None), default=0.0)
+
+    async def _end_stream(self, error: RefusedError) -> None:
+        _logger.info("closing a stream: %s", error)
+        await self._answers.put(_encode_refusal(None, 0, error))
+
+    async def _send_answers(self) -> None:
+        while (answer := await self._answers.get()) is not None:
+            frame = await self._finish(answer) if isinstance(answer, _RunningStep) else answer
+            if frame is not None:
+                await self._send(frame)
+
+    async def _send(self, frame: bytes) -> None:
+        """Send a frame; a client that never reads is one that went away."""
+        try:
+            async with asyncio.timeout(self._idle_seconds):
+                await self._stream.send(frame)
+        except TimeoutError as error:
+            raise UnavailableError("the client does not read its answers") from error
+
+    async def _take(self, message: Message) -> None:
+        """Act on one message; a refusal of a session is an answer, of a stream an exception."""
+        if isinstance(message, Hello):
+            await self._answers.put(encode_frame(self._welcome(message)))
+        elif not self._is_welcome:
+            raise RemoteProtocolError("the first message of a stream is Hello")
+        elif isinstance(message, Step):
+            await self._take_step(message)
+        elif isinstance(message, Open):
+            await self._answers.put(await self._open(message))
+        elif isinstance(message, Close):
+            if message.session in self._opened:
+                self._opened.discard(message.session)
+                self._service.close_session(message.session)
+        else:
+            raise RemoteProtocolError(f"a client does not send {type(message).__name__}")
+
+    def _welcome(self, hello: Hello) -> Welcome:
+        version = agree_on_version(hello.min_version, hello.max_version)
+        self._is_welcome = True
+        self.holder = self.holder._replace(client=hello.client.hex())
+        facts, engine = self._service.facts, self._service.engine
+        wall = self._service.clock.wall()
+        return Welcome(version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
+
+    async def _open(self, message: Open) -> bytes:
+        service = self._service
+        try:
+            self._check_open(message)
+            service.opening[message.session] = self.holder
+            try:
+                cache, free_tokens = await self._open_cache(message)
+            finally:
+                del service.opening[message.session]
+        except RefusedError as error:
+            return _encode_refusal(message.session, 0, error)
+        state = SessionState(message.num_rows, message.max_tokens, message.epoch)
+        service.sessions[message.session] = HeldSession(
+            state, cache, message.span, message.dtype, service.clock.now(), self.holder
+        )
+        self._opened.add(message.session)
+        self._used.add(message.session)
+        queue_seconds = service.compute.queue_seconds
+        return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
+
+    def _check_open(self, message: Open) -> None:
+        service, engine = self._service, self._service.engine
+        if service.is_draining:
+            raise RefusedError(ErrorCode.DRAINING, "the peer is about to leave")
+        if message.model_id != service.facts.model_id:
+            raise RefusedError(ErrorCode.WRONG_MODEL, "the peer serves another model")
+        if not engine.span.covers(message.span):
+            detail = f"the peer serves blocks {engine.span}, not {message.span}"
+            raise RefusedError(ErrorCode.WRONG_SPAN, detail)
+        if message.max_tokens > engine.spec.max_positions:
+            detail = (
+                f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
+            )
+            raise RefusedError(ErrorCode.TOO_LONG, detail)
+        if message.session in service.sessions or message.session in service.opening:
+            raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
+        if len(self._opened) >= limits.MAX_SESSIONS_PER_STREAM:
+            raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
+        holders = service.list_session_holders()
+        check_room_for_client(self.holder, holders, service.facts.max_sessions, "sessions")
+
+    async def _open_cache(self, message: Open) -> tuple[SessionCache, int]:
+        """Return a new cache and how many tokens are free beside it."""
+        compute, engine = self._service.compute, self._service.engine
+
+        def open_on_thread() -> tuple[SessionCache, int]:
+            cache = engine.open_cache(message.num_rows, message.max_tokens, message.span)
+            return cache, engine.pool.statistics().free_tokens
+
+        opening = compute.call(open_on_thread)
+        try:
+            return await asyncio.shield(opening)
+        except RefusedError:
+            raise
+        except Exception as error:
+            _logger.exception("a session could not be opened")
+            raise RefusedError(ErrorCode.INTERNAL, "the peer failed to open a session") from error
+        except asyncio.CancelledError:
+            # The stream broke while the cache was being opened: nobody will hold it.
+            opening.add_done_callback(lambda done: _discard_cache(done, compute))
+            raise
+
+    async def _take_step(self, step: Step) -> None:
+        held = self._service.sessions.get(step.session)
+        try:
+            if held is None:
+                raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open here")
+            decision = held.state.decide(step)
+            self._check_size(step, held)
+        except RefusedError as error:
+            await self._answers.put(_encode_refusal(step.session, step.sequence, error))
+            return
+        if decision.action is Action.RESEND:
+            await self._answers.put(decision.answer)
+        elif decision.action is Action.GAP:
+            gap = Gap(step.session, step.epoch, step.sequence, held.state.length)
+            await self._answers.put(encode_frame(gap))
+        elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
+            held.used_at = self._service.clock.now()
+            held.state.accept(step)
+            self._used.add(step.session)
+            self._count_pending(len(step.hidden.data))
+            work = make_work(step, held.cache, held.span)
+            future = self._service.compute.submit(work, held.holder)
+            held.running.add(future)
+            await self._answers.put(_RunningStep(step, held, future))
+
+    async def _finish(self, running: _RunningStep) -> bytes | None:
+        """Wait for the engine and return the answer, or None when the session was closed.
+
+        The closing is the client's own doing, or the end of the stream that opened the session.
+        """
+        step, held, future = running.step, running.held, running.future
+        try:
+            await asyncio.wait([future])
+        finally:
+            held.running.discard(future)
+            self._count_pending(-len(step.hidden.data))
+        if future.cancelled():
+            return None
+        try:
+            frame = encode_frame(make_output(step, held.dtype, future.result()))
+        except RefusedError as error:
+            held.state.fail(step.sequence)
+            return _encode_refusal(step.session, step.sequence, error)
+        held.state.complete(step.sequence, frame)
+        return frame
+
+    def _count_pending(self, num_bytes: int) -> None:
+        self._pending_bytes += num_bytes
+        self._service.pending_bytes += num_bytes
+        self._room.set()
+
+    def _check_size(self, step: Step, held: HeldSession) -> None:
+        check_step_size(step, held.dtype, self._service.engine.spec.hidden_size)
+        if self._service.pending_bytes + len(step.hidden.data) > _MAX_PENDING_BYTES:
+            raise RefusedError(ErrorCode.BUSY, "too many steps wait at this peer", 1.0)
+
+
+def _discard_cache(
+    opening: asyncio.Future[tuple[SessionCache, int]], compute: ComputeThread
+) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        compute.post(opening.result()[0].close)
+
+
+def _encode_refusal(session: SessionId | None, sequence: int, error: RefusedError) -> bytes:
+    return encode_frame(
+        Declined(session, sequence, error.code, str(error), error.retry_after_seconds)
+    )

@@ -1,0 +1,28 @@
+"""A session that a peer holds for a client."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+from ..protocol.session import SessionState
+from ..protocol.spans import Span
+from ..protocol.tensors import WireDtype
+from .engine.compute_thread import ComputedStep
+from .engine.kv_cache import SessionCache
+from .fair_share import Holder
+
+
+@dataclass(slots=True)
+class HeldSession:
+    """A session and its cache; closed by the stream that opened it.
+
+    `used_at` is when it was last stepped, on whatever stream; `holder` is who opened it, as
+    `fair_share` counts.
+    """
+
+    state: SessionState
+    cache: SessionCache
+    span: Span
+    dtype: WireDtype
+    used_at: float
+    holder: Holder
+    running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
