@@ -9,22 +9,26 @@ from torch import Tensor
 from .quantize import Int8Weight
 
 
-def linear_few(hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-    """Return the float64 product of unrounded activations with the quantized weight."""
-    weight_OI = weight.values_OI.double() * weight.scales_O.double()[:, None]
-    return _add_bias(hidden_NI.double() @ weight_OI.t(), bias_O)
-
-
-def linear_many(hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
-    """Return the product with each row of activations rounded to 255 steps of its own absmax."""
+def linear_int8(
+    hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None, num_digits: int
+) -> Tensor:
+    """Return the float32 product by the rules of int8.py, one row and one output at a time."""
+    limit = torch.tensor({1: 127.0, 2: 127.0 * 256 + 127}[num_digits])
     rows = []
     for row_I in hidden_NI.float():
-        absmax = row_I.abs().max()
-        step = absmax / 127 if absmax > 0 else torch.tensor(1.0)
-        whole_I = torch.round(row_I / step).to(torch.int64)
-        sums_O = (weight.values_OI.to(torch.int64) * whole_I).sum(dim=1)
-        rows.append(sums_O.double() * step.double() * weight.scales_O.double())
-    return _add_bias(torch.stack(rows), bias_O)
+        absmax = row_I.abs().max().clamp_min(2.0**-100)
+        whole_I = torch.round(row_I * (limit / absmax)).to(torch.int64)
+        sums_O = torch.stack([(row * whole_I).sum() for row in weight.values_OI.to(torch.int64)])
+        rows.append(sums_O.float() * (absmax / limit) * weight.scales_O)
+    result_NO = torch.stack(rows)
+    return result_NO if bias_O is None else result_NO + bias_O.float()
+
+
+def linear_unrounded(hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:
+    """Return the float64 product of unrounded activations with the quantized weight."""
+    weight_OI = weight.values_OI.double() * weight.scales_O.double()[:, None]
+    product_NO = hidden_NI.double() @ weight_OI.t()
+    return product_NO if bias_O is None else product_NO + bias_O.double()
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -75,7 +79,3 @@ def attention(
                 weights_S = weights_S / weights_S.sum()
                 result[batch, head, index] = weights_S @ values_SD[first : position + 1]
     return result
-
-
-def _add_bias(product_NO: Tensor, bias_O: Tensor | None) -> Tensor:
-    return product_NO if bias_O is None else product_NO + bias_O.double()

@@ -214,6 +214,19 @@ def test_every_source_folder_is_packaged_under_shoal() -> None:
     assert list((ROOT / "models").glob(setuptools["package-data"]["shoal.models"][0]))
 
 
+def test_every_file_of_the_native_kernels_is_in_the_source_distribution() -> None:
+    # setuptools packs what an extension names, and nothing else in its folder.
+    named = {
+        name
+        for extension in PROJECT["tool"]["setuptools"]["ext-modules"]
+        for name in (*extension["sources"], *extension["depends"])
+    }
+
+    assert named == {name_of(file) for file in (ROOT / "kernels" / "native").glob("*.[ch]")}
+    # Without a compiler the installation goes on.
+    assert all(extension["optional"] for extension in PROJECT["tool"]["setuptools"]["ext-modules"])
+
+
 def test_every_folder_is_a_typed_package_and_kernels_has_no_init() -> None:
     folders = {file.parent for file in source_files()}
     without_init = {name_of(folder) for folder in folders if not (folder / "__init__.py").exists()}

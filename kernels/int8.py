@@ -1,0 +1,51 @@
+"""What an int8 product is, whoever computes it.
+
+All kernels compute the same numbers, bit by bit:
+
+1.  A row of activations becomes whole numbers, `round(x / step)`, of at most 127 in magnitude for
+    one digit and 32639 for two (`256 * high + low`), where `step` is the row's absmax over that
+    limit. Magnitudes count as 2**-100 at least; a row with NaN or infinity has the step NaN.
+2.  They are multiplied with the int8 weights and summed: an integer, exact in any order.
+3.  The sum is rounded to float32 once. Then it is multiplied by the row's step and by the
+    output's scale, and the bias is added, each rounded as float32.
+
+So a row's result depends on nothing but the row: not on its batch, the threads, the processor.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from .quantize import INT8_MAX, Int8Weight
+
+DIGIT_LIMITS = {1: INT8_MAX, 2: 256 * INT8_MAX + INT8_MAX}
+"""Largest magnitude of an activation by the number of its int8 digits."""
+
+SMALLEST_ABSMAX = 2.0**-100
+"""Keeps the division by a row's absmax finite for zeros and subnormal numbers."""
+
+MAX_COLUMNS = 2**16
+"""Most columns whose products of bytes surely fit into 32 bits."""
+
+
+class Int8Product(Protocol):
+    """One weight in a kernel's own layout, ready to multiply."""
+
+    num_bytes: int
+    """Memory held: weights, scales and bias."""
+
+    def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
+        """Return the product in the dtype of `hidden_NI`, a matrix of any float dtype."""
+        ...
+
+
+@dataclass(frozen=True)
+class Int8Kernel:
+    """A way to multiply with int8 weights on this machine."""
+
+    name: str
+    """What a peer announces and prints, such as "int8: avx512-vnni"."""
+    pack: Callable[[Int8Weight, Tensor | None], Int8Product]
+    """Copy a weight [out, in] and a bias [out] into the kernel's layout."""

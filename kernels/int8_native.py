@@ -1,0 +1,134 @@
+"""The int8 kernels in C, for the instruction sets of this processor: the door to native/.
+
+The extension is optional: where it was not built, `list_kernels` is empty.
+"""
+
+import ctypes
+from functools import cache, partial
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .int8 import Int8Kernel
+from .quantize import Int8Weight
+
+_VERSION = 1
+"""Of the functions in native/int8.c. A library of another version is as good as none."""
+
+_INSTRUCTION_SETS = {3: "avx512-vnni", 2: "avx-vnni", 1: "avx2", 0: "portable"}
+"""The numbers that native/int8.c gives them, fastest first."""
+
+_PANEL, _GROUP = 32, 4
+"""Outputs and columns that lie together: the layout in native/int8.h."""
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+
+
+class _Layer(ctypes.Structure):
+    """`Layer` of native/int8.h."""
+
+    _fields_ = (
+        ("packed", ctypes.c_void_p),
+        ("weight_sums", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("num_groups", ctypes.c_size_t),
+        ("num_panels", ctypes.c_size_t),
+        ("in_features", ctypes.c_size_t),
+        ("out_features", ctypes.c_size_t),
+    )
+
+
+def list_kernels() -> list[Int8Kernel]:
+    """Return a kernel for each instruction set that the processor has, fastest first."""
+    library = _load_library()
+    if library is None:
+        return []
+    return [
+        Int8Kernel(f"int8: {name}", partial(_NativeProduct, library, number))
+        for number, name in _INSTRUCTION_SETS.items()
+        if library.shoal_int8_has(number)
+    ]
+
+
+@cache
+def _load_library() -> ctypes.CDLL | None:
+    # A plain library and no Python module: it builds without Python's headers, and a call through
+    # ctypes lets other Python threads run.
+    folder = Path(__file__).parent / "native"
+    for suffix in EXTENSION_SUFFIXES:
+        file = folder / f"int8{suffix}"
+        if file.exists():
+            library = ctypes.CDLL(str(file))
+            return library if library.shoal_int8_version() == _VERSION else None
+    return None
+
+
+class _NativeProduct:
+    """A weight packed for native/int8.c, and the call."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        instruction_set: int,
+        weight: Int8Weight,
+        bias_O: Tensor | None,
+    ) -> None:
+        num_outputs, num_columns = weight.values_OI.shape
+        num_panels, num_groups = -(-num_outputs // _PANEL), -(-num_columns // _GROUP)
+        padded_outputs = num_panels * _PANEL
+        self._packed = torch.empty(padded_outputs * num_groups * _GROUP, dtype=torch.int8)
+        self._weight_sums = torch.empty(padded_outputs, dtype=torch.int32)
+        # The padding is multiplied like the rest and never stored.
+        self._scales = torch.zeros(padded_outputs)
+        self._scales[:num_outputs] = weight.scales_O
+        self._bias = torch.zeros(padded_outputs)
+        if bias_O is not None:
+            self._bias[:num_outputs] = bias_O
+        tensors = (self._packed, self._weight_sums, self._scales, self._bias)
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors)
+
+        values_OI = weight.values_OI.contiguous()
+        library.shoal_int8_pack(
+            ctypes.c_void_p(values_OI.data_ptr()),
+            ctypes.c_int64(num_outputs),
+            ctypes.c_int64(num_columns),
+            ctypes.c_void_p(self._packed.data_ptr()),
+            ctypes.c_void_p(self._weight_sums.data_ptr()),
+        )
+        addresses = (tensor.data_ptr() for tensor in tensors)
+        self._layer = _Layer(*addresses, num_groups, num_panels, num_columns, num_outputs)
+        self._layer_address = ctypes.addressof(self._layer)
+        self._num_columns, self._num_outputs = num_columns, num_outputs
+        self._instruction_set = instruction_set
+        self._multiply = library.shoal_int8_multiply
+        self._multiply.argtypes = (
+            *(ctypes.c_void_p,) * 3,
+            ctypes.c_int64,
+            *(ctypes.c_int32,) * 4,
+        )
+
+    def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
+        dtype = hidden_NI.dtype
+        if dtype not in _DTYPES:
+            return self.multiply(hidden_NI.float(), num_digits).to(dtype)
+        num_rows, num_columns = hidden_NI.shape
+        if num_columns != self._num_columns:
+            raise ValueError(f"rows of {num_columns} numbers for {self._num_columns} columns")
+        hidden_NI = hidden_NI.contiguous()
+        result_NO = torch.empty(num_rows, self._num_outputs, dtype=dtype)
+        status = self._multiply(
+            self._layer_address,
+            hidden_NI.data_ptr(),
+            result_NO.data_ptr(),
+            num_rows,
+            _DTYPES[dtype],
+            num_digits,
+            self._instruction_set,
+            torch.get_num_threads(),
+        )
+        if status:
+            raise MemoryError(f"no memory to multiply {num_rows} rows")
+        return result_NO

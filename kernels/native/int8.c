@@ -1,0 +1,146 @@
+/* Linear layers with int8 weights: what Python calls, and the kernel for every other processor. */
+
+#include "int8_rows.h"
+#include "threads.h"
+
+#include <stdlib.h>
+
+/* ---- The portable kernel: whole numbers, summed as int64 -------------------------------------- */
+
+static void multiply_portable(const Product *product, size_t tile, size_t panel) {
+    const size_t num_rows = rows_of_tile(product, tile);
+    const int8_t *weights = panel_weights(product, panel);
+    const uint8_t *rows = tile_rows(product, tile);
+    int64_t totals[4][PANEL] = {{0}};
+    for (size_t group = 0; group < product->layer->num_groups; group++) {
+        for (size_t row = 0; row < num_rows; row++, rows += 8) {
+            int16_t numbers[GROUP];
+            memcpy(numbers, rows, sizeof numbers);
+            for (size_t i = 0; i < PANEL; i++)
+                for (size_t k = 0; k < GROUP; k++)
+                    totals[row][i] += (int32_t)numbers[k] * weights[i * GROUP + k];
+        }
+        weights += PANEL * GROUP;
+    }
+    Sums sums;
+    for (size_t row = 0; row < num_rows; row++)
+        for (size_t i = 0; i < PANEL; i++) {
+            sums.high[row][i] = (int32_t)(totals[row][i] >> 8);
+            sums.low[row][i] = (int32_t)(totals[row][i] & 255);
+        }
+    finish_tile(product, tile, panel, &sums, WHOLE_NUMBERS);
+}
+
+static void encode_portable(const Product *product, size_t row) {
+    encode_row(product, row, WHOLE_NUMBERS);
+}
+
+const Kernel *kernels_portable(void) {
+    static const Kernel kernels[2] = {
+        {4, 8, encode_portable, multiply_portable},
+        {4, 8, encode_portable, multiply_portable},
+    };
+    return kernels;
+}
+
+/* ---- What Python calls ------------------------------------------------------------------------ */
+
+static const Kernel *find_kernels(int32_t instruction_set) {
+    switch (instruction_set) {
+        case 0: return kernels_portable();
+        case 1: return kernels_avx2();
+        case 2: return kernels_avx_vnni();
+        case 3: return kernels_avx512_vnni();
+        default: return NULL;
+    }
+}
+
+/* To be raised whenever a function below or its structures change: Python compares it. */
+int32_t shoal_int8_version(void) { return 1; }
+
+int32_t shoal_int8_has(int32_t instruction_set) { return find_kernels(instruction_set) != NULL; }
+
+/* Packs weights [out_features, in_features] and sums each output's. `packed` and `weight_sums`
+   are as large as the layout in int8.h says. */
+void shoal_int8_pack(
+    const int8_t *values, int64_t out_features, int64_t in_features, int8_t *packed,
+    int32_t *weight_sums
+) {
+    const size_t num_groups = divide_up((size_t)in_features, GROUP);
+    const size_t num_outputs = divide_up((size_t)out_features, PANEL) * PANEL;
+    for (size_t output = 0; output < num_outputs; output++) {
+        const size_t panel = output / PANEL;
+        int8_t *target = packed + (panel * num_groups * PANEL + output % PANEL) * GROUP;
+        const int8_t *source = values + output * (size_t)in_features;
+        const size_t num_columns = output < (size_t)out_features ? (size_t)in_features : 0;
+        int32_t sum = 0;
+        for (size_t column = 0; column < num_groups * GROUP; column++) {
+            const int8_t value = column < num_columns ? source[column] : 0;
+            target[column / GROUP * PANEL * GROUP + column % GROUP] = value;
+            sum += value;
+        }
+        weight_sums[output] = sum;
+    }
+}
+
+typedef struct {
+    Product product;
+    size_t num_tiles;
+    size_t panels_per_task;
+} Work;
+
+/* Fewer rows than a task has are rounded sooner than a second thread has come. More tasks than
+   threads, because a thread may lose its processor to somebody else. */
+enum { ROWS_PER_TASK = 16, TASKS_PER_THREAD = 4 };
+
+static void encode_some(void *context, size_t index) {
+    const Work *work = context;
+    const size_t start = index * ROWS_PER_TASK;
+    const size_t stop = min_size(start + ROWS_PER_TASK, work->product.num_rows);
+    for (size_t row = start; row < stop; row++)
+        work->product.kernel->encode_row(&work->product, row);
+}
+
+static void multiply_some(void *context, size_t index) {
+    const Work *work = context;
+    const size_t start = index * work->panels_per_task;
+    const size_t stop = min_size(start + work->panels_per_task, work->product.layer->num_panels);
+    for (size_t panel = start; panel < stop; panel++)
+        for (size_t tile = 0; tile < work->num_tiles; tile++)
+            work->product.kernel->multiply(&work->product, tile, panel);
+}
+
+/* Computes all rows with one instruction set, which the processor must have. Returns 0, or 1
+   when memory is short. */
+int32_t shoal_int8_multiply(
+    const Layer *layer, const void *hidden, void *result, int64_t num_rows, int32_t dtype,
+    int32_t num_digits, int32_t instruction_set, int32_t num_threads
+) {
+    if (num_rows == 0) return 0;
+    const Kernel *kernel = &find_kernels(instruction_set)[num_digits - 1];
+    const size_t rows = (size_t)num_rows, threads = (size_t)num_threads;
+    const size_t num_tiles = divide_up(rows, kernel->max_tile_rows);
+    uint8_t *memory =
+        malloc(rows * (sizeof(float) + layer->num_groups * kernel->bytes_per_group));
+    if (memory == NULL) return 1;
+    Work work = {
+        .product = {
+            .layer = layer,
+            .kernel = kernel,
+            .hidden = hidden,
+            .result = result,
+            .dtype = dtype,
+            .num_digits = (size_t)num_digits,
+            .num_rows = rows,
+            .rows_per_tile = divide_up(rows, num_tiles), /* 8 rows are 4 and 4, not 6 and 2 */
+            .steps = (float *)memory,
+            .encoded = memory + rows * sizeof(float),
+        },
+        .num_tiles = num_tiles,
+        .panels_per_task = divide_up(layer->num_panels, threads * TASKS_PER_THREAD),
+    };
+    run_tasks(divide_up(rows, ROWS_PER_TASK), threads, encode_some, &work);
+    run_tasks(divide_up(layer->num_panels, work.panels_per_task), threads, multiply_some, &work);
+    free(memory);
+    return 0;
+}
