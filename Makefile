@@ -1,6 +1,6 @@
 # Everything a developer or a visitor runs. Needs make and Python 3.11 or newer, nothing else:
 # the virtual environment .venv is made on first use and installed again only when
-# pyproject.toml or constraints.txt change, or when the checkout was moved.
+# pyproject.toml, constraints.txt or C sources change, or when the checkout was moved.
 
 PYTHON ?=
 MODEL ?= models/shoal-stories
@@ -12,6 +12,7 @@ ARGS ?=
 RUN := .venv/bin/python -P
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check
 PROTOC := -m grpc_tools.protoc -Ishoal/protocol/proto=protocol/proto shoal/protocol/proto/wire.proto
+NATIVE := $(wildcard kernels/native/*.[ch])
 MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FORCE)
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
@@ -70,7 +71,7 @@ constraints: .venv/bin/python  ## resolve the newest versions and write constrai
 	@echo "Wrote constraints.txt; run 'make check test' before keeping it."
 
 clean:  ## remove the environment, caches and build results
-	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .benchmarks
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .benchmarks kernels/native/*.so
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -87,13 +88,13 @@ clean:  ## remove the environment, caches and build results
 	    "run make PYTHON=/path/to/python3.11"; \
 	exit 1
 
-.venv/installed: pyproject.toml constraints.txt $(MOVED) | .venv/bin/python
+.venv/installed: pyproject.toml constraints.txt $(NATIVE) $(MOVED) | .venv/bin/python
 	@echo "Installing shoal into .venv: about a minute, longer where torch comes with CUDA ..."
 	@$(PIP_INSTALL) -c constraints.txt -e .
 	@echo "$(CURDIR)" > .venv/checkout
 	@touch $@
 
-.venv/installed-dev: pyproject.toml constraints.txt $(MOVED) | .venv/bin/python
+.venv/installed-dev: pyproject.toml constraints.txt $(NATIVE) $(MOVED) | .venv/bin/python
 	@echo "Installing shoal and its tools into .venv: about a minute, longer where torch comes with CUDA ..."
 	@$(PIP_INSTALL) -c constraints.txt -e '.[dev]'
 	@echo "$(CURDIR)" > .venv/checkout

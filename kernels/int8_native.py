@@ -31,7 +31,6 @@ class _Layer(ctypes.Structure):
 
     _fields_ = (
         ("packed", ctypes.c_void_p),
-        ("weight_sums", ctypes.c_void_p),
         ("scales", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("num_groups", ctypes.c_size_t),
@@ -78,17 +77,11 @@ class _NativeProduct:
     ) -> None:
         num_outputs, num_columns = weight.values_OI.shape
         num_panels, num_groups = -(-num_outputs // _PANEL), -(-num_columns // _GROUP)
-        padded_outputs = num_panels * _PANEL
-        self._packed = torch.empty(padded_outputs * num_groups * _GROUP, dtype=torch.int8)
-        self._weight_sums = torch.empty(padded_outputs, dtype=torch.int32)
-        # The padding is multiplied like the rest and never stored.
-        self._scales = torch.zeros(padded_outputs)
-        self._scales[:num_outputs] = weight.scales_O
-        self._bias = torch.zeros(padded_outputs)
-        if bias_O is not None:
-            self._bias[:num_outputs] = bias_O
-        tensors = (self._packed, self._weight_sums, self._scales, self._bias)
-        self.num_bytes = sum(tensor.nbytes for tensor in tensors)
+        self._packed = torch.empty(num_panels * _PANEL * num_groups * _GROUP, dtype=torch.uint8)
+        self._scales_O = weight.scales_O.clone()
+        self._bias_O = None if bias_O is None else bias_O.to(torch.float32, copy=True)
+        tensors = (self._packed, self._scales_O, self._bias_O)
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
         values_OI = weight.values_OI.contiguous()
         library.shoal_int8_pack(
@@ -96,9 +89,8 @@ class _NativeProduct:
             ctypes.c_int64(num_outputs),
             ctypes.c_int64(num_columns),
             ctypes.c_void_p(self._packed.data_ptr()),
-            ctypes.c_void_p(self._weight_sums.data_ptr()),
         )
-        addresses = (tensor.data_ptr() for tensor in tensors)
+        addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         self._layer = _Layer(*addresses, num_groups, num_panels, num_columns, num_outputs)
         self._layer_address = ctypes.addressof(self._layer)
         self._num_columns, self._num_outputs = num_columns, num_outputs

@@ -26,10 +26,9 @@ class _TorchProduct:
     def __init__(self, weight: Int8Weight, bias_O: Tensor | None) -> None:
         self._values_IO = weight.values_OI.t()
         self._scales_O = weight.scales_O
-        self._bias_O = torch.zeros_like(weight.scales_O) if bias_O is None else bias_O.float()
-        self.num_bytes = sum(
-            tensor.nbytes for tensor in (self._values_IO, self._scales_O, self._bias_O)
-        )
+        self._bias_O = bias_O
+        tensors = (self._values_IO, self._scales_O, self._bias_O)
+        self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
         numbers_NI, steps_N1 = _round_rows(hidden_NI.float(), num_digits)
@@ -42,7 +41,9 @@ class _TorchProduct:
             digits_MI = torch.cat([high_NI, low_NI]).to(torch.int8)
             high_NO, low_NO = _multiply_exactly(digits_MI, self._values_IO).double().chunk(2)
             sums_NO = high_NO.mul_(256).add_(low_NO)
-        result_NO = sums_NO.float().mul_(steps_N1).mul_(self._scales_O).add_(self._bias_O)
+        result_NO = sums_NO.float().mul_(steps_N1).mul_(self._scales_O)
+        if self._bias_O is not None:
+            result_NO += self._bias_O
         return result_NO.to(hidden_NI.dtype)
 
 

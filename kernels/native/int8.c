@@ -9,7 +9,7 @@
 
 static void multiply_portable(const Product *product, size_t tile, size_t panel) {
     const size_t num_rows = rows_of_tile(product, tile);
-    const int8_t *weights = panel_weights(product, panel);
+    const uint8_t *weights = panel_weights(product, panel);
     const uint8_t *rows = tile_rows(product, tile);
     int64_t totals[4][PANEL] = {{0}};
     for (size_t group = 0; group < product->layer->num_groups; group++) {
@@ -60,26 +60,20 @@ int32_t shoal_int8_version(void) { return 1; }
 
 int32_t shoal_int8_has(int32_t instruction_set) { return find_kernels(instruction_set) != NULL; }
 
-/* Packs weights [out_features, in_features] and sums each output's. `packed` and `weight_sums`
-   are as large as the layout in int8.h says. */
+/* Packs weights [out_features, in_features]; `packed` is as large as the layout in int8.h says. */
 void shoal_int8_pack(
-    const int8_t *values, int64_t out_features, int64_t in_features, int8_t *packed,
-    int32_t *weight_sums
+    const int8_t *values, int64_t out_features, int64_t in_features, uint8_t *packed
 ) {
     const size_t num_groups = divide_up((size_t)in_features, GROUP);
     const size_t num_outputs = divide_up((size_t)out_features, PANEL) * PANEL;
     for (size_t output = 0; output < num_outputs; output++) {
-        const size_t panel = output / PANEL;
-        int8_t *target = packed + (panel * num_groups * PANEL + output % PANEL) * GROUP;
+        uint8_t *target = packed
+                          + (output / PANEL * num_groups * PANEL + output % PANEL) * GROUP;
         const int8_t *source = values + output * (size_t)in_features;
         const size_t num_columns = output < (size_t)out_features ? (size_t)in_features : 0;
-        int32_t sum = 0;
-        for (size_t column = 0; column < num_groups * GROUP; column++) {
-            const int8_t value = column < num_columns ? source[column] : 0;
-            target[column / GROUP * PANEL * GROUP + column % GROUP] = value;
-            sum += value;
-        }
-        weight_sums[output] = sum;
+        for (size_t column = 0; column < num_groups * GROUP; column++)
+            target[column / GROUP * PANEL * GROUP + column % GROUP] =
+                (uint8_t)((column < num_columns ? source[column] : 0) + 128);
     }
 }
 
@@ -120,8 +114,9 @@ int32_t shoal_int8_multiply(
     const Kernel *kernel = &find_kernels(instruction_set)[num_digits - 1];
     const size_t rows = (size_t)num_rows, threads = (size_t)num_threads;
     const size_t num_tiles = divide_up(rows, kernel->max_tile_rows);
-    uint8_t *memory =
-        malloc(rows * (sizeof(float) + layer->num_groups * kernel->bytes_per_group));
+    const size_t row_bytes =
+        sizeof(float) + sizeof(int32_t) + layer->num_groups * kernel->bytes_per_group;
+    uint8_t *memory = malloc(rows * row_bytes);
     if (memory == NULL) return 1;
     Work work = {
         .product = {
@@ -134,7 +129,8 @@ int32_t shoal_int8_multiply(
             .num_rows = rows,
             .rows_per_tile = divide_up(rows, num_tiles), /* 8 rows are 4 and 4, not 6 and 2 */
             .steps = (float *)memory,
-            .encoded = memory + rows * sizeof(float),
+            .number_sums = (int32_t *)(memory + rows * sizeof(float)),
+            .encoded = memory + rows * (sizeof(float) + sizeof(int32_t)),
         },
         .num_tiles = num_tiles,
         .panels_per_task = divide_up(layer->num_panels, threads * TASKS_PER_THREAD),

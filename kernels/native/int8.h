@@ -7,14 +7,16 @@
    Integer sums do not depend on their order, so neither does any result: it is the same on every
    instruction set, in every batch and on any number of threads.
 
-   Weights are packed so that one row of activations reads them front to back:
+   Weights are packed so that one row of activations reads them front to back. A byte holds a
+   weight plus 128, because processors multiply unsigned by signed bytes; 128 times the sum of the
+   row's numbers comes off again.
 
      panel of 32 outputs   [ group of 4 columns ][ group of 4 columns ] ...
      group                 [ output 0: 4 columns ][ output 1: 4 columns ] ... [ output 31 ]
 
    Rows are packed the same way, up to `rows_per_tile` at a time: for each group of 4 columns the
-   rows' numbers, in the form that the kernel multiplies (`encode_group`). Outputs and columns
-   are padded with zeros. */
+   rows' numbers, in the form that the kernel multiplies. Outputs and columns are padded with
+   zeros. */
 
 #ifndef SHOAL_INT8_H
 #define SHOAL_INT8_H
@@ -27,10 +29,9 @@ enum { PANEL = 32, GROUP = 4, MAX_TILE_ROWS = 12 };
 enum { FLOAT32 = 0, BFLOAT16 = 1 };
 
 typedef struct {
-    const int8_t *packed;
-    const int32_t *weight_sums; /* of each output's weights, padded to whole panels */
-    const float *scales;        /* padded like the sums */
-    const float *bias;          /* padded like the sums; zeros when there is none */
+    const uint8_t *packed;
+    const float *scales;
+    const float *bias; /* or NULL */
     size_t num_groups;
     size_t num_panels;
     size_t in_features;
@@ -59,6 +60,7 @@ struct Product {
     size_t rows_per_tile; /* the last tile may have fewer */
     uint8_t *encoded;     /* tiles of rows, see above */
     float *steps;         /* one per row */
+    int32_t *number_sums; /* of each row's numbers */
 };
 
 /* The two kernels of an instruction set, for one and two digits, or NULL where the processor

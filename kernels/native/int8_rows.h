@@ -11,18 +11,12 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
-/* How a kernel wants a group of 4 columns: as whole int16, or as unsigned bytes, where the
-   processor multiplies unsigned by signed ones. Then `offset` times the sum of the weights comes
-   off again. */
-typedef enum { WHOLE_NUMBERS, ONE_UNSIGNED_DIGIT, TWO_UNSIGNED_DIGITS } Form;
+/* How a kernel wants a group of 4 columns: as int16, or digit by digit as signed bytes. */
+typedef enum { WHOLE_NUMBERS, ONE_DIGIT, TWO_DIGITS } Form;
 
 enum { CHUNK = 512 };
 
-INLINE size_t bytes_of(Form form) { return form == ONE_UNSIGNED_DIGIT ? 4 : 8; }
-
-INLINE double offset_of(Form form) {
-    return form == WHOLE_NUMBERS ? 0.0 : form == ONE_UNSIGNED_DIGIT ? 128.0 : 32768.0;
-}
+INLINE size_t bytes_of(Form form) { return form == ONE_DIGIT ? 4 : 8; }
 
 INLINE size_t rows_of_tile(const Product *product, size_t tile) {
     const size_t rows_per_tile = product->rows_per_tile;
@@ -36,7 +30,7 @@ INLINE const uint8_t *tile_rows(const Product *product, size_t tile) {
            + first_row * product->layer->num_groups * product->kernel->bytes_per_group;
 }
 
-INLINE const int8_t *panel_weights(const Product *product, size_t panel) {
+INLINE const uint8_t *panel_weights(const Product *product, size_t panel) {
     return product->layer->packed + panel * product->layer->num_groups * PANEL * GROUP;
 }
 
@@ -94,15 +88,15 @@ INLINE void round_chunk(
 INLINE void scatter_chunk(
     const int16_t *numbers, size_t num_groups, Form form, uint8_t *target, size_t stride
 ) {
-    uint8_t low[CHUNK], high[CHUNK];
+    int8_t low[CHUNK], high[CHUNK];
     for (size_t i = 0; form != WHOLE_NUMBERS && i < num_groups * GROUP; i++) {
-        low[i] = (uint8_t)(form == ONE_UNSIGNED_DIGIT ? numbers[i] + 128 : numbers[i]);
-        high[i] = (uint8_t)((numbers[i] >> 8) + 128);
+        low[i] = (int8_t)numbers[i];
+        high[i] = (int8_t)((numbers[i] - low[i]) >> 8);
     }
     for (size_t group = 0; group < num_groups; group++, target += stride) {
         if (form == WHOLE_NUMBERS) memcpy(target, numbers + group * GROUP, 8);
         else memcpy(target, low + group * GROUP, 4);
-        if (form == TWO_UNSIGNED_DIGITS) memcpy(target + 4, high + group * GROUP, 4);
+        if (form == TWO_DIGITS) memcpy(target + 4, high + group * GROUP, 4);
     }
 }
 
@@ -126,13 +120,16 @@ INLINE void encode_row(const Product *product, size_t row, Form form) {
     const float inverse = is_finite ? limit / absmax : 0.0f;
     product->steps[row] = is_finite ? absmax / limit : NAN;
 
+    int32_t sum = 0;
     for (size_t start = 0; start < num_groups * GROUP; start += CHUNK) {
         int16_t numbers[CHUNK] = {0};
         const size_t chunk_groups = min_size(CHUNK / GROUP, num_groups - start / GROUP);
         const size_t count = min_size(CHUNK, num_columns - start);
         if (is_finite) round_chunk(product, row * num_columns + start, count, inverse, numbers);
+        for (size_t i = 0; i < count; i++) sum += numbers[i];
         scatter_chunk(numbers, chunk_groups, form, target + start / GROUP * stride, stride);
     }
+    product->number_sums[row] = sum;
 }
 
 INLINE uint16_t bfloat16_bits(float value) {
@@ -146,7 +143,25 @@ typedef struct {
     int32_t high[MAX_TILE_ROWS][PANEL], low[MAX_TILE_ROWS][PANEL];
 } Sums;
 
-/* Writes the results of one row and panel. Doubles hold the integers exactly. */
+/* Rounds the integer sums of one row to float, once. One digit's fit into 32 bits, and doubles
+   hold those of two digits. Bytes of one digit have no high sums. */
+INLINE void round_sums(
+    const Product *product, size_t row, const int32_t *high, const int32_t *low, Form form,
+    float *rounded
+) {
+    const int32_t number_sum = product->number_sums[row];
+    if (product->num_digits == 1) {
+        for (size_t i = 0; i < PANEL; i++) {
+            const int32_t upper = form == WHOLE_NUMBERS ? 256 * high[i] : 0;
+            rounded[i] = (float)(upper + low[i] - 128 * number_sum);
+        }
+    } else {
+        for (size_t i = 0; i < PANEL; i++)
+            rounded[i] = (float)(256.0 * high[i] + low[i] - 128.0 * number_sum);
+    }
+}
+
+/* Writes the results of one row and panel. */
 INLINE void finish_row(
     const Product *product, size_t row, size_t panel, const int32_t *high, const int32_t *low,
     Form form
@@ -155,11 +170,12 @@ INLINE void finish_row(
     const size_t start = panel * PANEL;
     const size_t count = min_size(PANEL, layer->out_features - start);
     const float step = product->steps[row];
+    const float *scales = layer->scales + start;
     float results[PANEL];
-    for (size_t i = 0; i < PANEL; i++) {
-        const double sum = 256.0 * high[i] + low[i] - offset_of(form) * layer->weight_sums[start + i];
-        results[i] = (float)sum * step * layer->scales[start + i] + layer->bias[start + i];
-    }
+    round_sums(product, row, high, low, form, results);
+    for (size_t i = 0; i < count; i++) results[i] = results[i] * step * scales[i];
+    if (layer->bias != NULL)
+        for (size_t i = 0; i < count; i++) results[i] += layer->bias[start + i];
     const size_t first = row * layer->out_features + start;
     if (product->dtype == FLOAT32) {
         memcpy((float *)product->result + first, results, count * sizeof(float));

@@ -26,7 +26,7 @@ INLINE AVX512 void sum_avx512(
     Sums *result
 ) {
     const size_t num_groups = product->layer->num_groups;
-    const int8_t *weights = panel_weights(product, panel);
+    const uint8_t *weights = panel_weights(product, panel);
     const uint8_t *rows = tile_rows(product, tile);
     __m512i sums[MAX_TILE_ROWS][2];
     UNROLL for (size_t i = 0; i < num_rows * digits; i++)
@@ -38,8 +38,8 @@ INLINE AVX512 void sum_avx512(
         _mm_prefetch((const char *)weights + PREFETCH_BYTES + 64, _MM_HINT_T0);
         UNROLL for (size_t i = 0; i < num_rows * digits; i++) {
             const __m512i numbers = _mm512_set1_epi32(load_int32(rows + 4 * i));
-            sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], numbers, first);
-            sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], numbers, second);
+            sums[i][0] = _mm512_dpbusd_epi32(sums[i][0], first, numbers);
+            sums[i][1] = _mm512_dpbusd_epi32(sums[i][1], second, numbers);
         }
         weights += PANEL * GROUP;
         rows += 4 * digits * num_rows;
@@ -55,12 +55,12 @@ INLINE AVX512 void sum_avx512(
     case rows: sum_avx512(product, tile, panel, rows, digits, &sums); break;
 
 static AVX512 void multiply_one_avx512(const Product *product, size_t tile, size_t panel) {
-    Sums sums = {0};
+    Sums sums;
     switch (rows_of_tile(product, tile)) {
         CASE(1, 1) CASE(2, 1) CASE(3, 1) CASE(4, 1) CASE(5, 1) CASE(6, 1)
         CASE(7, 1) CASE(8, 1) CASE(9, 1) CASE(10, 1) CASE(11, 1) CASE(12, 1)
     }
-    finish_tile(product, tile, panel, &sums, ONE_UNSIGNED_DIGIT);
+    finish_tile(product, tile, panel, &sums, ONE_DIGIT);
 }
 
 static AVX512 void multiply_two_avx512(const Product *product, size_t tile, size_t panel) {
@@ -68,16 +68,16 @@ static AVX512 void multiply_two_avx512(const Product *product, size_t tile, size
     switch (rows_of_tile(product, tile)) {
         CASE(1, 2) CASE(2, 2) CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2)
     }
-    finish_tile(product, tile, panel, &sums, TWO_UNSIGNED_DIGITS);
+    finish_tile(product, tile, panel, &sums, TWO_DIGITS);
 }
 #undef CASE
 
 static AVX512 void encode_one_avx512(const Product *product, size_t row) {
-    encode_row(product, row, ONE_UNSIGNED_DIGIT);
+    encode_row(product, row, ONE_DIGIT);
 }
 
 static AVX512 void encode_two_avx512(const Product *product, size_t row) {
-    encode_row(product, row, TWO_UNSIGNED_DIGITS);
+    encode_row(product, row, TWO_DIGITS);
 }
 
 const Kernel *kernels_avx512_vnni(void) {
@@ -99,7 +99,7 @@ enum { GROUPS_PER_STRETCH = 64 };
 /* ---- AVX-VNNI: the same with 8 outputs a register --------------------------------------------- */
 
 INLINE AVXVNNI void add_stretch_avx_vnni(
-    const uint8_t *rows, const int8_t *weights, size_t num_groups, const size_t num_rows,
+    const uint8_t *rows, const uint8_t *weights, size_t num_groups, const size_t num_rows,
     const size_t digits, const size_t width, Sums *result, size_t start
 ) {
     __m256i sums[6][4];
@@ -112,7 +112,7 @@ INLINE AVXVNNI void add_stretch_avx_vnni(
         UNROLL for (size_t i = 0; i < num_rows * digits; i++) {
             const __m256i numbers = _mm256_set1_epi32(load_int32(rows + 4 * i));
             UNROLL for (size_t k = 0; k < width; k++) {
-                __m256i sum = _mm256_dpbusd_avx_epi32(sums[i][k], numbers, loaded[k]);
+                __m256i sum = _mm256_dpbusd_avx_epi32(sums[i][k], loaded[k], numbers);
                 STAY_IN_REGISTER(sum);
                 sums[i][k] = sum;
             }
@@ -152,7 +152,7 @@ static AVXVNNI void multiply_one_avx_vnni(const Product *product, size_t tile, s
         case 5: sum_avx_vnni(product, tile, panel, 5, 1, 2, &sums); break;
         case 6: sum_avx_vnni(product, tile, panel, 6, 1, 2, &sums); break;
     }
-    finish_tile(product, tile, panel, &sums, ONE_UNSIGNED_DIGIT);
+    finish_tile(product, tile, panel, &sums, ONE_DIGIT);
 }
 
 static AVXVNNI void multiply_two_avx_vnni(const Product *product, size_t tile, size_t panel) {
@@ -162,15 +162,15 @@ static AVXVNNI void multiply_two_avx_vnni(const Product *product, size_t tile, s
         case 2: sum_avx_vnni(product, tile, panel, 2, 2, 2, &sums); break;
         case 3: sum_avx_vnni(product, tile, panel, 3, 2, 2, &sums); break;
     }
-    finish_tile(product, tile, panel, &sums, TWO_UNSIGNED_DIGITS);
+    finish_tile(product, tile, panel, &sums, TWO_DIGITS);
 }
 
 static AVXVNNI void encode_one_avx_vnni(const Product *product, size_t row) {
-    encode_row(product, row, ONE_UNSIGNED_DIGIT);
+    encode_row(product, row, ONE_DIGIT);
 }
 
 static AVXVNNI void encode_two_avx_vnni(const Product *product, size_t row) {
-    encode_row(product, row, TWO_UNSIGNED_DIGITS);
+    encode_row(product, row, TWO_DIGITS);
 }
 
 const Kernel *kernels_avx_vnni(void) {
@@ -185,7 +185,7 @@ const Kernel *kernels_avx_vnni(void) {
 /* ---- AVX2: bytes are widened and multiplied as int16 ------------------------------------------
 
    Its product of bytes saturates. Sums of int16 products are exact: a lane takes two of them per
-   group, each at most 127 * 32639, so that a stretch of 64 (up to 256) stays below 2^31. Then the
+   group, each at most 255 * 32639, so that a stretch of 64 (up to 128) stays below 2^31. Then the
    sums move on to memory, as 256 * high + low. Four lanes of int16 make two of int32: a register
    holds two halves of the sums of four outputs. */
 
@@ -196,7 +196,7 @@ typedef struct {
 } Halves;
 
 INLINE AVX2 void add_stretch_avx2(
-    const uint8_t *rows, const int8_t *weights, size_t num_groups, const size_t num_rows,
+    const uint8_t *rows, const uint8_t *weights, size_t num_groups, const size_t num_rows,
     const size_t width, Halves *result, size_t start
 ) {
     __m256i sums[6][8];
@@ -205,7 +205,7 @@ INLINE AVX2 void add_stretch_avx2(
     for (size_t group = 0; group < num_groups; group++) {
         __m256i wide[8];
         UNROLL for (size_t k = 0; k < width; k++)
-            wide[k] = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)weights + k));
+            wide[k] = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)weights + k));
         UNROLL for (size_t i = 0; i < num_rows; i++) {
             const __m256i numbers = _mm256_set1_epi64x(load_int64(rows + 8 * i));
             UNROLL for (size_t k = 0; k < width; k++) {
@@ -230,7 +230,7 @@ INLINE AVX2 void add_stretch_avx2(
 
 #define STRETCH(num_rows, width)                                                                  \
     static AVX2 __attribute__((noinline)) void add_##num_rows##_rows_avx2(                        \
-        const uint8_t *rows, const int8_t *weights, size_t num_groups, Halves *result            \
+        const uint8_t *rows, const uint8_t *weights, size_t num_groups, Halves *result            \
     ) {                                                                                           \
         for (size_t k = 0; k < 8; k += width)                                                     \
             add_stretch_avx2(rows, weights + 16 * k, num_groups, num_rows, width, result, 8 * k); \
@@ -239,7 +239,7 @@ STRETCH(1, 8) STRETCH(2, 4) STRETCH(3, 4) STRETCH(4, 2) STRETCH(5, 2) STRETCH(6,
 #undef STRETCH
 
 static AVX2 void multiply_avx2(const Product *product, size_t tile, size_t panel) {
-    static void (*const add_rows[6])(const uint8_t *, const int8_t *, size_t, Halves *) = {
+    static void (*const add_rows[6])(const uint8_t *, const uint8_t *, size_t, Halves *) = {
         add_1_rows_avx2, add_2_rows_avx2, add_3_rows_avx2,
         add_4_rows_avx2, add_5_rows_avx2, add_6_rows_avx2,
     };

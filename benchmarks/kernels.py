@@ -1,0 +1,168 @@
+"""Linear layers: our int8 kernel beside torch's products, in microseconds and in bytes read.
+
+Each layer has as many copies as overflow the caches, used in turn: a peer reads every weight once
+per token. Times are the least of many calls; `_int_mm` is the integer product alone, without
+rounding rows before and scaling sums after.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from itertools import cycle, repeat
+
+import torch
+import torch.nn.functional as F
+from _report import describe_machine, parse_arguments
+from torch import Tensor
+
+from shoal.kernels.int8 import Int8Kernel
+from shoal.kernels.quantize import Int8Weight
+from shoal.kernels.select import choose_int8_kernel
+
+SHAPES = [(1024, 1024), (1024, 2816), (2816, 1024), (4096, 14336)]  # (in, out)
+ROWS = [1, 2, 4, 8, 16, 32, 128, 512]
+CACHE_BYTES = 64 * 2**20
+"""More than the caches of the machines that we measure on."""
+SECONDS_PER_CELL = 0.15
+MIN_CALLS = 4
+
+Product = Callable[[Tensor], object]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement; `name` is a column of the table."""
+
+    in_features: int
+    out_features: int
+    num_threads: int
+    num_rows: int
+    name: str
+    microseconds: float
+
+
+def measure_microseconds(products: Iterator[Product], rows: Tensor) -> float:
+    """Return the least time of a call, of as many as fit into the time for a cell."""
+    next(products)(rows)
+    best = float("inf")
+    num_calls = 0
+    deadline = time.perf_counter() + SECONDS_PER_CELL
+    while num_calls < MIN_CALLS or time.perf_counter() < deadline:
+        product = next(products)
+        started_at = time.perf_counter()
+        product(rows)
+        best = min(best, time.perf_counter() - started_at)
+        num_calls += 1
+    return best * 1e6
+
+
+def measure_read_gigabytes_per_second() -> float:
+    """Return how fast torch reads memory with its present threads: the largest of many numbers."""
+    numbers = torch.ones(2 * CACHE_BYTES // 4, dtype=torch.int32)
+    return numbers.nbytes / measure_microseconds(repeat(torch.amax), numbers) / 1e3
+
+
+def make_products(in_features: int, out_features: int, kernel: Int8Kernel) -> Iterator[
+    tuple[str, torch.dtype, Callable[[], Product]]
+]:  # fmt: skip
+    """Yield the columns: name, dtype of the rows, and what makes one copy of the layer."""
+    values_OI = torch.randint(-127, 128, (out_features, in_features), dtype=torch.int8)
+    scales_O = torch.rand(out_features)
+    ones_O = torch.ones(out_features, dtype=torch.bfloat16)
+
+    def make_native(num_digits: int) -> Product:
+        product = kernel.pack(Int8Weight(values_OI, scales_O), None)
+        return lambda rows: product.multiply(rows, num_digits)
+
+    def make_int8pack() -> Product:
+        weight = values_OI.clone()
+        return lambda rows: torch._weight_int8pack_mm(  # pyright: ignore[reportPrivateImportUsage]
+            rows, weight, ones_O
+        )
+
+    def make_int_mm() -> Product:
+        weight = values_OI.clone().t()
+        return lambda rows: torch._int_mm(  # pyright: ignore[reportPrivateImportUsage]
+            rows, weight
+        )
+
+    def make_float(dtype: torch.dtype) -> Product:
+        weight = values_OI.to(dtype)
+        return lambda rows: F.linear(rows, weight)
+
+    yield "2 digits", torch.float32, lambda: make_native(2)
+    yield "1 digit", torch.float32, lambda: make_native(1)
+    yield "int8pack", torch.bfloat16, make_int8pack
+    yield "int_mm", torch.int8, make_int_mm
+    yield "bf16", torch.bfloat16, lambda: make_float(torch.bfloat16)
+    yield "fp32", torch.float32, lambda: make_float(torch.float32)
+
+
+def measure_shape(
+    in_features: int, out_features: int, thread_counts: list[int], kernel: Int8Kernel
+) -> Iterator[Cell]:
+    """Measure every column of one shape; one column's copies are in memory at a time."""
+    for name, dtype, make_product in make_products(in_features, out_features, kernel):
+        num_copies = 2 + CACHE_BYTES // (in_features * out_features)
+        products = cycle([make_product() for _ in range(num_copies)])
+        for num_threads in thread_counts:
+            torch.set_num_threads(num_threads)
+            for num_rows in ROWS:
+                rows = (torch.randn(num_rows, in_features) * 30).to(dtype)
+                best = measure_microseconds(products, rows)
+                yield Cell(in_features, out_features, num_threads, num_rows, name, best)
+
+
+def print_tables(cells: list[Cell], read_speeds: dict[int, float]) -> None:
+    """Print a table for each shape and number of threads."""
+    names = list(dict.fromkeys(cell.name for cell in cells))
+    by_place = {
+        (cell.in_features, cell.out_features, cell.num_threads, cell.num_rows, cell.name): (
+            cell.microseconds
+        )
+        for cell in cells
+    }
+    for in_features, out_features in SHAPES:
+        for num_threads, read_speed in read_speeds.items():
+            print(
+                f"{in_features} -> {out_features}, threads: {num_threads}, "
+                f"a plain read: {read_speed:.1f} GB/s"
+            )
+            print(f"{'rows':>6}", *(f"{name:>10}" for name in names), " 2 digits, GB/s")
+            for num_rows in ROWS:
+                place = (in_features, out_features, num_threads, num_rows)
+                times = [by_place[*place, name] for name in names]
+                speed = in_features * out_features / times[0] / 1e3
+                print(f"{num_rows:>6}", *(f"{best:>10.0f}" for best in times), f"{speed:>15.1f}")
+            print()
+
+
+@torch.inference_mode()
+def main() -> None:
+    """Measure every shape and print the tables."""
+    options = parse_arguments(__doc__ or "")
+    torch.manual_seed(0)
+    kernel = choose_int8_kernel()
+    thread_counts = sorted({1, torch.get_num_threads()})
+    read_speeds: dict[int, float] = {}
+    for num_threads in thread_counts:
+        torch.set_num_threads(num_threads)
+        read_speeds[num_threads] = measure_read_gigabytes_per_second()
+    cells = [
+        cell
+        for in_features, out_features in SHAPES
+        for cell in measure_shape(in_features, out_features, thread_counts, kernel)
+    ]
+    title = f"linear layers, microseconds; {kernel.name}"
+    if options.json:
+        figures = [asdict(cell) for cell in cells]
+        result = {"title": title, "machine": describe_machine(), "figures": figures}
+        print(json.dumps({**result, "read_gigabytes_per_second": read_speeds}))
+        return
+    print(f"{title}\n{describe_machine()}\n")
+    print_tables(cells, read_speeds)
+
+
+if __name__ == "__main__":
+    main()
