@@ -61,6 +61,9 @@ def _load_library() -> ctypes.CDLL | None:
         file = folder / f"int8{suffix}"
         if file.exists():
             library = ctypes.CDLL(str(file))
+            pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+            library.shoal_int8_pack.argtypes = [pointer, size, size, pointer]
+            library.shoal_int8_multiply.argtypes = [pointer, pointer, pointer, size, *[number] * 4]
             return library if library.shoal_int8_version() == _VERSION else None
     return None
 
@@ -85,10 +88,7 @@ class _NativeProduct:
 
         values_OI = weight.values_OI.contiguous()
         library.shoal_int8_pack(
-            ctypes.c_void_p(values_OI.data_ptr()),
-            ctypes.c_int64(num_outputs),
-            ctypes.c_int64(num_columns),
-            ctypes.c_void_p(self._packed.data_ptr()),
+            values_OI.data_ptr(), num_outputs, num_columns, self._packed.data_ptr()
         )
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
         self._layer = _Layer(*addresses, num_groups, num_panels, num_columns, num_outputs)
@@ -96,11 +96,6 @@ class _NativeProduct:
         self._num_columns, self._num_outputs = num_columns, num_outputs
         self._instruction_set = instruction_set
         self._multiply = library.shoal_int8_multiply
-        self._multiply.argtypes = (
-            *(ctypes.c_void_p,) * 3,
-            ctypes.c_int64,
-            *(ctypes.c_int32,) * 4,
-        )
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
         dtype = hidden_NI.dtype

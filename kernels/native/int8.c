@@ -5,7 +5,7 @@
 
 #include <stdlib.h>
 
-/* ---- The portable kernel: whole numbers, summed as int64 -------------------------------------- */
+/* ---- The portable kernel: whole numbers, summed as int64 ----------------------------------- */
 
 static void multiply_portable(const Product *product, size_t tile, size_t panel) {
     const size_t num_rows = rows_of_tile(product, tile);
@@ -43,7 +43,7 @@ const Kernel *kernels_portable(void) {
     return kernels;
 }
 
-/* ---- What Python calls ------------------------------------------------------------------------ */
+/* ---- What Python calls --------------------------------------------------------------------- */
 
 static const Kernel *find_kernels(int32_t instruction_set) {
     switch (instruction_set) {

@@ -16,7 +16,7 @@
 
 INLINE __m256i *at256(int32_t *target) { return (__m256i *)target; }
 
-/* ---- AVX512-VNNI: 16 outputs a register, unsigned times signed bytes -------------------------- */
+/* ---- AVX512-VNNI: 16 outputs a register, unsigned times signed bytes ----------------------- */
 
 /* How far ahead of the multiplication one row's weights are asked for. */
 enum { PREFETCH_BYTES = 2048 };
@@ -96,7 +96,7 @@ const Kernel *kernels_avx512_vnni(void) {
    taken in parts, a stretch of groups at a time, which stays in the first cache meanwhile. */
 enum { GROUPS_PER_STRETCH = 64 };
 
-/* ---- AVX-VNNI: the same with 8 outputs a register --------------------------------------------- */
+/* ---- AVX-VNNI: the same with 8 outputs a register ------------------------------------------ */
 
 INLINE AVXVNNI void add_stretch_avx_vnni(
     const uint8_t *rows, const uint8_t *weights, size_t num_groups, const size_t num_rows,
