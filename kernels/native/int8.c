@@ -5,29 +5,37 @@
 
 #include <stdlib.h>
 
-/* ---- The portable kernel: whole numbers, summed as int64 ----------------------------------- */
+/* ---- The portable kernel: whole numbers, in plain C ---------------------------------------- */
+
+/* Sums of so many groups stay below 2^31: 64 * 4 * 255 * 32639. */
+enum { GROUPS_PER_STRETCH = 64, TILE_ROWS = 4 };
+
+/* Adds the products of one group of 4 columns, of one row and all outputs of a panel. */
+INLINE void add_group(const uint8_t *row, const uint8_t *weights, int32_t *sums) {
+    int16_t numbers[GROUP];
+    memcpy(numbers, row, sizeof numbers);
+    for (size_t i = 0; i < PANEL; i++)
+        sums[i] += numbers[0] * weights[GROUP * i] + numbers[1] * weights[GROUP * i + 1]
+                   + numbers[2] * weights[GROUP * i + 2] + numbers[3] * weights[GROUP * i + 3];
+}
 
 static void multiply_portable(const Product *product, size_t tile, size_t panel) {
-    const size_t num_rows = rows_of_tile(product, tile);
+    const size_t num_rows = rows_of_tile(product, tile), num_groups = product->layer->num_groups;
     const uint8_t *weights = panel_weights(product, panel);
     const uint8_t *rows = tile_rows(product, tile);
-    int64_t totals[4][PANEL] = {{0}};
-    for (size_t group = 0; group < product->layer->num_groups; group++) {
-        for (size_t row = 0; row < num_rows; row++, rows += 8) {
-            int16_t numbers[GROUP];
-            memcpy(numbers, rows, sizeof numbers);
-            for (size_t i = 0; i < PANEL; i++)
-                for (size_t k = 0; k < GROUP; k++)
-                    totals[row][i] += (int32_t)numbers[k] * weights[i * GROUP + k];
-        }
-        weights += PANEL * GROUP;
+    Sums sums = {0};
+    for (size_t start = 0; start < num_groups; start += GROUPS_PER_STRETCH) {
+        const size_t stop = min_size(start + GROUPS_PER_STRETCH, num_groups);
+        int32_t stretch[TILE_ROWS][PANEL] = {{0}};
+        for (size_t group = start; group < stop; group++, weights += PANEL * GROUP)
+            for (size_t row = 0; row < num_rows; row++, rows += 8)
+                add_group(rows, weights, stretch[row]);
+        for (size_t row = 0; row < num_rows; row++)
+            for (size_t i = 0; i < PANEL; i++) {
+                sums.high[row][i] += stretch[row][i] >> 8;
+                sums.low[row][i] += stretch[row][i] & 255;
+            }
     }
-    Sums sums;
-    for (size_t row = 0; row < num_rows; row++)
-        for (size_t i = 0; i < PANEL; i++) {
-            sums.high[row][i] = (int32_t)(totals[row][i] >> 8);
-            sums.low[row][i] = (int32_t)(totals[row][i] & 255);
-        }
     finish_tile(product, tile, panel, &sums, WHOLE_NUMBERS);
 }
 
@@ -37,8 +45,8 @@ static void encode_portable(const Product *product, size_t row) {
 
 const Kernel *kernels_portable(void) {
     static const Kernel kernels[2] = {
-        {4, 8, encode_portable, multiply_portable},
-        {4, 8, encode_portable, multiply_portable},
+        {TILE_ROWS, 8, encode_portable, multiply_portable},
+        {TILE_ROWS, 8, encode_portable, multiply_portable},
     };
     return kernels;
 }
