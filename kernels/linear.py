@@ -26,8 +26,8 @@ FEW_ROWS_LIMIT = 8
 """Most rows for which FEW is used; behind it a second digit doubles the time.
 
 Microseconds of FEW / MANY at 1, 4, 8, 16 and 128 rows of 1024 -> 2816, weights out of cache:
-102 / 109, 142 / 139, 258 / 155, 448 / 274, 3390 / 1820. One thread of an EPYC with AVX512-VNNI;
-`benchmarks/kernels.py` measures them anew.
+136 / 78, 172 / 117, 290 / 147, 480 / 264, 3481 / 1794. One thread of an EPYC with AVX512-VNNI, in
+one run of `benchmarks/kernels.py`.
 """
 
 
