@@ -1,21 +1,17 @@
 """The int8 kernels in C, for the instruction sets of this processor: the door to native/.
 
-The extension is optional: where it was not built, `list_kernels` is empty.
+Where the library was not built, `list_kernels` is empty.
 """
 
 import ctypes
-from functools import cache, partial
-from importlib.machinery import EXTENSION_SUFFIXES
-from pathlib import Path
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from .int8 import Int8Kernel
+from .native_library import load_library
 from .quantize import Int8Weight
-
-_VERSION = 1
-"""Of the functions in native/int8.c. A library of another version is as good as none."""
 
 _INSTRUCTION_SETS = {3: "avx512-vnni", 2: "avx-vnni", 1: "avx2", 0: "portable"}
 """The numbers that native/int8.c gives them, fastest first."""
@@ -42,7 +38,7 @@ class _Layer(ctypes.Structure):
 
 def list_kernels() -> list[Int8Kernel]:
     """Return a kernel for each instruction set that the processor has, fastest first."""
-    library = _load_library()
+    library = load_library()
     if library is None:
         return []
     return [
@@ -50,22 +46,6 @@ def list_kernels() -> list[Int8Kernel]:
         for number, name in _INSTRUCTION_SETS.items()
         if library.shoal_int8_has(number)
     ]
-
-
-@cache
-def _load_library() -> ctypes.CDLL | None:
-    # A plain library and no Python module: it builds without Python's headers, and a call through
-    # ctypes lets other Python threads run.
-    folder = Path(__file__).parent / "native"
-    for suffix in EXTENSION_SUFFIXES:
-        file = folder / f"int8{suffix}"
-        if file.exists():
-            library = ctypes.CDLL(str(file))
-            pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
-            library.shoal_int8_pack.argtypes = [pointer, size, size, pointer]
-            library.shoal_int8_multiply.argtypes = [pointer, pointer, pointer, size, *[number] * 4]
-            return library if library.shoal_int8_version() == _VERSION else None
-    return None
 
 
 class _NativeProduct:

@@ -8,6 +8,7 @@ H hidden, J query and key heads together, G key-value heads, D head size, O outp
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -15,6 +16,12 @@ from ...kernels.attention import attention
 from ...kernels.linear import Linear, RowPath
 from ...kernels.norm import rms_norm
 from ...kernels.rotary import apply_rotary
+from ...kernels.token_attention import (
+    TokenAttention,
+    TokenBatch,
+    TokenSegment,
+    can_attend,
+)
 from .kv_cache import SessionCache
 from .scheduler import count_part_tokens
 from .spec import ACTIVATIONS, ModelSpec
@@ -38,6 +45,36 @@ class Segment:
     cache: SessionCache
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a batch, in order of their rows."""
+
+    all: Sequence[Segment]
+
+    @cached_property
+    def prompts(self) -> list[Segment]:
+        """Those whose tokens attend together."""
+        return [segment for segment in self.all if not segment.is_decoded]
+
+    @cached_property
+    def token_batch(self) -> TokenBatch:
+        """The others, laid out for the kernel that takes them at once."""
+        return TokenBatch(
+            [
+                TokenSegment(
+                    segment.cache.states_LCBGSD,
+                    segment.cache.span.start,
+                    segment.start,
+                    segment.position,
+                    segment.cos_TD,
+                    segment.sin_TD,
+                )
+                for segment in self.all
+                if segment.is_decoded
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,17 +145,17 @@ class Block:
         self._scale = spec.head_dim**-0.5
         self._sliding_window = spec.sliding_windows[index]
         self._ones_D = torch.ones(spec.head_dim, dtype=weights.attention_norm_H.dtype)
+        self._token_attention = _make_token_attention(spec, index, weights)
 
     def __call__(
-        self, hidden_NH: torch.Tensor, segments: Sequence[Segment], ranges: Sequence[PathRange]
+        self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[PathRange]
     ) -> torch.Tensor:
         """Return the block's output; writes the new keys and values into the segments' caches."""
         weights = self.weights
 
         normed_NH = rms_norm(hidden_NH, weights.attention_norm_H, self._norm_eps)
         fused_NO = _apply_linear(weights.query_key_value, normed_NH, ranges)
-        attended = [self._attend(fused_NO, segment) for segment in segments]
-        attended_NO = attended[0] if len(attended) == 1 else torch.cat(attended)
+        attended_NO = self._attend_all(fused_NO, segments)
         hidden_NH = hidden_NH + _apply_linear(weights.output, attended_NO, ranges)
 
         normed_NH = rms_norm(hidden_NH, weights.mlp_norm_H, self._norm_eps)
@@ -126,6 +163,18 @@ class Block:
         gate_NO, up_NO = gate_up_NO.split(self._intermediate_size, dim=-1)
         gated_NO = self._activation(gate_NO).mul_(up_NO)
         return hidden_NH + _apply_linear(weights.down, gated_NO, ranges)
+
+    def _attend_all(self, fused_NO: torch.Tensor, segments: Segments) -> torch.Tensor:
+        """Attention of all rows: generated tokens together where there is a kernel for that."""
+        if self._token_attention is None:
+            return _join([self._attend(fused_NO, segment) for segment in segments.all])
+        if len(segments.prompts) == len(segments.all) == 1:
+            return self._attend(fused_NO, segments.prompts[0])
+        attended_NO = fused_NO.new_empty(len(fused_NO), self._num_heads * self._head_dim)
+        self._token_attention(fused_NO, segments.token_batch, attended_NO)
+        for segment in segments.prompts:
+            attended_NO[segment.start : segment.stop] = self._attend(fused_NO, segment)
+        return attended_NO
 
     def _attend(self, fused_NO: torch.Tensor, segment: Segment) -> torch.Tensor:
         """Attention of one segment's rows [B*T, J*D + G*D] -> [B*T, queries]."""
@@ -178,3 +227,26 @@ def _apply_linear(
     if len(ranges) == 1:
         return linear(hidden_NI, ranges[0].path)
     return torch.cat([linear(hidden_NI[part.start : part.stop], part.path) for part in ranges])
+
+
+def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def _make_token_attention(
+    spec: ModelSpec, index: int, weights: BlockWeights
+) -> TokenAttention | None:
+    """Return the kernel for generated tokens, None where it cannot compute this block."""
+    if weights.attention_norm_H.dtype is not torch.float32 or not can_attend(
+        spec.num_heads, spec.num_kv_heads, spec.head_dim
+    ):
+        return None
+    return TokenAttention(
+        index,
+        spec.num_heads,
+        spec.num_kv_heads,
+        spec.head_dim,
+        window=spec.sliding_windows[index],
+        query_key_norm_JD=weights.query_key_norm_JD,
+        norm_eps=spec.norm_eps,
+    )

@@ -19,7 +19,7 @@ from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
 from ...protocol.spans import Span
-from .block import Block, PathRange, Segment
+from .block import Block, PathRange, Segment, Segments
 from .families import read_spec
 from .heap import keep_large_tensors_apart
 from .kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
@@ -233,10 +233,11 @@ class Engine:
         """Move every step's hidden states through its blocks, together wherever they overlap."""
         for stretch, active in _cut_stretches(steps):
             hidden_NH = _join([step.hidden_NH for step in active])
-            segments, ranges = _lay_out(active)
+            placed, ranges = _lay_out(active)
+            segments = Segments(placed)
             for index in range(stretch.start, stretch.stop):
                 hidden_NH = self._blocks[index - self.span.start](hidden_NH, segments, ranges)
-            for step, segment in zip(active, segments, strict=True):
+            for step, segment in zip(active, placed, strict=True):
                 step.hidden_NH = hidden_NH[segment.start : segment.stop]
 
 

@@ -216,6 +216,12 @@ class SessionCache:
         if row_map is not None and list(row_map) != list(range(self.num_rows)):
             self._reorder(row_map)
 
+    @property
+    def states_LCBGSD(self) -> torch.Tensor:
+        """All keys and values (C), block after block from `span.start` on."""
+        assert self._memory is not None
+        return self._memory.states_LCBGSD
+
     def keys_values(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return views (keys_BGSD, values_BGSD) of a block; only reserved tokens may be touched."""
         return self._keys_values[block - self.span.start]

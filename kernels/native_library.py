@@ -1,0 +1,42 @@
+"""The kernels in C: finds their library and declares its functions.
+
+The library is optional: without a C compiler it was not built, and torch computes instead.
+"""
+
+import ctypes
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+_INT8_VERSION = 1
+_ATTENTION_VERSION = 1
+"""Of the functions in native/. A library of other versions is as good as none."""
+
+
+@cache
+def load_library() -> ctypes.CDLL | None:
+    """Return the library, None where it was not built or belongs to other sources."""
+    # A plain library and no Python module: it builds without Python's headers, and a call through
+    # ctypes lets other Python threads run.
+    folder = Path(__file__).parent / "native"
+    for suffix in EXTENSION_SUFFIXES:
+        file = folder / f"cpu{suffix}"
+        if file.exists():
+            library = ctypes.CDLL(str(file))
+            return library if _declare(library) else None
+    return None
+
+
+def _declare(library: ctypes.CDLL) -> bool:
+    """Declare what the functions take; return whether they are the ones that we know."""
+    pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    try:
+        library.shoal_int8_pack.argtypes = [pointer, size, size, pointer]
+        library.shoal_int8_multiply.argtypes = [pointer, pointer, pointer, size, *[number] * 4]
+        library.shoal_attention_attend.argtypes = [
+            pointer, pointer, size, size, pointer, pointer, number, number,
+        ]  # fmt: skip
+        versions = library.shoal_int8_version(), library.shoal_attention_version()
+    except AttributeError:
+        return False
+    return versions == (_INT8_VERSION, _ATTENTION_VERSION)
