@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+
+# A shell that starts the tests in the background has them ignore Ctrl-C, and every process that
+# they start. Some of them are about Ctrl-C.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NUM_BLOCKS = 4
 SEED = 20240229
