@@ -64,12 +64,20 @@ class Refusals:
 
 
 def blame(
-    swarm: Swarm, hop: Hop, error: UnavailableError | RemoteProtocolError | RefusedError
+    swarm: Swarm,
+    hop: Hop,
+    error: UnavailableError | RemoteProtocolError | RefusedError,
+    forgiven: set[PeerId],
 ) -> LostHopError:
-    """Have a peer avoided for a failure of its own; return what to raise of the failure."""
+    """Have a peer avoided for a failure of its own; return what to raise of the failure.
+
+    A peer that was restarted has lost the session and is sound: that is `forgiven` once.
+    """
     if isinstance(error, RefusedError):
-        # A restarted peer is a sound one, and a question at fault is not the peer's doing.
-        if error.code not in {ErrorCode.UNKNOWN_SESSION, *_QUESTION_CODES}:
+        is_forgiven = error.code is ErrorCode.UNKNOWN_SESSION and hop.peer.peer_id not in forgiven
+        if is_forgiven:
+            forgiven.add(hop.peer.peer_id)
+        elif error.code not in _QUESTION_CODES:  # those are not the peer's doing
             swarm.quarantine(hop.peer, Fault.SILENT if error.code in _BUSY_CODES else Fault.BROKEN)
     elif isinstance(error, RemoteProtocolError):
         swarm.quarantine(hop.peer, Fault.LYING)

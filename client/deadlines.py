@@ -61,13 +61,14 @@ class AnswerTimes:
         if num_tokens > _FEW_TOKENS:
             share = decode or 0.0 if per_token is None else per_token
             expected = max(num_tokens * share, expected)
-        seconds = FLOOR_SECONDS + _PATIENCE * expected + announced_queue_seconds
+        seconds = FLOOR_SECONDS + _PATIENCE * expected
         if decode is None:
             seconds = max(_UNKNOWN_SECONDS, seconds)
         if not (
             self.decode_seconds if num_tokens <= _FEW_TOKENS else self.prefill_seconds_per_token
         ):
-            seconds = min(seconds, _LONGEST_ON_TRUST_SECONDS)
+            # What was measured has waited in the queue as well.
+            seconds = min(seconds + announced_queue_seconds, _LONGEST_ON_TRUST_SECONDS)
         return seconds * 2**self.num_silences
 
 

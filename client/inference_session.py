@@ -93,6 +93,7 @@ class InferenceSession:
             raise UsageError("prompts inside of blocks are not supported yet")
         row_map = self._compose(hypo_ids)
         if hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 0:
+            self._remote.check_rows(hidden_BTH.shape[0], row_map)
             self._row_map = row_map
             return hidden_BTH
         if is_decoded is None:

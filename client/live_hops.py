@@ -108,6 +108,7 @@ class LiveHops:
         self._sequence = 0
         self._wire_dtype: WireDtype | None = None
         self._num_rows = 0
+        self._forgiven: set[PeerId] = set()
 
     def make_deadline(self) -> float:
         """Return until when lost hops may be replaced, from now."""
@@ -148,7 +149,7 @@ class LiveHops:
                 raise RemoteProtocolError(f"{live.link.name} answered with NaN or infinity")
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             await self.hang_up(live)
-            raise blame(self._swarm, live.hop, error) from error
+            raise blame(self._swarm, live.hop, error, self._forgiven) from error
         except asyncio.CancelledError:
             await self.hang_up(live)  # a late answer would be taken for that of the next question
             raise
@@ -156,11 +157,12 @@ class LiveHops:
         self._swarm.note_success(peer.peer_id)
         return output_BTH
 
-    async def hang_up(self, live: LiveHop) -> None:
-        """Drop the link of a hop; its log stays. Never raises."""
-        link, live.link = live.link, None
-        if link is not None:
-            await link.close()
+    async def hang_up(self, *lives: LiveHop) -> None:
+        """Drop the links of hops, all of them before the first wait; their logs stay."""
+        links = [live.link for live in lives if live.link is not None]
+        for live in lives:
+            live.link = None
+        await asyncio.gather(*(link.close() for link in links))
 
     def accuse(self, refusals: Refusals) -> None:
         """Avoid the peers that declined what another one has taken by now."""
@@ -265,8 +267,7 @@ class LiveHops:
                     raise result
             await self._replay(hops)
         except BaseException:
-            for live in hops:
-                await self.hang_up(live)
+            await self.hang_up(*hops)
             raise
         return hops
 
@@ -296,7 +297,7 @@ class LiveHops:
                 self._transport, self.clock, hop, opening, self._name_for(hop), timeout_seconds
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            raise blame(self._swarm, hop, error) from error
+            raise blame(self._swarm, hop, error, self._forgiven) from error
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
     def _name_for(self, hop: Hop) -> ClientToken:

@@ -105,9 +105,11 @@ class RemoteSession:
     ) -> Tensor:
         """Send hidden states [B, T, H] through all blocks; return [B, T, H], or [B, 1, H].
 
-        Lost hops are replaced on the way. Raises RouteError when nobody serves their blocks in
-        time, UsageError when the input cannot be part of the session, RefusedError when the peers
-        decline. After an error the session is where it was and the same step may be tried again.
+        Lost hops are replaced on the way. Raises UsageError when the input cannot be part of the
+        session, RefusedError when the peers decline, RouteError when nobody serves their blocks in
+        time, or what the last of many peers did
+        that were found and lost again. After an error the session is where it was and the same
+        step may be tried again.
         """
         self._check_input(hidden_BTH, row_map)
         await self._open(hidden_BTH.shape[0])
@@ -156,14 +158,24 @@ class RemoteSession:
         used, self._hops = self._hops, [live for live, _ in before]
         for live, log in before:
             live.log = log
-        for live in (*used, *self._hops):
-            await self._driver.hang_up(live)
+        await self._driver.hang_up(*used, *self._hops)
 
     async def close(self) -> None:
         """Free the caches on all hops. Never raises; the session cannot be used afterwards."""
         self._is_closed = True
         hops, self._hops = self._hops, []
-        await asyncio.gather(*(self._driver.hang_up(live) for live in hops))
+        await self._driver.hang_up(*hops)
+
+    def check_rows(self, num_rows: int, row_map: Sequence[int] | None) -> None:
+        """Raise UsageError unless a step of so many rows can be part of the session."""
+        if num_rows > MAX_BATCH_ROWS:
+            raise UsageError(f"a session has at most {MAX_BATCH_ROWS} rows, not {num_rows}")
+        if self._num_rows and num_rows != self._num_rows:
+            raise UsageError(f"the session has {self._num_rows} rows, the step has {num_rows}")
+        if row_map is not None and (
+            len(row_map) != num_rows or not all(0 <= row < num_rows for row in row_map)
+        ):
+            raise UsageError(f"a row map for {num_rows} rows cannot be {list(row_map)}")
 
     def _check_input(self, hidden_BTH: Tensor, row_map: Sequence[int] | None) -> None:
         if self._is_closed:
@@ -176,21 +188,14 @@ class RemoteSession:
         num_rows, num_tokens, _ = hidden_BTH.shape
         if num_rows == 0 or num_tokens == 0:
             raise UsageError("a step needs at least one row and one token")
-        if num_rows > MAX_BATCH_ROWS:
-            raise UsageError(f"a session has at most {MAX_BATCH_ROWS} rows, not {num_rows}")
+        self.check_rows(num_rows, row_map)
         if not hidden_BTH.is_floating_point():
             raise UsageError(f"hidden states are floating point numbers, not {hidden_BTH.dtype}")
-        if self._num_rows and num_rows != self._num_rows:
-            raise UsageError(f"the session has {self._num_rows} rows, the step has {num_rows}")
         if self._position + num_tokens > self._facts.max_tokens:
             raise UsageError(
                 f"Maximum length exceeded: {self._position} tokens and {num_tokens} new ones are "
                 f"more than the session's {self._facts.max_tokens}"
             )
-        if row_map is not None and (
-            len(row_map) != num_rows or not all(0 <= row < num_rows for row in row_map)
-        ):
-            raise UsageError(f"a row map for {num_rows} rows cannot be {list(row_map)}")
         if not has_only_finite(hidden_BTH):
             raise UsageError("the hidden states contain NaN or infinity")
 

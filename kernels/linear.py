@@ -13,31 +13,22 @@ from .select import choose_int8_kernel
 
 
 class RowPath(Enum):
-    """How many int8 digits each number of a row keeps when it meets int8 weights."""
+    """How many int8 digits each number of a row keeps when it meets int8 weights.
+
+    To be chosen by what a row is, never by how many rows there are: then neither strangers in the
+    same batch nor the way a prompt was cut change a session's results.
+    """
 
     FEW = 2
-    """As good as float activations, and nearly free while reading the weights takes longer."""
+    """For generated tokens: as good as float activations, and nearly free for a few rows, where
+    reading the weights takes longer."""
 
     MANY = 1
-    """Half the work where multiplying takes longer; differs by about one percent of the result."""
+    """For prompts: half the work where multiplying takes longer; differs by about one percent.
 
-
-FEW_ROWS_LIMIT = 8
-"""Most rows for which FEW is used; behind it a second digit doubles the time.
-
-Microseconds of FEW / MANY at 1, 4, 8, 16 and 128 rows of 1024 -> 2816, weights out of cache:
-136 / 78, 172 / 117, 290 / 147, 480 / 264, 3481 / 1794. One thread of an EPYC with AVX512-VNNI, in
-one run of `benchmarks/kernels.py`.
-"""
-
-
-def choose_row_path(num_rows: int) -> RowPath:
-    """Return the path for one session's step of `num_rows` rows (sequences times tokens).
-
-    To be called once per step and session and passed to every linear. Deciding by the size of a
-    batch shared with strangers would let them change a session's results.
-    """
-    return RowPath.FEW if num_rows <= FEW_ROWS_LIMIT else RowPath.MANY
+    Microseconds of FEW / MANY at 1, 4, 8, 16 and 128 rows of 1024 -> 2816, weights out of cache:
+    136 / 78, 172 / 117, 290 / 147, 480 / 264, 3481 / 1794. One thread of an EPYC with AVX512-VNNI,
+    in one run of `benchmarks/kernels.py`."""
 
 
 class Linear(ABC):

@@ -14,7 +14,7 @@ import torch
 
 from ...kernels.checkpoint import Checkpoint
 from ...kernels.compress import has_only_finite
-from ...kernels.linear import RowPath, choose_row_path
+from ...kernels.linear import RowPath
 from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
@@ -45,7 +45,7 @@ class StepWork:
     `decoded` says that these tokens were computed one by one, or are a replay of such tokens:
     they get the numerics of single tokens, however many arrive at once.
 
-    A part is made by `cut`; `num_before` and `num_behind` count the tokens of the step around it.
+    A part is made by `cut`; `num_behind` tokens of the step follow it.
     """
 
     cache: SessionCache
@@ -55,7 +55,6 @@ class StepWork:
     row_map: tuple[int, ...] | None = None
     last_token_only: bool = False
     decoded: bool = False
-    num_before: int = 0
     num_behind: int = 0
 
     @property
@@ -82,7 +81,6 @@ class StepWork:
             position=self.position + first,
             hidden_BTH=self.hidden_BTH[:, first:stop],
             row_map=None if first else self.row_map,
-            num_before=first,
             num_behind=self.num_tokens - stop,
         )
 
@@ -205,8 +203,8 @@ class Engine:
         if not has_only_finite(hidden_NH):
             raise RefusedError(ErrorCode.BAD_VALUES, "the hidden states are not finite")
         work.cache.prepare(work.position, num_tokens, work.row_map, work.num_behind)
-        num_step_tokens = work.num_before + num_tokens + work.num_behind
-        path = RowPath.FEW if work.decoded else choose_row_path(num_rows * num_step_tokens)
+        # Not by the number of rows: that depends on how a prompt was cut into steps.
+        path = RowPath.FEW if work.decoded else RowPath.MANY
         cos_TD, sin_TD = self._rotary.rows(work.position, num_tokens)
         return _Step(index, work, path, cos_TD, sin_TD, hidden_NH)
 

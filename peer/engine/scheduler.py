@@ -6,11 +6,16 @@ company.
 """
 
 import heapq
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 PART_TOKENS = 64
 """Rows times tokens of one part of a prompt: the least that is worth reading the weights for."""
+
+
+LEAD_TOKENS = 1024
+"""How much more than others who wait somebody may have had and still decode before them: many rows
+that decode can take as much time as a prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +67,8 @@ def choose_batch(
     that decodes comes along, up to `token_budget` rows, and parts of prompts, up to
     `prompt_budget` tokens. Each budget is shared out to the address that has had the least so far,
     there to the client that has, and of its steps to the one that came first: so nobody is passed
-    over for ever, and nobody gets more by making up names. The first part is taken whatever its
-    size.
+    over for ever, and nobody gets more by making up names. Who is ahead of others by more than
+    LEAD_TOKENS has to decode on the budget of prompts. The first part is taken whatever its size.
 
     >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
     >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
@@ -75,10 +80,12 @@ def choose_batch(
     heads: dict[int, int] = {}
     for index, step in enumerate(waiting):
         heads.setdefault(step.session, index)
+    least = _find_least(usage, waiting)
     shares = dict(usage)
     taken: dict[int, int] = {}
-    for is_decoding, budget in ((True, token_budget), (False, prompt_budget)):
-        candidates = [i for i in heads.values() if waiting[i].is_decoding is is_decoding]
+    is_first = {i: _goes_first(waiting[i], usage, least) for i in heads.values()}
+    for goes_first, budget in ((True, token_budget), (False, prompt_budget)):
+        candidates = [i for i in heads.values() if is_first[i] is goes_first]
         left = budget
         for index in _in_fair_order(waiting, candidates, shares, taken):
             size = _count_next(waiting[index], taken.get(index, 0))
@@ -89,6 +96,21 @@ def choose_batch(
             for key in _keys_of(waiting[index]):
                 shares[key] = shares.get(key, 0.0) + size
     return [Take(index, num_tokens) for index, num_tokens in taken.items()]
+
+
+def _goes_first(step: WaitingStep, usage: Usage, least: Usage) -> bool:
+    return step.is_decoding and all(
+        usage.get(key, 0.0) - least.get(key[:-1], 0.0) <= LEAD_TOKENS for key in _keys_of(step)
+    )
+
+
+def _find_least(usage: Usage, waiting: Iterable[WaitingStep]) -> dict[tuple[str, ...], float]:
+    """Return the least that any of those had who wait beside each other, by what they share."""
+    least: dict[tuple[str, ...], float] = {}
+    for key in {key for step in waiting for key in _keys_of(step)}:
+        if key in usage:
+            least[key[:-1]] = min(usage[key], least.get(key[:-1], usage[key]))
+    return least
 
 
 def _keys_of(step: WaitingStep) -> tuple[tuple[str, ...], ...]:
@@ -150,11 +172,7 @@ def renew_usage(
     {('home',): 91.0, ('home', 'new'): 1.0}
     """
     keys = dict.fromkeys(key for step in waiting for key in _keys_of(step))
-    least: dict[tuple[str, ...], float] = {}
-    for key in keys:
-        if key in usage:
-            beside = key[:-1]
-            least[beside] = min(usage[key], least.get(beside, usage[key]))
+    least = _find_least(usage, waiting)
     renewed = {key: usage.get(key, least.get(key[:-1], 0.0)) for key in keys}
     for take in batch:
         step = waiting[take.index]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import reference
-from shoal.kernels.linear import FEW_ROWS_LIMIT, RowPath, choose_row_path, make_linear
+from shoal.kernels.linear import RowPath, make_linear
 from shoal.kernels.quantize import WeightFormat, quantize_int8
 
 SHAPES = [(24, 40), (33, 7), (1, 1), (64, 128), (256, 96)]  # (in, out)
@@ -183,12 +183,6 @@ def test_linear_counts_its_bias() -> None:
 
     assert linear.num_parameters == 40 * 24 + 40
     assert linear.num_bytes == 40 * 24 * 4 + 40 * 2
-
-
-def test_row_path_changes_behind_the_limit() -> None:
-    assert choose_row_path(1) is RowPath.FEW
-    assert choose_row_path(FEW_ROWS_LIMIT) is RowPath.FEW
-    assert choose_row_path(FEW_ROWS_LIMIT + 1) is RowPath.MANY
 
 
 def test_make_linear_refuses_what_does_not_fit() -> None:

@@ -416,7 +416,7 @@ def test_prompt_of_which_one_token_is_asked_answers_with_that() -> None:
 def test_refused_part_ends_its_prompt() -> None:
     class RefusingEngine(NotingEngine):
         def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
-            self.refused = [work for work in batch if work.num_before == PART_TOKENS]
+            self.refused = [work for work in batch if work.position == PART_TOKENS]
             return super().execute(batch)
 
     engine = RefusingEngine()
@@ -429,7 +429,7 @@ def test_refused_part_ends_its_prompt() -> None:
             await compute.submit(make_work(FakeCache()))
 
     run(test)
-    assert [work.num_before for work in engine.order] == [0, PART_TOKENS, 0]
+    assert [work.position for work in engine.order] == [0, PART_TOKENS, 0]
 
 
 def test_rest_of_a_cancelled_prompt_is_not_computed() -> None:

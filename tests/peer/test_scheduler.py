@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.peer.engine.scheduler import (
+    LEAD_TOKENS,
     PART_TOKENS,
     Take,
     WaitingStep,
@@ -258,6 +259,32 @@ def test_flood_of_sessions_of_one_client_leaves_others_their_share() -> None:
     # Eight rows a batch: the four need at most one each, and get it nearly every time.
     assert min(served[f"c{session}"] for session in range(100, 104)) >= 190
     assert served["flood"] >= 3 * 200
+
+
+def test_many_rows_that_decode_get_no_more_than_a_prompt() -> None:
+    queue = Queue(token_budget=512, prompt_budget=PART_TOKENS)
+    served: Counter[str] = Counter()
+    queue.waiting.append(prompt(0, 10**6, "victim"))
+    queue.waiting += [token(session, "flood", num_rows=256) for session in (1, 2)]
+
+    for _ in range(400):
+        before = {step.session: step for step in queue.waiting}
+        done = queue.run()
+        after = {step.session: step.num_tokens for step in queue.waiting}
+        for name, step in before.items():
+            served[step.holder[0]] += step.num_rows * (step.num_tokens - after.get(name, 0))
+        queue.waiting += [token(s.session, "flood", num_rows=256) for s in done]
+
+    assert served["flood"] <= 1.2 * served["victim"] + LEAD_TOKENS
+
+
+def test_some_who_decode_go_before_a_prompt_for_as_long_as_it_lasts() -> None:
+    queue = Queue(token_budget=512, prompt_budget=PART_TOKENS)
+    queue.waiting.append(prompt(0, 10**6, "prompt"))
+
+    for _ in range(400):
+        queue.waiting += [token(session, "decode") for session in range(1, 9)]
+        assert len(queue.run()) == 8
 
 
 @pytest.mark.parametrize("seed", range(10))
