@@ -107,10 +107,15 @@ def test_silence_doubles_the_deadline_and_an_answer_resets_it(
     assert times.choose_timeout_seconds(1, None, None) <= before
 
 
-def test_announced_queue_is_waited_for_on_top() -> None:
+def test_announced_queue_counts_until_something_was_measured_and_never_beyond_trust() -> None:
     times = AnswerTimes()
     alone = times.choose_timeout_seconds(1, 0.1, None)
     assert times.choose_timeout_seconds(1, 0.1, None, 3.0) == pytest.approx(alone + 3.0)
+    assert times.choose_timeout_seconds(1, 0.1, None, 1e12) <= 30.0
+
+    measured = make_times((1, 0.1))
+    alone = measured.choose_timeout_seconds(1, 0.1, None)
+    assert measured.choose_timeout_seconds(1, 0.1, None, 1e12) == alone
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -725,6 +725,61 @@ def test_one_peer_that_blames_the_question_is_not_believed(
         assert scene.names_of(session) == ["honest"]
         assert scene.quarantined == (["liar"] if kind is Step else [])
         assert now() < 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("first_position", [0, 3], ids=["first step", "later"])
+def test_peer_that_keeps_losing_sessions_is_left(first_position: int) -> None:
+    """It opens and replays well, so it would be chosen again for every step."""
+
+    async def test(scene: Scene) -> None:
+        liar = await scene.add("liar", 0, 6, decode_steps_per_second=1e6)
+        await scene.add("honest", 0, 6)
+        session, oracle = scene.open_session(), Oracle()
+        liar.mischief = decline_when(
+            lambda message: isinstance(message, Step) and message.position >= first_position,
+            ErrorCode.UNKNOWN_SESSION,
+            None,
+        )
+        if first_position:
+            assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+            assert scene.names_of(session) == ["liar"]
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+
+        assert scene.names_of(session) == ["honest"]
+        assert scene.quarantined == ["liar"]
+        assert now() < 1
+
+    run(test)
+
+
+def test_hops_are_dropped_together_even_if_hanging_up_is_cancelled() -> None:
+    """Dropped one after the other, a hop whose rows were moved could be taken for one that was
+    not asked yet.
+    """
+
+    class SlowLink:
+        async def close(self) -> None:
+            await asyncio.Event().wait()
+
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session = scene.open_session()
+        await session.step(draw(1, 3))
+        links: list[Any] = [live.link for live in session._hops]
+        for live in session._hops:
+            live.link = cast(Any, SlowLink())
+
+        task = asyncio.create_task(session._restore([(live, live.log) for live in session._hops]))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+
+        assert [live.link for live in session._hops] == [None] * 3
+        for link in links:
+            await link.close()
 
     run(test)
 
