@@ -333,6 +333,18 @@ def test_parts_of_a_prompt_give_what_the_whole_gives(
             torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_int8_results_do_not_depend_on_how_a_prompt_was_cut_into_steps(tiny_models) -> None:
+    engine = load_engine(tiny_models, WeightFormat.INT8)
+    prompt = draw_hidden(1, 1, 130)
+    expected = run(engine, make_work(engine, prompt, max_tokens=200))
+
+    first = make_work(engine, prompt[:, :128], max_tokens=200)
+    outputs = [run(engine, first)]
+    outputs.append(run(engine, replace(first, position=128, hidden_BTH=prompt[:, 128:])))
+
+    assert torch.equal(torch.cat(outputs, dim=1), expected)
+
+
 def test_first_part_reserves_memory_for_the_whole_step(tiny_models) -> None:
     engine = load_engine(tiny_models)
     work = make_work(engine, draw_hidden(1, 1, 500), max_tokens=500)
