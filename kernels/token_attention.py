@@ -45,9 +45,23 @@ def choose_instruction_set() -> int | None:
     return next(iter(list_instruction_sets().values()), None)
 
 
-def can_attend(num_heads: int, num_groups: int, head_dim: int) -> bool:
+@dataclass(frozen=True, slots=True)
+class TokenShape:
+    """What a block does with every token; `window` is the most keys that one sees, None for all."""
+
+    num_heads: int
+    num_groups: int
+    head_dim: int
+    window: int | None = None
+    norm_eps: float = 0.0
+
+
+def can_attend(shape: TokenShape) -> bool:
     """Return whether blocks of this shape can be computed here."""
-    is_small = head_dim <= MAX_HEAD_DIM and num_heads // num_groups <= MAX_HEADS_PER_GROUP
+    is_small = (
+        shape.head_dim <= MAX_HEAD_DIM
+        and shape.num_heads // shape.num_groups <= MAX_HEADS_PER_GROUP
+    )
     return is_small and choose_instruction_set() is not None
 
 
@@ -115,32 +129,24 @@ class TokenAttention:
     def __init__(
         self,
         block: int,
-        num_heads: int,
-        num_groups: int,
-        head_dim: int,
-        *,
-        window: int | None = None,
+        shape: TokenShape,
         query_key_norm_JD: Tensor | None = None,
-        norm_eps: float = 0.0,
-        scale: float | None = None,
         instruction_set: int | None = None,
     ) -> None:
         library = load_library()
-        if library is None or not can_attend(num_heads, num_groups, head_dim):
-            raise ValueError(
-                f"no kernel for {num_heads} heads of {head_dim} in {num_groups} groups"
-            )
+        if library is None or not can_attend(shape):
+            raise ValueError(f"there is no kernel for {shape}")
         self._block = block
-        self._result_size = num_heads * head_dim
-        self._fused_size = (num_heads + 2 * num_groups) * head_dim
+        self._result_size = shape.num_heads * shape.head_dim
+        self._fused_size = (shape.num_heads + 2 * shape.num_groups) * shape.head_dim
         self._norm_JD = None if query_key_norm_JD is None else query_key_norm_JD.contiguous()
         self._shape = _Shape(
-            num_heads,
-            num_groups,
-            head_dim,
-            window or 0,
-            head_dim**-0.5 if scale is None else scale,
-            norm_eps,
+            shape.num_heads,
+            shape.num_groups,
+            shape.head_dim,
+            shape.window or 0,
+            shape.head_dim**-0.5,
+            shape.norm_eps,
             None if self._norm_JD is None else self._norm_JD.data_ptr(),
         )
         self._shape_address = ctypes.addressof(self._shape)

@@ -20,6 +20,7 @@ from ...kernels.token_attention import (
     TokenAttention,
     TokenBatch,
     TokenSegment,
+    TokenShape,
     can_attend,
 )
 from .kv_cache import SessionCache
@@ -237,16 +238,13 @@ def _make_token_attention(
     spec: ModelSpec, index: int, weights: BlockWeights
 ) -> TokenAttention | None:
     """Return the kernel for generated tokens, None where it cannot compute this block."""
-    if weights.attention_norm_H.dtype is not torch.float32 or not can_attend(
-        spec.num_heads, spec.num_kv_heads, spec.head_dim
-    ):
-        return None
-    return TokenAttention(
-        index,
+    shape = TokenShape(
         spec.num_heads,
         spec.num_kv_heads,
         spec.head_dim,
-        window=spec.sliding_windows[index],
-        query_key_norm_JD=weights.query_key_norm_JD,
-        norm_eps=spec.norm_eps,
+        spec.sliding_windows[index],
+        spec.norm_eps,
     )
+    if weights.attention_norm_H.dtype is not torch.float32 or not can_attend(shape):
+        return None
+    return TokenAttention(index, shape, weights.query_key_norm_JD)

@@ -15,6 +15,7 @@ from shoal.kernels.token_attention import (
     TokenAttention,
     TokenBatch,
     TokenSegment,
+    TokenShape,
     choose_instruction_set,
     list_instruction_sets,
 )
@@ -38,16 +39,10 @@ class Case:
     has_norm: bool = False
 
     def make(self, block: int, instruction_set: int | None = None) -> TokenAttention:
-        return TokenAttention(
-            block,
-            self.num_heads,
-            self.num_groups,
-            self.head_dim,
-            window=self.window,
-            query_key_norm_JD=self.norm_JD,
-            norm_eps=1e-5,
-            instruction_set=instruction_set,
+        shape = TokenShape(
+            self.num_heads, self.num_groups, self.head_dim, self.window, norm_eps=1e-5
         )
+        return TokenAttention(block, shape, self.norm_JD, instruction_set)
 
     @property
     def norm_JD(self) -> Tensor | None:
@@ -164,7 +159,7 @@ def attend_in_torch(case: Case, block: int, session: Session) -> Tensor:
 
 @every_instruction_set
 @every_case
-@pytest.mark.parametrize("position", [0, 1, 15, 16, 70, 300])
+@pytest.mark.parametrize("position", [0, 15, 70, 300])
 def test_result_and_cache_equal_those_of_torch(
     case: Case, position: int, instruction_set: int
 ) -> None:
