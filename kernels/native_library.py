@@ -10,6 +10,7 @@ from pathlib import Path
 
 _INT8_VERSION = 1
 _ATTENTION_VERSION = 1
+_NORM_VERSION = 1
 """Of the functions in native/. A library of other versions is as good as none."""
 
 
@@ -36,7 +37,12 @@ def _declare(library: ctypes.CDLL) -> bool:
         library.shoal_attention_attend.argtypes = [
             pointer, pointer, size, size, pointer, pointer, number, number,
         ]  # fmt: skip
-        versions = library.shoal_int8_version(), library.shoal_attention_version()
+        library.shoal_norm_rms.argtypes = [pointer, pointer, pointer, size, size, ctypes.c_float]
+        versions = (
+            library.shoal_int8_version(),
+            library.shoal_attention_version(),
+            library.shoal_norm_version(),
+        )
     except AttributeError:
         return False
-    return versions == (_INT8_VERSION, _ATTENTION_VERSION)
+    return versions == (_INT8_VERSION, _ATTENTION_VERSION, _NORM_VERSION)

@@ -52,3 +52,22 @@ def test_rms_norm_equals_llama() -> None:
         expected = module(hidden)
 
     torch.testing.assert_close(rms_norm(hidden, weight, 1e-5), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_row_is_normalized_alike_alone_and_in_a_batch() -> None:
+    hidden, weight = draw(9, 1030), draw(1030, seed=5)
+
+    together = rms_norm(hidden, weight, 1e-6)
+
+    for row, expected in zip(hidden, together, strict=True):
+        assert torch.equal(rms_norm(row[None], weight, 1e-6)[0], expected)
+
+
+def test_views_and_gradients_give_the_same() -> None:
+    hidden, weight = draw(6, 64), draw(32, seed=5)
+    halves = hidden[:, ::2]
+
+    assert torch.equal(rms_norm(halves, weight, 1e-6), rms_norm(halves.clone(), weight, 1e-6))
+    wanted = hidden[:, :32].clone().requires_grad_()
+    rms_norm(wanted, weight, 1e-6).sum().backward()
+    assert wanted.grad is not None
