@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .alibi import Alibi
+
 _QUERY_BLOCK = 512
 """Queries per masked call. Bounds the mask, and spares blocks the keys that none of them sees."""
 
@@ -16,13 +18,16 @@ def attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    alibi: Alibi | None = None,
 ) -> Tensor:
     """Return `softmax(scale * q k) v` as BHTD; query `t` sits at `start_position + t`.
 
     Keys are positions `0 … start_position + T - 1`, and each query sees those up to its own, with
     a window only the last `sliding_window` of them, its own included. Query head `h` reads key
-    head `h // (H / G)`. Keys and values may be views into a larger cache. Raises ValueError for
-    shapes that contradict this.
+    head `h // (H / G)`. `softcap` bends the scaled scores into its open interval around zero;
+    `alibi` adds its biases to them, and a model has one of the two at most. Keys and values may be
+    views into a larger cache. Raises ValueError for arguments that contradict this.
     """
     num_heads, num_queries = queries_BHTD.shape[1:3]
     num_groups, num_keys = keys_BGSD.shape[1:3]
@@ -33,11 +38,14 @@ def attention(
         )
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"a sliding window holds at least one position, got {sliding_window}")
+    if softcap is not None and alibi is not None:
+        raise ValueError("scores are either capped or get linear biases")
     if sliding_window is not None and sliding_window >= num_keys:
         sliding_window = None
-    if num_queries == 1:
+    has_plain_scores = softcap is None and alibi is None
+    if has_plain_scores and num_queries == 1:
         return _attend_one(queries_BHTD, keys_BGSD, values_BGSD, scale, sliding_window)
-    if start_position == 0 and sliding_window is None:
+    if has_plain_scores and start_position == 0 and sliding_window is None:
         return F.scaled_dot_product_attention(
             queries_BHTD, keys_BGSD, values_BGSD, is_causal=True, scale=scale, enable_gqa=True
         )
@@ -49,6 +57,8 @@ def attention(
             start_position + first,
             scale=scale,
             sliding_window=sliding_window,
+            softcap=softcap,
+            alibi=alibi,
         )
         for first in range(0, num_queries, _QUERY_BLOCK)
     ]
@@ -90,6 +100,8 @@ def _attend_block(
     *,
     scale: float,
     sliding_window: int | None,
+    softcap: float | None,
+    alibi: Alibi | None,
 ) -> Tensor:
     """Queries from `start_position` on, over the keys that at least one of them sees."""
     stop = start_position + queries_BHTD.shape[2]
@@ -99,11 +111,37 @@ def _attend_block(
     visible_TS = positions_S <= positions_T1
     if sliding_window is not None:
         visible_TS &= positions_S > positions_T1 - sliding_window
+    keys_BGSD, values_BGSD = keys_BGSD[:, :, first_key:stop], values_BGSD[:, :, first_key:stop]
+    if softcap is not None:
+        return _attend_capped(queries_BHTD, keys_BGSD, values_BGSD, visible_TS, scale, softcap)
+    mask = visible_TS
+    if alibi is not None:
+        biases_H1S = alibi.draw_biases(first_key, stop)[:, None].to(queries_BHTD.dtype)
+        mask = biases_H1S.masked_fill(~visible_TS, float("-inf"))
     return F.scaled_dot_product_attention(
-        queries_BHTD,
-        keys_BGSD[:, :, first_key:stop],
-        values_BGSD[:, :, first_key:stop],
-        attn_mask=visible_TS,
-        scale=scale,
-        enable_gqa=True,
+        queries_BHTD, keys_BGSD, values_BGSD, attn_mask=mask, scale=scale, enable_gqa=True
     )
+
+
+def _attend_capped(
+    queries_BHTD: Tensor,
+    keys_BGSD: Tensor,
+    values_BGSD: Tensor,
+    visible_TS: Tensor,
+    scale: float,
+    softcap: float,
+) -> Tensor:
+    """Attention whose scores are bent before the softmax, which torch's fused one cannot do.
+
+    The heads of a group are rows of one product, so that their keys are read once (R: heads of a
+    group times queries).
+    """
+    num_heads, num_queries = queries_BHTD.shape[1:3]
+    num_groups = keys_BGSD.shape[1]
+    grouped_BGRD = queries_BHTD.unflatten(1, (num_groups, -1)).flatten(2, 3)
+    scores_BGRS = (grouped_BGRD @ keys_BGSD.transpose(-1, -2)).float() * scale
+    capped_BGRS = torch.tanh(scores_BGRS / softcap) * softcap
+    hidden_RS = ~visible_TS.repeat(num_heads // num_groups, 1)
+    weights_BGRS = capped_BGRS.masked_fill_(hidden_RS, float("-inf")).softmax(dim=-1)
+    attended_BGRD = weights_BGRS.to(values_BGSD.dtype) @ values_BGSD
+    return attended_BGRD.unflatten(2, (-1, num_queries)).flatten(1, 2)

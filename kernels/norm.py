@@ -1,10 +1,49 @@
-"""Root mean square normalization over the last dimension."""
+"""Normalization over the last dimension: root mean square norms and layer norms."""
+
+from dataclasses import dataclass
+from enum import Enum
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .native_library import load_library
+
+
+class NormKind(Enum):
+    """What a norm divides by, and whether it centres first."""
+
+    RMS = "rms"
+    """Divides by the root mean square; has a weight."""
+
+    LAYER = "layer"
+    """Subtracts the mean and divides by the deviation; has a weight and, mostly, a bias."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """One norm with its weights; each row's result depends on that row alone."""
+
+    kind: NormKind
+    weight_H: Tensor
+    bias_H: Tensor | None
+    eps: float
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of weight and bias."""
+        return self.weight_H.nbytes + (0 if self.bias_H is None else self.bias_H.nbytes)
+
+    @property
+    def num_parameters(self) -> int:
+        """Numbers in weight and bias."""
+        return self.weight_H.numel() + (0 if self.bias_H is None else self.bias_H.numel())
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        """Return the normalized hidden states, in their dtype."""
+        if self.kind is NormKind.RMS:
+            return rms_norm(hidden, self.weight_H, self.eps)
+        return layer_norm(hidden, self.weight_H, self.bias_H, self.eps)
 
 
 def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -31,6 +70,16 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
         eps,
     )
     return result
+
+
+def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """Return `(hidden - mean) / sqrt(variance + eps) * weight + bias` over the last dimension.
+
+    Statistics are float32 whatever the input (Ba, Kiros and Hinton, 2016, arXiv:1607.06450). The
+    result has the dtype of `hidden`.
+    """
+    bias = None if bias is None else bias.to(hidden.dtype)
+    return F.layer_norm(hidden, weight.shape, weight.to(hidden.dtype), bias, eps)
 
 
 def _is_for_native(hidden: Tensor, weight: Tensor) -> bool:

@@ -38,6 +38,13 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
     return wide / torch.sqrt(mean_square + eps) * weight.double()
 
 
+def layer_norm(hidden: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """Return the float64 value of (hidden - mean) / root(variance + eps) * weight + bias."""
+    centred = hidden.double() - hidden.double().mean(dim=-1, keepdim=True)
+    variance = (centred * centred).mean(dim=-1, keepdim=True)
+    return centred / torch.sqrt(variance + eps) * weight.double() + bias.double()
+
+
 def apply_rotary(states_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
     """Turn each pair (d, d + D/2) as a complex number, in float64, one position at a time."""
     width = cos_TD.shape[-1]
@@ -61,8 +68,13 @@ def attention(
     *,
     scale: float,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    slopes: list[float] | None = None,
 ) -> Tensor:
-    """Compute each head and query by itself, over the list of keys that it may see."""
+    """Compute each head and query by itself, over the list of keys that it may see.
+
+    `slopes` has one number per head: what a key loses for each position of distance.
+    """
     num_batch, num_heads, num_queries, _ = queries_BHTD.shape
     heads_per_group = num_heads // keys_BGSD.shape[1]
     result = torch.zeros(*queries_BHTD.shape[:3], values_BGSD.shape[-1], dtype=torch.float64)
@@ -75,6 +87,11 @@ def attention(
                 first = 0 if sliding_window is None else max(0, position - sliding_window + 1)
                 query_D = queries_BHTD[batch, head, index].double()
                 scores_S = keys_SD[first : position + 1] @ query_D * scale
+                if softcap is not None:
+                    scores_S = torch.tanh(scores_S / softcap) * softcap
+                if slopes is not None:
+                    distances_S = position - torch.arange(first, position + 1).double()
+                    scores_S = scores_S - slopes[head] * distances_S
                 weights_S = torch.exp(scores_S - scores_S.max())
                 weights_S = weights_S / weights_S.sum()
                 result[batch, head, index] = weights_S @ values_SD[first : position + 1]

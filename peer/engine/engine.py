@@ -19,11 +19,12 @@ from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
 from ...protocol.spans import Span
-from .block import Block, PathRange, Segment, Segments
+from .block import Block
 from .families import read_spec
 from .heap import keep_large_tensors_apart
 from .kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
 from .loader import ReportProgress, load_span
+from .rows import PathRange, Rotation, Segment, Segments
 from .spec import ModelSpec
 
 COMPUTE_DTYPES = {
@@ -92,8 +93,7 @@ class _Step:
     index: int
     work: StepWork
     path: RowPath
-    cos_TD: torch.Tensor
-    sin_TD: torch.Tensor
+    rotations: tuple[Rotation, ...]
     hidden_NH: torch.Tensor
 
 
@@ -105,15 +105,15 @@ class Engine:
         spec: ModelSpec,
         span: Span,
         blocks: Sequence[Block],
-        rotary: RotaryTable,
+        rotary: Sequence[RotaryTable],
         pool: KVCachePool,
     ) -> None:
         self.spec = spec
         self.span = span
         self.dtype = pool.dtype
         self.pool = pool
-        self.num_weight_bytes = sum(block.weights.num_bytes for block in blocks)
-        self.num_parameters = sum(block.weights.num_parameters for block in blocks)
+        self.num_weight_bytes = sum(block.num_bytes for block in blocks)
+        self.num_parameters = sum(block.num_parameters for block in blocks)
         self._blocks = blocks
         self._rotary = rotary
 
@@ -205,8 +205,8 @@ class Engine:
         work.cache.prepare(work.position, num_tokens, work.row_map, work.num_behind)
         # Not by the number of rows: that depends on how a prompt was cut into steps.
         path = RowPath.FEW if work.decoded else RowPath.MANY
-        cos_TD, sin_TD = self._rotary.rows(work.position, num_tokens)
-        return _Step(index, work, path, cos_TD, sin_TD, hidden_NH)
+        rotations = tuple(table.rows(work.position, num_tokens) for table in self._rotary)
+        return _Step(index, work, path, rotations, hidden_NH)
 
     def _check(self, work: StepWork) -> None:
         if work.span != work.cache.span:
@@ -253,9 +253,10 @@ def check_kv_budget(spec: ModelSpec, span: Span, weights: WeightFormat, budget_b
         )
 
 
-def _build_rotary(spec: ModelSpec) -> RotaryTable:
+def _build_rotary(spec: ModelSpec) -> list[RotaryTable]:
+    """Return one table for each of the model's ropes."""
     try:
-        return RotaryTable.build(spec.head_dim, spec.max_positions, spec.rope_parameters)
+        return [RotaryTable.build(spec.head_dim, spec.max_positions, rope) for rope in spec.ropes]
     except (ValueError, TypeError, LookupError) as error:
         raise ModelError(f"config.json: rotary parameters are not usable: {error}") from error
 
@@ -294,8 +295,7 @@ def _lay_out(steps: Sequence[_Step]) -> tuple[list[Segment], list[PathRange]]:
                 position=step.work.position,
                 is_decoded=step.work.decoded,
                 cache=step.work.cache,
-                cos_TD=step.cos_TD,
-                sin_TD=step.sin_TD,
+                rotations=step.rotations,
             )
         )
         if ranges and ranges[-1].path is step.path:

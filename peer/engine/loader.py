@@ -7,12 +7,17 @@ import torch
 
 from ...kernels.checkpoint import Checkpoint, CheckpointError
 from ...kernels.linear import Linear, make_linear
+from ...kernels.norm import Norm
 from ...kernels.quantize import WeightFormat
+from ...kernels.routing import Router
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.spans import Span
-from .block import Block, BlockWeights
+from .attention import Attention, AttentionOptions
+from .block import Block
 from .families import find_family
-from .spec import ModelSpec
+from .families.family import FusedOrder
+from .mlp import Experts, GatedMlp, Mlp, PlainMlp
+from .spec import ACTIVATIONS, ExpertsSpec, MlpKind, ModelSpec
 
 _LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -67,56 +72,95 @@ def load_block(
 
     A missing, misshapen or unusable tensor is a ModelError that names it.
     """
-    tensors = _BlockTensors(checkpoint, spec, index)
-
-    def load_linear(local_names: Sequence[str], has_bias: bool) -> Linear:
-        return tensors.load_linear(local_names, has_bias, weights, dtype)
-
-    return Block(
-        spec,
+    tensors = _BlockTensors(checkpoint, spec, index, weights, dtype)
+    attention = Attention(
         index,
-        BlockWeights(
-            attention_norm_H=tensors.load("attention_norm").to(dtype, copy=True),
-            mlp_norm_H=tensors.load("mlp_norm").to(dtype, copy=True),
-            query_key_value=load_linear(("query", "key", "value"), spec.has_qkv_bias),
-            output=load_linear(("output",), spec.has_output_bias),
-            gate_up=load_linear(("gate", "up"), spec.has_mlp_bias),
-            down=load_linear(("down",), spec.has_mlp_bias),
-            query_key_norm_JD=_load_query_key_norm(tensors, spec, dtype),
-        ),
+        AttentionOptions.of(spec, index, dtype),
+        query_key_value=tensors.load_linear(("query", "key", "value"), spec.has_qkv_bias),
+        output=tensors.load_linear(("output",), spec.has_output_bias),
+        query_key_norm_JD=_load_query_key_norm(tensors, spec),
     )
+    norms = {name: tensors.load_norm(name) for name in spec.norms}
+    if spec.experts is not None and spec.has_experts(index):
+        mlp = _load_experts(tensors, spec, spec.experts)
+    else:
+        mlp = _load_mlp(tensors, spec)
+    return Block(spec.residual, norms, attention, mlp)
 
 
-def _load_query_key_norm(
-    tensors: "_BlockTensors", spec: ModelSpec, dtype: torch.dtype
-) -> torch.Tensor | None:
+def _load_query_key_norm(tensors: "_BlockTensors", spec: ModelSpec) -> torch.Tensor | None:
     if not spec.has_qk_norm:
         return None
-    query_D, key_D = tensors.load("query_norm"), tensors.load("key_norm")
-    norm_JD = torch.cat([query_D.expand(spec.num_heads, -1), key_D.expand(spec.num_kv_heads, -1)])
-    return norm_JD.to(dtype)
+    query_D, key_D = (tensors.load_norm(name).weight_H for name in ("query_norm", "key_norm"))
+    return torch.cat([query_D.expand(spec.num_heads, -1), key_D.expand(spec.num_kv_heads, -1)])
+
+
+def _load_mlp(tensors: "_BlockTensors", spec: ModelSpec, prefix: str = "", expert: int = 0) -> Mlp:
+    """Load the MLP whose local names begin with `prefix`."""
+    down = tensors.load_linear((f"{prefix}down",), spec.has_mlp_bias, expert)
+    activation = ACTIVATIONS[spec.activation]
+    if spec.mlp is MlpKind.PLAIN:
+        up = tensors.load_linear((f"{prefix}up",), spec.has_mlp_bias, expert)
+        return PlainMlp(up, down, activation)
+    names = (f"{prefix}gate", f"{prefix}up")
+    return GatedMlp(tensors.load_linear(names, spec.has_mlp_bias, expert), down, activation)
+
+
+def _load_experts(tensors: "_BlockTensors", spec: ModelSpec, experts: ExpertsSpec) -> Experts:
+    router = Router(tensors.load(("router",)))
+    mlps = [_load_mlp(tensors, spec, "expert_", expert) for expert in range(experts.num_experts)]
+    return Experts(experts, router, mlps)
 
 
 class _BlockTensors:
     """The tensors of one block by their local names, checked against the spec."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: ModelSpec, index: int) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: ModelSpec,
+        index: int,
+        weights: WeightFormat,
+        dtype: torch.dtype,
+    ) -> None:
         self._checkpoint = checkpoint
         self._family = find_family(checkpoint.config)
+        self._spec = spec
         self._index = index
-        self._shapes: Mapping[str, tuple[int, ...]] = spec.tensor_shapes()
+        self._weights = weights
+        self._dtype = dtype
+        self._shapes: Mapping[str, tuple[int, ...]] = spec.tensor_shapes(index)
 
-    def load(self, local_name: str) -> torch.Tensor:
-        """Return one tensor in its stored dtype; it may be a view of the file."""
-        name = self._family.checkpoint_name(self._index, local_name)
+    def load(self, local_names: Sequence[str], suffix: str = "", expert: int = 0) -> torch.Tensor:
+        """Return tensors of one input, stacked, however the checkpoint stores them.
+
+        The result has the stored dtype and may be a view of the file.
+        """
+        shapes = [self._shapes[name + suffix] for name in local_names]
+        fused_name = "_".join(local_names) + suffix
+        if len(local_names) > 1 and fused_name in self._family.tensor_names:
+            num_outputs = sum(shape[0] for shape in shapes)
+            fused = self._load_one(fused_name, (num_outputs, *shapes[0][1:]), expert)
+            if self._family.fused_order is FusedOrder.BY_GROUP:
+                return _ungroup(fused, self._spec)
+            return fused
+        tensors = [
+            self._load_one(name + suffix, shape, expert)
+            for name, shape in zip(local_names, shapes, strict=True)
+        ]
+        return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+    def _load_one(self, local_name: str, shape: tuple[int, ...], expert: int) -> torch.Tensor:
+        name = self._find(local_name, expert)
         try:
             tensor = self._checkpoint.load(name)
         except CheckpointError as error:
             raise ModelError(str(error)) from error
-        expected = self._shapes[local_name]
-        if tuple(tensor.shape) != expected:
+        if tensor.dim() == 2 and self._family.stores_transposed:
+            tensor = tensor.t()
+        if tuple(tensor.shape) != shape:
             raise ModelError(
-                f"tensor {name} has shape {tuple(tensor.shape)}, config.json makes it {expected}"
+                f"tensor {name} has shape {tuple(tensor.shape)}, config.json makes it {shape}"
             )
         if tensor.dtype not in _LOADABLE_DTYPES:
             raise ModelError(
@@ -124,23 +168,40 @@ class _BlockTensors:
             )
         return tensor
 
-    def load_linear(
-        self,
-        local_names: Sequence[str],
-        has_bias: bool,
-        weights: WeightFormat,
-        dtype: torch.dtype,
-    ) -> Linear:
+    def _find(self, local_name: str, expert: int = 0) -> str:
+        usual, *others = self._family.checkpoint_names(self._index, local_name, expert)
+        if not others or self._checkpoint.has(usual):
+            return usual
+        return next(filter(self._checkpoint.has, others), usual)
+
+    def load_norm(self, local_name: str) -> Norm:
+        """Return one norm, a copy of its own."""
+        # Added before the weight is rounded to 16 bits: small weights lose nothing.
+        weight_H = self.load((local_name,)).to(torch.float32) + self._spec.norm_offset
+        bias_name = f"{local_name}_bias"
+        bias_H = None
+        if bias_name in self._shapes:
+            bias_H = self.load((bias_name,)).to(self._dtype, copy=True)
+        return Norm(self._spec.norm_kind, weight_H.to(self._dtype), bias_H, self._spec.norm_eps)
+
+    def load_linear(self, local_names: Sequence[str], has_bias: bool, expert: int = 0) -> Linear:
         """Stack the weights of linears that share an input into one.
 
         Scales are per output channel, so stacking before or after quantizing is the same.
         """
-        bias_O = (
-            torch.cat([self.load(f"{name}_bias") for name in local_names]) if has_bias else None
-        )
-        weight_OI = torch.cat([self.load(name) for name in local_names])
+        bias_O = self.load(local_names, "_bias", expert) if has_bias else None
+        weight_OI = self.load(local_names, expert=expert)
         try:
-            return make_linear(weight_OI, bias_O, weights, dtype)
+            return make_linear(weight_OI, bias_O, self._weights, self._dtype)
         except ValueError as error:
-            names = ", ".join(self._family.checkpoint_name(self._index, n) for n in local_names)
+            fused_name = "_".join(local_names)
+            stored = [fused_name] if fused_name in self._family.tensor_names else local_names
+            names = ", ".join(self._find(name, expert) for name in stored)
             raise ModelError(f"tensor {names} cannot be used: {error}") from error
+
+
+def _ungroup(fused: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """Reorder outputs from BY_GROUP to STACKED (X: queries of a group, its key and its value)."""
+    grouped_GXD = fused.unflatten(0, (spec.num_kv_heads, -1, spec.head_dim))
+    parts = grouped_GXD[:, :-2], grouped_GXD[:, -2], grouped_GXD[:, -1]
+    return torch.cat([part.reshape(-1, *fused.shape[1:]) for part in parts])

@@ -2,44 +2,80 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, cast
+from enum import Enum
 
 import torch
 import torch.nn.functional as F
 
+from ...kernels.norm import NormKind
 from ...protocol.errors import ModelError
-from ...protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
 
-MAX_HEADS = 4096
-MAX_HEAD_DIM = 1024
-MAX_INTERMEDIATE_SIZE = 2**20
-MAX_POSITIONS = 2**24
-MAX_VOCABULARY = 2**24
-
-_DTYPES = {
-    "float32": torch.float32,
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-}
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
     "swish": F.silu,
     "gelu": F.gelu,
+    "gelu_new": lambda gate: F.gelu(gate, approximate="tanh"),
     "gelu_pytorch_tanh": lambda gate: F.gelu(gate, approximate="tanh"),
     "relu": F.relu,
 }
 """By the name in `config.json`."""
 
-_SCALED_BY_ORIGINAL_LENGTH = ("llama3", "yarn")
+
+class Residual(Enum):
+    """What the MLP of a block reads, and what is added to what."""
+
+    SEQUENTIAL = "sequential"
+    """Attention is added to the hidden states; the MLP reads and is added to their sum."""
+
+    PARALLEL = "parallel"
+    """Attention and MLP read the same hidden states, and both are added to them.
+
+    An MLP without a norm of its own reads what attention reads."""
+
+
+class MlpKind(Enum):
+    """How an MLP gets from its input to its inner values."""
+
+    GATED = "gated"
+    """activation(gate) * up"""
+
+    PLAIN = "plain"
+    """activation(up)"""
+
+
+@dataclass(frozen=True)
+class ExpertsSpec:
+    """A mixture of experts in place of the MLP, in every block but `dense_blocks`.
+
+    Each row is computed by the `num_chosen` experts that the router scores highest. Their shares
+    in the result are the router's probabilities; with `is_normalized` these add up to one.
+    """
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    is_normalized: bool
+    dense_blocks: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class AlibiSpec:
+    """Linear biases instead of rotations; the fields are those of `kernels.alibi.Alibi`."""
+
+    scale: float = 1.0
+    dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """The shape of one model: enough to build any of its blocks.
 
-    `sliding_windows` has one entry per block, None for full attention. `rope_parameters` follows
-    transformers 5. `dtype` is the one that the weights were published in.
+    `norms` names the norms of a block: "attention_norm" and "mlp_norm" normalize the input of the
+    two halves, "attention_output_norm" and "mlp_output_norm" what is added; `norm_offset` is added
+    to the stored weights of all. `sliding_windows` has one entry per block, None for full
+    attention. `rope_parameters` follow transformers 5 and are None without rotations; blocks with
+    a window rotate by `local_rope_parameters` if there are any. `attention_scale` None stands for
+    the root of the head size. `dtype` is the one that the weights were published in.
     """
 
     family: str
@@ -50,7 +86,7 @@ class ModelSpec:
     head_dim: int
     intermediate_size: int
     norm_eps: float
-    rope_parameters: Mapping[str, object]
+    rope_parameters: Mapping[str, object] | None
     max_positions: int
     vocab_size: int
     tie_word_embeddings: bool
@@ -61,6 +97,16 @@ class ModelSpec:
     has_output_bias: bool = False
     has_mlp_bias: bool = False
     has_qk_norm: bool = False
+    norm_kind: NormKind = NormKind.RMS
+    norm_offset: float = 0.0
+    norms: tuple[str, ...] = ("attention_norm", "mlp_norm")
+    residual: Residual = Residual.SEQUENTIAL
+    mlp: MlpKind = MlpKind.GATED
+    experts: ExpertsSpec | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    alibi: AlibiSpec | None = None
+    local_rope_parameters: Mapping[str, object] | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -68,7 +114,7 @@ class ModelSpec:
                 f"config.json: {self.num_heads} attention heads cannot share "
                 f"{self.num_kv_heads} key-value heads evenly"
             )
-        if self.head_dim % 2:
+        if self.rope_parameters is not None and self.head_dim % 2:
             raise ModelError(f"config.json: head_dim must be even, got {self.head_dim}")
         if self.activation not in ACTIVATIONS:
             raise ModelError(
@@ -78,6 +124,11 @@ class ModelSpec:
         if len(self.sliding_windows) != self.num_blocks:
             raise ModelError(
                 f"config.json: {len(self.sliding_windows)} layer types for {self.num_blocks} blocks"
+            )
+        if self.experts is not None and self.experts.num_chosen > self.experts.num_experts:
+            raise ModelError(
+                f"config.json: {self.experts.num_chosen} of {self.experts.num_experts} experts "
+                "cannot be chosen"
             )
 
     @property
@@ -90,149 +141,64 @@ class ModelSpec:
         """Width of all key heads together, and of all value heads."""
         return self.num_kv_heads * self.head_dim
 
-    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the block-local names of a block's tensors with the shapes they must have."""
-        hidden, query, kv, inner = (
-            self.hidden_size,
-            self.query_size,
-            self.kv_size,
-            self.intermediate_size,
-        )
+    @property
+    def ropes(self) -> tuple[Mapping[str, object], ...]:
+        """The rotations of this model, each with a table of its own."""
+        ropes = (self.rope_parameters, self.local_rope_parameters)
+        return tuple(rope for rope in ropes if rope is not None)
+
+    def find_rope(self, block: int) -> int | None:
+        """Return which of the `ropes` a block uses, or None if it does not rotate."""
+        if self.rope_parameters is None:
+            return None
+        is_local = self.sliding_windows[block] is not None and len(self.ropes) > 1
+        return 1 if is_local else 0
+
+    def has_experts(self, block: int) -> bool:
+        """Return whether a block has a mixture of experts in place of an MLP."""
+        return self.experts is not None and block not in self.experts.dense_blocks
+
+    def tensor_shapes(self, block: int = 0) -> dict[str, tuple[int, ...]]:
+        """Return the block-local names of a block's tensors with the shapes they must have.
+
+        Those of experts stand for the tensor of any one expert.
+        """
+        shapes = self._attention_shapes()
+        for name in self.norms:
+            shapes[name] = (self.hidden_size,)
+            if self.norm_kind is NormKind.LAYER:
+                shapes[f"{name}_bias"] = (self.hidden_size,)
+        if self.experts is not None and self.has_experts(block):
+            shapes["router"] = (self.experts.num_experts, self.hidden_size)
+            return shapes | self._mlp_shapes("expert_", self.experts.intermediate_size)
+        return shapes | self._mlp_shapes("", self.intermediate_size)
+
+    def _attention_shapes(self) -> dict[str, tuple[int, ...]]:
+        hidden, query, kv = self.hidden_size, self.query_size, self.kv_size
         shapes: dict[str, tuple[int, ...]] = {
-            "attention_norm": (hidden,),
             "query": (query, hidden),
             "key": (kv, hidden),
             "value": (kv, hidden),
             "output": (hidden, query),
-            "mlp_norm": (hidden,),
-            "gate": (inner, hidden),
-            "up": (inner, hidden),
-            "down": (hidden, inner),
         }
         if self.has_qkv_bias:
             shapes |= {"query_bias": (query,), "key_bias": (kv,), "value_bias": (kv,)}
         if self.has_output_bias:
             shapes |= {"output_bias": (hidden,)}
-        if self.has_mlp_bias:
-            shapes |= {"gate_bias": (inner,), "up_bias": (inner,), "down_bias": (hidden,)}
         if self.has_qk_norm:
             shapes |= {"query_norm": (self.head_dim,), "key_norm": (self.head_dim,)}
         return shapes
 
-
-class ConfigReader:
-    """Typed, bounded access to the values of a `config.json`; every complaint is a ModelError."""
-
-    def __init__(self, config: Mapping[str, object]) -> None:
-        self._config = config
-
-    def has(self, name: str) -> bool:
-        """Return whether the value is there and not null."""
-        return self._config.get(name) is not None
-
-    def count(self, name: str, maximum: int, default: int | None = None) -> int:
-        """Return a whole number in 1..maximum."""
-        value = self._config[name] if self.has(name) else default
-        if value is None:
-            raise ModelError(f"config.json has no {name}")
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
-            raise ModelError(
-                f"config.json: {name} must be a whole number in 1..{maximum}, got {value!r}"
-            )
-        return value
-
-    def number(self, name: str, default: float) -> float:
-        """Return a positive finite number."""
-        value = self._config[name] if self.has(name) else default
-        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
-            raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
-        return float(value)
-
-    def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
-        value = self._config[name] if self.has(name) else default
-        if not isinstance(value, bool):
-            raise ModelError(f"config.json: {name} must be true or false, got {value!r}")
-        return value
-
-    def text(self, name: str, default: str) -> str:
-        """Return a short text."""
-        value = self._config[name] if self.has(name) else default
-        if not isinstance(value, str):
-            raise ModelError(f"config.json: {name} must be a text, got {value!r:.60}")
-        return value
-
-    def texts(self, name: str) -> list[str]:
-        """Return a list of texts."""
-        value = self._config.get(name)
-        if not isinstance(value, list) or not all(
-            isinstance(item, str) for item in cast(list[object], value)
-        ):
-            raise ModelError(f"config.json: {name} must be a list of texts")
-        return cast(list[str], value)
-
-    def mapping(self, name: str) -> dict[str, object]:
-        """Return a JSON object, empty if there is none."""
-        value = self._config.get(name) or {}
-        if not isinstance(value, dict):
-            raise ModelError(f"config.json: {name} must be an object, got {value!r:.60}")
-        return dict(cast(dict[str, object], value))
-
-
-def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
-    """Return the fields of a ModelSpec that every family here spells in one way."""
-    reader = ConfigReader(config)
-    if reader.has("quantization_config"):
-        raise ModelError(
-            "this checkpoint is quantized already; use the original one, shoal quantizes by itself"
-        )
-    hidden_size = reader.count("hidden_size", MAX_HIDDEN_SIZE)
-    num_heads = reader.count("num_attention_heads", MAX_HEADS)
-    if not reader.has("head_dim") and hidden_size % num_heads:
-        raise ModelError(
-            f"config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
-        )
-    return {
-        "hidden_size": hidden_size,
-        "num_blocks": reader.count("num_hidden_layers", MAX_BLOCKS),
-        "num_heads": num_heads,
-        "num_kv_heads": reader.count("num_key_value_heads", MAX_HEADS, default=num_heads),
-        "head_dim": reader.count("head_dim", MAX_HEAD_DIM, max(1, hidden_size // num_heads)),
-        "intermediate_size": reader.count("intermediate_size", MAX_INTERMEDIATE_SIZE),
-        "norm_eps": reader.number("rms_norm_eps", default=1e-6),
-        "rope_parameters": read_rope_parameters(config),
-        "max_positions": reader.count("max_position_embeddings", MAX_POSITIONS),
-        "vocab_size": reader.count("vocab_size", MAX_VOCABULARY),
-        "tie_word_embeddings": reader.flag("tie_word_embeddings", default=False),
-        "dtype": _read_dtype(reader),
-        "activation": reader.text("hidden_act", default="silu"),
-    }
-
-
-def read_rope_parameters(config: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the rotary parameters as transformers 5 spells them.
-
-    Checkpoints of transformers 4 have `rope_theta` beside `rope_scaling`, whose kind is called
-    "type" or "rope_type"; those of transformers 5 have everything in `rope_parameters`.
-    """
-    reader = ConfigReader(config)
-    parameters = reader.mapping("rope_scaling") or reader.mapping("rope_parameters")
-    if any(isinstance(value, dict) for value in parameters.values()):
-        raise ModelError("config.json: rotary parameters that differ by block are not supported")
-
-    parameters.setdefault("rope_type", parameters.pop("type", "default"))
-    parameters.pop("type", None)
-    parameters.setdefault("rope_theta", reader.number("rope_theta", default=10_000.0))
-    if reader.has("partial_rotary_factor"):
-        parameters.setdefault("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
-    if parameters["rope_type"] in _SCALED_BY_ORIGINAL_LENGTH:
-        positions = reader.count("max_position_embeddings", MAX_POSITIONS)
-        parameters.setdefault("original_max_position_embeddings", positions)
-    return MappingProxyType(parameters)
-
-
-def _read_dtype(reader: ConfigReader) -> torch.dtype:
-    name = reader.text("dtype", default=reader.text("torch_dtype", default="float32"))
-    if name not in _DTYPES:
-        raise ModelError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    def _mlp_shapes(self, prefix: str, inner: int) -> dict[str, tuple[int, ...]]:
+        hidden = self.hidden_size
+        shapes: dict[str, tuple[int, ...]] = {
+            f"{prefix}up": (inner, hidden),
+            f"{prefix}down": (hidden, inner),
+        }
+        if self.has_mlp_bias:
+            shapes |= {f"{prefix}up_bias": (inner,), f"{prefix}down_bias": (hidden,)}
+        if self.mlp is MlpKind.GATED:
+            shapes |= {f"{prefix}gate": (inner, hidden)}
+            if self.has_mlp_bias:
+                shapes |= {f"{prefix}gate_bias": (inner,)}
+        return shapes

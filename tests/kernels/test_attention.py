@@ -8,6 +8,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from shoal.kernels import reference
+from shoal.kernels.alibi import Alibi
 from shoal.kernels.attention import attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -46,6 +47,27 @@ def test_attention_matches_the_reference(
     assert result.shape == queries.shape
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(result.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1)])
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (0, 7), (5, 1), (5, 4)])
+@pytest.mark.parametrize("window", [None, 3])
+def test_capped_and_biased_scores_match_the_reference(
+    heads: int, groups: int, start: int, count: int, window: int | None, dtype: torch.dtype
+) -> None:
+    case = *make_case(heads, groups, start, count, dtype), start
+    alibi = Alibi.build(heads)
+    slopes = alibi.slopes_H.tolist()
+
+    capped = attention(*case, scale=0.9, sliding_window=window, softcap=1.5)
+    biased = attention(*case, scale=0.9, sliding_window=window, alibi=alibi)
+
+    tolerance = TOLERANCE[dtype]
+    expected = reference.attention(*case, scale=0.9, sliding_window=window, softcap=1.5)
+    torch.testing.assert_close(capped.double(), expected, rtol=tolerance, atol=tolerance)
+    expected = reference.attention(*case, scale=0.9, sliding_window=window, slopes=slopes)
+    torch.testing.assert_close(biased.double(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -131,3 +153,5 @@ def test_attention_refuses_shapes_that_do_not_fit() -> None:
         attention(queries[:, :3], keys, values, 3, scale=1.0)
     with pytest.raises(ValueError, match="at least one position"):
         attention(queries, keys, values, 3, scale=1.0, sliding_window=0)
+    with pytest.raises(ValueError, match="either capped or get linear biases"):
+        attention(queries, keys, values, 3, scale=1.0, softcap=1.0, alibi=Alibi.build(4))

@@ -5,7 +5,7 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from shoal.kernels import reference
-from shoal.kernels.norm import rms_norm
+from shoal.kernels.norm import layer_norm, rms_norm
 
 
 def draw(*shape: int, seed: int = 4) -> torch.Tensor:
@@ -22,6 +22,16 @@ def test_rms_norm_matches_the_reference(shape: tuple[int, ...], eps: float) -> N
     torch.testing.assert_close(
         result.double(), reference.rms_norm(hidden, weight, eps), rtol=1e-6, atol=1e-6
     )
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (5, 33), (2, 4, 3, 16)])
+def test_layer_norm_matches_the_reference(shape: tuple[int, ...]) -> None:
+    hidden, weight, bias = draw(*shape), draw(shape[-1], seed=5), draw(shape[-1], seed=6)
+
+    result = layer_norm(hidden, weight, bias, 1e-5)
+
+    expected = reference.layer_norm(hidden, weight, bias, 1e-5)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.bfloat16])

@@ -215,7 +215,7 @@ class OverflowingBlock:
     """A block whose result is infinite wherever its input is large."""
 
     def __init__(self, block: Block) -> None:
-        self.weights = block.weights
+        self.num_bytes, self.num_parameters = block.num_bytes, block.num_parameters
         self._block = block
 
     def __call__(self, hidden_NH: torch.Tensor, segments, ranges) -> torch.Tensor:
@@ -227,7 +227,7 @@ def test_a_result_that_overflows_is_refused_and_not_committed(tiny_models) -> No
     checkpoint = open_checkpoint(tiny_models.get().directory)
     spec, span = read_spec(checkpoint.config), Span(0, 1)
     block = load_block(checkpoint, spec, 0, WeightFormat.FP32, torch.float32)
-    rotary = RotaryTable.build(spec.head_dim, spec.max_positions, spec.rope_parameters)
+    rotary = [RotaryTable.build(spec.head_dim, spec.max_positions, rope) for rope in spec.ropes]
     pool = KVCachePool(2**20, 1, spec.num_kv_heads, spec.head_dim, torch.float32)
     blocks = cast(list[Block], [OverflowingBlock(block)])
     engine = Engine(spec, span, blocks, rotary, pool)

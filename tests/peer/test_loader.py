@@ -184,7 +184,7 @@ def test_int8_takes_at_most_105_bytes_for_100_parameters(tmp_path: Path, tiny_mo
 def read_name(local_name: str, block: int = 0) -> str:
     from shoal.peer.engine.families import FAMILIES
 
-    return FAMILIES["llama"].checkpoint_name(block, local_name)
+    return FAMILIES["llama"].checkpoint_names(block, local_name)[0]
 
 
 def test_span_beyond_the_model_is_refused_before_reading(tiny_models) -> None:

@@ -1,32 +1,15 @@
 """The model families that shoal knows, one file each; none of them computes anything."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from ....protocol.errors import ModelError
-from ..spec import ConfigReader, ModelSpec
+from ..config_reader import ConfigReader
+from ..spec import ModelSpec
 from . import llama, mistral, qwen2, qwen3
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one family's `config.json` is read and what its checkpoints call a block's tensors.
-
-    `tensor_names` maps block-local names to names below `prefix`, where `{block}` is the index.
-    """
-
-    read_spec: Callable[[Mapping[str, object]], ModelSpec]
-    prefix: str
-    tensor_names: Mapping[str, str]
-
-    def checkpoint_name(self, block: int, local_name: str) -> str:
-        """Return what the checkpoint calls a block-local tensor."""
-        return self.prefix.format(block=block) + self.tensor_names[local_name]
-
+from .family import Family
 
 FAMILIES: Mapping[str, Family] = {
-    module.NAME: Family(module.read_spec, module.PREFIX, module.TENSOR_NAMES)
-    for module in (llama, mistral, qwen2, qwen3)
+    module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)
 }
 """By the `model_type` of `config.json`. Qwen 2.5 calls itself qwen2."""
 

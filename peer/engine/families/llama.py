@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 
-from ..spec import ConfigReader, ModelSpec, read_common_fields
+from ..config_reader import ConfigReader, read_common_fields
+from ..spec import ModelSpec
+from .family import Family
 
-NAME = "llama"
-PREFIX = "model.layers.{block}."
+PREFIXES = ("model.layers.{block}.",)
 TENSOR_NAMES = {
     "attention_norm": "input_layernorm.weight",
     "query": "self_attn.q_proj.weight",
@@ -32,10 +33,12 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
     fields = read_common_fields(config)
     has_attention_bias = reader.flag("attention_bias", default=False)
     return ModelSpec(
-        family=NAME,
         has_qkv_bias=has_attention_bias,
         has_output_bias=has_attention_bias,
         has_mlp_bias=reader.flag("mlp_bias", default=False),
         sliding_windows=(None,) * fields["num_blocks"],
         **fields,
     )
+
+
+FAMILY = Family(name="llama", read_spec=read_spec, prefixes=PREFIXES, tensor_names=TENSOR_NAMES)

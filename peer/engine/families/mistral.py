@@ -2,21 +2,21 @@
 
 from collections.abc import Mapping
 
-from ..spec import MAX_POSITIONS, ConfigReader, ModelSpec, read_common_fields
-from .llama import PREFIX, TENSOR_NAMES
+from ..config_reader import read_common_fields
+from ..spec import ModelSpec
+from .family import Family
+from .llama import PREFIXES, TENSOR_NAMES
+from .windows import read_one_window
 
-__all__ = ["NAME", "PREFIX", "TENSOR_NAMES", "read_spec"]
-
-NAME = "mistral"
-
-# What transformers assumes where config.json is silent; null means full attention.
+# What transformers assumes where config.json is silent.
 _DEFAULT_WINDOW = 4096
 
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
     """Read a Mistral configuration."""
-    reader = ConfigReader(config)
     fields = read_common_fields({"num_key_value_heads": 8, **config})
-    is_full = "sliding_window" in config and not reader.has("sliding_window")
-    window = None if is_full else reader.count("sliding_window", MAX_POSITIONS, _DEFAULT_WINDOW)
-    return ModelSpec(family=NAME, sliding_windows=(window,) * fields["num_blocks"], **fields)
+    windows = read_one_window(config, fields["num_blocks"], default=_DEFAULT_WINDOW)
+    return ModelSpec(sliding_windows=windows, **fields)
+
+
+FAMILY = Family(name="mistral", read_spec=read_spec, prefixes=PREFIXES, tensor_names=TENSOR_NAMES)

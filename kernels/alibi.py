@@ -1,0 +1,46 @@
+"""Attention with linear biases: positions as a penalty on distance, without rotations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """The slopes of a model's heads (Press, Smith and Lewis, 2021, arXiv:2108.12409).
+
+    Biases grow with the position of the key instead of falling with the distance: softmax cannot
+    tell the two apart, and so they are the same for every query. `dtype` is the one in which
+    slopes are multiplied with positions, and `scale` multiplies the result.
+    """
+
+    slopes_H: Tensor
+    scale: float
+    dtype: torch.dtype
+
+    @classmethod
+    def build(
+        cls, num_heads: int, *, scale: float = 1.0, dtype: torch.dtype = torch.float32
+    ) -> Alibi:
+        """Return the slopes for a number of heads.
+
+        A power of two gets a geometric series; what is above the last one gets every other slope
+        of the series for twice as many.
+
+        >>> Alibi.build(3).slopes_H.tolist()
+        [0.0625, 0.00390625, 0.25]
+        """
+        power = 2 ** math.floor(math.log2(num_heads))
+        exponents = [-8 * head / power for head in range(1, power + 1)]
+        exponents += [-4 * head / power for head in range(1, 2 * (num_heads - power), 2)]
+        return cls(torch.tensor([2**exponent for exponent in exponents]), scale, dtype)
+
+    def draw_biases(self, start: int, stop: int) -> Tensor:
+        """Return what is added to the scores of the keys `start:stop`, as float32 [H, S]."""
+        positions_S = torch.arange(start, stop).to(self.dtype)
+        biases_HS = self.slopes_H.to(self.dtype)[:, None] * positions_S
+        return biases_HS.to(torch.float32).mul_(self.scale)

@@ -1,0 +1,182 @@
+"""The attention of one block, over the KV caches of all sessions in a batch.
+
+Rows of several sessions share the linears; attention runs per segment, that is per session.
+
+Tensor suffixes: N rows of all segments (batch times tokens), B rows and T tokens of one segment,
+H hidden, J query and key heads together, G key-value heads, S tokens, D head size, O output
+features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.alibi import Alibi
+from ...kernels.attention import attention
+from ...kernels.linear import Linear
+from ...kernels.norm import rms_norm
+from ...kernels.rotary import apply_rotary
+from ...kernels.token_attention import TokenAttention, TokenShape, can_attend
+from .rows import PathRange, Segment, Segments, apply_linear
+from .scheduler import count_part_tokens
+from .spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionOptions:
+    """Everything that the attention of one block may do differently from that of another.
+
+    `rope` says which of a segment's rotations turns queries and keys, None that none does.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm_eps: float
+    scale: float
+    dtype: torch.dtype
+    rope: int | None
+    sliding_window: int | None
+    softcap: float | None
+    alibi: Alibi | None
+
+    @classmethod
+    def of(cls, spec: ModelSpec, block: int, dtype: torch.dtype) -> "AttentionOptions":
+        """Return the options of one block of a model; `dtype` is that of its activations."""
+        scale = spec.attention_scale
+        return cls(
+            num_heads=spec.num_heads,
+            num_kv_heads=spec.num_kv_heads,
+            head_dim=spec.head_dim,
+            norm_eps=spec.norm_eps,
+            scale=spec.head_dim**-0.5 if scale is None else scale,
+            dtype=dtype,
+            rope=spec.find_rope(block),
+            sliding_window=spec.sliding_windows[block],
+            softcap=spec.attention_softcap,
+            alibi=None
+            if spec.alibi is None
+            else Alibi.build(spec.num_heads, scale=spec.alibi.scale, dtype=spec.alibi.dtype),
+        )
+
+
+class Attention:
+    """Queries, keys and values of a block, attention over the cache, and the output linear.
+
+    `query_key_norm_JD` holds the query norm once per query head, then the key norm once per key
+    head, or is None for families without.
+    """
+
+    def __init__(
+        self,
+        block: int,
+        options: AttentionOptions,
+        query_key_value: Linear,
+        output: Linear,
+        query_key_norm_JD: torch.Tensor | None,
+    ) -> None:
+        self.options = options
+        self.num_bytes = query_key_value.num_bytes + output.num_bytes
+        self.num_parameters = query_key_value.num_parameters + output.num_parameters
+        if query_key_norm_JD is not None:
+            self.num_bytes += query_key_norm_JD.nbytes
+            self.num_parameters += query_key_norm_JD.numel()
+            self._ones_D = torch.ones(options.head_dim, dtype=query_key_norm_JD.dtype)
+        self._block = block
+        self._query_key_value = query_key_value
+        self._output = output
+        self._query_key_norm_JD = query_key_norm_JD
+        self._token_attention = _make_token_attention(block, options, query_key_norm_JD)
+
+    def __call__(
+        self, normed_NH: torch.Tensor, segments: Segments, ranges: Sequence[PathRange]
+    ) -> torch.Tensor:
+        """Return what attention adds; writes new keys and values into the segments' caches."""
+        fused_NO = apply_linear(self._query_key_value, normed_NH, ranges)
+        return apply_linear(self._output, self._attend_all(fused_NO, segments), ranges)
+
+    def _attend_all(self, fused_NO: torch.Tensor, segments: Segments) -> torch.Tensor:
+        """Attention of all rows: generated tokens together where there is a kernel for that."""
+        options, attend_tokens = self.options, self._token_attention
+        has_tokens = len(segments.prompts) < len(segments.all)
+        if attend_tokens is None or options.rope is None or not has_tokens:
+            attended = [self._attend(fused_NO, segment) for segment in segments.all]
+            return attended[0] if len(attended) == 1 else torch.cat(attended)
+        attended_NO = fused_NO.new_empty(len(fused_NO), options.num_heads * options.head_dim)
+        attend_tokens(fused_NO, segments.token_batches[options.rope], attended_NO)
+        for segment in segments.prompts:
+            attended_NO[segment.start : segment.stop] = self._attend(fused_NO, segment)
+        return attended_NO
+
+    def _attend(self, fused_NO: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """Attention of one segment's rows [B*T, J*D + G*D] -> [B*T, queries]."""
+        options = self.options
+        num_rows, num_tokens = segment.num_rows, segment.num_tokens
+        position, stop = segment.position, segment.position + num_tokens
+        fused_BTXD = fused_NO[segment.start : segment.stop].view(
+            num_rows, num_tokens, -1, options.head_dim
+        )
+        # Queries and keys lie side by side, so one pass norms and rotates both.
+        query_key_BTJD, values_BTGD = fused_BTXD.tensor_split([-options.num_kv_heads], dim=2)
+        query_key_BJTD = self._turn(query_key_BTJD, segment)
+        queries_BHTD, keys_BGTD = query_key_BJTD.tensor_split([options.num_heads], dim=1)
+
+        #   cache    0 .......... position ...... stop ....... capacity
+        #            [ the prefix ][ this step    )[ not touched
+        keys_BGSD, values_BGSD = segment.cache.keys_values(self._block)
+        keys_BGSD[:, :, position:stop] = keys_BGTD
+        values_BGSD[:, :, position:stop] = values_BTGD.transpose(1, 2)
+        # How many queries attend together decides how their sums are rounded. So it follows from
+        # the step alone: parts of a prompt of one size however it was scheduled, and generated
+        # tokens one by one, also in a replay, which then rebuilds the lost cache to the bit.
+        stride = 1 if segment.is_decoded else count_part_tokens(num_rows)
+        attended = [
+            attention(
+                queries_BHTD[:, :, first:last],
+                keys_BGSD[:, :, : position + last],
+                values_BGSD[:, :, : position + last],
+                position + first,
+                scale=options.scale,
+                sliding_window=options.sliding_window,
+                softcap=options.softcap,
+                alibi=options.alibi,
+            )
+            for first in range(0, num_tokens, stride)
+            for last in (min(first + stride, num_tokens),)
+        ]
+        attended_BHTD = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
+        return attended_BHTD.transpose(1, 2).reshape(num_rows * num_tokens, -1)
+
+    def _turn(self, query_key_BTJD: torch.Tensor, segment: Segment) -> torch.Tensor:
+        """Norm and rotate queries and keys, as far as the model does; return them as BJTD."""
+        if self._query_key_norm_JD is not None:
+            query_key_BTJD = rms_norm(query_key_BTJD, self._ones_D, self.options.norm_eps)
+            query_key_BTJD = query_key_BTJD * self._query_key_norm_JD
+        query_key_BJTD = query_key_BTJD.transpose(1, 2)
+        if self.options.rope is None:
+            return query_key_BJTD
+        return apply_rotary(query_key_BJTD, *segment.rotations[self.options.rope])
+
+
+def _make_token_attention(
+    block: int, options: AttentionOptions, query_key_norm_JD: torch.Tensor | None
+) -> TokenAttention | None:
+    """Return the kernel for generated tokens, None where it cannot compute this block."""
+    is_plain = (
+        options.dtype is torch.float32
+        and options.rope is not None
+        and options.scale == options.head_dim**-0.5
+        and options.softcap is None
+        and options.alibi is None
+    )
+    shape = TokenShape(
+        options.num_heads,
+        options.num_kv_heads,
+        options.head_dim,
+        options.sliding_window,
+        options.norm_eps,
+    )
+    return (
+        TokenAttention(block, shape, query_key_norm_JD) if is_plain and can_attend(shape) else None
+    )

@@ -1,0 +1,159 @@
+"""Typed, bounded access to `config.json`, and the fields that most families spell in one way."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, cast
+
+import torch
+
+from ...protocol.errors import ModelError
+from ...protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
+
+MAX_HEADS = 4096
+MAX_HEAD_DIM = 1024
+MAX_INTERMEDIATE_SIZE = 2**20
+MAX_POSITIONS = 2**24
+MAX_VOCABULARY = 2**24
+MAX_EXPERTS = 4096
+
+_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+}
+
+_SCALED_BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+
+
+class ConfigReader:
+    """Typed, bounded access to the values of a `config.json`; every complaint is a ModelError."""
+
+    def __init__(self, config: Mapping[str, object]) -> None:
+        self._config = config
+
+    def has(self, name: str) -> bool:
+        """Return whether the value is there and not null."""
+        return self._config.get(name) is not None
+
+    def count(self, name: str, maximum: int, default: int | None = None) -> int:
+        """Return a whole number in 1..maximum."""
+        value = self._config[name] if self.has(name) else default
+        if value is None:
+            raise ModelError(f"config.json has no {name}")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
+            raise ModelError(
+                f"config.json: {name} must be a whole number in 1..{maximum}, got {value!r}"
+            )
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """Return a positive finite number."""
+        value = self._config[name] if self.has(name) else default
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < 1e30:
+            raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
+        return float(value)
+
+    def number_or_none(self, name: str, default: float | None) -> float | None:
+        """Return a positive finite number; null means None, silence the default."""
+        if default is None or name in self._config:
+            return self.number(name, default=1.0) if self.has(name) else None
+        return default
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return true or false."""
+        value = self._config[name] if self.has(name) else default
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {name} must be true or false, got {value!r}")
+        return value
+
+    def text(self, name: str, default: str) -> str:
+        """Return a short text."""
+        value = self._config[name] if self.has(name) else default
+        if not isinstance(value, str):
+            raise ModelError(f"config.json: {name} must be a text, got {value!r:.60}")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts."""
+        value = self._config.get(name)
+        if not isinstance(value, list) or not all(
+            isinstance(item, str) for item in cast(list[object], value)
+        ):
+            raise ModelError(f"config.json: {name} must be a list of texts")
+        return cast(list[str], value)
+
+    def mapping(self, name: str) -> dict[str, object]:
+        """Return a JSON object, empty if there is none."""
+        value = self._config.get(name) or {}
+        if not isinstance(value, dict):
+            raise ModelError(f"config.json: {name} must be an object, got {value!r:.60}")
+        return dict(cast(dict[str, object], value))
+
+
+def rename_fields(config: Mapping[str, object], names: Mapping[str, str]) -> dict[str, object]:
+    """Return the configuration with the fields in `names` under the names most families use.
+
+    >>> rename_fields({"n_layer": 2}, {"n_layer": "num_hidden_layers"})
+    {'num_hidden_layers': 2}
+    """
+    return {names.get(name, name): value for name, value in config.items()}
+
+
+def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
+    """Return the fields of a ModelSpec that every family here spells in one way."""
+    reader = ConfigReader(config)
+    if reader.has("quantization_config"):
+        raise ModelError(
+            "this checkpoint is quantized already; use the original one, shoal quantizes by itself"
+        )
+    hidden_size = reader.count("hidden_size", MAX_HIDDEN_SIZE)
+    num_heads = reader.count("num_attention_heads", MAX_HEADS)
+    if not reader.has("head_dim") and hidden_size % num_heads:
+        raise ModelError(
+            f"config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
+        )
+    return {
+        "family": reader.text("model_type", default=""),
+        "hidden_size": hidden_size,
+        "num_blocks": reader.count("num_hidden_layers", MAX_BLOCKS),
+        "num_heads": num_heads,
+        "num_kv_heads": reader.count("num_key_value_heads", MAX_HEADS, default=num_heads),
+        "head_dim": reader.count("head_dim", MAX_HEAD_DIM, max(1, hidden_size // num_heads)),
+        "intermediate_size": reader.count("intermediate_size", MAX_INTERMEDIATE_SIZE),
+        "norm_eps": reader.number("rms_norm_eps", default=1e-6),
+        "rope_parameters": read_rope_parameters(config),
+        "max_positions": reader.count("max_position_embeddings", MAX_POSITIONS),
+        "vocab_size": reader.count("vocab_size", MAX_VOCABULARY),
+        "tie_word_embeddings": reader.flag("tie_word_embeddings", default=False),
+        "dtype": _read_dtype(reader),
+        "activation": reader.text("hidden_act", default="silu"),
+    }
+
+
+def read_rope_parameters(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Return the rotary parameters as transformers 5 spells them.
+
+    Checkpoints of transformers 4 have `rope_theta` beside `rope_scaling`, whose kind is called
+    "type" or "rope_type"; those of transformers 5 have everything in `rope_parameters`.
+    """
+    reader = ConfigReader(config)
+    parameters = reader.mapping("rope_scaling") or reader.mapping("rope_parameters")
+    if any(isinstance(value, dict) for value in parameters.values()):
+        raise ModelError("config.json: rotary parameters that differ by block are not supported")
+
+    parameters.setdefault("rope_type", parameters.pop("type", "default"))
+    parameters.pop("type", None)
+    parameters.setdefault("rope_theta", reader.number("rope_theta", default=10_000.0))
+    if reader.has("partial_rotary_factor"):
+        parameters.setdefault("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
+    if parameters["rope_type"] in _SCALED_BY_ORIGINAL_LENGTH:
+        positions = reader.count("max_position_embeddings", MAX_POSITIONS)
+        parameters.setdefault("original_max_position_embeddings", positions)
+    return MappingProxyType(parameters)
+
+
+def _read_dtype(reader: ConfigReader) -> torch.dtype:
+    name = reader.text("dtype", default=reader.text("torch_dtype", default="float32"))
+    if name not in _DTYPES:
+        raise ModelError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
+    return _DTYPES[name]

@@ -1,0 +1,93 @@
+"""The half of a block that computes each token for itself: one MLP, or a mixture of experts.
+
+Tensor suffixes: N rows of all segments (batch times tokens), H hidden, O inner features,
+K chosen experts of a row.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...kernels.linear import Linear, RowPath
+from ...kernels.routing import Router
+from .rows import PathRange, apply_linear
+from .spec import ExpertsSpec
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Mlp(ABC):
+    """What a block adds to each row from that row alone."""
+
+    num_bytes: int
+    num_parameters: int
+
+    @abstractmethod
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[PathRange]) -> torch.Tensor:
+        """Return what is added to the hidden states; `ranges` covers all rows."""
+
+
+class GatedMlp(Mlp):
+    """`down(activation(gate(x)) * up(x))`, with gate and up as one linear."""
+
+    def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
+        self.num_bytes = gate_up.num_bytes + down.num_bytes
+        self.num_parameters = gate_up.num_parameters + down.num_parameters
+        self._gate_up = gate_up
+        self._down = down
+        self._activation = activation
+
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[PathRange]) -> torch.Tensor:
+        gate_NO, up_NO = apply_linear(self._gate_up, normed_NH, ranges).chunk(2, dim=-1)
+        gated_NO = self._activation(gate_NO).mul_(up_NO)
+        return apply_linear(self._down, gated_NO, ranges)
+
+
+class PlainMlp(Mlp):
+    """`down(activation(up(x)))`."""
+
+    def __init__(self, up: Linear, down: Linear, activation: Activation) -> None:
+        self.num_bytes = up.num_bytes + down.num_bytes
+        self.num_parameters = up.num_parameters + down.num_parameters
+        self._up = up
+        self._down = down
+        self._activation = activation
+
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[PathRange]) -> torch.Tensor:
+        inner_NO = self._activation(apply_linear(self._up, normed_NH, ranges))
+        return apply_linear(self._down, inner_NO, ranges)
+
+
+class Experts(Mlp):
+    """A router and many MLPs; each row is computed by the few that the router chooses for it."""
+
+    def __init__(self, spec: ExpertsSpec, router: Router, experts: Sequence[Mlp]) -> None:
+        self.num_bytes = router.num_bytes + sum(expert.num_bytes for expert in experts)
+        self.num_parameters = router.num_parameters + sum(
+            expert.num_parameters for expert in experts
+        )
+        self._spec = spec
+        self._router = router
+        self._experts = experts
+
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[PathRange]) -> torch.Tensor:
+        return torch.cat(
+            [self._compute(normed_NH[part.start : part.stop], part.path) for part in ranges]
+        )
+
+    def _compute(self, normed_NH: torch.Tensor, path: RowPath) -> torch.Tensor:
+        """Let each chosen expert compute its rows together.
+
+        A row's results are added in the order of its experts, whichever rows are beside it.
+        """
+        experts_NK, shares_NK = self._router(
+            normed_NH, self._spec.num_chosen, is_normalized=self._spec.is_normalized
+        )
+        shares_NK = shares_NK.to(normed_NH.dtype)
+        output_NH = torch.zeros_like(normed_NH)
+        for expert in experts_NK.unique().tolist():
+            rows, places = torch.where(experts_NK == expert)
+            computed_NH = self._experts[expert](normed_NH[rows], [PathRange(0, len(rows), path)])
+            output_NH.index_add_(0, rows, computed_NH * shares_NK[rows, places, None])
+        return output_NH

@@ -1,0 +1,87 @@
+"""Whose rows lie where in a batch of several sessions, and how linears treat them.
+
+Tensor suffixes: N rows of all segments (batch times tokens), I input and O output features.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ...kernels.linear import Linear, RowPath
+from ...kernels.token_attention import TokenBatch, TokenSegment
+from .kv_cache import SessionCache
+
+Rotation = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines (cos_TD, sin_TD) of the positions of a step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The rows `[start, stop)` of N that belong to one session's step.
+
+    `stop - start == num_rows * num_tokens`; the tokens of a row are consecutive. Tokens with
+    `is_decoded` attend one by one, as they were or would be computed. `rotations` are those of
+    their positions, in the order of the model's ropes.
+    """
+
+    start: int
+    stop: int
+    num_rows: int
+    num_tokens: int
+    position: int
+    is_decoded: bool
+    cache: SessionCache
+    rotations: tuple[Rotation, ...]
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The segments of a batch, in order of their rows."""
+
+    all: Sequence[Segment]
+
+    @cached_property
+    def prompts(self) -> list[Segment]:
+        """Those whose tokens attend together."""
+        return [segment for segment in self.all if not segment.is_decoded]
+
+    @cached_property
+    def token_batches(self) -> list[TokenBatch]:
+        """The others, laid out for the kernel that takes them at once: one for each rope."""
+        num_ropes = len(self.all[0].rotations)
+        return [self._lay_out_tokens(rope) for rope in range(num_ropes)]
+
+    def _lay_out_tokens(self, rope: int) -> TokenBatch:
+        return TokenBatch(
+            [
+                TokenSegment(
+                    segment.cache.states_LCBGSD,
+                    segment.cache.span.start,
+                    segment.start,
+                    segment.position,
+                    *segment.rotations[rope],
+                )
+                for segment in self.all
+                if segment.is_decoded
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PathRange:
+    """The rows `[start, stop)` of N whose linears take one path."""
+
+    start: int
+    stop: int
+    path: RowPath
+
+
+def apply_linear(
+    linear: Linear, hidden_NI: torch.Tensor, ranges: Sequence[PathRange]
+) -> torch.Tensor:
+    """Return the linear's `hidden_NO`, each range of rows by its path."""
+    if len(ranges) == 1:
+        return linear(hidden_NI, ranges[0].path)
+    return torch.cat([linear(hidden_NI[part.start : part.stop], part.path) for part in ranges])

@@ -1,0 +1,31 @@
+"""Slopes and biases against those that BLOOM and Falcon make in transformers."""
+
+import pytest
+import torch
+from transformers.models.bloom import modeling_bloom
+from transformers.models.falcon import modeling_falcon
+
+from shoal.kernels.alibi import Alibi
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 4, 7, 8, 12, 71, 112])
+def test_biases_equal_those_of_bloom(num_heads: int) -> None:
+    biases = Alibi.build(num_heads).draw_biases(0, 600)
+
+    expected = modeling_bloom.build_alibi_tensor(torch.ones(1, 600), num_heads, torch.float32)
+    torch.testing.assert_close(biases, expected[:, 0], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("num_heads", [4, 7])
+def test_biases_in_bfloat16_equal_those_of_falcon(num_heads: int) -> None:
+    biases = Alibi.build(num_heads, scale=0.25, dtype=torch.bfloat16).draw_biases(0, 600)
+
+    ones = torch.ones(1, 600, dtype=torch.int64)
+    expected = modeling_falcon.build_alibi_tensor(ones, num_heads, torch.float32)
+    assert torch.equal(biases, expected[:, 0] * 0.25)
+
+
+def test_biases_of_a_part_are_a_part_of_the_biases() -> None:
+    alibi = Alibi.build(6)
+
+    assert torch.equal(alibi.draw_biases(3, 9), alibi.draw_biases(0, 9)[:, 3:])
