@@ -1,6 +1,6 @@
 """The parts of a model that stay with the client: embedding, final norm and head.
 
-Reads these three tensors of a checkpoint and nothing else.
+Reads the tensors of these parts from a checkpoint and nothing else.
 """
 
 from dataclasses import dataclass
@@ -14,34 +14,16 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ..kernels.checkpoint import Checkpoint, CheckpointError
-from ..kernels.norm import rms_norm
+from ..kernels.norm import Norm, NormKind
 from ..protocol.errors import ModelError, UsageError
 from ..protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
+from .local_families import LOCAL_FAMILIES, LocalFamily
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
 MAX_VOCABULARY = 2**24
 """Far above any tokenizer; bounds what a damaged config.json can make us allocate."""
 
-
-@dataclass(frozen=True)
-class LocalTensorNames:
-    """What a family calls the client's tensors in its checkpoints."""
-
-    embedding: str
-    norm: str
-    head: str
-
-
-_LLAMA_NAMES = LocalTensorNames("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-
-FAMILIES = {
-    "llama": _LLAMA_NAMES,
-    "mistral": _LLAMA_NAMES,
-    "qwen2": _LLAMA_NAMES,
-    "qwen3": _LLAMA_NAMES,
-}
-"""Supported values of `model_type`; each has a root mean square norm before its head."""
 
 _DTYPES = {
     "float32": torch.float32,
@@ -50,46 +32,67 @@ _DTYPES = {
 }
 
 
-class FinalNorm(nn.Module):
-    """The norm between the last block and the head."""
+class LocalNorm(nn.Module):
+    """A norm with frozen weights: that between the last block and the head, for one."""
 
-    def __init__(self, weight_H: Tensor, eps: float) -> None:
+    def __init__(self, kind: NormKind, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> None:
         super().__init__()
+        self.kind = kind
         self.weight = nn.Parameter(weight_H, requires_grad=False)
+        self.bias = None if bias_H is None else nn.Parameter(bias_H, requires_grad=False)
         self.eps = eps
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         """Return the normalized hidden states in the dtype they came in."""
-        return rms_norm(hidden_BTH, self.weight, self.eps)
+        return Norm(self.kind, self.weight, self.bias, self.eps)(hidden_BTH)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose vectors are multiplied by the root of their size."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the scaled vectors, in the dtype of the weight."""
+        # The scale is rounded to the weight's dtype: that is what the model was trained with.
+        return super().forward(input) * torch.tensor(self.embedding_dim**0.5).to(self.weight)
 
 
 class LanguageHead(nn.Module):
-    """Hidden states to logits; the weight may be the embedding's own."""
+    """Hidden states to logits; the weight may be the embedding's own.
 
-    def __init__(self, weight_VH: nn.Parameter) -> None:
+    `softcap` bends logits into its open interval around zero.
+    """
+
+    def __init__(self, weight_VH: nn.Parameter, softcap: float | None = None) -> None:
         super().__init__()
         self.weight = weight_VH
+        self.softcap = softcap
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         """Return float32 logits [B, T, V], multiplied in the dtype of the weight."""
-        return F.linear(hidden_BTH.to(self.weight.dtype), self.weight).float()
+        logits_BTV = F.linear(hidden_BTH.to(self.weight.dtype), self.weight).float()
+        if self.softcap is None:
+            return logits_BTV
+        return torch.tanh(logits_BTV / self.softcap) * self.softcap
 
 
 @dataclass(frozen=True)
 class LocalLayers:
-    """The client's layers, ready to use and frozen."""
+    """The client's layers, ready to use and frozen; what a family lacks is None."""
 
     embedding: nn.Embedding
-    norm: FinalNorm
+    embedding_norm: LocalNorm | None
+    positions: nn.Embedding | None
+    norm: LocalNorm
     head: LanguageHead
 
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""
     model_type = checkpoint.config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in LOCAL_FAMILIES:
         raise ModelError(
-            f"models of type {model_type!r} are not supported; supported are {', '.join(FAMILIES)}"
+            f"models of type {model_type!r} are not supported; supported are "
+            f"{', '.join(LOCAL_FAMILIES)}"
         )
     try:
         config = CONFIG_MAPPING[model_type].from_dict(dict(checkpoint.config))
@@ -127,45 +130,82 @@ def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:
 def load_local_layers(
     checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype | None = None
 ) -> LocalLayers:
-    """Read embedding, final norm and head; `dtype` None keeps the embedding's stored dtype.
+    """Read the client's layers; `dtype` None keeps the embedding's stored dtype.
 
     A stored head is used even if the configuration says that it is tied, as transformers does.
     Raises ModelError that names the tensor which is missing, damaged or of a wrong shape.
     """
-    names = FAMILIES[config.model_type]
+    family = LOCAL_FAMILIES[config.model_type]
     vocab_size, hidden_size = cast(int, config.vocab_size), cast(int, config.hidden_size)
+    reader = _Reader(checkpoint, dtype)
+    embedding_VH = reader.load(f"{family.embedding}.weight", (vocab_size, hidden_size))
+    reader = _Reader(checkpoint, embedding_VH.dtype)
 
-    embedding_VH = _load(checkpoint, names.embedding, (vocab_size, hidden_size), dtype)
-    dtype = embedding_VH.dtype
-    norm_H = _load(checkpoint, names.norm, (hidden_size,), dtype)
-    embedding = nn.Embedding.from_pretrained(embedding_VH, freeze=True)
+    kind = ScaledEmbedding if family.scales_embedding else nn.Embedding
+    embedding = kind.from_pretrained(embedding_VH, freeze=True)
     head_weight = cast(nn.Parameter, embedding.weight)
-    if checkpoint.has(names.head):
-        head_VH = _load(checkpoint, names.head, (vocab_size, hidden_size), dtype)
+    if reader.has(f"{family.head}.weight"):
+        head_VH = reader.load(f"{family.head}.weight", (vocab_size, hidden_size))
         if not torch.equal(head_VH, embedding_VH):
             head_weight = nn.Parameter(head_VH, requires_grad=False)
     elif not config.tie_word_embeddings:
         raise ModelError(
-            f"the checkpoint in {checkpoint.directory} has no tensor {names.head!r} and its "
-            "config.json does not tie it to the embedding"
+            f"the checkpoint in {checkpoint.directory} has no tensor {family.head + '.weight'!r} "
+            "and its config.json does not tie it to the embedding"
         )
+    positions = None
+    if family.positions is not None:
+        shape = (cast(int, config.max_position_embeddings), hidden_size)
+        positions_PH = reader.load(f"{family.positions}.weight", shape)
+        positions = nn.Embedding.from_pretrained(positions_PH, freeze=True)
+    embedding_norm = None
+    if family.embedding_norm is not None:
+        embedding_norm = _load_norm(reader, family.embedding_norm, family, config)
+    softcap = getattr(config, "final_logit_softcapping", None)
     return LocalLayers(
-        embedding, FinalNorm(norm_H, float(config.rms_norm_eps)), LanguageHead(head_weight)
+        embedding,
+        embedding_norm,
+        positions,
+        _load_norm(reader, family.norm, family, config),
+        LanguageHead(head_weight, softcap),
     )
 
 
-def _load(
-    checkpoint: Checkpoint, name: str, shape: tuple[int, ...], dtype: torch.dtype | None
-) -> Tensor:
-    """Load one tensor as a copy of its own, so that it outlives the file."""
-    try:
-        tensor = checkpoint.load(name)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
-    if tuple(tensor.shape) != shape:
-        raise ModelError(
-            f"tensor {name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}"
-        )
-    if tensor.dtype not in _DTYPES.values():
-        raise ModelError(f"tensor {name!r} is stored as {tensor.dtype}, which is not supported")
-    return tensor.to(dtype or tensor.dtype, copy=True)
+def _load_norm(
+    reader: "_Reader", name: str, family: LocalFamily, config: PreTrainedConfig
+) -> LocalNorm:
+    shape = (cast(int, config.hidden_size),)
+    weight_H = reader.load(f"{name}.weight", shape)
+    if family.norm_offset:
+        # Stored without the offset because small weights keep more digits: so must their sum.
+        weight_H = weight_H.float() + family.norm_offset
+    has_bias = family.norm_kind is NormKind.LAYER
+    bias_H = reader.load(f"{name}.bias", shape) if has_bias else None
+    return LocalNorm(family.norm_kind, weight_H, bias_H, float(getattr(config, family.norm_eps)))
+
+
+class _Reader:
+    """Loads tensors as copies of their own, so that they outlive the file."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+
+    def has(self, name: str) -> bool:
+        return self._checkpoint.has(name)
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        # Checkpoints of the bare model, common for GPT-2 and BLOOM, leave the first word out.
+        short_name = name.removeprefix("transformer.")
+        name = name if self.has(name) or not self.has(short_name) else short_name
+        try:
+            tensor = self._checkpoint.load(name)
+        except CheckpointError as error:
+            raise ModelError(str(error)) from error
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+            )
+        if tensor.dtype not in _DTYPES.values():
+            raise ModelError(f"tensor {name!r} is stored as {tensor.dtype}, which is not supported")
+        return tensor.to(self._dtype or tensor.dtype, copy=True)

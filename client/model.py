@@ -50,9 +50,18 @@ class DistributedTransformer(nn.Module):
     def __init__(self, layers: LocalLayers, blocks: RemoteSequential) -> None:
         super().__init__()
         self.word_embeddings = layers.embedding
-        self.word_embeddings_layernorm = nn.Identity()
+        self.word_embeddings_layernorm = layers.embedding_norm or nn.Identity()
+        self.position_embeddings = layers.positions
         self.h = blocks
         self.ln_f = layers.norm
+
+    def add_positions(self, hidden_BTH: Tensor, position: int) -> Tensor:
+        """Add learned positions from `position` on; most families have none."""
+        if self.position_embeddings is None:
+            return hidden_BTH
+        stop = position + hidden_BTH.shape[1]
+        positions_T = torch.arange(position, stop, device=hidden_BTH.device)
+        return hidden_BTH + self.position_embeddings(positions_T).to(hidden_BTH.dtype)
 
 
 class DistributedCausalLM(PreTrainedModel, GenerationMixin):
@@ -182,6 +191,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         cache = self._find_cache(past_key_values)
         position = 0 if cache is None else cache.get_seq_length()
         self._check_positions(position + hidden_BTH.shape[1])
+        hidden_BTH = self.transformer.add_positions(hidden_BTH, position)
 
         last_token_only = isinstance(logits_to_keep, int) and logits_to_keep == 1
         if cache is None:

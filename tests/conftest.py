@@ -41,6 +41,9 @@ _LLAMA3_ROPE = {
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 
+_GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 13}
+_LONG_ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
+
 # Every variant differs from its family's plain form in something that blocks must honour.
 VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
     {
@@ -69,8 +72,39 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 "layer_types": ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
             },
         ),
+        "gemma2": (
+            "gemma2",
+            # Caps that bend the small scores and logits of a random model, too.
+            {**_GEMMA, "attn_logit_softcapping": 0.8, "final_logit_softcapping": 1.5},
+        ),
+        "gemma2-no-caps": (
+            "gemma2",
+            {
+                **_GEMMA,
+                "attn_logit_softcapping": None,
+                "final_logit_softcapping": None,
+                "num_key_value_heads": 1,
+                "attention_bias": True,
+                "tie_word_embeddings": False,
+            },
+        ),
+        "gemma3": (
+            "gemma3_text",
+            {
+                **_GEMMA,
+                "rope_parameters": {
+                    "full_attention": _LONG_ROPE,
+                    "sliding_attention": {"rope_type": "default", "rope_theta": 5e2},
+                },
+                "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+                "final_logit_softcapping": 2.0,
+            },
+        ),
     }
 )
+
+ONE_PER_FAMILY = tuple({family: name for name, (family, _) in reversed(VARIANTS.items())}.values())
+"""The first variant of each family."""
 
 
 class TinyModel:
@@ -80,6 +114,21 @@ class TinyModel:
         self.variant = variant
         self.directory = directory
         self.num_blocks = NUM_BLOCKS
+
+    @property
+    def decoder(self) -> Any:
+        """The reference without its head, whatever it is called there."""
+        return self.reference.base_model
+
+    @property
+    def final_norm(self) -> Any:
+        """The norm before the head, whatever it is called there."""
+        return getattr(self.decoder, "norm", None) or self.decoder.ln_f
+
+    @torch.no_grad()
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the hidden states that the reference gives to its first block."""
+        return self.decoder(tokens, output_hidden_states=True).hidden_states[0]
 
     @cached_property
     def reference(self) -> Any:
@@ -136,4 +185,10 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 @pytest.fixture(params=list(VARIANTS))
 def any_tiny_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
     """Runs the test once for every variant of every family."""
+    return tiny_models.get(request.param)
+
+
+@pytest.fixture(params=ONE_PER_FAMILY)
+def tiny_family(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
+    """Runs the test once for every family."""
     return tiny_models.get(request.param)

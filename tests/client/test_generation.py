@@ -67,7 +67,7 @@ def test_greedy_text_equals_transformers(pair: Any, num_rows: int, num_tokens: i
     assert pair.client.sessions[-1].closed
 
 
-def test_greedy_text_equals_transformers_for_every_family(any_pair: Any) -> None:
+def test_greedy_text_equals_transformers_for_every_kind_of_client(any_pair: Any) -> None:
     ids = make_ids(2, 17)
 
     expected = any_pair.reference.generate(ids, max_new_tokens=16)

@@ -1,4 +1,4 @@
-"""Every variant of every family, through whole swarms in this process: what transformers says."""
+"""Every family, through whole swarms in this process: what transformers says."""
 
 from typing import Any
 
@@ -28,8 +28,8 @@ def make_ids(num_rows: int, num_tokens: int) -> Tensor:
 
 
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS.keys())
-def test_swarm_equals_transformers(any_tiny_model: Any, spans: list[tuple[int, int]]) -> None:
-    directory, reference = any_tiny_model.directory, any_tiny_model.reference
+def test_swarm_equals_transformers(tiny_family: Any, spans: list[tuple[int, int]]) -> None:
+    directory, reference = tiny_family.directory, tiny_family.reference
     swarm = LoopbackSwarm(directory, spans)
 
     with AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect) as model:

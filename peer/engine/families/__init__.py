@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from ....protocol.errors import ModelError
 from ..config_reader import ConfigReader
 from ..spec import ModelSpec
-from . import llama, mistral, qwen2, qwen3
+from . import gemma2, gemma3, llama, mistral, qwen2, qwen3
 from .family import Family
 
 FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (llama, mistral, qwen2, qwen3)
+    module.FAMILY.name: module.FAMILY for module in (gemma2, gemma3, llama, mistral, qwen2, qwen3)
 }
 """By the `model_type` of `config.json`. Qwen 2.5 calls itself qwen2."""
 
