@@ -35,6 +35,7 @@ LOCAL_FAMILIES: Mapping[str, LocalFamily] = {
     "gemma3_text": _GEMMA,
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "phi3": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
 }

@@ -98,6 +98,7 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
         config = CONFIG_MAPPING[model_type].from_dict(dict(checkpoint.config))
     except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelError(f"config.json in {checkpoint.directory} is damaged: {error}") from error
+    _limit_to_exact_positions(config)
     # No attention runs here, and a configuration must not choose code to be fetched.
     config._attn_implementation = "eager"
     for name, maximum in (
@@ -111,6 +112,14 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
                 f"{name} in config.json must be a number from 1 to {maximum}, got {value!r}"
             )
     return config
+
+
+def _limit_to_exact_positions(config: PreTrainedConfig) -> None:
+    """Lower the model's maximum where no peer goes beyond: a long rotation cannot be cached."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and isinstance(original, int):
+        config.max_position_embeddings = min(config.max_position_embeddings, original)
 
 
 def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:

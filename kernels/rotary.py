@@ -101,6 +101,12 @@ class _Parameters:
             raise ValueError(f"rope parameter {key} must be a positive number, got {value!r}")
         return value
 
+    def numbers(self, key: str, count: int) -> list[float]:
+        values = self.values.get(key)
+        if not isinstance(values, list) or len(values) != count:
+            raise ValueError(f"rope parameter {key} must be a list of {count} numbers")
+        return [_Parameters(0, 0, {key: value}).number(key) for value in values]
+
     def has(self, key: str) -> bool:
         return bool(self.values.get(key))
 
@@ -186,6 +192,27 @@ def _pair_of_turns(reader: _Parameters, turns: float) -> float:
     )
 
 
+def _scale_longrope(reader: _Parameters) -> tuple[Tensor, float]:
+    """Scale each pair by a factor of its own (LongRoPE, arXiv:2402.13753).
+
+    There is a set of short factors within the pretraining length and of long ones beyond, for all
+    keys of a text: like dynamic scaling, what is beyond cannot be cached.
+    """
+    original = reader.original_positions
+    if reader.max_positions > original:
+        raise ValueError(
+            f"long rope scaling changes past positions beyond {original:.0f} and cannot be cached; "
+            f"limit the session to that length, not {reader.max_positions}"
+        )
+    factors = torch.tensor(reader.numbers("short_factor", reader.dim // 2), dtype=torch.float32)
+    frequencies = _base_frequencies(reader) / factors
+    factor = reader.number("factor", 1.0)
+    if reader.has("attention_factor"):
+        return frequencies, reader.number("attention_factor")
+    sharpness = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return frequencies, sharpness
+
+
 def _yarn_attention_factor(reader: _Parameters, factor: float) -> float:
     if reader.has("attention_factor"):
         return reader.number("attention_factor")
@@ -206,4 +233,5 @@ _SCALINGS: dict[str, Callable[[_Parameters], tuple[Tensor, float]]] = {
     "dynamic": _scale_dynamic,
     "llama3": _scale_llama3,
     "yarn": _scale_yarn,
+    "longrope": _scale_longrope,
 }

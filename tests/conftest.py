@@ -100,6 +100,31 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 "final_logit_softcapping": 2.0,
             },
         ),
+        "phi3": (
+            "phi3",
+            {
+                "sliding_window": 13,
+                "rope_parameters": {
+                    "rope_type": "default",
+                    "rope_theta": 1e4,
+                    "partial_rotary_factor": 0.75,
+                },
+            },
+        ),
+        "phi3-longrope": (
+            "phi3",
+            {
+                "original_max_position_embeddings": 400,
+                "max_position_embeddings": 3200,
+                "tie_word_embeddings": True,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0 + pair / 4 for pair in range(8)],
+                    "long_factor": [4.0] * 8,
+                },
+            },
+        ),
     }
 )
 

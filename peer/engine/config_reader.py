@@ -112,6 +112,9 @@ def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
         raise ModelError(
             f"config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
         )
+    rope, max_positions = limit_to_exact_positions(
+        read_rope_parameters(config), reader.count("max_position_embeddings", MAX_POSITIONS)
+    )
     return {
         "family": reader.text("model_type", default=""),
         "hidden_size": hidden_size,
@@ -121,8 +124,8 @@ def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
         "head_dim": reader.count("head_dim", MAX_HEAD_DIM, max(1, hidden_size // num_heads)),
         "intermediate_size": reader.count("intermediate_size", MAX_INTERMEDIATE_SIZE),
         "norm_eps": reader.number("rms_norm_eps", default=1e-6),
-        "rope_parameters": read_rope_parameters(config),
-        "max_positions": reader.count("max_position_embeddings", MAX_POSITIONS),
+        "rope_parameters": rope,
+        "max_positions": max_positions,
         "vocab_size": reader.count("vocab_size", MAX_VOCABULARY),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", default=False),
         "dtype": _read_dtype(reader),
@@ -150,6 +153,21 @@ def read_rope_parameters(config: Mapping[str, object]) -> Mapping[str, object]:
         positions = reader.count("max_position_embeddings", MAX_POSITIONS)
         parameters.setdefault("original_max_position_embeddings", positions)
     return MappingProxyType(parameters)
+
+
+def limit_to_exact_positions(
+    rope: Mapping[str, object], max_positions: int
+) -> tuple[Mapping[str, object], int]:
+    """Return a rotation and how many positions it serves: fewer than the model's if it is long.
+
+    A long rotation turns every key anew once a text outgrows the length of the pretraining, also
+    those that wait in a cache. Up to that length it is exact.
+    """
+    original = rope.get("original_max_position_embeddings")
+    if rope["rope_type"] != "longrope" or not isinstance(original, int) or original < 1:
+        return rope, max_positions
+    factor = rope.get("factor") or max_positions / original
+    return MappingProxyType({**rope, "factor": factor}), min(max_positions, original)
 
 
 def _read_dtype(reader: ConfigReader) -> torch.dtype:

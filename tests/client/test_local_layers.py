@@ -161,6 +161,13 @@ def test_unusable_checkpoint_is_named(
         load_local_layers(checkpoint, load_config(checkpoint))
 
 
+def test_a_long_rotation_limits_the_model_to_what_peers_serve(tiny_models: Any) -> None:
+    checkpoint = Checkpoint.open(tiny_models.get("phi3-longrope").directory)
+
+    assert checkpoint.config["max_position_embeddings"] == 3200
+    assert load_config(checkpoint).max_position_embeddings == 400
+
+
 def test_configuration_cannot_ask_for_foreign_attention_code(
     tiny_models: Any, tmp_path: Path
 ) -> None:

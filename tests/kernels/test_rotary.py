@@ -102,6 +102,28 @@ def test_dynamic_scaling_is_plain_within_the_pretraining_length_and_refused_beyo
         RotaryTable.build(16, 65, dynamic)
 
 
+@pytest.mark.parametrize("attention_factor", [None, 1.3])
+def test_long_scaling_equals_transformers_within_the_pretraining_length(
+    attention_factor: float | None,
+) -> None:
+    parameters = DEFAULT | {
+        "rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 8.0,
+        "short_factor": [1.0 + pair / 5 for pair in range(8)], "long_factor": [4.0] * 8,
+        "attention_factor": attention_factor,
+    }  # fmt: skip
+    theirs = LlamaRotaryEmbedding(make_config(parameters, 16, 512))
+
+    cos, sin = RotaryTable.build(16, 64, parameters).rows(0, 64)
+
+    expected_cos, expected_sin = theirs(torch.zeros(1), torch.arange(64)[None])
+    torch.testing.assert_close(cos, expected_cos[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(sin, expected_sin[0], rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="long rope scaling"):
+        RotaryTable.build(16, 65, parameters)
+    with pytest.raises(ValueError, match="short_factor must be a list of 8 numbers"):
+        RotaryTable.build(16, 64, parameters | {"short_factor": [1.0]})
+
+
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [

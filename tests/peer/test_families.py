@@ -10,7 +10,7 @@ from shoal.kernels.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import FAMILIES, read_spec
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.protocol.errors import ModelError
+from shoal.protocol.errors import ModelError, RefusedError
 from shoal.protocol.spans import Span
 
 TOLERANCE = 1e-4
@@ -231,3 +231,39 @@ def test_unusable_values_are_refused_by_name(changes: dict, complaint: str) -> N
 def test_unusable_sliding_windows_are_refused(changes: dict, complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
         read_spec({"model_type": "qwen2", "use_sliding_window": True, **MINIMAL, **changes})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "complaint"),
+    [
+        ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive"),
+        ("gemma2", {"layer_types": ["chunked_attention"] * 30}, "layer_types may only hold"),
+        ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole"),
+        ("gemma3_text", {"rope_local_base_freq": "low"}, "rope_local_base_freq must be a positive"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "no rope_type 'linear'"),
+    ],
+)
+def test_what_a_family_cannot_use_is_refused_by_name(
+    family: str, changes: dict, complaint: str
+) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        read_spec({"model_type": family, **MINIMAL, **changes})
+
+
+def test_gemma_3_of_transformers_4_reads_like_that_of_5() -> None:
+    old = {"rope_theta": 5e4, "rope_local_base_freq": 5e2, "rope_scaling": {"rope_type": "linear"}}
+    old["rope_scaling"]["factor"] = 8.0
+    spec = read_spec({"model_type": "gemma3_text", **MINIMAL, **old})
+
+    expected = AutoConfig.for_model("gemma3_text", **MINIMAL, **old).rope_parameters
+    assert list(spec.ropes) == [expected["full_attention"], expected["sliding_attention"]]
+    assert [spec.find_rope(block) for block in range(7)] == [1, 1, 1, 1, 1, 0, 1]
+
+
+def test_long_rotations_are_served_as_far_as_they_are_exact(tiny_models) -> None:
+    engine = load_engine(tiny_models.get("phi3-longrope"), 0, 1)
+
+    engine.open_cache(1, 400, engine.span)
+    with pytest.raises(RefusedError, match="handles 400 tokens, not 401"):
+        engine.open_cache(1, 401, engine.span)

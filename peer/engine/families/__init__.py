@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from ....protocol.errors import ModelError
 from ..config_reader import ConfigReader
 from ..spec import ModelSpec
-from . import gemma2, gemma3, llama, mistral, qwen2, qwen3
+from . import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from .family import Family
 
-FAMILIES: Mapping[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (gemma2, gemma3, llama, mistral, qwen2, qwen3)
-}
+_MODULES = (gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3)
+
+FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 """By the `model_type` of `config.json`. Qwen 2.5 calls itself qwen2."""
 
 
