@@ -35,8 +35,10 @@ LOCAL_FAMILIES: Mapping[str, LocalFamily] = {
     "gemma3_text": _GEMMA,
     "llama": _LLAMA,
     "mistral": _LLAMA,
+    "mixtral": _LLAMA,
     "phi3": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _LLAMA,
+    "qwen3_moe": _LLAMA,
 }
 """By the `model_type` of `config.json`."""

@@ -125,6 +125,30 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 },
             },
         ),
+        "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+        "qwen3-moe": (
+            "qwen3_moe",
+            {
+                "head_dim": 24,
+                "num_experts": 5,
+                "num_experts_per_tok": 3,
+                "moe_intermediate_size": 40,
+                "mlp_only_layers": [1],
+                "norm_topk_prob": False,
+            },
+        ),
+        "qwen3-moe-normalized": (
+            "qwen3_moe",
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 40,
+                "decoder_sparse_step": 2,
+                "norm_topk_prob": True,
+                "use_sliding_window": True,
+                "sliding_window": 13,
+            },
+        ),
     }
 )
 
@@ -193,8 +217,9 @@ def save_tiny_model(directory: Path, variant: str, **save_options: Any) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 2:
-                parameter.copy_(noise / parameter.shape[1] ** 0.5)
+            if parameter.dim() >= 2:
+                # Experts are stacked; their matrices are those of the last two dimensions.
+                parameter.copy_(noise / parameter.shape[-1] ** 0.5)
             else:
                 # Norm weights start at one, biases at zero.
                 parameter.add_(noise * 0.2)

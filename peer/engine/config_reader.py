@@ -82,6 +82,15 @@ class ConfigReader:
             raise ModelError(f"config.json: {name} must be a list of texts")
         return cast(list[str], value)
 
+    def indices(self, name: str) -> frozenset[int]:
+        """Return a list of block indices as a set, empty if there is none."""
+        value = self._config.get(name) or []
+        if not isinstance(value, list) or not all(
+            isinstance(item, int) for item in cast(list[object], value)
+        ):
+            raise ModelError(f"config.json: {name} must be a list of block indices")
+        return frozenset(cast(list[int], value))
+
     def mapping(self, name: str) -> dict[str, object]:
         """Return a JSON object, empty if there is none."""
         value = self._config.get(name) or {}

@@ -19,8 +19,10 @@ HIDDEN = 64
 WHOLE = Span(0, 4)
 
 
-def load_engine(tiny_models, weights=WeightFormat.FP32, span=WHOLE, budget=2**26) -> Engine:
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+def load_engine(
+    tiny_models, weights=WeightFormat.FP32, span=WHOLE, budget=2**26, variant="llama"
+) -> Engine:
+    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
     return Engine.load(checkpoint, span, weights, kv_budget_bytes=budget)
 
 
@@ -101,8 +103,9 @@ def test_spans_with_a_gap_between_them_share_a_batch(engine: Engine) -> None:
         torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_int8_results_do_not_depend_on_who_shares_the_batch(tiny_models) -> None:
-    engine = load_engine(tiny_models, WeightFormat.INT8)
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "mixtral", "qwen3-moe"])
+def test_int8_results_do_not_depend_on_who_shares_the_batch(tiny_models, variant: str) -> None:
+    engine = load_engine(tiny_models, WeightFormat.INT8, variant=variant)
     token, prompt = draw_hidden(1), draw_hidden(2, 1, 40)
     alone = [run(engine, make_work(engine, hidden)) for hidden in (token, prompt)]
 
