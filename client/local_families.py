@@ -29,8 +29,15 @@ class LocalFamily:
 
 _LLAMA = LocalFamily()
 _GEMMA = LocalFamily(norm_offset=1.0, scales_embedding=True)
+_FALCON = LocalFamily(
+    embedding="transformer.word_embeddings",
+    norm="transformer.ln_f",
+    norm_kind=NormKind.LAYER,
+    norm_eps="layer_norm_epsilon",
+)
 
 LOCAL_FAMILIES: Mapping[str, LocalFamily] = {
+    "falcon": _FALCON,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "llama": _LLAMA,

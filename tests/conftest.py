@@ -149,6 +149,34 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 "sliding_window": 13,
             },
         ),
+        "falcon": ("falcon", {}),
+        "falcon-grouped": (
+            "falcon",
+            {
+                "new_decoder_architecture": True,
+                "num_kv_heads": 2,
+                "bias": True,
+                "ffn_hidden_size": 80,
+                "rope_parameters": _LINEAR_ROPE,
+            },
+        ),
+        "falcon-grouped-one-norm": (
+            "falcon",
+            {"new_decoder_architecture": True, "num_kv_heads": 1, "num_ln_in_parallel_attn": 1},
+        ),
+        "falcon-alibi": (
+            "falcon",
+            # Slopes of six heads come from two series.
+            {
+                "alibi": True,
+                "multi_query": False,
+                "parallel_attn": False,
+                "bias": True,
+                "num_attention_heads": 6,
+                "hidden_size": 48,
+                "tie_word_embeddings": False,
+            },
+        ),
     }
 )
 
@@ -181,11 +209,13 @@ class TinyModel:
 
     @cached_property
     def reference(self) -> Any:
-        """The transformers model (causal language model, eager attention, evaluation mode)."""
+        """The transformers model (causal language model, evaluation mode)."""
         from transformers import AutoModelForCausalLM
 
+        # Eager Falcon adds its linear biases twice; what everybody runs adds them once.
+        attention = "sdpa" if self.variant == "falcon-alibi" else "eager"
         model = AutoModelForCausalLM.from_pretrained(
-            self.directory, dtype=torch.float32, attn_implementation="eager"
+            self.directory, dtype=torch.float32, attn_implementation=attention
         )
         return model.eval()
 

@@ -105,7 +105,8 @@ def rename_fields(config: Mapping[str, object], names: Mapping[str, str]) -> dic
     >>> rename_fields({"n_layer": 2}, {"n_layer": "num_hidden_layers"})
     {'num_hidden_layers': 2}
     """
-    return {names.get(name, name): value for name, value in config.items()}
+    renamed = {names[name]: value for name, value in config.items() if name in names}
+    return {name: value for name, value in config.items() if name not in names} | renamed
 
 
 def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_layers_equal_transformers(any_tiny_model: Any) -> None:
     layers = load_local_layers(checkpoint, load_config(checkpoint))
     reference = any_tiny_model.reference
     generator = torch.Generator().manual_seed(SEED)
-    hidden = torch.randn(2, 3, 64, generator=generator)
+    hidden = torch.randn(2, 3, reference.config.hidden_size, generator=generator)
     ids = torch.randint(0, 128, (2, 3), generator=generator)
     logits = reference.lm_head(hidden)
     softcap = getattr(reference.config, "final_logit_softcapping", None)

@@ -1,5 +1,6 @@
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -148,9 +149,11 @@ def test_16_bit_checkpoints_load_in_every_format(tiny_models, tmp_path: Path) ->
 
 @pytest.mark.parametrize("num_rows", [1, 40], ids=["few-rows", "many-rows"])
 def test_int8_blocks_are_close_to_fp32(any_tiny_model, num_rows: int) -> None:
-    hidden = torch.randn(num_rows, 4, 64, generator=torch.Generator().manual_seed(4))
+    engine = load_engine(any_tiny_model.directory, WeightFormat.FP32)
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(num_rows, 4, engine.spec.hidden_size, generator=generator)
 
-    exact = run_step(load_engine(any_tiny_model.directory, WeightFormat.FP32), hidden)
+    exact = run_step(engine, hidden)
     quantized = run_step(load_engine(any_tiny_model.directory, WeightFormat.INT8), hidden)
 
     # Four blocks of seven linears, each off by about one percent of its result.
@@ -185,6 +188,22 @@ def read_name(local_name: str, block: int = 0) -> str:
     from shoal.peer.engine.families import FAMILIES
 
     return FAMILIES["llama"].checkpoint_names(block, local_name)[0]
+
+
+@pytest.mark.parametrize("variant", ["falcon"])
+def test_checkpoints_of_the_bare_model_load_like_those_with_a_head(
+    tiny_models, tmp_path: Path, variant: str
+) -> None:
+    directory = tiny_models.get(variant).directory
+    tensors = load_file(directory / "model.safetensors")
+    bare = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "model.safetensors")
+    shutil.copy(directory / "config.json", tmp_path)
+    hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(6))
+
+    output = run_step(load_engine(tmp_path, WeightFormat.FP32), hidden)
+
+    assert torch.equal(output, run_step(load_engine(directory, WeightFormat.FP32), hidden))
 
 
 def test_span_beyond_the_model_is_refused_before_reading(tiny_models) -> None:

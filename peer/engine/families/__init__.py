@@ -5,10 +5,32 @@ from collections.abc import Mapping
 from ....protocol.errors import ModelError
 from ..config_reader import ConfigReader
 from ..spec import ModelSpec
-from . import gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe
+from . import (
+    falcon,
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 from .family import Family
 
-_MODULES = (gemma2, gemma3, llama, mistral, mixtral, phi3, qwen2, qwen3, qwen3_moe)
+_MODULES = (
+    falcon,
+    gemma2,
+    gemma3,
+    llama,
+    mistral,
+    mixtral,
+    phi3,
+    qwen2,
+    qwen3,
+    qwen3_moe,
+)
 
 FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
 """By the `model_type` of `config.json`. Qwen 2.5 calls itself qwen2."""
