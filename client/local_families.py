@@ -1,7 +1,7 @@
 """What each family keeps on the client's side of the blocks, and what its checkpoints call it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..kernels.norm import NormKind
 
@@ -37,6 +37,7 @@ _FALCON = LocalFamily(
 )
 
 LOCAL_FAMILIES: Mapping[str, LocalFamily] = {
+    "bloom": replace(_FALCON, embedding_norm="transformer.word_embeddings_layernorm"),
     "falcon": _FALCON,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,

@@ -177,11 +177,16 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 "tie_word_embeddings": False,
             },
         ),
+        "bloom": ("bloom", {}),
+        "bloom-6-heads": (
+            "bloom",
+            {"num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": False},
+        ),
     }
 )
 
-ONE_PER_FAMILY = tuple({family: name for name, (family, _) in reversed(VARIANTS.items())}.values())
-"""The first variant of each family."""
+_FIRST_OF_FAMILY = {family: name for name, (family, _) in reversed(list(VARIANTS.items()))}
+ONE_PER_FAMILY = sorted(_FIRST_OF_FAMILY.values())
 
 
 class TinyModel:

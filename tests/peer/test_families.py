@@ -175,7 +175,7 @@ def test_scaling_without_an_original_length_starts_from_the_whole(rope_type: str
     spec = read_spec({"model_type": "llama", **MINIMAL, "rope_parameters": scaling})
     expected = AutoConfig.for_model("llama", **MINIMAL, rope_parameters=dict(scaling))
 
-    assert dict(spec.rope_parameters) == expected.rope_parameters
+    assert list(spec.ropes) == [expected.rope_parameters]
 
 
 def test_published_dtype_is_read_in_both_spellings() -> None:
@@ -237,6 +237,7 @@ def test_unusable_sliding_windows_are_refused(changes: dict, complaint: str) -> 
 @pytest.mark.parametrize(
     ("family", "changes", "complaint"),
     [
+        ("bloom", {"apply_residual_connection_post_layernorm": True}, "for BLOOM"),
         ("falcon", {"num_ln_in_parallel_attn": 2}, "2 needs new_decoder_architecture"),
         ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn must be a whole"),
         ("falcon", {"alibi": 1}, "alibi must be true or false"),

@@ -6,6 +6,7 @@ from ....protocol.errors import ModelError
 from ..config_reader import ConfigReader
 from ..spec import ModelSpec
 from . import (
+    bloom,
     falcon,
     gemma2,
     gemma3,
@@ -20,6 +21,7 @@ from . import (
 from .family import Family
 
 _MODULES = (
+    bloom,
     falcon,
     gemma2,
     gemma3,

@@ -50,12 +50,12 @@ _DEFAULTS = {
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
     """Read a Falcon configuration."""
-    config = {**_DEFAULTS, **rename_fields(config, _USUAL_NAMES)}
-    reader = ConfigReader(config)
+    settings: dict[str, object] = {**_DEFAULTS, **rename_fields(config, _USUAL_NAMES)}
+    reader = ConfigReader(settings)
     if not reader.has("intermediate_size"):
-        config["intermediate_size"] = 4 * reader.count("hidden_size", MAX_INTERMEDIATE_SIZE // 4)
-    config["num_key_value_heads"] = _count_kv_heads(reader)
-    fields = read_common_fields(config)
+        settings["intermediate_size"] = 4 * reader.count("hidden_size", MAX_INTERMEDIATE_SIZE // 4)
+    settings["num_key_value_heads"] = _count_kv_heads(reader)
+    fields = read_common_fields(settings)
     alibi = None
     if reader.flag("alibi", default=False):
         # Falcon scales the biases like the scores, and multiplies them out in bfloat16.
