@@ -41,6 +41,7 @@ LOCAL_FAMILIES: Mapping[str, LocalFamily] = {
     "falcon": _FALCON,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
+    "gpt2": replace(_FALCON, embedding="transformer.wte", positions="transformer.wpe"),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "mixtral": _LLAMA,

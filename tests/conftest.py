@@ -182,6 +182,11 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             "bloom",
             {"num_attention_heads": 6, "hidden_size": 48, "tie_word_embeddings": False},
         ),
+        "gpt2": ("gpt2", {}),
+        "gpt2-unscaled": (
+            "gpt2",
+            {"scale_attn_weights": False, "n_inner": 80, "tie_word_embeddings": False},
+        ),
     }
 )
 

@@ -161,6 +161,19 @@ def test_unusable_checkpoint_is_named(
         load_local_layers(checkpoint, load_config(checkpoint))
 
 
+def test_layers_of_a_bare_checkpoint_are_found(tiny_models: Any, tmp_path: Path) -> None:
+    whole = Checkpoint.open(tiny_models.get("gpt2").directory)
+    bare: dict[str, Tensor | None] = dict.fromkeys(whole.names)
+    bare |= {name.removeprefix("transformer."): whole.load(name) for name in whole.names}
+    checkpoint = copy_checkpoint(whole.directory, tmp_path / "model", {}, bare)
+
+    layers = load_local_layers(checkpoint, load_config(checkpoint))
+
+    assert layers.positions is not None
+    assert torch.equal(layers.positions.weight, whole.load("transformer.wpe.weight"))
+    assert torch.equal(layers.norm.weight, whole.load("transformer.ln_f.weight"))
+
+
 def test_a_long_rotation_limits_the_model_to_what_peers_serve(tiny_models: Any) -> None:
     checkpoint = Checkpoint.open(tiny_models.get("phi3-longrope").directory)
 

@@ -241,6 +241,8 @@ def test_unusable_sliding_windows_are_refused(changes: dict, complaint: str) -> 
         ("falcon", {"num_ln_in_parallel_attn": 2}, "2 needs new_decoder_architecture"),
         ("falcon", {"num_ln_in_parallel_attn": 3}, "num_ln_in_parallel_attn must be a whole"),
         ("falcon", {"alibi": 1}, "alibi must be true or false"),
+        ("gpt2", {"add_cross_attention": True}, "add_cross_attention is not supported"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 30}, "layer_types may only hold"),

@@ -190,7 +190,7 @@ def read_name(local_name: str, block: int = 0) -> str:
     return FAMILIES["llama"].checkpoint_names(block, local_name)[0]
 
 
-@pytest.mark.parametrize("variant", ["bloom", "falcon"])
+@pytest.mark.parametrize("variant", ["bloom", "falcon", "gpt2"])
 def test_checkpoints_of_the_bare_model_load_like_those_with_a_head(
     tiny_models, tmp_path: Path, variant: str
 ) -> None:
