@@ -18,6 +18,7 @@ from ..kernels.norm import Norm, NormKind
 from ..protocol.errors import ModelError, UsageError
 from ..protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
 from .local_families import LOCAL_FAMILIES, LocalFamily
+from .wrapped_layers import WrappedHead, load_wrapped_layers, open_checkpoint_shell
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
@@ -77,25 +78,26 @@ class LanguageHead(nn.Module):
 
 @dataclass(frozen=True)
 class LocalLayers:
-    """The client's layers, ready to use and frozen; what a family lacks is None."""
+    """The client's layers, ready to use and frozen; what a family lacks is None.
+
+    Where the norm is transformers' own, it is a part of the head.
+    """
 
     embedding: nn.Embedding
     embedding_norm: LocalNorm | None
     positions: nn.Embedding | None
-    norm: LocalNorm
-    head: LanguageHead
+    norm: LocalNorm | nn.Identity
+    head: LanguageHead | WrappedHead
 
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""
     model_type = checkpoint.config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in LOCAL_FAMILIES:
-        raise ModelError(
-            f"models of type {model_type!r} are not supported; supported are "
-            f"{', '.join(LOCAL_FAMILIES)}"
-        )
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(dict(checkpoint.config))
+        if model_type in LOCAL_FAMILIES:
+            config = CONFIG_MAPPING[str(model_type)].from_dict(dict(checkpoint.config))
+        else:
+            config = open_checkpoint_shell(checkpoint).config
     except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
         raise ModelError(f"config.json in {checkpoint.directory} is damaged: {error}") from error
     _limit_to_exact_positions(config)
@@ -144,6 +146,9 @@ def load_local_layers(
     A stored head is used even if the configuration says that it is tied, as transformers does.
     Raises ModelError that names the tensor which is missing, damaged or of a wrong shape.
     """
+    if config.model_type not in LOCAL_FAMILIES:
+        embedding, head = load_wrapped_layers(checkpoint, dtype)
+        return LocalLayers(embedding, None, None, nn.Identity(), head)
     family = LOCAL_FAMILIES[config.model_type]
     vocab_size, hidden_size = cast(int, config.vocab_size), cast(int, config.hidden_size)
     reader = _Reader(checkpoint, dtype)

@@ -25,7 +25,7 @@ from .config import PeerConfig
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine, check_kv_budget
 from .engine.families import read_spec
-from .engine.loader import check_span, open_checkpoint
+from .engine.loader import check_span, check_weights, open_checkpoint
 from .identity_file import hold_identity
 from .loop_lag import LoopLag
 from .self_description import SelfDescription, make_template
@@ -158,8 +158,10 @@ def _plan_span(config: PeerConfig) -> _Plan:
     checkpoint = open_checkpoint(config.model)
     spec = read_spec(checkpoint.config)
     span = config.span or Span(0, spec.num_blocks)
+    weights = WeightFormat(config.weights)
     check_span(spec, span)
-    check_kv_budget(spec, span, WeightFormat(config.weights), config.kv_budget_bytes)
+    check_weights(spec, weights)
+    check_kv_budget(spec, span, weights, config.kv_budget_bytes)
     model_id = make_model_id(checkpoint.config, checkpoint.revision)
     return _Plan(checkpoint, model_id, span, spec.num_blocks)
 

@@ -187,11 +187,26 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             "gpt2",
             {"scale_attn_weights": False, "n_inner": 80, "tie_word_embeddings": False},
         ),
+        # Families without files here, which run through transformers' own layers.
+        "wrapped-stablelm": (
+            "stablelm",
+            {"partial_rotary_factor": 0.25, "use_qkv_bias": True, "qk_layernorm": True},
+        ),
+        "wrapped-cohere2": (
+            "cohere2",
+            {
+                "logit_scale": 0.5,
+                "sliding_window": 13,
+                "layer_types": ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
+            },
+        ),
+        "wrapped-gpt-neox": ("gpt_neox", {"tie_word_embeddings": False}),
     }
 )
 
 _FIRST_OF_FAMILY = {family: name for name, (family, _) in reversed(list(VARIANTS.items()))}
 ONE_PER_FAMILY = sorted(_FIRST_OF_FAMILY.values())
+KNOWN = [name for name in VARIANTS if not name.startswith("wrapped")]
 
 
 class TinyModel:
@@ -210,7 +225,8 @@ class TinyModel:
     @property
     def final_norm(self) -> Any:
         """The norm before the head, whatever it is called there."""
-        return getattr(self.decoder, "norm", None) or self.decoder.ln_f
+        names = ("norm", "ln_f", "final_layer_norm")
+        return next(getattr(self.decoder, name) for name in names if hasattr(self.decoder, name))
 
     @torch.no_grad()
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -275,6 +291,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
 @pytest.fixture(params=list(VARIANTS))
 def any_tiny_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
     """Runs the test once for every variant of every family."""
+    return tiny_models.get(request.param)
+
+
+@pytest.fixture(params=KNOWN)
+def any_known_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
+    """Runs the test once for every variant of the families that have files here."""
     return tiny_models.get(request.param)
 
 

@@ -91,6 +91,13 @@ class ConfigReader:
             raise ModelError(f"config.json: {name} must be a list of block indices")
         return frozenset(cast(list[int], value))
 
+    def dtype(self) -> torch.dtype:
+        """Return the dtype that the weights were published in."""
+        name = self.text("dtype", default=self.text("torch_dtype", default="float32"))
+        if name not in _DTYPES:
+            raise ModelError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
+        return _DTYPES[name]
+
     def mapping(self, name: str) -> dict[str, object]:
         """Return a JSON object, empty if there is none."""
         value = self._config.get(name) or {}
@@ -138,7 +145,7 @@ def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
         "max_positions": max_positions,
         "vocab_size": reader.count("vocab_size", MAX_VOCABULARY),
         "tie_word_embeddings": reader.flag("tie_word_embeddings", default=False),
-        "dtype": _read_dtype(reader),
+        "dtype": reader.dtype(),
         "activation": reader.text("hidden_act", default="silu"),
     }
 
@@ -178,10 +185,3 @@ def limit_to_exact_positions(
         return rope, max_positions
     factor = rope.get("factor") or max_positions / original
     return MappingProxyType({**rope, "factor": factor}), min(max_positions, original)
-
-
-def _read_dtype(reader: ConfigReader) -> torch.dtype:
-    name = reader.text("dtype", default=reader.text("torch_dtype", default="float32"))
-    if name not in _DTYPES:
-        raise ModelError(f"config.json: dtype {name!r} is not one of {', '.join(_DTYPES)}")
-    return _DTYPES[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -25,7 +26,10 @@ from .heap import keep_large_tensors_apart
 from .kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
 from .loader import ReportProgress, load_span
 from .rows import PathRange, Rotation, Segment, Segments
-from .spec import ModelSpec
+from .spec import ModelShape
+
+if TYPE_CHECKING:
+    from .wrapped import WrappedBlock
 
 COMPUTE_DTYPES = {
     WeightFormat.FP32: torch.float32,
@@ -102,9 +106,9 @@ class Engine:
 
     def __init__(
         self,
-        spec: ModelSpec,
+        spec: ModelShape,
         span: Span,
-        blocks: Sequence[Block],
+        blocks: Sequence[Block | WrappedBlock],
         rotary: Sequence[RotaryTable],
         pool: KVCachePool,
     ) -> None:
@@ -239,7 +243,7 @@ class Engine:
                 step.hidden_NH = hidden_NH[segment.start : segment.stop]
 
 
-def check_kv_budget(spec: ModelSpec, span: Span, weights: WeightFormat, budget_bytes: int) -> None:
+def check_kv_budget(spec: ModelShape, span: Span, weights: WeightFormat, budget_bytes: int) -> None:
     """Raise UsageError when not even one page of one session fits into the budget."""
     pool = KVCachePool(
         budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, COMPUTE_DTYPES[weights]
@@ -253,7 +257,7 @@ def check_kv_budget(spec: ModelSpec, span: Span, weights: WeightFormat, budget_b
         )
 
 
-def _build_rotary(spec: ModelSpec) -> list[RotaryTable]:
+def _build_rotary(spec: ModelShape) -> list[RotaryTable]:
     """Return one table for each of the model's ropes."""
     try:
         return [RotaryTable.build(spec.head_dim, spec.max_positions, rope) for rope in spec.ropes]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,7 +18,10 @@ from .block import Block
 from .families import find_family
 from .families.family import FusedOrder
 from .mlp import Experts, GatedMlp, Mlp, PlainMlp
-from .spec import ACTIVATIONS, ExpertsSpec, MlpKind, ModelSpec
+from .spec import ACTIVATIONS, ExpertsSpec, MlpKind, ModelShape, ModelSpec
+
+if TYPE_CHECKING:
+    from .wrapped import WrappedBlock
 
 _LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
@@ -34,30 +38,51 @@ def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoin
 
 def load_span(
     checkpoint: Checkpoint,
-    spec: ModelSpec,
+    spec: ModelShape,
     span: Span,
     weights: WeightFormat,
     dtype: torch.dtype,
     on_progress: ReportProgress | None = None,
-) -> list[Block]:
+) -> Sequence["Block | WrappedBlock"]:
     """Load the blocks of a span in order; `on_progress(done, total)` counts blocks.
 
     Needs memory for the result and one tensor on its way, whatever the size of the checkpoint.
     """
     check_span(spec, span)
-    blocks: list[Block] = []
+    check_weights(spec, weights)
+    load = _choose_loader(checkpoint, spec, weights, dtype)
+    blocks: list[Block | WrappedBlock] = []
     for index in range(span.start, span.stop):
-        blocks.append(load_block(checkpoint, spec, index, weights, dtype))
+        blocks.append(load(index))
         if on_progress is not None:
             on_progress(len(blocks), len(span))
     return blocks
 
 
-def check_span(spec: ModelSpec, span: Span) -> None:
+def _choose_loader(
+    checkpoint: Checkpoint, spec: ModelShape, weights: WeightFormat, dtype: torch.dtype
+) -> Callable[[int], "Block | WrappedBlock"]:
+    if isinstance(spec, ModelSpec):
+        return lambda index: load_block(checkpoint, spec, index, weights, dtype)
+    from .wrapped import WrappedLoader  # transformers takes seconds to import
+
+    return WrappedLoader(checkpoint, dtype).load
+
+
+def check_span(spec: ModelShape, span: Span) -> None:
     """Raise UsageError if the model has no such blocks."""
     if span.stop > spec.num_blocks:
         raise UsageError(
             f"the model has blocks 0:{spec.num_blocks}, the span {span} reaches beyond them"
+        )
+
+
+def check_weights(spec: ModelShape, weights: WeightFormat) -> None:
+    """Raise UsageError if the model's blocks cannot hold their weights in this format."""
+    if weights is WeightFormat.INT8 and not isinstance(spec, ModelSpec):
+        raise UsageError(
+            f"models of type {spec.family!r} run through transformers, which needs float weights; "
+            "use --weights bf16 or fp32"
         )
 
 
@@ -124,7 +149,9 @@ class _BlockTensors:
         dtype: torch.dtype,
     ) -> None:
         self._checkpoint = checkpoint
-        self._family = find_family(checkpoint.config)
+        family = find_family(checkpoint.config)
+        assert family is not None  # otherwise there would be no ModelSpec
+        self._family = family
         self._spec = spec
         self._index = index
         self._weights = weights

@@ -67,30 +67,44 @@ class AlibiSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSpec:
-    """The shape of one model: enough to build any of its blocks.
+class ModelShape:
+    """What the engine must know of any model, whoever computes its blocks.
+
+    `dtype` is the one that the weights were published in.
+    """
+
+    family: str
+    hidden_size: int
+    num_blocks: int
+    num_kv_heads: int
+    head_dim: int
+    max_positions: int
+    dtype: torch.dtype
+
+    @property
+    def ropes(self) -> tuple[Mapping[str, object], ...]:
+        """The rotations of this model that need a table of ours."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSpec(ModelShape):
+    """The shape of a model whose family has a file here: enough to build any of its blocks.
 
     `norms` names the norms of a block: "attention_norm" and "mlp_norm" normalize the input of the
     two halves, "attention_output_norm" and "mlp_output_norm" what is added; `norm_offset` is added
     to the stored weights of all. `sliding_windows` has one entry per block, None for full
     attention. `rope_parameters` follow transformers 5 and are None without rotations; blocks with
     a window rotate by `local_rope_parameters` if there are any. `attention_scale` None stands for
-    the root of the head size. `dtype` is the one that the weights were published in.
+    the root of the head size.
     """
 
-    family: str
-    hidden_size: int
-    num_blocks: int
     num_heads: int
-    num_kv_heads: int
-    head_dim: int
     intermediate_size: int
     norm_eps: float
     rope_parameters: Mapping[str, object] | None
-    max_positions: int
     vocab_size: int
     tie_word_embeddings: bool
-    dtype: torch.dtype
     activation: str
     sliding_windows: tuple[int | None, ...]
     has_qkv_bias: bool = False

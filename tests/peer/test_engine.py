@@ -12,6 +12,7 @@ from shoal.peer.engine.families import read_spec
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
 from shoal.peer.engine.loader import load_block, open_checkpoint
 from shoal.peer.engine.scheduler import count_part_tokens
+from shoal.peer.engine.spec import ModelSpec
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 
@@ -229,6 +230,7 @@ class OverflowingBlock:
 def test_a_result_that_overflows_is_refused_and_not_committed(tiny_models) -> None:
     checkpoint = open_checkpoint(tiny_models.get().directory)
     spec, span = read_spec(checkpoint.config), Span(0, 1)
+    assert isinstance(spec, ModelSpec)
     block = load_block(checkpoint, spec, 0, WeightFormat.FP32, torch.float32)
     rotary = [RotaryTable.build(spec.head_dim, spec.max_positions, rope) for rope in spec.ropes]
     pool = KVCachePool(2**20, 1, spec.num_kv_heads, spec.head_dim, torch.float32)

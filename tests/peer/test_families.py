@@ -10,7 +10,7 @@ from shoal.kernels.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import FAMILIES, read_spec
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.protocol.errors import ModelError, RefusedError
+from shoal.protocol.errors import ModelError, RefusedError, UsageError
 from shoal.protocol.spans import Span
 
 TOLERANCE = 1e-4
@@ -30,14 +30,18 @@ def draw_tokens(tiny_model, num_rows: int, num_tokens: int) -> torch.Tensor:
 
 
 def run_engines(engines: list[Engine], hidden: torch.Tensor, cuts: list[int]) -> torch.Tensor:
-    """Stream hidden states through the engines in steps that end at `cuts`."""
+    """Stream hidden states through the engines in steps that end at `cuts`.
+
+    A step of one token is a generated one.
+    """
     num_rows, num_tokens, _ = hidden.shape
     caches = [engine.open_cache(num_rows, num_tokens, engine.span) for engine in engines]
     outputs = []
     for start, stop in zip([0, *cuts], [*cuts, num_tokens], strict=True):
         step = hidden[:, start:stop]
         for engine, cache in zip(engines, caches, strict=True):
-            (step,) = engine.execute([StepWork(cache, engine.span, start, step)])
+            work = StepWork(cache, engine.span, start, step, decoded=stop - start == 1)
+            (step,) = engine.execute([work])
             assert isinstance(step, torch.Tensor), step
         outputs.append(step)
     return torch.cat(outputs, dim=1)
@@ -133,7 +137,7 @@ MINIMAL = {
     ],
 )
 def test_what_a_config_leaves_out_is_read_as_in_transformers(family: str, optional: dict) -> None:
-    spec = read_spec({"model_type": family, **MINIMAL, **optional})
+    spec = FAMILIES[family].read_spec({"model_type": family, **MINIMAL, **optional})
     expected = AutoConfig.for_model(family, **MINIMAL, **optional)
 
     assert spec.head_dim == (getattr(expected, "head_dim", None) or 64 // 8)
@@ -185,11 +189,52 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
     assert read_spec({**config, "dtype": "float16"}).dtype is torch.float16
 
 
-def test_unknown_family_is_refused_with_the_supported_ones() -> None:
-    with pytest.raises(ModelError, match=r"'mamba' .* llama, mistral"):
-        read_spec({"model_type": "mamba"})
-    with pytest.raises(ModelError, match="not supported"):
-        read_spec({})
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        ({}, "'' is not supported: transformers does not know it"),
+        ({"model_type": "nonsense"}, "'nonsense' is not supported: transformers does not know it"),
+        ({"model_type": "mamba"}, "its blocks do not keep keys and values"),
+        ({"model_type": "opt"}, "not a list of blocks between an embedding and a norm"),
+        ({"model_type": "granite", "embedding_multiplier": 12.0}, "changes hidden states before"),
+        ({"model_type": "stablelm", "num_hidden_layers": 10**9}, "num_hidden_layers must be"),
+        ({"model_type": "stablelm", "quantization_config": {"bits": 4}}, "quantized already"),
+        ({"model_type": "stablelm", "hidden_act": "tan"}, "transformers cannot build it"),
+    ],
+)
+def test_a_family_that_cannot_be_wrapped_is_refused(config: dict, complaint: str) -> None:
+    with pytest.raises(ModelError, match=complaint):
+        read_spec({**MINIMAL, **config} if config else config)
+
+
+def test_wrapped_blocks_need_float_weights(tiny_models) -> None:
+    checkpoint = open_checkpoint(tiny_models.get("wrapped-stablelm").directory)
+
+    with pytest.raises(UsageError, match=r"'stablelm' .* needs float weights; use --weights bf16"):
+        Engine.load(checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=KV_BUDGET)
+    engine = Engine.load(checkpoint, Span(0, 1), WeightFormat.BF16, kv_budget_bytes=KV_BUDGET)
+    hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
+
+    assert run_engines([engine], hidden, cuts=[2]).dtype == torch.bfloat16
+
+
+def test_a_replay_in_wrapped_blocks_is_exact(tiny_models) -> None:
+    engine = load_engine(tiny_models.get("wrapped-stablelm"))
+    hidden = torch.randn(1, 90, 64, generator=torch.Generator().manual_seed(1))
+    prompt, decoded = hidden[:, :70], hidden[:, 70:]
+    outputs = []
+    for step in [[decoded], decoded.split(1, dim=1)]:
+        cache = engine.open_cache(1, 90, engine.span)
+        engine.execute([StepWork(cache, engine.span, 0, prompt)])
+        parts = []
+        for part in step:
+            work = StepWork(cache, engine.span, cache.length, part, decoded=True)
+            (output,) = engine.execute([work])
+            assert isinstance(output, torch.Tensor), output
+            parts.append(output)
+        outputs.append(torch.cat(parts, dim=1))
+
+    assert torch.equal(outputs[0], outputs[1])
 
 
 @pytest.mark.parametrize(
@@ -264,7 +309,7 @@ def test_what_a_family_cannot_use_is_refused_by_name(
 def test_gemma_3_of_transformers_4_reads_like_that_of_5() -> None:
     old = {"rope_theta": 5e4, "rope_local_base_freq": 5e2, "rope_scaling": {"rope_type": "linear"}}
     old["rope_scaling"]["factor"] = 8.0
-    spec = read_spec({"model_type": "gemma3_text", **MINIMAL, **old})
+    spec = FAMILIES["gemma3_text"].read_spec({"model_type": "gemma3_text", **MINIMAL, **old})
 
     expected = AutoConfig.for_model("gemma3_text", **MINIMAL, **old).rope_parameters
     assert list(spec.ropes) == [expected["full_attention"], expected["sliding_attention"]]

@@ -12,6 +12,7 @@ from shoal.kernels.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import read_spec
 from shoal.peer.engine.loader import load_block, open_checkpoint
+from shoal.peer.engine.spec import ModelSpec
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.spans import Span
 
@@ -148,13 +149,13 @@ def test_16_bit_checkpoints_load_in_every_format(tiny_models, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("num_rows", [1, 40], ids=["few-rows", "many-rows"])
-def test_int8_blocks_are_close_to_fp32(any_tiny_model, num_rows: int) -> None:
-    engine = load_engine(any_tiny_model.directory, WeightFormat.FP32)
+def test_int8_blocks_are_close_to_fp32(any_known_model, num_rows: int) -> None:
+    engine = load_engine(any_known_model.directory, WeightFormat.FP32)
     generator = torch.Generator().manual_seed(4)
     hidden = torch.randn(num_rows, 4, engine.spec.hidden_size, generator=generator)
 
     exact = run_step(engine, hidden)
-    quantized = run_step(load_engine(any_tiny_model.directory, WeightFormat.INT8), hidden)
+    quantized = run_step(load_engine(any_known_model.directory, WeightFormat.INT8), hidden)
 
     # Four blocks of seven linears, each off by about one percent of its result.
     assert (quantized - exact).norm() < 0.05 * exact.norm()
@@ -167,6 +168,7 @@ def test_int8_takes_at_most_105_bytes_for_100_parameters(tmp_path: Path, tiny_mo
     config |= {"head_dim": 64, "num_attention_heads": 8, "num_key_value_heads": 8}
     (tmp_path / "config.json").write_text(json.dumps(config))
     spec = read_spec(config)
+    assert isinstance(spec, ModelSpec)
     generator = torch.Generator().manual_seed(5)
     save_file(
         {
@@ -286,8 +288,10 @@ def test_truncated_and_pickled_checkpoints_are_model_errors(tiny_models, tmp_pat
 def test_a_file_that_shrinks_after_opening_is_a_model_error(tiny_models, tmp_path: Path) -> None:
     directory = copy_model(tiny_models.get(), tmp_path / "model")
     checkpoint = open_checkpoint(directory)
+    spec = read_spec(checkpoint.config)
+    assert isinstance(spec, ModelSpec)
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
 
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        load_block(checkpoint, read_spec(checkpoint.config), 0, WeightFormat.FP32, torch.float32)
+        load_block(checkpoint, spec, 0, WeightFormat.FP32, torch.float32)

@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping
 
-from ....protocol.errors import ModelError
 from ..config_reader import ConfigReader
-from ..spec import ModelSpec
+from ..spec import ModelShape
 from . import (
     bloom,
     falcon,
@@ -40,16 +39,20 @@ FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module i
 """By the `model_type` of `config.json`. Qwen 2.5 calls itself qwen2."""
 
 
-def find_family(config: Mapping[str, object]) -> Family:
-    """Return the family of this configuration; an unknown one is a ModelError."""
-    name = ConfigReader(config).text("model_type", default="")
-    if name not in FAMILIES:
-        raise ModelError(
-            f"model family {name!r} is not supported; supported are {', '.join(sorted(FAMILIES))}"
-        )
-    return FAMILIES[name]
+def find_family(config: Mapping[str, object]) -> Family | None:
+    """Return the family of this configuration, None for one without a file here."""
+    return FAMILIES.get(ConfigReader(config).text("model_type", default=""))
 
 
-def read_spec(config: Mapping[str, object]) -> ModelSpec:
-    """Return the checked spec of the model with this `config.json` content."""
-    return find_family(config).read_spec(config)
+def read_spec(config: Mapping[str, object]) -> ModelShape:
+    """Return the checked spec of the model with this `config.json` content.
+
+    A family without a file here has only a shape: its blocks are transformers' own. One that
+    cannot be served in this way either is a ModelError.
+    """
+    family = find_family(config)
+    if family is not None:
+        return family.read_spec(config)
+    from ..wrapped import read_shape  # transformers takes seconds to import
+
+    return read_shape(config)

@@ -1,0 +1,91 @@
+"""The client's layers of families without an entry here: transformers' own, without blocks."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.checkpoint import Checkpoint, CheckpointError
+from ..kernels.shell import Shell, ShellError, open_shell
+from ..protocol.errors import ModelError
+
+_OTHER_HEAD_NAMES = ("embed_out",)
+"""What checkpoints call a head that is called otherwise in transformers (GPT-NeoX)."""
+
+
+class WrappedHead(nn.Module):
+    """Hidden states behind the last block to logits, with everything that the family does there.
+
+    Holds a whole causal language model that has no blocks.
+    """
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self._model = model
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight of the last linear."""
+        return self._model.get_output_embeddings().weight
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:
+        """Return float32 logits [B, T, V], multiplied in the dtype of the weight."""
+        # Nothing here looks at other tokens. Each goes alone, or the model would draw a mask of
+        # tokens times tokens for blocks that it does not have.
+        hidden_N1H = hidden_BTH.to(self.weight.dtype).flatten(0, 1)[:, None]
+        logits_N1V = self._model(inputs_embeds=hidden_N1H, use_cache=False).logits
+        return logits_N1V.float().view(*hidden_BTH.shape[:2], -1)
+
+
+def open_checkpoint_shell(checkpoint: Checkpoint) -> Shell:
+    """Return the shell of a checkpoint's model; a ModelError says why there is none."""
+    try:
+        return open_shell(checkpoint.config)
+    except ShellError as error:
+        name = checkpoint.config.get("model_type")
+        raise ModelError(f"models of type {name!r} are not supported: {error}") from error
+
+
+def load_wrapped_layers(
+    checkpoint: Checkpoint, dtype: torch.dtype | None
+) -> tuple[nn.Embedding, WrappedHead]:
+    """Read embedding and head; `dtype` None keeps the embedding's stored dtype."""
+    shell = open_checkpoint_shell(checkpoint)
+    model = copy.copy(shell.model)
+    model._modules = dict(shell.model._modules)
+    setattr(model, model.base_model_prefix, shell.cut([], has_norm=True))
+    try:
+        return _load(shell, model, checkpoint, dtype)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+
+
+def _load(
+    shell: Shell, model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None
+) -> tuple[nn.Embedding, WrappedHead]:
+    decoder, name = model.base_model, shell.config.model_type
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(embedding) is not nn.Embedding or not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"models of type {name!r} are not supported: their embedding or head is a special one"
+        )
+    shell.load(checkpoint, embedding, f"{_find_name(decoder, embedding)}.", dtype)
+    dtype = embedding.weight.dtype
+    shell.load(checkpoint, getattr(decoder, shell.norm_name), f"{shell.norm_name}.", dtype)
+    names = (_find_name(model, head), *_OTHER_HEAD_NAMES)
+    head_name = next((name for name in names if checkpoint.has(f"{name}.weight")), names[0])
+    if shell.config.tie_word_embeddings and not checkpoint.has(f"{head_name}.weight"):
+        head.weight = embedding.weight
+    else:
+        shell.load(checkpoint, head, f"{head_name}.", dtype)
+    if any(weight.is_meta for weight in model.parameters()):
+        raise ModelError(
+            f"models of type {name!r} are not supported: they have more weights around their "
+            "blocks than those of embedding, norm and head"
+        )
+    return embedding, WrappedHead(model)
+
+
+def _find_name(parent: nn.Module, child: nn.Module) -> str:
+    return next(name for name, module in parent.named_modules() if module is child)

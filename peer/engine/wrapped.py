@@ -1,0 +1,99 @@
+"""Blocks of families that have no file here: each runs through transformers' own layer.
+
+Slower than ours, and with float weights only: every session's step is computed by itself, and
+each block draws its masks and rotations anew. Imported only for such a family, because
+transformers takes seconds to import.
+
+Tensor suffixes: N rows of all segments (batch times tokens), B rows and T tokens of one segment,
+H hidden.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from transformers import PreTrainedModel
+
+from ...kernels.checkpoint import Checkpoint, CheckpointError
+from ...kernels.shell import Shell, ShellError, StepCache, open_shell
+from ...protocol.errors import ModelError
+from .config_reader import MAX_POSITIONS, ConfigReader, limit_to_exact_positions
+from .rows import PathRange, Segment, Segments
+from .scheduler import count_part_tokens
+from .spec import ModelShape
+
+
+def read_shape(config: Mapping[str, object]) -> ModelShape:
+    """Return the shape of a model of a family that only transformers knows."""
+    shell = _open(config)
+    settings = ConfigReader(shell.config.to_dict())
+    rope = {"rope_type": "default", **settings.mapping("rope_parameters")}
+    positions = settings.count("max_position_embeddings", MAX_POSITIONS, MAX_POSITIONS)
+    return ModelShape(
+        family=str(config["model_type"]),
+        hidden_size=shell.config.hidden_size,
+        num_blocks=len(shell.layers),
+        num_kv_heads=shell.num_kv_heads,
+        head_dim=shell.head_dim,
+        max_positions=limit_to_exact_positions(rope, positions)[1],
+        dtype=ConfigReader(config).dtype(),
+    )
+
+
+class WrappedBlock:
+    """One decoder layer of transformers, with the memory of a session as its cache."""
+
+    def __init__(self, decoder: PreTrainedModel, index: int) -> None:
+        weights = [weight for weight in decoder.parameters() if not weight.is_meta]
+        self.num_bytes = sum(weight.nbytes for weight in weights)
+        self.num_parameters = sum(weight.numel() for weight in weights)
+        self._decoder = decoder
+        self._index = index
+
+    def __call__(
+        self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[PathRange]
+    ) -> torch.Tensor:
+        """Return the block's output; writes the new keys and values into the segments' caches."""
+        return torch.cat([self._compute(hidden_NH, segment) for segment in segments.all])
+
+    def _compute(self, hidden_NH: torch.Tensor, segment: Segment) -> torch.Tensor:
+        hidden_BTH = hidden_NH[segment.start : segment.stop].view(
+            segment.num_rows, segment.num_tokens, -1
+        )
+        memory = segment.cache.keys_values(self._index)
+        # As in our own attention: the stride follows from the step alone, so that a replay
+        # computes what was computed.
+        stride = 1 if segment.is_decoded else count_part_tokens(segment.num_rows)
+        parts = [
+            self._decoder(
+                inputs_embeds=hidden_BTH[:, first : first + stride],
+                past_key_values=StepCache(segment.position + first, memory),
+                use_cache=True,
+            ).last_hidden_state
+            for first in range(0, segment.num_tokens, stride)
+        ]
+        return torch.cat(parts, dim=1).flatten(0, 1)
+
+
+class WrappedLoader:
+    """Loads blocks one by one into a shell of the model."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+        self._shell = _open(checkpoint.config)
+
+    def load(self, index: int) -> WrappedBlock:
+        """Load one block; a missing or misshapen tensor is a ModelError that names it."""
+        try:
+            self._shell.load_layer(self._checkpoint, index, self._dtype)
+        except (CheckpointError, ShellError) as error:
+            raise ModelError(str(error)) from error
+        return WrappedBlock(self._shell.cut([index], has_norm=False), index)
+
+
+def _open(config: Mapping[str, object]) -> Shell:
+    name = ConfigReader(config).text("model_type", default="")
+    try:
+        return open_shell(config)
+    except ShellError as error:
+        raise ModelError(f"model family {name!r} is not supported: {error}") from error
