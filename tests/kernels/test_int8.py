@@ -298,11 +298,14 @@ def test_native_code_touches_no_byte_outside_its_arrays(tmp_path: Path) -> None:
     program = tmp_path / "driver"
     flags = "-std=c11 -O1 -ffp-contract=off -pthread -fsanitize=address,undefined".split()
     flags += ["-fno-sanitize-recover=all", "-o", str(program)]
-    built = subprocess.run([compiler, *flags, *map(str, sources)], capture_output=True, text=True)
+    built = subprocess.run(
+        [compiler, *flags, *map(str, sources), "-lm"], capture_output=True, text=True
+    )
     if "cannot find" in built.stderr:
         pytest.skip("the C compiler has no sanitizers")
 
+    assert built.returncode == 0, built.stderr
+
     process = subprocess.run([program], capture_output=True, text=True, timeout=300)
 
-    assert built.returncode == 0, built.stderr
     assert process.returncode == 0, process.stdout + process.stderr
