@@ -251,6 +251,7 @@ class ComputeThread:
             else:
                 num_prompt_tokens += part.num_rows * part.num_tokens
             if not isinstance(result, Tensor):
+                job.work.cache.fall_back(job.work.position)
                 self._answer(job.future, result)
             elif job.advance(part.num_tokens, result, started_at, now):
                 self._answer(job.future, job.finish())

@@ -236,6 +236,15 @@ class SessionCache:
         """Drop what was prepared and not committed."""
         self._num_reserved_tokens = self.length
 
+    def fall_back(self, position: int) -> None:
+        """Forget the tokens from `position` on, and what was prepared: a step there was refused.
+
+        Its session's later steps stand on tokens that never came. They find a gap now, where they
+        would have taken the old tokens, which the refused step was to replace, for its own.
+        """
+        self.length = min(self.length, position)
+        self.abandon()
+
     def close(self) -> None:
         """Give everything back; closing twice is fine."""
         if not self.is_open:

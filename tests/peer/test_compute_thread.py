@@ -28,7 +28,7 @@ PATIENCE_SECONDS = 30.0
 class FakeCache:
     """A session's cache, which nobody here looks into."""
 
-    def abandon(self) -> None:
+    def fall_back(self, position: int) -> None:
         return
 
 

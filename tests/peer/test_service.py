@@ -360,6 +360,24 @@ def test_step_behind_a_refused_one_is_refused_as_well(engine: Engine) -> None:
     run(engine, test)
 
 
+def test_step_behind_a_refused_rollback_is_not_computed_on_the_old_tokens(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1, 1, 10))))
+
+        await talk.say(
+            make_step(2, 5, torch.full((1, 1, HIDDEN), float("nan"))),
+            make_step(3, 6, draw_hidden(2)),
+        )
+
+        assert_declined(await talk.hear(), ErrorCode.BAD_VALUES)
+        assert isinstance(await talk.hear(), Declined | Gap)
+        held = peer.service.sessions[make_session(1)]
+        assert held.state.length == held.cache.length == 5
+
+    run(engine, test)
+
+
 def test_second_stream_may_step_a_session_and_its_end_leaves_it(engine: Engine) -> None:
     parts = [draw_hidden(seed, 1, 4) for seed in range(3)]
     expected = compute_alone(engine, *parts)

@@ -333,6 +333,7 @@ class Peer:
         self.cache: list[int] = []
         self.executed: list[int] = []
         self._queue: deque[Pending] = deque()
+        self._computed: deque[Pending] = deque()
         self._tokens_of = tokens_of
         self._rng = rng
 
@@ -350,28 +351,35 @@ class Peer:
             stream.answers.append(pending)
 
     def compute(self) -> None:
-        """Execute the oldest step, or refuse it and leave the cache as it was."""
+        """Execute the oldest step, or refuse it and forget the cache from its position on."""
         if not self._queue:
             return
         pending = self._queue.popleft()
+        self._computed.append(pending)
         step = pending.step
         if step.position > len(self.cache) or self._rng.random() < 0.15:
             pending.outcome = "refused"
+            del self.cache[step.position :]
             return
         self.cache[step.position :] = self._tokens_of[step.sequence]
         self.executed.append(step.sequence)
         pending.outcome = tuple(self.cache)
 
+    def settle(self) -> None:
+        """Note in the state what was computed, in that order, as the service does."""
+        while self._computed:
+            pending = self._computed.popleft()
+            if pending.outcome == "refused":
+                self.state.fail(pending.step.sequence)
+            elif isinstance(pending.outcome, tuple):
+                self.state.complete(pending.step.sequence, bytes(pending.outcome))
+
     def answer(self, stream: Stream) -> Pending | None:
-        """Send the next answer, if it is ready, and note it in the state as the service does."""
+        """Send the next answer, if it is ready."""
         if not stream.answers or stream.answers[0].outcome is None:
             return None
-        pending = stream.answers.popleft()
-        if pending.outcome == "refused":
-            self.state.fail(pending.step.sequence)
-        elif isinstance(pending.outcome, tuple):
-            self.state.complete(pending.step.sequence, bytes(pending.outcome))
-        return pending
+        self.settle()
+        return stream.answers.popleft()
 
 
 class HonestClient:
@@ -475,12 +483,14 @@ def test_peer_computes_only_what_an_honest_client_means(seed: int) -> None:
             client.reconnect()
         elif event < 0.55 and stream.inbox:
             peer.read(stream)
-        elif event < 0.8:
+        elif event < 0.75:
             peer.compute()
+        elif event < 0.8:
+            peer.settle()
         else:
             answer = peer.answer(stream)
             if answer is not None:
                 client.take(stream, answer)
 
     assert peer.executed == sorted(set(peer.executed)), "no step is executed twice or out of turn"
-    assert client.num_confirmed_steps > 20
+    assert client.num_confirmed_steps > 10
