@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ..protocol import limits
@@ -51,20 +51,16 @@ _STREAMS_PER_SESSION = 4
 """Streams that a peer serves for each session it may hold: a session uses two, and some streams
 have none yet. By default far fewer than the listener takes, so that a refusal can be told."""
 
+_SEND_SECONDS = 30.0
+"""How long a frame may take to leave: the largest one needs 27 seconds at 5 megabits a second. A
+client that reads less has gone, or wants the memory that its answers take."""
+
 _MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
-"""Steps of one stream that wait for the engine; no more is read until some are computed."""
+"""Steps of one stream that wait for the engine, and answers that wait to be sent; no more is read
+until there are less."""
 
-_MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
-"""Steps of all streams that wait for the engine; more are declined."""
-
-
-@dataclass(frozen=True, slots=True)
-class _RunningStep:
-    """A step in the engine, whose answer is not known yet."""
-
-    step: Step
-    held: HeldSession
-    future: asyncio.Future[ComputedStep]
+_Answer = asyncio.Future[bytes | None]
+"""The answer to a step, which is not known yet; None when its session was closed before."""
 
 
 class Conversation:
@@ -77,10 +73,10 @@ class Conversation:
         self._opened: set[SessionId] = set()
         self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
         self._pending_bytes = 0
+        self._unsent_bytes = 0  # those of them that are computed
+        self._has_ended = False
         self._room = asyncio.Event()
-        self._answers: asyncio.Queue[bytes | _RunningStep | None] = asyncio.Queue(
-            _MAX_PENDING_ANSWERS
-        )
+        self._answers: asyncio.Queue[bytes | _Answer | None] = asyncio.Queue(_MAX_PENDING_ANSWERS)
         self._idle_seconds = service.facts.session_idle_seconds
         self._is_welcome = False
 
@@ -94,7 +90,9 @@ class Conversation:
         except* UnavailableError as group:
             _logger.debug("a client went away: %s", group.exceptions[0])
         finally:
-            self._count_pending(-self._pending_bytes)
+            # What is in the engine still is somewhere in memory: it counts until it is done.
+            self._has_ended = True
+            self._count_pending(-self._unsent_bytes)
             for session in self._opened:
                 self._service.close_session(session)
 
@@ -118,9 +116,7 @@ class Conversation:
 
     async def _receive(self) -> bytes | None:
         """Wait for a frame. Raises RefusedError when nothing came for too long."""
-        while self._pending_bytes > _MAX_STREAM_PENDING_BYTES:
-            self._room.clear()
-            await self._room.wait()
+        await self._wait_for_room()
         idle_seconds = self._idle_seconds
         self._used &= self._service.sessions.keys()
         if not self._used:
@@ -134,6 +130,16 @@ class Conversation:
             deadline = max(deadline, self._last_used_at() + idle_seconds)
         raise RefusedError(ErrorCode.UNKNOWN_SESSION, f"nothing was asked for {idle_seconds:.0f} s")
 
+    async def _wait_for_room(self) -> None:
+        try:
+            async with asyncio.timeout(self._idle_seconds):
+                while self._pending_bytes > _MAX_STREAM_PENDING_BYTES:
+                    self._room.clear()
+                    await self._room.wait()
+        except TimeoutError as error:
+            detail = f"the engine computed nothing for {self._idle_seconds:.0f} s"
+            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS) from error
+
     def _last_used_at(self) -> float:
         sessions = self._service.sessions
         used = (sessions.get(session) for session in self._used)
@@ -145,14 +151,20 @@ class Conversation:
 
     async def _send_answers(self) -> None:
         while (answer := await self._answers.get()) is not None:
-            frame = await self._finish(answer) if isinstance(answer, _RunningStep) else answer
+            if isinstance(answer, bytes):
+                await self._send(answer)
+                continue
+            await asyncio.wait([answer])
+            frame = answer.result()
             if frame is not None:
                 await self._send(frame)
+                self._unsent_bytes -= len(frame)
+                self._count_pending(-len(frame))
 
     async def _send(self, frame: bytes) -> None:
         """Send a frame; a client that never reads is one that went away."""
         try:
-            async with asyncio.timeout(self._idle_seconds):
+            async with asyncio.timeout(_SEND_SECONDS):
                 await self._stream.send(frame)
         except TimeoutError as error:
             raise UnavailableError("the client does not read its answers") from error
@@ -176,8 +188,9 @@ class Conversation:
 
     def _welcome(self, hello: Hello) -> Welcome:
         version = agree_on_version(hello.min_version, hello.max_version)
-        self._is_welcome = True
-        self.holder = self.holder._replace(client=hello.client.hex())
+        if not self._is_welcome:  # who says it twice keeps the first name: bytes count under it
+            self._is_welcome = True
+            self.holder = self.holder._replace(client=hello.client.hex())
         facts, engine = self._service.facts, self._service.engine
         wall = self._service.clock.wall()
         return Welcome(version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
@@ -267,38 +280,49 @@ class Conversation:
             work = make_work(step, held.cache, held.span)
             future = self._service.compute.submit(work, held.holder)
             held.running.add(future)
-            await self._answers.put(_RunningStep(step, held, future))
+            answer: _Answer = asyncio.Future()
+            future.add_done_callback(partial(self._settle, step, held, answer))
+            await self._answers.put(answer)
 
-    async def _finish(self, running: _RunningStep) -> bytes | None:
-        """Wait for the engine and return the answer, or None when the session was closed.
+    def _settle(
+        self, step: Step, held: HeldSession, answer: _Answer, future: asyncio.Future[ComputedStep]
+    ) -> None:
+        """Note what became of a step, as soon as that is known, and give its sender the answer.
 
-        The closing is the client's own doing, or the end of the stream that opened the session.
+        At once, whether or not somebody still reads answers here: other streams may step the same
+        session, and the memory of the step is free.
         """
-        step, held, future = running.step, running.held, running.future
-        try:
-            await asyncio.wait([future])
-        finally:
-            held.running.discard(future)
-            self._count_pending(-len(step.hidden.data))
-        if future.cancelled():
-            return None
-        try:
-            frame = encode_frame(make_output(step, held.dtype, future.result()))
-        except RefusedError as error:
-            held.state.fail(step.sequence)
-            return _encode_refusal(step.session, step.sequence, error)
-        held.state.complete(step.sequence, frame)
-        return frame
+        held.running.discard(future)
+        frame = None if future.cancelled() else _conclude(step, held, future)
+        num_bytes = 0 if frame is None or self._has_ended else len(frame)
+        self._unsent_bytes += num_bytes
+        self._count_pending(num_bytes - len(step.hidden.data))
+        answer.set_result(frame)
 
     def _count_pending(self, num_bytes: int) -> None:
         self._pending_bytes += num_bytes
-        self._service.pending_bytes += num_bytes
+        self._service.pending.count(self.holder, num_bytes)
         self._room.set()
 
     def _check_size(self, step: Step, held: HeldSession) -> None:
         check_step_size(step, held.dtype, self._service.engine.spec.hidden_size)
-        if self._service.pending_bytes + len(step.hidden.data) > _MAX_PENDING_BYTES:
-            raise RefusedError(ErrorCode.BUSY, "too many steps wait at this peer", 1.0)
+        self._service.pending.check_room_for(self.holder, len(step.hidden.data))
+
+
+def _conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]) -> bytes:
+    """Tell the session's state how a step ended, and return the answer to it."""
+    try:
+        frame = encode_frame(make_output(step, held.dtype, future.result()))
+    except RefusedError as error:
+        refusal = error
+    except Exception:
+        _logger.exception("a step has no answer")
+        refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the step")
+    else:
+        held.state.complete(step.sequence, frame)
+        return frame
+    held.state.fail(step.sequence)
+    return _encode_refusal(step.session, step.sequence, refusal)
 
 
 def _discard_cache(

@@ -5,7 +5,8 @@ nobody is held to a fixed number, only to a part of what others have left.
 """
 
 import ipaddress
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..protocol.errors import ErrorCode, RefusedError
@@ -86,3 +87,58 @@ def check_room_for_client(
     num_places_here = (num_places - num_of_others) // 2 + 1
     clients = [other.client for other in holders if other.address == holder.address]
     check_room_for(holder.client, clients, num_places_here, of_what)
+
+
+def compute_share(
+    holder: Holder, held: Mapping[Holder, int], num_bytes: int, times_free: int = 1
+) -> int:
+    """Return how many of `num_bytes` a holder may have, given what each holder has.
+
+    Nobody may hold more than `times_free` times what stays free: that holds for an address among
+    addresses, and for a client within what its address may hold.
+
+    >>> compute_share(Holder("a"), {}, 100), compute_share(Holder("a"), {}, 100, times_free=3)
+    (50, 75)
+    >>> compute_share(Holder("b"), {Holder("a"): 60}, 100)
+    20
+    >>> compute_share(Holder("a", "other"), {Holder("a", "greedy"): 30}, 100)
+    10
+    """
+    strangers = neighbours = 0
+    for other, num_held in held.items():
+        if other.address != holder.address:
+            strangers += num_held
+        elif other.client != holder.client:
+            neighbours += num_held
+    left = (num_bytes - strangers) * times_free // (times_free + 1) - neighbours
+    if holder.client:
+        left = left * times_free // (times_free + 1)
+    return max(0, left)
+
+
+class SharedBytes:
+    """A budget of memory for what strangers send and do not fetch, and who holds how much of it."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._held: Counter[Holder] = Counter()
+
+    def __repr__(self) -> str:
+        return f"<SharedBytes {self.used_bytes}/{self._budget_bytes}, {len(self._held)} holders>"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that all holders have together."""
+        return self._held.total()
+
+    def check_room_for(self, holder: Holder, num_bytes: int) -> None:
+        """Raise RefusedError unless a holder may have so many bytes more."""
+        share = compute_share(holder, self._held, self._budget_bytes)
+        if self._held[holder] + num_bytes > share:
+            raise RefusedError(ErrorCode.BUSY, "too many steps wait at this peer", 1.0)
+
+    def count(self, holder: Holder, num_bytes: int) -> None:
+        """Enter bytes of a holder into the account, or strike them if there are less than none."""
+        self._held[holder] += num_bytes
+        if not self._held[holder]:
+            del self._held[holder]

@@ -16,7 +16,7 @@ class HeldSession:
     """A session and its cache; closed by the stream that opened it.
 
     `used_at` is when it was last stepped, on whatever stream; `holder` is who opened it, as
-    `fair_share` counts.
+    `fair_share` counts; `running` are the steps of it in the engine.
     """
 
     state: SessionState

@@ -4,14 +4,18 @@ import asyncio
 import contextlib
 from dataclasses import dataclass, field
 
+from ..protocol import limits
 from ..protocol.ids import ModelId, PeerId, SessionId
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Stream
 from .conversation import Conversation
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine
-from .fair_share import Holder
+from .fair_share import Holder, SharedBytes
 from .held_session import HeldSession
+
+MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
+"""Steps of all streams that wait for the engine, and answers that wait for their reader."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ class Service:
     compute: ComputeThread
     clock: Clock
     is_draining: bool = False
-    pending_bytes: int = 0
+    pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
     opening: dict[SessionId, Holder] = field(default_factory=dict)
     streams: set[Conversation] = field(default_factory=set)

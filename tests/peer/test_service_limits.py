@@ -10,6 +10,7 @@ import pytest
 import torch
 from service_scene import (
     HELLO,
+    HIDDEN,
     SPAN,
     GatedEngine,
     Peer,
@@ -24,21 +25,27 @@ from service_scene import (
 )
 
 from shoal.kernels.quantize import WeightFormat
+from shoal.peer import conversation
 from shoal.peer.config import PeerConfig
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.fair_share import SharedBytes
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.ids import ClientToken
 from shoal.protocol.messages import (
     Close,
+    Gap,
+    Message,
     Opened,
     Output,
     Step,
 )
 from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.transport import Lane
 from shoal.protocol.session import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.wire import encode_frame
 
 
 def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:
@@ -255,3 +262,102 @@ def test_client_that_never_reads_its_answers_is_dropped(engine: Engine) -> None:
         await peer.wait_until_empty()
 
     run(engine, test, idle_seconds=60.0)
+
+
+class DeafStream:
+    """A stream of a client that says something and never reads a word."""
+
+    remote_host = "deaf"
+
+    def __init__(self, *messages: Message) -> None:
+        self._frames = [encode_frame(message) for message in messages]
+
+    async def send(self, frame: bytes) -> None:
+        await asyncio.Future[None]()
+
+    async def receive(self) -> bytes | None:
+        return self._frames.pop(0) if self._frames else await asyncio.Future[None]()
+
+    async def close(self) -> None:
+        return
+
+
+def test_clients_that_do_not_read_answers_shut_nobody_out_and_are_gone_soon(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = draw_hidden(1, 1, 100)
+    monkeypatch.setattr(conversation, "_MAX_STREAM_PENDING_BYTES", 2 * prompt.nbytes)
+
+    async def test(peer: Peer) -> None:
+        peer.service.pending = SharedBytes(32 * prompt.nbytes)
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(14):
+                steps = [make_step(sequence, 0, prompt, number) for sequence in range(1, 5)]
+                stream = DeafStream(HELLO, make_open(number), *steps)
+                tasks.create_task(peer.service.serve(stream))
+            await asyncio.sleep(1)
+            assert peer.service.pending.used_bytes > 14 * prompt.nbytes
+
+            talk = await peer.open(99)
+            expect_output(await talk.ask(make_step(1, 0, prompt, 99)))
+
+        assert VirtualClock().now() < 60
+        assert list(peer.service.sessions) == [make_session(99)]
+        assert peer.service.pending.used_bytes == 0
+
+    run(engine, test, max_sessions=40)
+
+
+async def let_others_run() -> None:
+    """Let the loop turn while the engine stands at its gate, and virtual time with it."""
+    for _ in range(200):
+        await asyncio.sleep(0)
+
+
+def test_steps_of_a_stream_that_broke_count_until_they_are_computed(engine: Engine) -> None:
+    gated = GatedEngine(engine, "execute")
+    prompt = draw_hidden(1, 1, 100)
+
+    async def test(peer: Peer) -> None:
+        peer.service.pending = SharedBytes(8 * prompt.nbytes)
+        talk = await peer.open()
+        held = peer.service.sessions[make_session(1)]
+        for number in range(6):
+            bulk = await peer.at_host("cut").greet(Lane.BULK)
+            await bulk.say(make_step(1 + number, 0, prompt))
+            if number < 4:
+                await let_others_run()
+            else:
+                assert_declined(await bulk.hear(), ErrorCode.BUSY)
+            peer.network.kill("cut")
+            await let_others_run()
+            peer.network.revive("cut")
+
+        assert len(held.running) == 4
+        assert peer.service.pending.used_bytes == 4 * prompt.nbytes
+        gated.leave.set()
+        expect_output(await talk.ask(make_step(9, 0, prompt)))
+        assert peer.service.pending.used_bytes == 0
+        assert not held.running
+
+    run(gated, test)
+
+
+def test_stream_says_how_its_steps_ended_also_when_it_broke(engine: Engine) -> None:
+    gated = GatedEngine(engine, "execute")
+
+    async def test(peer: Peer) -> None:
+        talk, bulk = await peer.open(), await peer.at_host("cut").greet(Lane.BULK)
+        await bulk.say(make_step(1, 0, torch.full((1, 3, HIDDEN), float("nan"))))
+        await gated.wait_entered()
+        peer.network.kill("cut")
+        await let_others_run()
+        gated.leave.set()
+        while peer.service.pending.used_bytes:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0)
+
+        gap = await talk.ask(make_step(2, 3, draw_hidden(1)))
+        assert isinstance(gap, Gap)
+        assert gap.length == 0
+
+    run(gated, test)
