@@ -102,7 +102,7 @@ def _is_hub_blob(path: Path) -> bool:
         return False
     from huggingface_hub.constants import HF_HUB_CACHE  # only its users pay for the import
 
-    return path.parents[2] == Path(HF_HUB_CACHE).resolve()
+    return path.parent.parent.parent == Path(HF_HUB_CACHE).resolve()
 
 
 def _describe_state(descriptor: int) -> str:

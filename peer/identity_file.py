@@ -30,6 +30,11 @@ def hold_identity(path: Path) -> Iterator[Identity]:
                 f"another running peer uses the identity in {path}; end that one first, or name "
                 "another file"
             ) from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot lock the identity file {path}: {error.strerror}; keep it on a file system "
+                "with locks"
+            ) from error
         yield identity
 
 

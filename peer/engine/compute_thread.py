@@ -189,7 +189,13 @@ class ComputeThread:
         batch = self._take_batch()
         if batch:
             started_at = time.monotonic()
-            results = self._execute([part for _, part in batch])
+            try:
+                results = self._execute([part for _, part in batch])
+            except BaseException:
+                # The thread is about to die; `_run` answers what is in the queue.
+                with self._wake:
+                    self._jobs.extendleft(job for job, _ in batch)
+                raise
             self._deliver(batch, results, started_at)
 
     def _execute(self, works: list[StepWork]) -> list[Tensor | ShoalError]:

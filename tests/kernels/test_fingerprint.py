@@ -17,6 +17,7 @@ from shoal.kernels.fingerprint import (
     CACHE_FILE,
     MAX_CACHED_FILES,
     MIN_CACHED_BYTES,
+    _is_hub_blob,
     compute_fingerprint,
 )
 
@@ -282,3 +283,7 @@ def test_files_of_the_hub_have_their_digest_in_their_name(tmp_path: Path, cache:
 
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [fingerprint_of_digest(PLANTED), digest_of(links[1])]
+
+
+def test_file_in_a_folder_below_the_root_is_no_blob_of_the_hub() -> None:
+    assert not _is_hub_blob(Path("/blobs") / PLANTED)

@@ -299,6 +299,28 @@ def test_thread_that_dies_leaves_nobody_waiting() -> None:
     run(test)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_that_dies_in_the_engine_answers_the_steps_in_its_hands() -> None:
+    class DeadlyEngine(NotingEngine):
+        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+            super().execute(batch)
+            raise SystemExit
+
+    engine = DeadlyEngine()
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            futures = [compute.submit(make_work(FakeCache())) for _ in range(3)]
+            await engine.wait_entered()
+            engine.gate.set()
+            for result in await asyncio.gather(*futures, return_exceptions=True):
+                assert isinstance(result, BaseException)
+                assert_refused(result, ErrorCode.DRAINING)
+
+    run(test)
+
+
 def test_call_returns_what_the_function_returns_on_the_thread() -> None:
     async def test() -> None:
         async with make_thread(NotingEngine()) as compute:

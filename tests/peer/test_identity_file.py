@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
+import fcntl
 import os
 import resource
 import socket
@@ -167,6 +169,18 @@ def test_identity_is_held_by_one_peer_at_a_time(tmp_path: Path) -> None:
     with hold_identity(path) as again:
         assert again.peer_id == identity.peer_id
     assert path.read_bytes() == content
+
+
+def test_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    with pytest.raises(UsageError, match=r"cannot lock .*peer\.key: No locks available; keep it"):
+        hold_identity(tmp_path / "peer.key").__enter__()
 
 
 def test_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
