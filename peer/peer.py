@@ -18,6 +18,7 @@ from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.grpc_transport import GrpcTransport
 from ..protocol.net.hivemind_directory import HivemindDirectory
+from ..protocol.net.tls import make_tls_identity
 from ..protocol.net.transport import Listener, Stream
 from ..protocol.spans import Span
 from .announcer import Announcer
@@ -63,7 +64,8 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         stack.push_async_callback(directory.close)
         report(PeerEvent("directory", {"addresses": list(directory.addresses)}))
 
-        transport = GrpcTransport()
+        # Whoever knows the announcement from before a restart finds the same key again.
+        transport = GrpcTransport(make_tls_identity(identity.derive_secret("shoal TLS key")))
         stack.push_async_callback(transport.close)
         ready: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
         listener = await _listen(config, transport, ready)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Endpoint:
-    """A host and port, with the SHA-256 fingerprint of the TLS certificate that must answer there.
+    """A host and port, with the SHA-256 fingerprint of the TLS key that must answer there.
 
     `fingerprint` is 64 lower-case hex digits, or empty for plain text, which is for loopback only.
     """

@@ -6,10 +6,12 @@ Holds keys in memory only; where they are kept on disk is not decided here.
 from __future__ import annotations
 
 from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.ed25519 import (
     Ed25519PrivateKey,
     Ed25519PublicKey,
 )
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from .errors import RemoteProtocolError, UsageError
 from .ids import PeerId
@@ -73,6 +75,10 @@ class Identity:
     def peer_id(self) -> PeerId:
         """The public name of this identity, `12D3KooW…`."""
         return self._peer_id
+
+    def derive_secret(self, purpose: str) -> bytes:
+        """Return 32 secret bytes for a purpose, the same ones each time; they tell nothing else."""
+        return HKDF(hashes.SHA256(), 32, salt=None, info=purpose.encode()).derive(self._seed)
 
     def sign(self, message: bytes) -> bytes:
         """Return the signature of a message, 64 bytes."""

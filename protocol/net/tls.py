@@ -1,6 +1,8 @@
-"""Self-signed TLS certificates, each known by its fingerprint.
+"""Self-signed TLS certificates, known by the fingerprints of their keys.
 
-There is no authority: the fingerprint in a signed announcement says which certificate must answer.
+There is no authority: the fingerprint in a signed announcement says whose certificate must answer.
+It is that of the key, so that a peer that restarts with its identity is the same to whoever knows
+its old announcement.
 """
 
 import asyncio
@@ -10,6 +12,7 @@ import ssl
 from dataclasses import dataclass
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
@@ -17,6 +20,8 @@ from cryptography.x509.oid import NameOID
 from ..endpoints import Endpoint
 from ..errors import RemoteProtocolError, UnavailableError, UsageError
 
+# The order of P-256 (FIPS 186-5): private keys are the numbers from 1 to one less.
+_NUM_KEYS = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _COMMON_NAME = "shoal.invalid"
 _LIFETIME = datetime.timedelta(days=3650)
 # Clocks of volunteers differ: a certificate that is valid only from now on would be refused.
@@ -34,9 +39,16 @@ class TlsIdentity:
         return f"TlsIdentity({fingerprint_of(self.certificate_pem)[:12]}…)"
 
 
-def make_tls_identity() -> TlsIdentity:
-    """Return a fresh self-signed ECDSA P-256 certificate."""
-    key = ec.generate_private_key(ec.SECP256R1())
+def make_tls_identity(secret: bytes | None = None) -> TlsIdentity:
+    """Return a self-signed ECDSA P-256 certificate; its key is that of the secret, or a fresh one.
+
+    The same secret, of 32 random bytes, makes the same key.
+    """
+    if secret is None:
+        key = ec.generate_private_key(ec.SECP256R1())
+    else:
+        number = 1 + int.from_bytes(secret, "big") % (_NUM_KEYS - 1)
+        key = ec.derive_private_key(number, ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _COMMON_NAME)])
     now = datetime.datetime.now(datetime.UTC)
     certificate = (
@@ -62,11 +74,25 @@ def make_tls_identity() -> TlsIdentity:
 
 
 def fingerprint_of(certificate_pem: bytes) -> str:
-    """Return the SHA-256 of a certificate's DER form, 64 lower-case hex digits."""
+    """Return the SHA-256 of a certificate's public key, 64 lower-case hex digits.
+
+    Of its DER form, SubjectPublicKeyInfo, as in RFC 7469.
+    """
     try:
-        der = ssl.PEM_cert_to_DER_cert(certificate_pem.decode("ascii"))
+        return _hash_key(x509.load_pem_x509_certificate(certificate_pem))
     except ValueError as error:
         raise UsageError("the TLS certificate is not in PEM form") from error
+
+
+def _hash_key(certificate: x509.Certificate) -> str:
+    """Raises ValueError for a key of a kind that is unknown here."""
+    try:
+        key = certificate.public_key()
+    except UnsupportedAlgorithm as error:
+        raise ValueError("a certificate with a key of an unknown kind") from error
+    der = key.public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
     return hashlib.sha256(der).hexdigest()
 
 
@@ -107,7 +133,14 @@ async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
         der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
     finally:
         writer.transport.abort()
-    if hashlib.sha256(der).hexdigest() != endpoint.fingerprint:
+    # The handshake proved that whoever answers holds the private half of the certificate's key.
+    try:
+        fingerprint = _hash_key(x509.load_der_x509_certificate(der))
+    except ValueError as error:
+        raise RemoteProtocolError(
+            f"{endpoint} has a TLS certificate that cannot be read"
+        ) from error
+    if fingerprint != endpoint.fingerprint:
         raise RemoteProtocolError(
             f"the peer at {endpoint} presents another TLS certificate than it announced"
         )

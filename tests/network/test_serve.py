@@ -187,13 +187,19 @@ def test_peer_ends_with_the_program_that_started_it(tiny_models: Any, tmp_path: 
 def test_identity_file_is_kept_and_private(swarm: LocalSwarm, tmp_path: Path) -> None:
     path = tmp_path / "peer.key"
     peer_ids = []
+    fingerprints: set[str] = set()
     for _ in range(2):
         peer = swarm.add((2, 4), identity=path)
         peer_ids.append(peer.peer_id)
+        announcements = asyncio.run(look_up(swarm, str(peer.facts["model_id"])))
+        (ours,) = [found for found in announcements if found.peer_id == peer.peer_id]
+        fingerprints |= {endpoint.fingerprint for endpoint in ours.endpoints}
         peer.terminate()
         peer.wait(60)
 
     assert peer_ids[0] == peer_ids[1]
+    # Whoever knows its announcement from before the restart must not take it for somebody else.
+    assert len(fingerprints) == 1
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
 
 

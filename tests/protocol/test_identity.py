@@ -90,3 +90,11 @@ def test_malformed_identity_is_a_usage_error(data: bytes) -> None:
 def test_seed_of_another_length_is_a_usage_error() -> None:
     with pytest.raises(UsageError, match="32 bytes"):
         Identity(b"short")
+
+
+def test_secrets_differ_by_identity_and_purpose_and_stay_the_same() -> None:
+    one, other = Identity(bytes(32)), Identity(bytes(31) + b"1")
+
+    assert one.derive_secret("tls") == Identity(bytes(32)).derive_secret("tls")
+    secrets = {one.derive_secret("tls"), one.derive_secret("ssh"), other.derive_secret("tls")}
+    assert len(secrets) == 3
