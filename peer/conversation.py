@@ -241,7 +241,9 @@ class Conversation:
         compute, engine = self._service.compute, self._service.engine
 
         def open_on_thread() -> tuple[SessionCache, int]:
-            cache = engine.open_cache(message.num_rows, message.max_tokens, message.span)
+            cache = engine.open_cache(
+                message.num_rows, message.max_tokens, message.span, self.holder
+            )
             return cache, engine.pool.statistics().free_tokens
 
         opening = compute.call(open_on_thread)

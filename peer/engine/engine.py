@@ -20,6 +20,7 @@ from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
 from ...protocol.spans import Span
+from ..fair_share import Holder
 from .block import Block
 from .families import read_spec
 from .heap import keep_large_tensors_apart
@@ -153,7 +154,9 @@ class Engine:
             blocks = load_span(checkpoint, spec, span, weights, dtype, on_progress)
         return cls(spec, span, blocks, rotary, pool)
 
-    def open_cache(self, num_rows: int, max_tokens: int, span: Span) -> SessionCache:
+    def open_cache(
+        self, num_rows: int, max_tokens: int, span: Span, holder: Holder | None = None
+    ) -> SessionCache:
         """Lease KV memory for a session; raises RefusedError when it cannot be."""
         if not self.span.covers(span):
             raise RefusedError(
@@ -164,7 +167,7 @@ class Engine:
                 ErrorCode.TOO_LONG,
                 f"the model handles {self.spec.max_positions} tokens, not {max_tokens}",
             )
-        return self.pool.open(num_rows, max_tokens, span)
+        return self.pool.open(num_rows, max_tokens, span, holder)
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[StepWork]) -> list[torch.Tensor | ShoalError]:

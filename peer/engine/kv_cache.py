@@ -9,6 +9,7 @@ Tensor suffixes: L blocks, B rows of the session, G key-value heads, S tokens, D
 """
 
 import mmap
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -24,8 +25,14 @@ from ...protocol.errors import (
 )
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ...protocol.spans import Span
+from ..fair_share import Holder, compute_share
 
 PAGE_TOKENS = 64
+
+TIMES_FREE = 6
+"""How many times as much as stays free one address may hold, and one client of what its address
+may. A client alone gets 6/7 of 6/7 of the budget, three quarters: most of it, since it is there to
+be used. Beside it, another client or address always finds some room, if only for short texts."""
 
 # The pool has no clock and cannot foresee when a session ends: a generation takes seconds.
 RETRY_AFTER_SECONDS = 2.0
@@ -76,10 +83,13 @@ class KVCachePool:
         """Bytes of keys and values of one token of one row in one block."""
         return 2 * self._num_kv_heads * self._head_dim * self.dtype.itemsize
 
-    def open(self, num_rows: int, max_tokens: int, span: Span) -> "SessionCache":
+    def open(
+        self, num_rows: int, max_tokens: int, span: Span, holder: Holder | None = None
+    ) -> "SessionCache":
         """Lease room for a session of `num_rows` rows that may grow to `max_tokens` tokens each.
 
-        Nothing is committed yet. Raises CacheFullError when not even one page is free.
+        Nothing is committed yet. Raises CacheFullError when not even one page is free, or when
+        `holder` has its share already; None is the peer itself, which may have everything.
         """
         if not 1 <= num_rows <= MAX_BATCH_ROWS or not 1 <= max_tokens <= MAX_SESSION_TOKENS:
             raise RefusedError(
@@ -88,12 +98,12 @@ class KVCachePool:
                 f"not {num_rows} of {max_tokens}",
             )
         page_bytes = PAGE_TOKENS * num_rows * len(span) * self.token_bytes
-        self._make_room(page_bytes, largest_bytes=page_bytes)
+        self._make_room(holder, page_bytes, largest_bytes=page_bytes)
         # No session can outgrow the budget, so neither need the memory that it may address.
         num_pages = min(-(-max_tokens // PAGE_TOKENS), self.budget_bytes // page_bytes)
         capacity = num_pages * PAGE_TOKENS
         shape = (len(span), 2, num_rows, self._num_kv_heads, capacity, self._head_dim)
-        cache = SessionCache(self, span, max_tokens, _Memory(shape, self.dtype))
+        cache = SessionCache(self, span, max_tokens, _Memory(shape, self.dtype), holder)
         self._caches.add(cache)
         return cache
 
@@ -120,12 +130,12 @@ class KVCachePool:
         for cache in self._caches:
             cache.check_integrity()
 
-    def take(self, num_bytes: int, largest_bytes: int) -> None:
-        """Enter `num_bytes` more of a cache into the account, or raise CacheFullError.
+    def take(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
+        """Enter `num_bytes` more of a holder's cache into the account, or raise CacheFullError.
 
         Trying again only helps if `largest_bytes`, all that the session needs, fits at all.
         """
-        self._make_room(num_bytes, largest_bytes)
+        self._make_room(holder, num_bytes, largest_bytes)
         self.used_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -136,7 +146,24 @@ class KVCachePool:
         """Drop a closed cache."""
         self._caches.discard(cache)
 
-    def _make_room(self, num_bytes: int, largest_bytes: int) -> None:
+    def _check_share(self, holder: Holder, num_bytes: int, largest_bytes: int) -> None:
+        held: Counter[Holder] = Counter()
+        for cache in self._caches:
+            if cache.holder is not None:
+                held[cache.holder] += cache.committed_bytes - cache.spare_bytes
+        # Whoever comes gets a page, or a budget of a few pages would be for nobody.
+        page_bytes = PAGE_TOKENS * self._num_blocks * self.token_bytes
+        share = max(page_bytes, compute_share(holder, held, self.budget_bytes, TIMES_FREE))
+        if held[holder] + num_bytes > share:
+            most = max(page_bytes, compute_share(holder, {}, self.budget_bytes, TIMES_FREE))
+            raise CacheFullError(
+                f"{num_bytes} bytes more of the KV cache are beyond your share of {share} bytes",
+                RETRY_AFTER_SECONDS if largest_bytes <= most else None,
+            )
+
+    def _make_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
+        if holder is not None:
+            self._check_share(holder, num_bytes, largest_bytes)
         free_bytes = self.budget_bytes - self.used_bytes
         if num_bytes > free_bytes:
             free_bytes += sum(cache.spare_bytes for cache in self._caches)
@@ -165,8 +192,10 @@ class SessionCache:
         span: Span,
         max_tokens: int,
         memory: "_Memory",
+        holder: Holder | None,
     ) -> None:
         self.span = span
+        self.holder = holder
         self.max_tokens = max_tokens
         self.num_rows = memory.states_LCBGSD.shape[2]
         self.length = 0
@@ -302,7 +331,8 @@ class SessionCache:
             # While others are asked for spare pages, ours are none: they are about to be used.
             self._num_reserved_tokens, before = num_tokens, self._num_reserved_tokens
             try:
-                self._pool.take(missing_bytes, largest_bytes=num_pages * self._page_bytes)
+                largest_bytes = num_pages * self._page_bytes
+                self._pool.take(self.holder, missing_bytes, largest_bytes)
             except CacheFullError:
                 self._num_reserved_tokens = before
                 raise

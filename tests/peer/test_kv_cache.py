@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
+from shoal.peer.fair_share import Holder
 from shoal.protocol.errors import (
     CacheFullError,
     ErrorCode,
@@ -149,6 +150,57 @@ def test_open_refuses_only_when_not_one_page_fits() -> None:
     assert refusal.value.retry_after_seconds is None
 
     assert pool.statistics().num_sessions == 1
+
+
+def fill(pool: KVCachePool, holder: Holder, num_rows: int = 1) -> SessionCache:
+    """Let a session take page after page until it gets no more, and return it."""
+    cache = pool.open(num_rows, MAX_SESSION_TOKENS, SPAN, holder)
+    while True:
+        try:
+            take_step(cache, cache.length, torch.zeros(num_rows, PAGE_TOKENS))
+        except CacheFullError:
+            return cache
+
+
+def test_one_client_gets_most_of_the_budget_and_leaves_some_to_others() -> None:
+    pool = make_pool(100)
+
+    greedy = fill(pool, Holder("home", "greedy"))
+    assert greedy.committed_bytes == 73 * ROW_PAGE_BYTES
+    with pytest.raises(CacheFullError):
+        pool.open(16, 500, SPAN, Holder("home", "greedy"))
+
+    neighbour = fill(pool, Holder("home", "other"))
+    assert neighbour.committed_bytes == 10 * ROW_PAGE_BYTES
+    stranger = fill(pool, Holder("elsewhere", "someone"))
+    assert stranger.committed_bytes == 12 * ROW_PAGE_BYTES
+    pool.check_integrity()
+
+    greedy.close()
+    take_step(stranger, stranger.length, torch.zeros(1, 30 * PAGE_TOKENS))
+
+
+def test_what_is_beyond_any_share_is_refused_for_good() -> None:
+    pool = make_pool(100)
+    cache = pool.open(16, 1000, SPAN, Holder("home", "a"))
+
+    with pytest.raises(CacheFullError) as refusal:
+        cache.prepare(0, 5 * PAGE_TOKENS)  # 80 pages
+    assert refusal.value.retry_after_seconds is None
+    cache.prepare(0, 4 * PAGE_TOKENS)
+    other = pool.open(1, 3000, SPAN, Holder("home", "b"))
+    with pytest.raises(CacheFullError) as refusal:
+        other.prepare(0, 30 * PAGE_TOKENS)
+    assert refusal.value.retry_after_seconds is not None
+
+
+@pytest.mark.parametrize("num_pages", [1, 2])
+def test_budget_of_a_page_is_for_whoever_comes_first(num_pages: int) -> None:
+    pool = make_pool(num_pages)
+
+    fill(pool, Holder("home", "a"))
+
+    assert pool.used_bytes == ROW_PAGE_BYTES
 
 
 def test_rolled_back_pages_are_kept_until_another_session_needs_them() -> None:

@@ -191,6 +191,24 @@ def test_step_that_outgrows_the_kv_budget_is_refused_and_can_be_tried_again(
     run(small, test)
 
 
+def test_one_address_leaves_some_of_the_kv_budget_to_the_next(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        greedy = await peer.open(1, num_rows=32, max_tokens=512)
+        everything = draw_hidden(1, 32, 256)
+        refusal = assert_declined(
+            await greedy.ask(make_step(1, 0, everything)), ErrorCode.CACHE_FULL
+        )
+        assert refusal.retry_after_seconds is None  # not even when the peer is empty
+        expect_output(await greedy.ask(make_step(2, 0, everything[:, :192])))
+        refusal = assert_declined(await greedy.ask(make_open(2, num_rows=32)), ErrorCode.CACHE_FULL)
+        assert refusal.retry_after_seconds
+
+        newcomer = await peer.at_host("newcomer").open(3)
+        expect_output(await newcomer.ask(make_step(1, 0, draw_hidden(1, 1, 100), number=3)))
+
+    run(engine, test)
+
+
 def test_repeat_of_a_token_is_answered_again_and_that_of_a_prompt_is_not(engine: Engine) -> None:
     """The answers of tokens fit into a corner of the memory; those of prompts would fill it."""
     num_rows, num_tokens = 8, 90
@@ -249,8 +267,8 @@ def test_stream_without_a_session_is_ended_soon(engine: Engine, says_hello: bool
 
 def test_client_that_never_reads_its_answers_is_dropped(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        talk = await peer.open(max_tokens=512, num_rows=32)
-        hidden = draw_hidden(1, 32, 256)  # 2 MB each way; the network holds 4 MB
+        talk = await peer.open(max_tokens=512, num_rows=24)
+        hidden = draw_hidden(1, 24, 256)  # 1.5 MB each way; the network holds 4 MB
 
         async def flood() -> None:
             for sequence in range(1, 100):
