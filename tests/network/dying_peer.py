@@ -11,6 +11,7 @@ real program.
 import os
 import signal
 import sys
+from typing import Any
 
 from shoal.cli.main import main
 from shoal.peer import conversation, service
@@ -36,11 +37,10 @@ class DyingConversation(conversation.Conversation):
             die_at("prefill", 2)
         await super()._take_step(step)
 
-    async def _finish(self, running: conversation._RunningStep) -> bytes | None:
-        frame = await super()._finish(running)
-        if running.step.hidden.tokens == 1:
+    def _settle(self, step: Step, *others: Any) -> None:
+        super()._settle(step, *others)
+        if step.hidden.tokens == 1:
             die_at("answer", 3)
-        return frame
 
 
 if __name__ == "__main__":
