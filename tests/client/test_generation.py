@@ -4,12 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
 from transformers import (
     GenerationConfig,
     LlamaConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PreTrainedTokenizerFast,
     StoppingCriteria,
     StoppingCriteriaList,
 )
@@ -104,6 +106,24 @@ def test_text_with_options_equals_transformers(
     text = pair.model.generate(ids, max_new_tokens=10, **options)
 
     assert torch.equal(text, expected)
+
+
+def test_stop_strings_equal_transformers(pair: Any) -> None:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = Tokenizer(models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    words.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
+    ids = make_ids(1, 5)
+    free = pair.reference.generate(ids, max_new_tokens=12)
+    stop = next(letters[index] for index in free[0, 7:] if letters[index].isascii())
+    options = {"stop_strings": [stop], "tokenizer": tokenizer}
+
+    expected = pair.reference.generate(ids, max_new_tokens=12, **options)
+    text = pair.model.generate(ids, max_new_tokens=12, **options)
+
+    assert torch.equal(text, expected)
+    assert text.shape[1] < free.shape[1]
 
 
 def test_prompt_lookup_equals_transformers(pair: Any) -> None:
