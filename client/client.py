@@ -13,7 +13,6 @@ from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Transport
 from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
-from ..protocol.tensors import WireDtype
 from .config import ClientConfig, make_whole
 from .inference_session import InferenceSession
 from .live_hops import LiveHops, SessionFacts
@@ -76,10 +75,8 @@ class Client:
     ) -> "Client":
         """Join a swarm and return when its directory was read once.
 
-        Raises DirectoryError when no initial peer answers, UsageError for settings that cannot
-        be.
+        Raises DirectoryError when no initial peer answers.
         """
-        _check_config(config)
         portal = Portal()
 
         async def join_on_loop() -> Client:
@@ -149,9 +146,3 @@ class Client:
             await self._transport.close()
         finally:
             await self._directory.close()
-
-
-def _check_config(config: ClientConfig) -> None:
-    names = ("auto", *(dtype.name.lower() for dtype in WireDtype))
-    if config.wire_dtype not in names:
-        raise UsageError(f"wire_dtype is one of {', '.join(names)}, not {config.wire_dtype!r}")

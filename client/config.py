@@ -1,10 +1,14 @@
 """What a client can be told: one frozen value."""
 
+import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Real
 
+from ..kernels.quantize import WeightFormat
 from ..protocol.errors import UsageError
+from ..protocol.tensors import WireDtype
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class ClientConfig:
     """How long one peer may take to accept a connection and open a session."""
 
     failover_timeout_seconds: float = 20.0
-    """How long one step may look for peers before it fails with the blocks that are missing."""
+    """How long one step may look for peers before it fails with the blocks that are missing; 0:
+    it does not wait for any."""
 
     refresh_seconds: float = 10.0
     """How old the view of the swarm may be when a route is planned."""
@@ -35,6 +40,36 @@ class ClientConfig:
 
     seed: int | None = None
     """Seed of the noise that spreads clients over equally good peers; None: a random one."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError that names the setting which cannot be."""
+        _check_choice("wire_dtype", self.wire_dtype, ("auto", *(d.name.lower() for d in WireDtype)))
+        if self.weights is not None:
+            _check_choice("weights", self.weights, [known.value for known in WeightFormat])
+        if not _is_seconds(self.connect_timeout_seconds) or self.connect_timeout_seconds == 0:
+            raise UsageError(
+                "connect_timeout_seconds is a number of seconds above 0, not "
+                f"{self.connect_timeout_seconds!r}"
+            )
+        for name in ("failover_timeout_seconds", "refresh_seconds"):
+            if not _is_seconds(getattr(self, name)):
+                raise UsageError(
+                    f"{name} is a number of seconds of at least 0, not {getattr(self, name)!r}"
+                )
+        if make_whole("max_step_bytes", self.max_step_bytes) < 1:
+            raise UsageError(f"max_step_bytes is at least 1, not {self.max_step_bytes}")
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise UsageError(f"seed is a whole number or None, not {self.seed!r}")
+
+
+def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise UsageError(f"{name} is one of {', '.join(choices)}, not {given!r}")
+
+
+def _is_seconds(given: object) -> bool:
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    return is_number and math.isfinite(given) and given >= 0
 
 
 def make_initial_peers(given: object) -> tuple[str, ...]:

@@ -215,7 +215,9 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         ignore what they do not know can take it.
         """
         kwargs.pop("tokenizer", None)
-        return super().prepare_inputs_for_generation(*args, **kwargs)
+        return super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
+            *args, **kwargs
+        )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):

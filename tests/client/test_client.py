@@ -72,6 +72,35 @@ def test_initial_peers_that_are_no_addresses_are_refused(
         AutoDistributedModelForCausalLM.from_pretrained(tmp_path, initial_peers=initial_peers)
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "choices"),
+    [
+        ("connect_timeout_seconds", "5", "above 0"),
+        ("connect_timeout_seconds", 0, "above 0"),
+        ("connect_timeout_seconds", -1.0, "above 0"),
+        ("failover_timeout_seconds", "5", "at least 0"),
+        ("failover_timeout_seconds", -1, "at least 0"),
+        ("failover_timeout_seconds", float("nan"), "at least 0"),
+        ("failover_timeout_seconds", None, "at least 0"),
+        ("refresh_seconds", "x", "at least 0"),
+        ("refresh_seconds", True, "at least 0"),
+        ("max_step_bytes", 0, "at least 1"),
+        ("max_step_bytes", 1.5, "whole number"),
+        ("seed", "a", "whole number"),
+        ("seed", 1.5, "whole number"),
+        ("weights", "nf4", "int8, bf16, fp32"),
+        ("weights", 8, "int8, bf16, fp32"),
+        ("wire_dtype", "int4", "auto, fp32, fp16, bf16"),
+        ("wire_dtype", ["fp32"], "auto, fp32, fp16, bf16"),
+    ],
+)
+def test_setting_that_cannot_be_is_named_before_anything_is_opened(
+    name: str, value: Any, choices: str
+) -> None:
+    with pytest.raises(UsageError, match=f"^{name} is .*{choices}"):
+        AutoDistributedModelForCausalLM.from_pretrained("no/such/model", **{name: value})
+
+
 def test_one_initial_peer_needs_no_list(tiny_models: Any) -> None:
     seen: list[ClientConfig] = []
 
