@@ -269,8 +269,9 @@ def _load_tokenizer(name: str) -> Any:
     """Return the tokenizer of a model; code that a model brings along is never run."""
     transformers = importlib.import_module("transformers")
     folder = Path(name).expanduser()
-    if not (folder / "config.json").is_file():
-        _check_model(name)  # transformers would speak of the tokenizer alone
+    # First: transformers reads config.json for its tokenizer and would speak of that alone, or
+    # stumble over what is damaged there.
+    _check_model(name)
     if folder.is_dir() and not any(folder.glob("*token*")):
         raise ModelError(f"{name} has no tokenizer (tokenizer.json), which turns text into tokens")
     try:
@@ -281,12 +282,14 @@ def _load_tokenizer(name: str) -> Any:
 
 
 def _check_model(name: str) -> None:
-    """Raise ModelError when a name stands for no model, here or on the Hub."""
+    """Raise ModelError when a name stands for no model that the client can use."""
     checkpoints = importlib.import_module("..kernels.checkpoint", __package__)
+    local_layers = importlib.import_module("..client.local_layers", __package__)
     try:
-        checkpoints.Checkpoint.open(name)
+        checkpoint = checkpoints.Checkpoint.open(name)
     except checkpoints.CheckpointError as error:
         raise ModelError(str(error)) from error
+    local_layers.load_config(checkpoint)
 
 
 def describe_route(route: Sequence[Any]) -> str:

@@ -4,7 +4,6 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 from ..kernels.quantize import WeightFormat
 from ..protocol.errors import UsageError
@@ -68,8 +67,9 @@ def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
 
 
 def _is_seconds(given: object) -> bool:
-    is_number = isinstance(given, Real) and not isinstance(given, bool)
-    return is_number and math.isfinite(given) and given >= 0
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return False
+    return math.isfinite(given) and given >= 0
 
 
 def make_initial_peers(given: object) -> tuple[str, ...]:

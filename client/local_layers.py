@@ -3,6 +3,8 @@
 Reads the tensors of these parts from a checkpoint and nothing else.
 """
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,6 +26,14 @@ from .wrapped_layers import WrappedHead, load_wrapped_layers, open_checkpoint_sh
 
 MAX_VOCABULARY = 2**24
 """Far above any tokenizer; bounds what a damaged config.json can make us allocate."""
+
+_MAXIMA = {
+    "hidden_size": MAX_HIDDEN_SIZE,
+    "num_hidden_layers": MAX_BLOCKS,
+    "num_attention_heads": MAX_HIDDEN_SIZE,
+    "vocab_size": MAX_VOCABULARY,
+}
+"""The counts in config.json that decide what is allocated here, or divided by."""
 
 
 _DTYPES = {
@@ -93,27 +103,39 @@ class LocalLayers:
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""
     model_type = checkpoint.config.get("model_type")
+    _check_numbers(checkpoint.config)
     try:
         if model_type in LOCAL_FAMILIES:
             config = CONFIG_MAPPING[str(model_type)].from_dict(dict(checkpoint.config))
         else:
             config = open_checkpoint_shell(checkpoint).config
-    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError) as error:
+    except (
+        StrictDataclassError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError
+    ) as error:  # fmt: skip
         raise ModelError(f"config.json in {checkpoint.directory} is damaged: {error}") from error
     _limit_to_exact_positions(config)
     # No attention runs here, and a configuration must not choose code to be fetched.
     config._attn_implementation = "eager"
-    for name, maximum in (
-        ("hidden_size", MAX_HIDDEN_SIZE),
-        ("num_hidden_layers", MAX_BLOCKS),
-        ("vocab_size", MAX_VOCABULARY),
-    ):
-        value = getattr(config, name, None)
+    # Under the names that all families share, whatever their own are.
+    _check_counts({name: getattr(config, name, None) for name in _MAXIMA})
+    return config
+
+
+def _check_numbers(config: Mapping[str, object]) -> None:
+    """Raise ModelError for a number in config.json that cannot be; missing ones have defaults."""
+    _check_counts({name: config[name] for name in _MAXIMA if name in config})
+    eps = config.get("rms_norm_eps", 1.0)
+    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < math.inf:
+        raise ModelError(f"rms_norm_eps in config.json must be a number above 0, got {eps!r}")
+
+
+def _check_counts(counts: Mapping[str, object]) -> None:
+    for name, value in counts.items():
+        maximum = _MAXIMA[name]
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
             raise ModelError(
                 f"{name} in config.json must be a number from 1 to {maximum}, got {value!r}"
             )
-    return config
 
 
 def _limit_to_exact_positions(config: PreTrainedConfig) -> None:

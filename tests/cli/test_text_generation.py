@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -60,8 +62,25 @@ def test_sampling_is_greedy_unless_it_is_asked_for() -> None:
     assert Sampling(top_k=3).to_arguments()["top_k"] == 3
 
 
-def test_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def test_model_without_a_tokenizer_is_refused(byte_model: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(byte_model, directory, ignore=shutil.ignore_patterns("*token*"))
 
     with pytest.raises(ModelError, match="has no tokenizer"):
-        TextModel.open(str(tmp_path), ["/ip4/127.0.0.1/tcp/1/p2p/x"])
+        TextModel.open(str(directory), ["/ip4/127.0.0.1/tcp/1/p2p/x"])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("rms_norm_eps", "x"), ("num_hidden_layers", "8"), ("num_attention_heads", 0)],
+)
+def test_damaged_configuration_is_named_before_the_tokenizer_reads_it(
+    byte_model: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    directory = tmp_path / "model"
+    shutil.copytree(byte_model, directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, name: value}))
+
+    with pytest.raises(ModelError, match=f"^{name} in config.json"):
+        TextModel.open(str(directory), ["/ip4/..."])
