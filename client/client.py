@@ -113,16 +113,20 @@ class Client:
         max_length = make_whole("max_length", max_length)
         if max_length < 1:
             raise UsageError(f"a session needs a length of at least one token, not {max_length}")
-        facts = SessionFacts(
-            SessionId(secrets.token_bytes(16)),
-            self._swarm.view.model_id,
-            span,
-            self._hidden_size,
-            max_length,
-            self._secret,
-        )
-        hops = LiveHops(facts, self._swarm, self._transport, SystemClock(), self._config)
-        return InferenceSession(RemoteSession(hops), self._portal)
+
+        def open_remote() -> RemoteSession:
+            facts = SessionFacts(
+                SessionId(secrets.token_bytes(16)),
+                self._swarm.view.model_id,
+                span,
+                self._hidden_size,
+                max_length,
+                self._secret,
+            )
+            hops = LiveHops(facts, self._swarm, self._transport, SystemClock(), self._config)
+            return RemoteSession(hops)
+
+        return InferenceSession(open_remote, self._portal)
 
     @property
     def missing_blocks(self) -> tuple[Span, ...]:

@@ -1,5 +1,8 @@
 """The session that a script holds: the same steps without `await`, and the tokens so far."""
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -18,10 +21,15 @@ class InferenceSession:
     `output_ids` holds the tokens [B, T] of the text so far when `generate` drives the session.
     """
 
-    def __init__(self, remote: RemoteSession, portal: Portal) -> None:
-        self._remote = remote
+    def __init__(self, open_remote: Callable[[], RemoteSession], portal: Portal) -> None:
+        """`open_remote` makes a session whose hops are chosen with its first step."""
+        self._open_remote = open_remote
+        self._remote = open_remote()
         self._portal = portal
+        self._thread_lock = threading.RLock()
+        self._num_rows: int | None = None
         self._row_map: tuple[int, ...] | None = None
+        self._earlier_failovers: list[Failover] = []
         self.closed = False
         self.output_ids: Tensor | None = None
 
@@ -52,9 +60,18 @@ class InferenceSession:
     @position.setter
     def position(self, position: int) -> None:
         position = make_whole("position", position)
-        self._remote.rollback(position)
-        if self.output_ids is not None and self.output_ids.shape[1] > position:
-            self.output_ids = self.output_ids[:, :position]
+        with self.claim():
+            self._remote.rollback(position)
+            if self.output_ids is not None and self.output_ids.shape[1] > position:
+                self.output_ids = self.output_ids[:, :position]
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows that the peers hold caches for, None before the first step.
+
+        Another number of rows begins at position 0.
+        """
+        return self._num_rows
 
     @property
     def last_token_id(self) -> Tensor | None:
@@ -69,7 +86,20 @@ class InferenceSession:
     @property
     def failovers(self) -> tuple[Failover, ...]:
         """Every unplanned change of hop so far."""
-        return tuple(self._remote.failovers)
+        return (*self._earlier_failovers, *self._remote.failovers)
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Keep other threads out, inside of the `with`: two would garble each other's text.
+
+        Raises UsageError at once when another thread is inside.
+        """
+        if not self._thread_lock.acquire(blocking=False):
+            raise UsageError("this session is in use by another thread; open one per thread")
+        try:
+            yield
+        finally:
+            self._thread_lock.release()
 
     def step(
         self,
@@ -85,12 +115,28 @@ class InferenceSession:
         `hypo_ids` [B] names for each row the row whose prefix it continues. A step of no tokens
         only moves rows. `is_decoded` says that the tokens were generated one by one; by default a
         step of one token is. Returns [B, T, H], or [B, 1, H] with `last_token_only`, in the dtype
-        of the input. Errors are those of `RemoteSession.step`.
+        of the input. Errors are those of `RemoteSession.step`, and UsageError for another number
+        of rows than the prefix has.
         """
         if self.closed:
             raise UsageError("the session is closed; open a new one")
         if prompts is not None:
             raise UsageError("prompts inside of blocks are not supported yet")
+        _check_is_tensor("hidden states", hidden_BTH)
+        if hypo_ids is not None:
+            _check_is_tensor("hypo_ids", hypo_ids)
+        with self.claim():
+            return self._step(hidden_BTH, hypo_ids, last_token_only, is_decoded)
+
+    def _step(
+        self,
+        hidden_BTH: Tensor,
+        hypo_ids: Tensor | None,
+        last_token_only: bool,
+        is_decoded: bool | None,
+    ) -> Tensor:
+        if hidden_BTH.dim() == 3:
+            self._make_rows(hidden_BTH.shape[0])
         row_map = self._compose(hypo_ids)
         if hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 0:
             self._remote.check_rows(hidden_BTH.shape[0], row_map)
@@ -102,6 +148,21 @@ class InferenceSession:
         output_BTH = self._portal.run(step)
         self._row_map = None
         return output_BTH.to(hidden_BTH.dtype)
+
+    def _make_rows(self, num_rows: int) -> None:
+        """Let the session have so many rows: peers keep the number that they were opened with."""
+        if self._num_rows not in (None, num_rows):
+            if self.position > 0:
+                raise UsageError(
+                    f"the session holds {self.position} tokens of {self._num_rows} rows and the "
+                    f"step has {num_rows}; set session.position = 0 to begin anew with other "
+                    "rows, or open another session"
+                )
+            used, self._remote = self._remote, self._open_remote()
+            self._earlier_failovers += used.failovers
+            self._row_map = None
+            self._portal.run(used.close())
+        self._num_rows = num_rows
 
     def close(self) -> None:
         """Free the caches on all peers; safe to call twice."""
@@ -121,3 +182,8 @@ class InferenceSession:
         if not all(0 <= row < len(self._row_map) for row in rows):
             raise UsageError(f"hypo_ids {rows} name rows that the session does not have")
         return tuple(self._row_map[row] for row in rows)
+
+
+def _check_is_tensor(name: str, given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise UsageError(f"{name} must be a tensor, not {type(given).__name__}")

@@ -269,16 +269,26 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
                 raise UsageError("generate() takes either inputs or input_ids")
             inputs = kwargs.pop("input_ids")
         session = session if session is not None else self.active_session
-        settings = Settings(kwargs, generation_config, self.generation_config)
-        mask = kwargs.pop("attention_mask", None)
-        remembered = None if session is None else recall_text(session)
-        plan = plan_generation(inputs, mask, remembered, settings, self.config)
-
         args = (generation_config, *args)
         if session is not None:
-            return self._generate_in(session, plan, args, kwargs)
+            with session.claim():
+                plan = self._plan(inputs, recall_text(session), generation_config, kwargs)
+                return self._generate_in(session, plan, args, kwargs)
+        plan = self._plan(inputs, None, generation_config, kwargs)
         with self.transformer.h.open_session(plan.max_length) as session:
             return self._generate_in(session, plan, args, kwargs)
+
+    def _plan(
+        self,
+        inputs: Tensor | None,
+        remembered_BT: Tensor | None,
+        generation_config: GenerationConfig | None,
+        kwargs: dict[str, Any],
+    ) -> GenerationPlan:
+        """Check a call of generate(), and take the arguments that are not for transformers."""
+        settings = Settings(kwargs, generation_config, self.generation_config)
+        mask = kwargs.pop("attention_mask", None)
+        return plan_generation(inputs, mask, remembered_BT, settings, self.config)
 
     def _generate_in(
         self,
@@ -295,6 +305,9 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
             )
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = NewTextStreamer(kwargs["streamer"], plan.num_remembered)
+        if session.num_rows not in (None, plan.num_rows):
+            # Peers keep the number of rows they were opened with: the whole text is sent again.
+            session.position = 0
         if session.position == plan.input_ids_BT.shape[1]:
             # Everything is cached: the last token goes once more, for its logits.
             session.position -= 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,9 +58,10 @@ class FakeSession:
         num_rows, num_tokens, _ = hidden.shape
         if self.position + num_tokens > self.max_length:
             raise UsageError(f"Maximum length exceeded: {self.position} + {num_tokens}")
-        if self._num_rows not in (None, num_rows):
+        if self.position == 0:
+            self._cache, self._num_rows = DynamicCache(), num_rows
+        if self._num_rows != num_rows:
             raise UsageError(f"the session has {self._num_rows} rows, got {num_rows}")
-        self._num_rows = num_rows
         self.sent.append(
             SentStep(
                 self.position,
@@ -93,6 +95,13 @@ class FakeSession:
         self._cache.crop(value - self.position)
         if self.output_ids is not None and self.output_ids.shape[1] > value:
             self.output_ids = self.output_ids[:, :value]
+
+    @property
+    def num_rows(self) -> int | None:
+        return self._num_rows
+
+    def claim(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @property
     def last_token_id(self) -> Tensor | None:

@@ -1,0 +1,150 @@
+"""Sessions and clients that are used in ways they are not made for, over a whole swarm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.client import AutoDistributedModelForCausalLM
+from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.protocol.errors import UsageError
+
+GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}
+BEAMS = {**GREEDY, "num_beams": 3}
+
+
+def make_ids(num_rows: int, num_tokens: int = 5) -> Tensor:
+    generator = torch.Generator().manual_seed(num_rows)
+    return torch.randint(3, 128, (num_rows, num_tokens), generator=generator)
+
+
+@pytest.fixture
+def swarm(tiny_models: Any) -> LoopbackSwarm:
+    return LoopbackSwarm(tiny_models.get().directory, [(0, 2), (2, 4)])
+
+
+@pytest.fixture
+def model(tiny_models: Any, swarm: LoopbackSwarm) -> Iterator[Any]:
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        tiny_models.get().directory, connect=swarm.connect
+    ) as model:
+        yield model
+
+
+class Meddler:
+    """A streamer that lets another thread at the session in the middle of a text."""
+
+    def __init__(self, meddle: Callable[[], object]) -> None:
+        self._meddle = meddle
+        self.errors: list[BaseException | None] = []
+
+    def put(self, value: Tensor) -> None:
+        with ThreadPoolExecutor(1) as other:
+            self.errors.append(other.submit(self._meddle).exception())
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("deed", ["generate", "step", "rollback"])
+def test_second_thread_is_kept_out_of_a_session_and_harms_nothing(
+    model: Any, tiny_models: Any, deed: str
+) -> None:
+    ids = make_ids(1)
+    expected = tiny_models.get().reference.generate(ids, **GREEDY)
+
+    with model.inference_session(max_length=64) as session:
+
+        def roll_back() -> None:
+            session.position = 1
+
+        deeds: dict[str, Callable[[], object]] = {
+            "generate": lambda: model.generate(ids, session=session, **GREEDY),
+            "step": lambda: session.step(torch.zeros(1, 1, 64)),
+            "rollback": roll_back,
+        }
+        meddler = Meddler(deeds[deed])
+        text = model.generate(ids, streamer=meddler, **GREEDY)
+
+        assert torch.equal(text, expected)
+        assert session.failovers == ()
+        assert len(meddler.errors) > 1
+        for error in meddler.errors:
+            assert isinstance(error, UsageError)
+            assert "in use by another thread; open one per thread" in str(error)
+
+
+def test_session_may_go_on_in_another_thread(model: Any) -> None:
+    with model.inference_session(max_length=64) as session, ThreadPoolExecutor(1) as other:
+        model.generate(make_ids(1), **GREEDY)
+
+        assert other.submit(model.generate, session=session, **GREEDY).result().shape == (1, 6)
+
+
+def test_calls_of_one_session_may_have_different_numbers_of_rows(
+    model: Any, tiny_models: Any
+) -> None:
+    reference = tiny_models.get().reference
+    greedy, beams, batch = make_ids(1), make_ids(1, 7), make_ids(2)
+
+    with model.inference_session(max_length=64) as session:
+        for ids, options in ((greedy, GREEDY), (beams, BEAMS), (greedy, GREEDY), (batch, GREEDY)):
+            session.position = 0
+            text = model.generate(ids, **options)
+
+            assert torch.equal(text, reference.generate(ids, **options))
+
+
+def test_text_goes_on_with_another_number_of_rows(model: Any, tiny_models: Any) -> None:
+    reference = tiny_models.get().reference
+    text = make_ids(1)
+
+    with model.inference_session(max_length=64):
+        given: Tensor | None = text
+        for options in (GREEDY, BEAMS, GREEDY):
+            longer = reference.generate(text, **options)
+            new = model.generate(given, **options)
+
+            assert torch.equal(new, longer[:, -new.shape[1] :])
+            text, given = longer, None
+
+
+def test_peers_hold_no_caches_of_rows_that_are_gone(model: Any, swarm: LoopbackSwarm) -> None:
+    with model.inference_session(max_length=64) as session:
+        session.step(torch.zeros(1, 4, 64))
+        session.position = 0
+        session.step(torch.zeros(3, 4, 64))
+
+        statistics = [peer.service.engine.pool.statistics() for peer in swarm.peers]
+        assert [each.num_sessions for each in statistics] == [1, 1]
+
+
+def test_step_of_other_rows_in_the_middle_says_what_to_do(model: Any) -> None:
+    with model.inference_session(max_length=64) as session:
+        session.step(torch.zeros(1, 4, 64))
+        for num_tokens in (0, 1):
+            with pytest.raises(UsageError, match=r"session\.position = 0"):
+                session.step(torch.zeros(2, num_tokens, 64))
+
+        assert session.step(torch.zeros(1, 1, 64)).shape == (1, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "hypo_ids", "words"),
+    [
+        ("x", None, "hidden states must be a tensor, not str"),
+        (None, None, "hidden states must be a tensor, not NoneType"),
+        (torch.zeros(1, 1, 64), [0], "hypo_ids must be a tensor, not list"),
+    ],
+)
+def test_step_of_no_tensor_is_refused(model: Any, hidden: Any, hypo_ids: Any, words: str) -> None:
+    with (
+        model.inference_session(max_length=8) as session,
+        pytest.raises(UsageError, match=words),
+    ):
+        session.step(hidden, hypo_ids=hypo_ids)
