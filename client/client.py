@@ -60,6 +60,7 @@ class Client:
         self._hidden_size = hidden_size
         self._config = config
         self._secret = secrets.token_bytes(16)
+        portal.run_last(self._leave)
 
     def __repr__(self) -> str:
         return f"<Client of {self._swarm!r}>"
@@ -138,14 +139,14 @@ class Client:
         return self._portal.run(self._swarm.refresh())
 
     def close(self) -> None:
-        """Hang up on everybody and end the client's thread; safe to call twice."""
-        if not self._portal.is_closed:
-            try:
-                self._portal.run(self._close())
-            finally:
-                self._portal.close()
+        """Hang up on everybody and end the client's thread; safe to call twice.
 
-    async def _close(self) -> None:
+        What other threads still wait for ends with UsageError. A client that nobody closes is
+        closed when the interpreter exits.
+        """
+        self._portal.close()
+
+    async def _leave(self) -> None:
         try:
             await self._transport.close()
         finally:

@@ -166,7 +166,8 @@ def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) ->
     if new_ids_BT.shape[0] != remembered_BT.shape[0]:
         raise UsageError(
             f"the session's text has {remembered_BT.shape[0]} rows and the new input "
-            f"{new_ids_BT.shape[0]}; set session.position = 0 to begin anew, or open another session"
+            f"{new_ids_BT.shape[0]}; set session.position = 0 to begin anew, or open another "
+            "session"
         )
     return torch.cat([remembered_BT.to(new_ids_BT.device), new_ids_BT], dim=1)
 

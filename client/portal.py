@@ -4,8 +4,10 @@ import asyncio
 import atexit
 import concurrent.futures
 import contextlib
+import logging
+import os
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from types import TracebackType
 from typing import Any, Generic, TypeVar
 
@@ -13,9 +15,15 @@ from ..protocol.errors import UsageError
 
 Result = TypeVar("Result")
 
+_logger = logging.getLogger(__name__)
+
 _CLOSED = "the client is closed; join again"
+_FORKED = "this client belongs to the process before the fork; join again in this one"
 _LAST_WORDS_SECONDS = 5.0
 """How long an interrupted coroutine may clean up before the interrupt goes on without it."""
+
+_FAREWELL_SECONDS = 10.0
+"""How long the last coroutine may take; a directory that ends in good order takes four."""
 
 
 class _Run(Generic[Result]):
@@ -31,14 +39,14 @@ class _Run(Generic[Result]):
         self.outcome: concurrent.futures.Future[Result] = concurrent.futures.Future()
         self._loop = loop
         self._coroutine = coroutine
-        self._task: asyncio.Task[Result] | None = None
+        self.task: asyncio.Task[Result] | None = None
 
     def start(self) -> None:
         """Begin, unless cancelled already; called on the loop."""
         if self.outcome.done():
             return
-        self._task = self._loop.create_task(self._coroutine)
-        self._task.add_done_callback(self._settle)
+        self.task = self._loop.create_task(self._coroutine)
+        self.task.add_done_callback(self._settle)
 
     def refuse(self, error: Exception) -> None:
         """Fail without ever beginning; called instead of `start`, on any thread."""
@@ -47,8 +55,8 @@ class _Run(Generic[Result]):
 
     def cancel(self) -> None:
         """Cancel; called on the loop, also before `start` or instead of it."""
-        if self._task is not None:
-            self._task.cancel()
+        if self.task is not None:
+            self.task.cancel()
         elif not self.outcome.done():
             self._coroutine.close()
             self._settle_cancelled()
@@ -72,7 +80,10 @@ class Portal:
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
+        self._runs: set[_Run[Any]] = set()
+        self._farewell: Callable[[], Coroutine[Any, Any, None]] | None = None
         self._is_closing = False
+        self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name="shoal client", daemon=True)
         self._thread.start()
         # Sessions that are still open at the end of a program close themselves later than daemon
@@ -93,14 +104,23 @@ class Portal:
     @property
     def is_closed(self) -> bool:
         """Return whether nothing can be run any more."""
-        return self._is_closing
+        return self._is_closing or self._is_forked
+
+    @property
+    def _is_forked(self) -> bool:
+        """Return whether this is a child process, into which no fork brings the thread."""
+        return os.getpid() != self._process
+
+    def run_last(self, farewell: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a coroutine when the portal closes, after everybody else's have ended."""
+        self._farewell = farewell
 
     def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
         """Run a coroutine to its end and return its result.
 
         When the calling thread is interrupted meanwhile (Ctrl-C), the coroutine is cancelled and
         has ended, within reason, before the interrupt goes on. Raises UsageError when the portal
-        is closed, before or meanwhile.
+        is closed, before or meanwhile, and in a process that was forked.
         """
         run = _Run(self._loop, coroutine)
         try:
@@ -119,14 +139,23 @@ class Portal:
             raise
 
     def _start(self, run: _Run[Any]) -> None:
+        if self._is_forked:
+            return run.refuse(UsageError(_FORKED))  # somebody may have held the lock for ever
         with self._lock:
             if self._is_closing:
                 run.refuse(UsageError(_CLOSED))
             else:
-                self._loop.call_soon_threadsafe(run.start)
+                self._loop.call_soon_threadsafe(self._begin, run)
+
+    def _begin(self, run: _Run[Any]) -> None:
+        self._runs.add(run)
+        run.outcome.add_done_callback(lambda _: self._runs.discard(run))
+        run.start()
 
     def close(self) -> None:
-        """Cancel what still runs and end the thread; safe to call twice."""
+        """Cancel what still runs, say the farewell and end the thread; safe to call twice."""
+        if self._is_forked:
+            return
         with self._lock:
             if not self._is_closing:
                 self._is_closing = True
@@ -138,10 +167,26 @@ class Portal:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            tasks = asyncio.all_tasks(self._loop)
-            for task in tasks:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+            self._loop.run_until_complete(self._end())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
             self._loop.close()
+
+    async def _end(self) -> None:
+        """Cancel the callers' coroutines, say the farewell, cancel what others left behind."""
+        await _cancel([run.task for run in self._runs])
+        if self._farewell is not None:
+            try:
+                async with asyncio.timeout(_FAREWELL_SECONDS):
+                    await self._farewell()
+            except Exception as error:  # noqa: BLE001 - nobody is left who could do anything
+                _logger.debug("the client did not leave in good order: %r", error)
+        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
+
+
+async def _cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+    """Cancel tasks and wait for their end, within reason."""
+    cancelled = [task for task in tasks if task is not None and task.cancel()]
+    if cancelled:
+        ending = asyncio.gather(*cancelled, return_exceptions=True)
+        await asyncio.wait([ending], timeout=_LAST_WORDS_SECONDS)

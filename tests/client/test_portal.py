@@ -251,6 +251,40 @@ def test_close_ends_generators_that_a_coroutine_left_half_way() -> None:
     assert trace == ["ended"]
 
 
+def test_farewell_comes_after_what_was_running_and_before_what_was_left_behind() -> None:
+    portal = Portal()
+    begun = threading.Event()
+    trace: list[str] = []
+
+    async def work(name: str) -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            trace.append(name)
+
+    async def leave_behind() -> asyncio.Task[None]:
+        return asyncio.create_task(work("left behind"))
+
+    async def say_farewell() -> None:
+        await asyncio.sleep(0)
+        trace.append("farewell")
+        raise OSError("this interests nobody")
+
+    portal.run_last(say_farewell)
+    task = portal.run(leave_behind())
+    begun.clear()
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        running = threads.submit(portal.run, work("running"))
+        assert begun.wait(PATIENCE_SECONDS)
+        portal.close()
+        with pytest.raises(UsageError, match="closed"):
+            running.result(PATIENCE_SECONDS)
+
+    assert task.cancelled()
+    assert trace == ["running", "farewell", "left behind"]
+
+
 @pytest.mark.slow
 def test_program_that_closes_nothing_ends_all_the_same() -> None:
     """As a script does whose last line is a generation: the interpreter goes, and with it all."""
@@ -267,6 +301,9 @@ def test_program_that_closes_nothing_ends_all_the_same() -> None:
         "    global task\n"
         "    task = asyncio.create_task(linger())\n"
         "    await asyncio.sleep(0)\n"
+        "async def say_farewell():\n"
+        "    print('farewell', flush=True)\n"
+        "portal.run_last(say_farewell)\n"
         "portal.run(begin())\n"
     )
 
@@ -274,4 +311,4 @@ def test_program_that_closes_nothing_ends_all_the_same() -> None:
         [sys.executable, "-P", "-c", program], capture_output=True, text=True, timeout=120
     )
 
-    assert (done.returncode, done.stdout, done.stderr) == (0, "cleaned up\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "farewell\ncleaned up\n", "")

@@ -303,3 +303,22 @@ def test_swarm_that_is_not_running_refuses_new_peers(tiny_models: Any) -> None:
 
     with pytest.raises(UsageError, match="not running"):
         swarm.add((0, 4))
+
+
+def test_script_that_never_closes_its_client_ends_quietly(
+    swarm: LocalSwarm, tiny_models: Any
+) -> None:
+    program = (
+        "import atexit, gc, sys\n"
+        # Last of all, as the interpreter does it where it finds the time.
+        "atexit.register(lambda: globals().pop('model') and gc.collect())\n"
+        "from shoal.client import AutoDistributedModelForCausalLM\n"
+        "model, *peers = sys.argv[1:]\n"
+        "model = AutoDistributedModelForCausalLM.from_pretrained(model, initial_peers=peers)\n"
+    )
+
+    code, error = run_shoal(
+        str(tiny_models.get().directory), *swarm.initial_peers, program=("-c", program)
+    )
+
+    assert (code, error) == (0, "")

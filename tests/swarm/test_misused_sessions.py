@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -148,3 +151,39 @@ def test_step_of_no_tensor_is_refused(model: Any, hidden: Any, hypo_ids: Any, wo
         pytest.raises(UsageError, match=words),
     ):
         session.step(hidden, hypo_ids=hypo_ids)
+
+
+def test_closing_the_model_ends_a_text_of_another_thread(model: Any, swarm: LoopbackSwarm) -> None:
+    stands = threading.Event()
+
+    def pause() -> None:
+        swarm.network.pause("peer1")
+        stands.set()
+
+    with ThreadPoolExecutor(1) as other:
+        text = other.submit(model.generate, make_ids(1), streamer=Meddler(pause), **GREEDY)
+        assert stands.wait(60)
+        model.close()
+
+        with pytest.raises(UsageError, match="the client is closed"):
+            text.result(60)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_client_is_refused_in_a_forked_process_and_goes_on_in_the_first(model: Any) -> None:
+    with model.inference_session(max_length=8) as session:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(30)  # it must not hang
+            try:
+                session.step(torch.zeros(1, 1, 64))
+            except UsageError as error:
+                session.close()
+                model.close()
+                os._exit(42 if "fork" in str(error) else 1)
+            finally:
+                os._exit(1)
+
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+        assert session.step(torch.zeros(1, 1, 64)).shape == (1, 1, 64)
