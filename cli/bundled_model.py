@@ -20,6 +20,8 @@ def find_model(name: str = BUNDLED_NAME) -> str:
     Raises ModelError when the bundled model was not installed, and for a path where there is no
     directory: that takes no seconds of imports to find out.
     """
+    if not name:
+        raise ModelError("the name of the model is empty; name its directory, or its id on the Hub")
     path = Path(name).expanduser()
     if path.is_file():
         raise ModelError(f"{name} is a file; name the directory of the model")

@@ -11,7 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from .bundled_model import find_model
-from .options import add_optional_model_argument
+from .options import add_initial_peers_argument, add_optional_model_argument
 from .terminal import Progress, Terminal
 from .text_generation import import_client
 
@@ -28,10 +28,9 @@ _MAX_ROWS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal doctor`."""
     add_optional_model_argument(parser)
-    parser.add_argument(
-        "--initial-peers", nargs="+", required=True, metavar="ADDRESS",
-        help="the addresses that do not work, or some that do",
-    )  # fmt: skip
+    add_initial_peers_argument(
+        parser, "an address that does not work, or one that does", required=True
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 

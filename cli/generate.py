@@ -7,6 +7,7 @@ import sys
 
 from ..protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME, find_model
+from .options import add_initial_peers_argument
 from .quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
 from .terminal import Progress, Terminal, WordWrapper
 from .text_generation import (
@@ -30,10 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"model directory, its id on the Hub, or {BUNDLED_NAME}, which comes with shoal",
     )  # fmt: skip
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
-    parser.add_argument(
-        "--initial-peers", nargs="+", required=True, metavar="ADDRESS",
-        help="addresses of the swarm, as `shoal serve` and `shoal swarm` print them",
-    )  # fmt: skip
+    add_initial_peers_argument(
+        parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it", required=True
+    )
     parser.add_argument(
         "--max-new-tokens", type=parse_count, default=64, metavar="N",
         help="end after so many tokens (default: %(default)s)",

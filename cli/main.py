@@ -11,6 +11,7 @@ from typing import NoReturn
 from ..protocol.errors import ShoalError
 from ..protocol.versions import SOFTWARE
 from .interrupts import INTERRUPTED, quitting_at_once
+from .options import join_addresses
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
 _COMMANDS = {
@@ -26,6 +27,9 @@ class _Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with a command line."""
 
     def error(self, message: str) -> NoReturn:
+        is_word_of_options = self.prog.endswith("generate") and "-h/--help" in message  # -hello
+        if message.endswith("PROMPT") or is_word_of_options:
+            message += " (one that begins with - goes behind `--`, or to stdin with -)"
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
@@ -75,7 +79,7 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
             module = importlib.import_module(f".{name}", __package__)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
-    return parser.parse_args(given)
+    return parser.parse_args(join_addresses(given))
 
 
 def _set_up_logging() -> None:

@@ -1,9 +1,13 @@
 """Options that several commands have."""
 
 import argparse
+from collections.abc import Sequence
 
 from ..peer.config import PeerConfig
 from .bundled_model import BUNDLED_NAME
+
+_INITIAL_PEERS = "--initial-peers"
+_ADDRESS_BEGINNINGS = ("/ip4/", "/ip6/", "/dns")
 
 
 def add_optional_model_argument(parser: argparse.ArgumentParser) -> None:
@@ -20,3 +24,41 @@ def add_weights_argument(parser: argparse.ArgumentParser) -> None:
         "--weights", choices=("int8", "bf16", "fp32"), default=PeerConfig(model="").weights,
         help="how weights are held (default: %(default)s)",
     )  # fmt: skip
+
+
+def add_initial_peers_argument(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
+    help_text: str,
+    required: bool = False,
+) -> None:
+    """Declare the addresses to join through: see `join_addresses` for several of them."""
+    parser.add_argument(
+        _INITIAL_PEERS, type=lambda text: text.split(","), action="extend", default=[],
+        required=required, metavar="ADDRESS",
+        help=f"{help_text}; several of them follow each other, or the option is repeated",
+    )  # fmt: skip
+
+
+def join_addresses(words: Sequence[str]) -> list[str]:
+    """Return a command line in which several initial peers are one word, with commas.
+
+    An option with any number of words would swallow the prompt behind it.
+
+    >>> join_addresses(["--initial-peers", "/ip4/a", "/ip4/b", "Once upon"])
+    ['--initial-peers', '/ip4/a,/ip4/b', 'Once upon']
+    """
+    joined: list[str] = []
+    for index, word in enumerate(words):
+        if word == "--":
+            return joined + list(words[index:])
+        is_next = len(joined) > 1 and _is_initial_peers(joined[-2])
+        if is_next and word.startswith(_ADDRESS_BEGINNINGS):
+            joined[-1] += f",{word}"
+        else:
+            joined.append(word)
+    return joined
+
+
+def _is_initial_peers(word: str) -> bool:
+    """Return whether a word is the option, or an abbreviation that argparse takes for it."""
+    return len(word) > 2 and _INITIAL_PEERS.startswith(word)

@@ -1,11 +1,20 @@
 """Numbers on the command line, each refused in one sentence when it makes no sense."""
 
 import argparse
+import contextlib
+import ipaddress
 import math
+import os
+import re
 
 from ..protocol.limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
 
 _MAX_SEED = 2**63 - 1
+
+_THREADS_PER_PROCESSOR = 4
+"""More gain nothing, and far more bring the process down."""
+
+_HOST_NAME = re.compile(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?", re.ASCII)
 
 
 def parse_count(text: str) -> int:
@@ -14,16 +23,34 @@ def parse_count(text: str) -> int:
     >>> parse_count("64")
     64
     """
-    if not text.isdecimal() or not 1 <= int(text) <= _MAX_SEED:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return _check_size(text)
+
+
+def parse_threads(text: str) -> int:
+    """Read a number of threads that this machine can bear."""
+    num_threads = parse_count(text)
+    most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    if num_threads > most:
+        raise argparse.ArgumentTypeError(
+            f"{text} threads are too many for this machine; take at most {most}, "
+            f"{_THREADS_PER_PROCESSOR} for each processor"
+        )
+    return num_threads
+
+
+def _check_size(text: str) -> int:
+    if int(text) > _MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is too large; the limit is {_MAX_SEED}")
     return int(text)
 
 
 def parse_whole(text: str) -> int:
     """Read a whole number from 0 on that fits into 63 bits."""
-    if not text.isdecimal() or int(text) > _MAX_SEED:
+    if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
-    return int(text)
+    return _check_size(text)
 
 
 def parse_non_negative(text: str) -> float:
@@ -72,3 +99,18 @@ def parse_announce_period(text: str) -> float:
     if not 0.1 <= seconds <= longest:
         raise argparse.ArgumentTypeError(f"the period is 0.1 to {longest:.0f} seconds, not {text}")
     return seconds
+
+
+def parse_host(text: str) -> str:
+    """Read a name or an address that others can dial.
+
+    >>> parse_host("peer.example.org"), parse_host("192.0.2.1"), parse_host("2001:db8::1")
+    ('peer.example.org', '192.0.2.1', '2001:db8::1')
+    """
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(text)
+        return text
+    last_label = text.rstrip(".").rpartition(".")[2]
+    if not _HOST_NAME.fullmatch(text) or last_label.isdecimal() or len(text) > 253:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name or address of a host")
+    return text

@@ -18,9 +18,15 @@ from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .bundled_model import find_model
 from .interrupts import INTERRUPTED, quitting_at_once
-from .options import add_weights_argument
-from .quantities import parse_announce_period, parse_count, parse_non_negative, parse_port
-from .sizes import parse_bytes
+from .options import add_initial_peers_argument, add_weights_argument
+from .quantities import (
+    parse_announce_period,
+    parse_host,
+    parse_non_negative,
+    parse_port,
+    parse_threads,
+)
+from .sizes import parse_memory
 
 if TYPE_CHECKING:
     # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.
@@ -36,26 +42,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     swarm = parser.add_mutually_exclusive_group()
     swarm.add_argument("--new-swarm", action="store_true", help="begin a swarm with this peer")
-    swarm.add_argument(
-        "--initial-peers", nargs="+", default=[], metavar="ADDRESS",
-        help="join a swarm through these addresses",
-    )  # fmt: skip
+    add_initial_peers_argument(swarm, "join a swarm through this address")
     parser.add_argument("--blocks", metavar="A:B", help="blocks to serve (default: all)")
     add_weights_argument(parser)
     parser.add_argument(
         "--device", choices=("cpu",), default=_DEFAULTS.device,
         help="where to compute (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--threads", type=parse_count, metavar="N", help="compute threads")
+    parser.add_argument("--threads", type=parse_threads, metavar="N", help="compute threads")
     parser.add_argument(
-        "--kv-memory", type=parse_bytes, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
+        "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
         help="memory for running sessions, such as 512M or 4G (default: 1G)",
     )  # fmt: skip
     parser.add_argument(
         "--listen", default=_DEFAULTS.listen_host, metavar="HOST[:PORT]",
         help="where to accept sessions (default: %(default)s, any free port)",
     )  # fmt: skip
-    parser.add_argument("--announce-host", metavar="HOST", help="address that others dial")
+    parser.add_argument(
+        "--announce-host", type=parse_host, metavar="HOST", help="address that others dial"
+    )
     parser.add_argument(
         "--directory-port",
         type=parse_port,

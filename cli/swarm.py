@@ -15,7 +15,7 @@ from .bundled_model import count_blocks, find_model
 from .interrupts import end_in_good_order
 from .layout import choose_num_replicas, plan_spans
 from .options import add_optional_model_argument, add_weights_argument
-from .quantities import parse_count
+from .quantities import parse_count, parse_threads
 from .terminal import Progress, Terminal
 
 _WATCH_SECONDS = 0.3
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_weights_argument(parser)
     parser.add_argument(
-        "--threads", type=parse_count, metavar="N",
+        "--threads", type=parse_threads, metavar="N",
         help="compute threads of each peer (default: the processors shared among the peers)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -140,15 +140,24 @@ class LocalPeer:
         self._process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP: the process keeps its connections and answers nothing. Waits until it stands."""
+        """SIGSTOP: the process keeps its connections and answers nothing. Waits until it stands.
+
+        Raises UsageError when the process has ended.
+        """
+        self._check_is_running()
         self._process.send_signal(signal.SIGSTOP)
         # All of its threads have to stop first. Also, the kernel ends the stopped orphans of a
         # program that died, but not those that are only about to stop.
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """SIGCONT after a pause."""
+        """SIGCONT after a pause; UsageError when the process has ended."""
+        self._check_is_running()
         self._process.send_signal(signal.SIGCONT)
+
+    def _check_is_running(self) -> None:
+        if not self.is_running:
+            raise UsageError(f"{self!r} has ended; it can be neither paused nor resumed")
 
     def terminate(self, signal_number: int = signal.SIGTERM) -> None:
         """Ask the process to leave in good order; does not wait."""
@@ -208,6 +217,14 @@ class LocalSwarm:
     ) -> None:
         if not spans:
             raise UsageError("a swarm needs at least one span")
+        if not isinstance(model, str | Path) or not str(model):
+            raise UsageError(f"the model is a directory or an id on the Hub, not {model!r}")
+        known = [field.name for field in fields(LocalSwarmConfig)]
+        unknown = sorted(set(settings) - set(known))
+        if unknown:
+            raise UsageError(
+                f"LocalSwarm does not know {', '.join(unknown)}; settings are {', '.join(known)}"
+            )
         self.model = str(model)
         self.config = LocalSwarmConfig(**settings)
         self.peers: list[LocalPeer] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.bundled_model import BUNDLED_NAME, count_blocks, find_model
-from shoal.cli.main import main
+from shoal.cli.main import _parse, main
 from shoal.protocol.errors import ModelError
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -48,6 +48,14 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         ("demo --tokens 1.5", "'1.5' is not a whole number"),
         ("doctor", "--initial-peers"),
         ("serve m --new-swarm --threads 0", "at least 1"),
+        ("serve m --new-swarm --threads 100000", "take at most"),
+        ("swarm --threads 100000", "take at most"),
+        ("serve m --new-swarm --announce-host 300.1.1.1", "'300.1.1.1' is not the name"),
+        ("serve m --new-swarm --announce-host a/b", "'a/b' is not the name"),
+        ("serve m --new-swarm --kv-memory 9999T", "memory that this machine has"),
+        (f"generate m p --seed 9223372036854775808 --initial-peers {PEER}", "9223372036854775807"),
+        (f"generate m --tell --initial-peers {PEER}", "begins with - goes behind `--`"),
+        (f"generate m -hello --initial-peers {PEER}", "begins with - goes behind `--`"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -58,6 +66,25 @@ def test_wrong_arguments_are_one_line(
     assert code == 2
     assert words in error
     assert "--help" in error
+
+
+@pytest.mark.parametrize(
+    ("words", "prompt"),
+    [
+        (["Once", "--initial-peers", "/ip4/a", "/ip4/b"], "Once"),
+        (["--initial-peers", "/ip4/a", "/ip4/b", "Once"], "Once"),
+        (["--initial-peers", "/ip4/a", "--initial-peers", "/ip4/b", "Once upon"], "Once upon"),
+        (["--initial-peers", "/ip4/a,/ip4/b", "Once"], "Once"),
+        (["--initial-peers=/ip4/a,/ip4/b", "Once"], "Once"),
+        (["--initial", "/ip4/a", "/ip4/b", "--seed", "1", "--", "-hello"], "-hello"),
+        (["--initial-peers", "/ip4/a", "/ip4/b", "--", "/ip4/is a prompt"], "/ip4/is a prompt"),
+    ],
+)
+def test_initial_peers_leave_the_prompt_alone(words: list[str], prompt: str) -> None:
+    options = _parse(["generate", "m", *words])
+
+    assert options.prompt == prompt
+    assert options.initial_peers == ["/ip4/a", "/ip4/b"]
 
 
 @pytest.mark.parametrize(
@@ -77,6 +104,7 @@ def test_wrong_arguments_are_one_line(
         (["demo", "--prompt", ""], "the prompt is empty"),
         (["swarm", "no/such/model"], "no/such/model"),
         (["serve", "m"], "--new-swarm"),
+        (["serve", "", "--new-swarm"], "the name of the model is empty"),
         (["serve", "m", "--new-swarm", "--listen", "0.0.0.0"], "--announce-host"),
         (["serve", "m", "--new-swarm", "--blocks", "8"], "--blocks"),
     ],
