@@ -11,6 +11,7 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 from .bundled_model import find_model
+from .interrupts import quitting_at_once
 from .options import add_initial_peers_argument, add_optional_model_argument
 from .terminal import Progress, Terminal
 from .text_generation import import_client
@@ -38,9 +39,10 @@ def run(options: argparse.Namespace) -> int:
     """Examine a swarm; return 0 when nothing is broken, else 1."""
     screen = None if options.json else _Screen(Terminal(sys.stdout))
     with _Waiting(Terminal(sys.stderr)) as waiting:
-        import_client()
-        diagnosis_module = importlib.import_module("..client.diagnosis", __package__)
-        peer_check = importlib.import_module("..client.peer_check", __package__)
+        with quitting_at_once():
+            import_client()
+            diagnosis_module = importlib.import_module("..client.diagnosis", __package__)
+            peer_check = importlib.import_module("..client.peer_check", __package__)
 
         def report(finding: "Finding") -> None:
             if screen:

@@ -7,6 +7,7 @@ import sys
 
 from ..protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME, find_model
+from .interrupts import quitting_at_once
 from .options import add_initial_peers_argument
 from .quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
 from .terminal import Progress, Terminal, WordWrapper
@@ -16,6 +17,7 @@ from .text_generation import (
     TextModel,
     describe_route,
     failover_facts,
+    load_tokenizer,
     read_prompt,
     route_facts,
     tail_of,
@@ -79,9 +81,15 @@ def run(options: argparse.Namespace) -> int:
         options.seed,
         options.beams,
     )
+    name = find_model(options.model)
+    name = find_model(options.model)
     with Progress(notices, lambda: "Joining the swarm"):
+        # transformers imports its parts when they are first used, and makes errors of its own of
+        # an interrupt there.
+        with quitting_at_once():
+            tokenizer = load_tokenizer(name)
         model = TextModel.open(
-            find_model(options.model), options.initial_peers, _DTYPES[options.dtype], options.wait
+            name, options.initial_peers, _DTYPES[options.dtype], options.wait, tokenizer
         )
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         _wait(waiting, notices, model, options.wait)

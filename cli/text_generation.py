@@ -153,14 +153,15 @@ class TextModel:
         initial_peers: Sequence[str],
         dtype: str | None = None,
         wait_seconds: float | None = None,
+        tokenizer: Any = None,
     ) -> "TextModel":
-        """Load a tokenizer and the client's layers, and join the swarm.
+        """Load a tokenizer (None: the model's) and the client's layers, and join the swarm.
 
         Steps wait `wait_seconds` for blocks that nobody serves (None: the client's default).
         Raises ModelError when there is no tokenizer, else as from_pretrained does.
         """
         client = import_client()
-        tokenizer = _load_tokenizer(name)
+        tokenizer = tokenizer or load_tokenizer(name)
         settings = {} if wait_seconds is None else {"failover_timeout_seconds": wait_seconds}
         model = client.AutoDistributedModelForCausalLM.from_pretrained(
             name, initial_peers=list(initial_peers), torch_dtype=dtype, **settings
@@ -265,8 +266,12 @@ def import_client() -> Any:
     return client
 
 
-def _load_tokenizer(name: str) -> Any:
-    """Return the tokenizer of a model; code that a model brings along is never run."""
+def load_tokenizer(name: str) -> Any:
+    """Return the tokenizer of a model; code that a model brings along is never run.
+
+    Raises ModelError when the model, or its tokenizer, cannot be used.
+    """
+    import_client()
     transformers = importlib.import_module("transformers")
     folder = Path(name).expanduser()
     # First: transformers reads config.json for its tokenizer and would speak of that alone, or

@@ -11,14 +11,20 @@ from types import ModuleType
 
 
 class Presser:
-    """Sees every import before anybody else does; finds no module."""
+    """Sees every import before anybody else does; finds no module.
+
+    Does as libraries do that catch whatever goes wrong in an import, a KeyboardInterrupt too.
+    """
 
     def __init__(self, module: str) -> None:
         self._module = module
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None) -> None:
         if name == self._module:
-            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise RuntimeError(f"{name} cannot be imported") from None
 
 
 if __name__ == "__main__":
