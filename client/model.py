@@ -209,15 +209,10 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         return output if return_dict is not False else output.to_tuple()
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Return the arguments of the next forward(), for transformers' generate().
-
-        It hands the tokenizer that `stop_strings` needs to every forward(), and only those that
-        ignore what they do not know can take it.
-        """
+        """Return the arguments of the next forward(); the tokenizer of `stop_strings` is none."""
         kwargs.pop("tokenizer", None)
-        return super().prepare_inputs_for_generation(  # pyright: ignore[reportAttributeAccessIssue]
-            *args, **kwargs
-        )
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return prepare(*args, **kwargs)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
