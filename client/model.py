@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
@@ -38,30 +38,11 @@ from .inference_session import InferenceSession
 from .local_layers import LocalLayers, load_config, load_local_layers, resolve_dtype
 from .remote_blocks import RemoteSequential
 from .remote_cache import RemoteCache
+from .transformer import DistributedTransformer
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
 GENERATION_FILE = "generation_config.json"
-
-
-class DistributedTransformer(nn.Module):
-    """The parts of the model under the names that PETALS gives them on every architecture."""
-
-    def __init__(self, layers: LocalLayers, blocks: RemoteSequential) -> None:
-        super().__init__()
-        self.word_embeddings = layers.embedding
-        self.word_embeddings_layernorm = layers.embedding_norm or nn.Identity()
-        self.position_embeddings = layers.positions
-        self.h = blocks
-        self.ln_f = layers.norm
-
-    def add_positions(self, hidden_BTH: Tensor, position: int) -> Tensor:
-        """Add learned positions from `position` on; most families have none."""
-        if self.position_embeddings is None:
-            return hidden_BTH
-        stop = position + hidden_BTH.shape[1]
-        positions_T = torch.arange(position, stop, device=hidden_BTH.device)
-        return hidden_BTH + self.position_embeddings(positions_T).to(hidden_BTH.dtype)
 
 
 class DistributedCausalLM(PreTrainedModel, GenerationMixin):

@@ -37,8 +37,8 @@ class DyingConversation(conversation.Conversation):
             die_at("prefill", 2)
         await super()._take_step(step)
 
-    def _settle(self, step: Step, *others: Any) -> None:
-        super()._settle(step, *others)
+    def _settle(self, step: Step, held: Any, answer: Any, future: Any) -> None:
+        super()._settle(step, held, answer, future)
         if step.hidden.tokens == 1:
             die_at("answer", 3)
 
