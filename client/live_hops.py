@@ -205,7 +205,8 @@ class LiveHops:
             except LostHopError as lost:
                 tried.add(lost.hop.peer.peer_id)
                 refusals.note(lost)
-                if self.clock.now() + pause_seconds > deadline:
+                remaining_seconds = deadline - self.clock.now()
+                if remaining_seconds <= 0:
                     error = lost.__cause__
                     if isinstance(error, RefusedError):
                         raise error from None
@@ -213,7 +214,7 @@ class LiveHops:
                         f"no peer could be reached in time for blocks {lost.hop.span}: {lost}",
                         (lost.hop.span,),
                     ) from error
-            await asyncio.sleep(pause_seconds)
+            await asyncio.sleep(min(pause_seconds, remaining_seconds))
             pause_seconds = min(2 * pause_seconds, 1.0)
 
     async def _find_route(
