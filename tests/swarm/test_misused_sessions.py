@@ -153,6 +153,19 @@ def test_step_of_no_tensor_is_refused(model: Any, hidden: Any, hypo_ids: Any, wo
         session.step(hidden, hypo_ids=hypo_ids)
 
 
+@pytest.mark.parametrize("rows", [[5], [0, 0], [-1]])
+def test_row_map_that_cannot_be_is_refused_with_the_step_that_brings_it(
+    model: Any, rows: list[int]
+) -> None:
+    with model.inference_session(max_length=8) as session:
+        session.step(torch.zeros(1, 2, 64))
+
+        with pytest.raises(UsageError, match="row map"):
+            session.step(torch.zeros(1, 0, 64), hypo_ids=torch.tensor(rows))
+
+        assert session.step(torch.zeros(1, 1, 64)).shape == (1, 1, 64)
+
+
 def test_closing_the_model_ends_a_text_of_another_thread(model: Any, swarm: LoopbackSwarm) -> None:
     stands = threading.Event()
 
