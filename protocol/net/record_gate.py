@@ -35,13 +35,17 @@ class RecordGate:
         digest_key: Callable[[str], bytes],
         pack: Callable[[str | bytes], bytes],
         max_records: int = _MAX_RECORDS_PER_KEY,
+        secret: bytes | None = None,
     ) -> None:
-        """Make a gate for a DHT that digests keys and packs subkeys and values like this."""
+        """Make a gate for a DHT that digests keys and packs subkeys and values like this.
+
+        `secret` decides the lottery of a full book; a fresh one by default.
+        """
         self._swarm = swarm
         self._clock = clock
         self._digest_key = digest_key
         self._pack = pack
-        self._book = AnnouncementBook(max_records, 10 * max_records)
+        self._book = AnnouncementBook(max_records, 10 * max_records, secret)
 
     def when_displaced(self, forget: Callable[[str, PeerId], None]) -> None:
         """Have `forget` called with the key and the peer of each record that had to go.

@@ -155,7 +155,7 @@ def test_gate_has_room_for_what_we_announce_and_look_up(
 def test_gate_tells_whose_record_had_to_go(
     clock: StoppedClock, announce: Announce, identity_of: IdentityOf
 ) -> None:
-    gate = RecordGate("main", clock, digest, pack, max_records=2)
+    gate = RecordGate("main", clock, digest, pack, max_records=2, secret=b"a fixed lottery")
     gone: list[tuple[str, str]] = []
     gate.when_displaced(lambda key, peer_id: gone.append((key, peer_id)))
 
