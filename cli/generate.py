@@ -15,12 +15,12 @@ from .text_generation import (
     Generation,
     Sampling,
     TextModel,
+    describe_failover,
     describe_route,
     failover_facts,
     load_tokenizer,
     read_prompt,
     route_facts,
-    tail_of,
 )
 
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -81,7 +81,6 @@ def run(options: argparse.Namespace) -> int:
         options.seed,
         options.beams,
     )
-    name = find_model(options.model)
     name = find_model(options.model)
     with Progress(notices, lambda: "Joining the swarm"):
         # transformers imports its parts when they are first used, and makes errors of its own of
@@ -170,14 +169,7 @@ def _report(terminal: Terminal, generation: Generation) -> None:
         )
     )
     for failover in generation.failovers:
-        terminal.print(
-            terminal.paint(
-                f"failover at token {failover.position}: {tail_of(failover.lost.peer.peer_id)}"
-                f"[{failover.lost.span}] was lost, {describe_route(failover.replacements)} "
-                f"took over after {failover.seconds:.2f} s",
-                "yellow",
-            )
-        )
+        terminal.print(terminal.paint(describe_failover(failover), "yellow"))
 
 
 def _make_json(generation: Generation) -> dict[str, object]:

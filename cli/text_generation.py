@@ -302,6 +302,19 @@ def describe_route(route: Sequence[Any]) -> str:
     return " → ".join(f"{tail_of(hop.peer.peer_id)}[{hop.span}]" for hop in route)
 
 
+def describe_failover(failover: Any) -> str:
+    """Return for people who was lost, who took over, and whether the words may differ by it."""
+    sentence = (
+        f"failover at token {failover.position}: {tail_of(failover.lost.peer.peer_id)}"
+        f"[{failover.lost.span}] was lost, {describe_route(failover.replacements)} "
+        f"took over after {failover.seconds:.2f} s"
+    )
+    if failover.changed_weights is None:
+        return sentence
+    before, after = failover.lost.peer.weights, failover.changed_weights
+    return f"{sentence}, with {after} weights in place of {before}: the words may differ"
+
+
 def tail_of(peer_id: str) -> str:
     """Return the end of a peer id: the beginning is the same for all of them."""
     return f"…{peer_id[-6:]}"
@@ -321,6 +334,7 @@ def failover_facts(failover: Any) -> dict[str, Any]:
         "seconds": round(failover.seconds, 4),
         "replayed_tokens": failover.num_replayed_tokens,
         "replaced_by": route_facts(failover.replacements),
+        "changed_weights": failover.changed_weights,
     }
 
 

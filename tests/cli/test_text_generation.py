@@ -10,8 +10,21 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.text_generation import Sampling, TextAssembler, TextModel, TokenStream
+from shoal.cli.text_generation import (
+    Sampling,
+    TextAssembler,
+    TextModel,
+    TokenStream,
+    describe_failover,
+    failover_facts,
+)
+from shoal.client.router import Hop
+from shoal.client.session import Failover
+from shoal.protocol.announcements import Announcement, PeerState
 from shoal.protocol.errors import ModelError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.spans import Span
 
 TEXT = "Zoë said: “naïve” … 日本, 🦈 and more"
 
@@ -84,3 +97,38 @@ def test_damaged_configuration_is_named_before_the_tokenizer_reads_it(
 
     with pytest.raises(ModelError, match=f"^{name} in config.json"):
         TextModel.open(str(directory), ["/ip4/..."])
+
+
+def make_hop(number: int, weights: Any) -> Hop:
+    announcement = Announcement(
+        peer_id=Identity(bytes([number]) * 32).peer_id,
+        model_id=ModelId("a" * 32),
+        num_blocks=8,
+        span=Span(0, 8),
+        state=PeerState.ONLINE,
+        endpoints=(),
+        min_version=1,
+        max_version=1,
+        weights=weights,
+        compute_dtype="fp32",
+        sequence=1,
+        issued_at=0.0,
+        expires_at=1.0,
+    )
+    return Hop(announcement, Span(0, 8))
+
+
+def make_failover(before: Any, after: Any) -> Failover:
+    return Failover(make_hop(1, before), "it is gone", (make_hop(2, after),), 40, 40, 0.25)
+
+
+def test_failover_to_other_weights_is_said() -> None:
+    sentence = describe_failover(make_failover("int8", "fp32"))
+
+    assert "fp32 weights in place of int8: the words may differ" in sentence
+    assert failover_facts(make_failover("int8", "fp32"))["changed_weights"] == "fp32"
+
+
+def test_failover_to_the_same_weights_promises_the_same_words() -> None:
+    assert describe_failover(make_failover("int8", "int8")).endswith("took over after 0.25 s")
+    assert failover_facts(make_failover("int8", "int8"))["changed_weights"] is None

@@ -472,16 +472,17 @@ def test_peer_computes_only_what_an_honest_client_means(seed: int) -> None:
 
     for _ in range(1500):
         event = rng.random()
-        stream = rng.choice(client.streams[-3:])
-        if event < 0.2:
+        # Mostly the newest stream: a peer that reads it too rarely falls behind what is sent.
+        stream = rng.choice(client.streams[-3:] + [client.streams[-1]] * 4)
+        if event < 0.15:
             client.send()
-        elif event < 0.25:
+        elif event < 0.2:
             client.roll_back()
-        elif event < 0.3:
+        elif event < 0.25:
             client.repeat()
-        elif event < 0.31:
+        elif event < 0.26:
             client.reconnect()
-        elif event < 0.55 and stream.inbox:
+        elif event < 0.5 and stream.inbox:
             peer.read(stream)
         elif event < 0.75:
             peer.compute()
@@ -493,4 +494,4 @@ def test_peer_computes_only_what_an_honest_client_means(seed: int) -> None:
                 client.take(stream, answer)
 
     assert peer.executed == sorted(set(peer.executed)), "no step is executed twice or out of turn"
-    assert client.num_confirmed_steps > 10
+    assert client.num_confirmed_steps > 30
