@@ -23,16 +23,16 @@ from ..protocol.messages import (
     Message,
     Open,
     Opened,
+    Queued,
     Step,
     Welcome,
 )
 from ..protocol.net.transport import Stream
-from ..protocol.session import Action, SessionState
+from ..protocol.session import Action
 from ..protocol.versions import SOFTWARE, agree_on_version
 from ..protocol.wire import decode_frame, encode_frame
-from .engine.compute_thread import ComputedStep, ComputeThread
-from .engine.kv_cache import SessionCache
-from .fair_share import BUSY_SECONDS, Holder, check_room_for, check_room_for_client, name_holder
+from .engine.compute_thread import ComputedStep
+from .fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from .held_session import HeldSession
 from .step_work import check_step_size, make_output, make_work
 
@@ -70,7 +70,9 @@ class Conversation:
         self.holder = Holder(name_holder(stream.remote_host))
         self._service = service
         self._stream = stream
-        self._opened: set[SessionId] = set()
+        self._opened: dict[SessionId, HeldSession] = {}
+        self._waiting: dict[SessionId, asyncio.Task[bytes]] = {}  # sessions that have to wait
+        self._tasks: asyncio.TaskGroup | None = None
         self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
         self._pending_bytes = 0
         self._unsent_bytes = 0  # those of them that are computed
@@ -84,8 +86,11 @@ class Conversation:
         """Serve until the stream ends. A client that vanishes is nobody's error."""
         try:
             async with asyncio.TaskGroup() as tasks:
+                self._tasks = tasks
                 tasks.create_task(self._send_answers())
                 await self._read_questions()
+                for waiting in self._waiting.values():
+                    waiting.cancel()
                 await self._answers.put(None)
         except* UnavailableError as group:
             _logger.debug("a client went away: %s", group.exceptions[0])
@@ -93,8 +98,8 @@ class Conversation:
             # What is in the engine still is somewhere in memory: it counts until it is done.
             self._has_ended = True
             self._count_pending(-self._unsent_bytes)
-            for session in self._opened:
-                self._service.close_session(session)
+            for session, held in self._opened.items():
+                self._service.close_session(session, held)
 
     async def _read_questions(self) -> None:
         """Read until the client ends the stream, breaks the protocol or falls silent."""
@@ -119,7 +124,7 @@ class Conversation:
         await self._wait_for_room()
         idle_seconds = self._idle_seconds
         self._used &= self._service.sessions.keys()
-        if not self._used:
+        if not self._used and not self._waiting:
             idle_seconds = min(idle_seconds, _HELLO_SECONDS)
         deadline = self._service.clock.now() + idle_seconds
         while (seconds := deadline - self._service.clock.now()) > 0:
@@ -158,8 +163,7 @@ class Conversation:
             frame = answer.result()
             if frame is not None:
                 await self._send(frame)
-                self._unsent_bytes -= len(frame)
-                self._count_pending(-len(frame))
+                self._count_unsent(-len(frame))
 
     async def _send(self, frame: bytes) -> None:
         """Send a frame; a client that never reads is one that went away."""
@@ -178,13 +182,19 @@ class Conversation:
         elif isinstance(message, Step):
             await self._take_step(message)
         elif isinstance(message, Open):
-            await self._answers.put(await self._open(message))
+            await self._open(message)
         elif isinstance(message, Close):
-            if message.session in self._opened:
-                self._opened.discard(message.session)
-                self._service.close_session(message.session)
+            self._close(message.session)
         else:
             raise RemoteProtocolError(f"a client does not send {type(message).__name__}")
+
+    def _close(self, session: SessionId) -> None:
+        waiting = self._waiting.get(session)
+        if waiting is not None:
+            waiting.cancel()
+        held = self._opened.pop(session, None)
+        if held is not None:
+            self._service.close_session(session, held)
 
     def _welcome(self, hello: Hello) -> Welcome:
         version = agree_on_version(hello.min_version, hello.max_version)
@@ -195,69 +205,52 @@ class Conversation:
         wall = self._service.clock.wall()
         return Welcome(version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
 
-    async def _open(self, message: Open) -> bytes:
-        service = self._service
+    async def _open(self, message: Open) -> None:
+        """Open a session, now or after a wait, or say why not."""
+        may_wait = message.max_wait_seconds > 0
         try:
-            self._check_open(message)
-            service.opening[message.session] = self.holder
-            try:
-                cache, free_tokens = await self._open_cache(message)
-            finally:
-                del service.opening[message.session]
+            if message.session in self._waiting:
+                raise RefusedError(ErrorCode.BAD_FRAME, "the session waits already")
+            if len(self._opened) + len(self._waiting) >= limits.MAX_SESSIONS_PER_STREAM:
+                may_wait = False
+                raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
+            opened = await self._service.admission.open(message, self.holder)
         except RefusedError as error:
-            return _encode_refusal(message.session, 0, error)
-        state = SessionState(message.num_rows, message.max_tokens, message.epoch)
-        service.sessions[message.session] = HeldSession(
-            state, cache, message.span, message.dtype, service.clock.now(), self.holder
-        )
-        self._opened.add(message.session)
+            seconds = error.retry_after_seconds
+            if may_wait and seconds is not None and self._service.admission.may_wait(self.holder):
+                await self._wait_for_session(message, seconds)
+            else:
+                await self._answers.put(_encode_refusal(message.session, 0, error))
+        else:
+            await self._answers.put(self._note_opened(message, *opened))
+
+    async def _wait_for_session(self, message: Open, seconds: float) -> None:
+        """Leave a session that has to wait to a task, and say about how long that takes."""
+
+        async def wait() -> bytes:
+            try:
+                opened = await self._service.admission.wait(message, self.holder)
+            except RefusedError as error:
+                return _encode_refusal(message.session, 0, error)
+            return self._note_opened(message, *opened)
+
+        def settle(task: asyncio.Task[bytes]) -> None:
+            del self._waiting[message.session]
+            is_known = not task.cancelled() and task.exception() is None
+            self._deliver(answer, task.result() if is_known else None)
+
+        assert self._tasks is not None
+        answer: _Answer = asyncio.Future()
+        self._waiting[message.session] = task = self._tasks.create_task(wait())
+        task.add_done_callback(settle)
+        await self._answers.put(encode_frame(Queued(message.session, message.epoch, seconds)))
+        await self._answers.put(answer)
+
+    def _note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
+        self._opened[message.session] = held
         self._used.add(message.session)
-        queue_seconds = service.compute.queue_seconds
+        queue_seconds = self._service.compute.queue_seconds
         return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
-
-    def _check_open(self, message: Open) -> None:
-        service, engine = self._service, self._service.engine
-        if service.is_draining:
-            raise RefusedError(ErrorCode.DRAINING, "the peer is about to leave")
-        if message.model_id != service.facts.model_id:
-            raise RefusedError(ErrorCode.WRONG_MODEL, "the peer serves another model")
-        if not engine.span.covers(message.span):
-            detail = f"the peer serves blocks {engine.span}, not {message.span}"
-            raise RefusedError(ErrorCode.WRONG_SPAN, detail)
-        if message.max_tokens > engine.spec.max_positions:
-            detail = (
-                f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
-            )
-            raise RefusedError(ErrorCode.TOO_LONG, detail)
-        if message.session in service.sessions or message.session in service.opening:
-            raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
-        if len(self._opened) >= limits.MAX_SESSIONS_PER_STREAM:
-            raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
-        holders = service.list_session_holders()
-        check_room_for_client(self.holder, holders, service.facts.max_sessions, "sessions")
-
-    async def _open_cache(self, message: Open) -> tuple[SessionCache, int]:
-        """Return a new cache and how many tokens are free beside it."""
-        compute, engine = self._service.compute, self._service.engine
-
-        def open_on_thread() -> tuple[SessionCache, int]:
-            cache = engine.open_cache(
-                message.num_rows, message.max_tokens, message.span, self.holder
-            )
-            return cache, engine.pool.statistics().free_tokens
-
-        opening = compute.call(open_on_thread)
-        try:
-            return await asyncio.shield(opening)
-        except RefusedError:
-            raise
-        except Exception as error:
-            _logger.exception("a session could not be opened")
-            raise RefusedError(ErrorCode.INTERNAL, "the peer failed to open a session") from error
-        except asyncio.CancelledError:
-            # The stream broke while the cache was being opened: nobody will hold it.
-            opening.add_done_callback(lambda done: _discard_cache(done, compute))
-            raise
 
     async def _take_step(self, step: Step) -> None:
         held = self._service.sessions.get(step.session)
@@ -276,6 +269,7 @@ class Conversation:
             await self._answers.put(encode_frame(gap))
         elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
             held.used_at = self._service.clock.now()
+            held.cache.touch()
             held.state.accept(step)
             self._used.add(step.session)
             self._count_pending(len(step.hidden.data))
@@ -296,10 +290,18 @@ class Conversation:
         """
         held.running.discard(future)
         frame = None if future.cancelled() else _conclude(step, held, future)
-        num_bytes = 0 if frame is None or self._has_ended else len(frame)
-        self._unsent_bytes += num_bytes
-        self._count_pending(num_bytes - len(step.hidden.data))
+        self._deliver(answer, frame)
+        self._count_pending(-len(step.hidden.data))
+
+    def _deliver(self, answer: _Answer, frame: bytes | None) -> None:
+        """Give the sender an answer that it waits for; the frame counts until it is sent."""
+        if frame is not None and not self._has_ended:
+            self._count_unsent(len(frame))
         answer.set_result(frame)
+
+    def _count_unsent(self, num_bytes: int) -> None:
+        self._unsent_bytes += num_bytes
+        self._count_pending(num_bytes)
 
     def _count_pending(self, num_bytes: int) -> None:
         self._pending_bytes += num_bytes
@@ -325,13 +327,6 @@ def _conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep
         return frame
     held.state.fail(step.sequence)
     return _encode_refusal(step.session, step.sequence, refusal)
-
-
-def _discard_cache(
-    opening: asyncio.Future[tuple[SessionCache, int]], compute: ComputeThread
-) -> None:
-    if not opening.cancelled() and opening.exception() is None:
-        compute.post(opening.result()[0].close)
 
 
 def _encode_refusal(session: SessionId | None, sequence: int, error: RefusedError) -> bytes:

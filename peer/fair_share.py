@@ -116,6 +116,29 @@ def compute_share(
     return max(0, left)
 
 
+def may_displace(asker: Holder, idle: Holder, held: Mapping[Holder, int], num_bytes: int) -> bool:
+    """Return whether what an idle holder has may be given to one who asks for `num_bytes`.
+
+    What is one's own always; what others have only down to as much as the asker has then. So
+    nobody can drive a small user out by asking for more and more.
+
+    >>> held = {Holder("a"): 60, Holder("b"): 20}
+    >>> may_displace(Holder("b"), Holder("a"), held, 10)
+    True
+    >>> may_displace(Holder("a"), Holder("b"), held, 10)
+    False
+    """
+    if asker == idle:
+        return True
+
+    def count(holder: Holder) -> int:
+        if asker.address == idle.address:
+            return held.get(holder, 0)
+        return sum(n for other, n in held.items() if other.address == holder.address)
+
+    return count(asker) + num_bytes < count(idle)
+
+
 class SharedBytes:
     """A budget of memory for what strangers send and do not fetch, and who holds how much of it."""
 

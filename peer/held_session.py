@@ -16,13 +16,17 @@ class HeldSession:
     """A session and its cache; closed by the stream that opened it.
 
     `used_at` is when it was last stepped, on whatever stream; `holder` is who opened it, as
-    `fair_share` counts; `running` are the steps of it in the engine.
+    `fair_share` counts; `running` are the steps of it in the engine. The clock is the service's.
     """
 
     state: SessionState
     cache: SessionCache
     span: Span
     dtype: WireDtype
-    used_at: float
+    opened_at: float
     holder: Holder
     running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
+    used_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.used_at = self.opened_at

@@ -239,7 +239,7 @@ def _describe_online(
 
 async def _drain(service: Service, announcer: Announcer, drain_seconds: float) -> None:
     """Take no new sessions and give the running ones their time."""
-    service.is_draining = True
+    service.begin_draining()
     if service.sessions and drain_seconds > 0:
         try:
             await announcer.announce(PeerState.DRAINING)

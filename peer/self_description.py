@@ -1,5 +1,6 @@
 """What a peer says of itself in its announcements: what it is, and how busy it is right now."""
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from ..kernels.quantize import WeightFormat
 from ..protocol.announcements import Announcement, ComputeDtype, PeerState
 from ..protocol.endpoints import Endpoint
+from ..protocol.errors import LocalProtocolError
 from ..protocol.ids import ModelId, PeerId
 from ..protocol.spans import Span
 from ..protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
@@ -14,8 +16,11 @@ from .announcer import LIFETIME_PERIODS
 from .config import PeerConfig
 from .engine.compute_thread import ComputeThread
 from .engine.engine import COMPUTE_DTYPES, Engine
+from .engine.kv_pool import KVCachePool, KVCacheStatistics
 from .loop_lag import LoopLag
 from .throughput import Throughput
+
+_logger = logging.getLogger(__name__)
 
 _DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
     torch.float32: "fp32",
@@ -50,6 +55,15 @@ def make_template(
         issued_at=0.0,
         expires_at=LIFETIME_PERIODS * config.announce_period_seconds,
     )
+
+
+def _take_stock(pool: KVCachePool) -> KVCacheStatistics:
+    """Return the account of the KV memory, and say loudly if it does not add up."""
+    try:
+        pool.check_integrity()
+    except LocalProtocolError:
+        _logger.exception("the account of the KV memory is wrong: a bug of shoal")
+    return pool.statistics()
 
 
 class SelfDescription:
@@ -87,7 +101,7 @@ class SelfDescription:
         if self._serving is None or state is PeerState.OFFLINE:
             return announcement  # who leaves has no load to tell, and maybe no compute thread
         engine, compute = self._serving
-        statistics = await compute.call(engine.pool.statistics)
+        statistics = await compute.call(lambda: _take_stock(engine.pool))
         return replace(
             announcement,
             queue_seconds=compute.queue_seconds + self._lag.mean_seconds,

@@ -8,10 +8,11 @@ from ..protocol import limits
 from ..protocol.ids import ModelId, PeerId, SessionId
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Stream
+from .admission import Admission
 from .conversation import Conversation
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine
-from .fair_share import Holder, SharedBytes
+from .fair_share import SharedBytes
 from .held_session import HeldSession
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
@@ -39,9 +40,12 @@ class Service:
     is_draining: bool = False
     pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
-    opening: dict[SessionId, Holder] = field(default_factory=dict)
     streams: set[Conversation] = field(default_factory=set)
+    admission: Admission = field(init=False)
     _closed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self)
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends; frees everything that the stream opened."""
@@ -55,9 +59,10 @@ class Service:
         """Return from where each stream comes that is served now."""
         return [stream.holder.address for stream in self.streams]
 
-    def list_session_holders(self) -> list[Holder]:
-        """Return who holds each session, those that are being opened included."""
-        return [*(held.holder for held in self.sessions.values()), *self.opening.values()]
+    def begin_draining(self) -> None:
+        """Take no new sessions; who waits for one hears that at once."""
+        self.is_draining = True
+        self.admission.look_again()
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
         """Wait until no session is left; return whether that happened in time."""
@@ -68,11 +73,16 @@ class Service:
                     await self._closed.wait()
         return not self.sessions
 
-    def close_session(self, session: SessionId) -> None:
-        """Drop what a session still waits for and free its cache; unknown ids are fine."""
-        held = self.sessions.pop(session, None)
-        if held is not None:
-            for future in held.running:
-                future.cancel()
-            self.compute.post(held.cache.close)
-            self._closed.set()
+    def close_session(self, session: SessionId, held: HeldSession) -> None:
+        """Drop what a session still waits for and free its cache, unless that was done.
+
+        Another session may have its id by now: that one stays.
+        """
+        if self.sessions.get(session) is not held:
+            return
+        del self.sessions[session]
+        for future in held.running:
+            future.cancel()
+        closing = self.compute.call(held.cache.close)
+        closing.add_done_callback(lambda _: self.admission.note_closed(held))
+        self._closed.set()

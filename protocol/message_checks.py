@@ -9,7 +9,19 @@ from typing import Any
 
 from . import limits
 from .ids import CLIENT_TOKEN_BYTES, MODEL_ID_CHARACTERS, SESSION_ID_BYTES
-from .messages import Close, Declined, Gap, Hello, Message, Open, Opened, Output, Step, Welcome
+from .messages import (
+    Close,
+    Declined,
+    Gap,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Queued,
+    Step,
+    Welcome,
+)
 from .spans import Span
 from .tensors import check_tensor
 
@@ -102,6 +114,12 @@ def _check_open(message: Open) -> None:
     _check_span(message.span)
     _check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
     _check_count(message.max_tokens, limits.MAX_SESSION_TOKENS, "session length")
+    _check_seconds(message.max_wait_seconds)
+
+
+def _check_queued(message: Queued) -> None:
+    _check_session(message.session)
+    _check_seconds(message.wait_seconds)
 
 
 def _check_opened(message: Opened) -> None:
@@ -147,6 +165,7 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Hello: _check_hello,
     Welcome: _check_welcome,
     Open: _check_open,
+    Queued: _check_queued,
     Opened: _check_opened,
     Step: _check_step,
     Output: _check_output,

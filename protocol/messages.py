@@ -1,8 +1,8 @@
 """Every message that peers and clients exchange, as plain values.
 
 A conversation on one stream: the dialler says `Hello`, the peer answers `Welcome`. For each
-session the client sends `Open` and gets `Opened`, then `Step` and gets `Output` (or `Gap`), then
-`Close`. Anything can be answered by `Declined`.
+session the client sends `Open` and gets `Opened`, perhaps `Queued` before, then `Step` and gets
+`Output` (or `Gap`), then `Close`. Anything can be answered by `Declined`.
 """
 
 from dataclasses import dataclass
@@ -44,6 +44,8 @@ class Open:
     """Ask a peer to hold a session for some of its blocks.
 
     `max_tokens` bounds the session's length per row; the peer commits memory only as it grows.
+    Where there is no room now, the peer declines at once, or, if `max_wait_seconds` are given,
+    answers `Queued` and decides within that time.
     """
 
     session: SessionId
@@ -53,6 +55,16 @@ class Open:
     num_rows: int
     max_tokens: int
     dtype: WireDtype
+    max_wait_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Queued:
+    """The session has to wait for room, about this long; `Opened` or `Declined` follows."""
+
+    session: SessionId
+    epoch: int
+    wait_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,4 +144,4 @@ class Declined:
     retry_after_seconds: float | None = None
 
 
-Message = Hello | Welcome | Open | Opened | Step | Output | Gap | Close | Declined
+Message = Hello | Welcome | Open | Queued | Opened | Step | Output | Gap | Close | Declined

@@ -23,7 +23,19 @@ from . import limits
 from .errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from .ids import ClientToken, ModelId, PeerId, SessionId
 from .message_checks import NO_SESSION, check_message, check_text, clean_text
-from .messages import Close, Declined, Gap, Hello, Message, Open, Opened, Output, Step, Welcome
+from .messages import (
+    Close,
+    Declined,
+    Gap,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Queued,
+    Step,
+    Welcome,
+)
 from .proto import wire_pb2 as pb
 from .spans import Span
 from .tensors import WireDtype, WireTensor, read_tensor
@@ -46,6 +58,7 @@ class Kind(IntEnum):
     GAP = 7
     CLOSE = 8
     DECLINED = 9
+    QUEUED = 10
 
 
 class _Flag(IntFlag):
@@ -216,6 +229,7 @@ def _encode_open(message: Open) -> _Parts:
         num_rows=message.num_rows,
         max_tokens=message.max_tokens,
         dtype=message.dtype,
+        max_wait_seconds=message.max_wait_seconds,
     )
     return _Parts(Kind.OPEN, message.session, message.epoch, control=body.SerializeToString())
 
@@ -230,7 +244,18 @@ def _decode_open(parts: _Parts) -> Open:
         body.num_rows,
         body.max_tokens,
         WireDtype(body.dtype),
+        body.max_wait_seconds,
     )
+
+
+def _encode_queued(message: Queued) -> _Parts:
+    body = pb.QueuedBody(wait_seconds=message.wait_seconds)
+    return _Parts(Kind.QUEUED, message.session, message.epoch, control=body.SerializeToString())
+
+
+def _decode_queued(parts: _Parts) -> Queued:
+    body = _parse(pb.QueuedBody(), parts)
+    return Queued(_session(parts), parts.epoch, body.wait_seconds)
 
 
 def _encode_opened(message: Opened) -> _Parts:
@@ -366,6 +391,7 @@ CODECS = (
     _Codec(Kind.GAP, Gap, _encode_gap, _decode_gap, ("flags", "control")),
     _Codec(Kind.CLOSE, Close, _encode_close, _decode_close, (*_SESSION, "control")),
     _Codec(Kind.DECLINED, Declined, _encode_declined, _decode_declined, _REFUSAL),
+    _Codec(Kind.QUEUED, Queued, _encode_queued, _decode_queued, _SESSION),
 )
 _CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}
 _CODEC_OF_KIND = {codec.kind: codec for codec in CODECS}

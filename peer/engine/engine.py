@@ -24,7 +24,8 @@ from ..fair_share import Holder
 from .block import Block
 from .families import read_spec
 from .heap import keep_large_tensors_apart
-from .kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
+from .kv_cache import PAGE_TOKENS, SessionCache
+from .kv_pool import KVCachePool
 from .loader import ReportProgress, load_span
 from .rows import PathRange, Rotation, Segment, Segments
 from .spec import ModelShape

@@ -37,20 +37,28 @@ class WelcomeBody(_message.Message):
     def __init__(self, version: _Optional[int] = ..., software: _Optional[str] = ..., peer_id: _Optional[str] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., wall_seconds: _Optional[float] = ...) -> None: ...
 
 class OpenBody(_message.Message):
-    __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype")
+    __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype", "max_wait_seconds")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_START_FIELD_NUMBER: _ClassVar[int]
     SPAN_STOP_FIELD_NUMBER: _ClassVar[int]
     NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
+    MAX_WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     span_start: int
     span_stop: int
     num_rows: int
     max_tokens: int
     dtype: int
-    def __init__(self, model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[int] = ...) -> None: ...
+    max_wait_seconds: float
+    def __init__(self, model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., max_wait_seconds: _Optional[float] = ...) -> None: ...
+
+class QueuedBody(_message.Message):
+    __slots__ = ("wait_seconds",)
+    WAIT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    wait_seconds: float
+    def __init__(self, wait_seconds: _Optional[float] = ...) -> None: ...
 
 class OpenedBody(_message.Message):
     __slots__ = ("queue_seconds", "free_kv_tokens")

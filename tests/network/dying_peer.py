@@ -28,9 +28,9 @@ def die_at(point: str, nth: int) -> None:
 
 
 class DyingConversation(conversation.Conversation):
-    async def _open(self, message: Open) -> bytes:
+    async def _open(self, message: Open) -> None:
         die_at("open", 1)
-        return await super()._open(message)
+        await super()._open(message)
 
     async def _take_step(self, step: Step) -> None:
         if step.hidden.tokens > 1:

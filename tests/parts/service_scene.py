@@ -173,7 +173,8 @@ class Peer:
     async def wait_until_empty(self) -> None:
         """Wait until nothing of any session is left, and check that that is true."""
         assert await self.service.wait_until_empty(60)
-        while self.service.opening:  # noqa: ASYNC110 - a test on virtual time
+        assert not self.service.admission.num_waiting
+        while self.service.admission.num_opening:  # noqa: ASYNC110 - a test on virtual time
             await asyncio.sleep(0.1)
         await asyncio.sleep(0.1)
         statistics = await self.compute.call(self.engine.pool.statistics)

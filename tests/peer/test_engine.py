@@ -9,7 +9,8 @@ from shoal.kernels.rotary import RotaryTable
 from shoal.peer.engine.block import Block
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import read_spec
-from shoal.peer.engine.kv_cache import PAGE_TOKENS, KVCachePool, SessionCache
+from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.kv_pool import KVCachePool
 from shoal.peer.engine.loader import load_block, open_checkpoint
 from shoal.peer.engine.scheduler import count_part_tokens
 from shoal.peer.engine.spec import ModelSpec

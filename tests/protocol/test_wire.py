@@ -21,6 +21,7 @@ from shoal.protocol.messages import (
     Open,
     Opened,
     Output,
+    Queued,
     Step,
     Welcome,
 )
@@ -84,6 +85,9 @@ HONEST: list[Message] = [
         WireDtype.FP32,
     ),
     Open(SESSION, 0, MODEL, Span(0, 1), 1, 1, WireDtype.FP16),
+    replace(OPEN, max_wait_seconds=12.5),
+    Queued(SESSION, 1, 0.0),
+    Queued(SESSION, U32, 1234.5),
     Opened(SESSION, 1, 0.5, 1000),
     Opened(SESSION, U32, 0.0, U64),
     STEP,
@@ -114,6 +118,7 @@ ONE_OF_EACH: dict[Kind, Message] = {
     Kind.GAP: Gap(SESSION, 1, 2, 3),
     Kind.CLOSE: Close(SESSION, 1),
     Kind.DECLINED: Declined(SESSION, 7, ErrorCode.CACHE_FULL, "full", 2.5),
+    Kind.QUEUED: Queued(SESSION, 1, 2.5),
 }
 
 
@@ -258,6 +263,10 @@ DISHONEST: list[Message] = [
     replace(OPEN, span=Span(5000, 5001)),
     replace(OPEN, model_id=ModelId("ä" * 32)),
     replace(OPEN, session=SessionId(b"")),
+    replace(OPEN, max_wait_seconds=-1.0),
+    replace(OPEN, max_wait_seconds=float("inf")),
+    Queued(SESSION, 1, float("nan")),
+    Queued(SESSION, 1, -1.0),
     Opened(SESSION, 1, float("inf"), 1),
     Opened(SESSION, 1, 0.0, -1),
     Opened(SESSION, 1, 0.0, 2**64),
@@ -301,7 +310,7 @@ def test_text_of_a_refusal_is_made_to_fit() -> None:
         {"version": 2},
         {"version": 255},
         {"kind": 0},
-        {"kind": 10},
+        {"kind": 11},
         {"kind": 255},
         *({"flags": 1 << bit} for bit in range(2, 16)),
         {"flags": 0xFFFF},

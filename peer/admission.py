@@ -1,0 +1,239 @@
+"""Who gets a session at a peer: at once, after a wait, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from ..protocol.errors import CacheFullError, ErrorCode, RefusedError
+from ..protocol.ids import SessionId
+from ..protocol.messages import Open
+from ..protocol.session import SessionState
+from .engine.compute_thread import ComputeThread
+from .engine.kv_cache import SessionCache
+from .engine.kv_pool import IDLE_SECONDS
+from .fair_share import Holder, check_room_for_client, may_displace
+from .held_session import HeldSession
+
+if TYPE_CHECKING:
+    from .service import Service
+
+_logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_SECONDS = 300.0
+"""Nobody waits longer, whatever they ask for: who needs more may ask again."""
+
+_LOOK_AGAIN_SECONDS = 1.0
+"""How often a waiter looks for sessions that have become idle; that makes no other sign."""
+
+_SMOOTHING = 0.1
+
+_TEMPORARY_CODES = frozenset({ErrorCode.BUSY, ErrorCode.CACHE_FULL})
+
+
+class Admission:
+    """Opens sessions, and keeps who has to wait for one in order of arrival.
+
+    Whoever waits is woken before a newcomer is heard, so nobody is overtaken except by those who
+    hold less than their share.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._opening: dict[SessionId, Holder] = {}
+        self._waiting: dict[asyncio.Event, Holder] = {}
+        self._lifetime_seconds: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Admission: {len(self._opening)} being opened, {len(self._waiting)} waiting>"
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sessions wait for room."""
+        return len(self._waiting)
+
+    @property
+    def num_opening(self) -> int:
+        """How many sessions are being opened right now."""
+        return len(self._opening)
+
+    def note_closed(self, held: HeldSession) -> None:
+        """Note how long a session was held, and let whoever waits try again."""
+        seconds = self._service.clock.now() - held.opened_at
+        average = self._lifetime_seconds
+        self._lifetime_seconds = (
+            seconds if average is None else average + _SMOOTHING * (seconds - average)
+        )
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Wake everybody who waits, in their order."""
+        for waiter in self._waiting:
+            waiter.set()
+
+    def may_wait(self, holder: Holder) -> bool:
+        """Return whether one more session of a holder may wait: the queue is shared like places."""
+        try:
+            num_places = self._service.facts.max_sessions
+            check_room_for_client(holder, list(self._waiting.values()), num_places, "waiting ones")
+        except RefusedError:
+            return False
+        return True
+
+    async def open(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
+        """Hold a session; return it and how many more tokens its holder may have.
+
+        Raises RefusedError; one that may pass says in `retry_after_seconds` when to ask again.
+        """
+        try:
+            return await self._open(message, holder)
+        except RefusedError as refusal:
+            if not _may_pass(refusal):
+                raise
+            raise _with_retry(refusal, self.estimate_wait_seconds()) from refusal
+
+    async def wait(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
+        """Do so as soon as there is room, within the time that the message allows."""
+        clock = self._service.clock
+        deadline = clock.now() + min(message.max_wait_seconds, _LONGEST_WAIT_SECONDS)
+        woken = asyncio.Event()
+        self._waiting[woken] = holder
+        try:
+            while (seconds := deadline - clock.now()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(seconds, _LOOK_AGAIN_SECONDS)):
+                        await woken.wait()
+                woken.clear()
+                with contextlib.suppress(_StillFullError):
+                    return await self._try_again(message, holder)
+        finally:
+            del self._waiting[woken]
+        return await self.open(message, holder)
+
+    def estimate_wait_seconds(self) -> float:
+        """Estimate how long one more session would have to wait.
+
+        Sessions that live T seconds leave n places every T/n seconds (Little's law).
+        """
+        now = self._service.clock.now()
+        ages = [now - held.opened_at for held in self._service.sessions.values()]
+        lifetime_seconds = self._lifetime_seconds
+        if lifetime_seconds is None:
+            lifetime_seconds = sum(ages) / len(ages) if ages else 0.0
+        num_before = len(self._waiting) + 1
+        return max(_LOOK_AGAIN_SECONDS, lifetime_seconds * num_before / max(1, len(ages)))
+
+    async def _try_again(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
+        try:
+            return await self._open(message, holder)
+        except RefusedError as refusal:
+            if _may_pass(refusal):
+                raise _StillFullError from refusal
+            raise
+
+    async def _open(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
+        service = self._service
+        self._check(message)
+        self._make_place(holder)
+        self._opening[message.session] = holder
+        try:
+            cache, free_tokens = await self._open_cache(message, holder)
+        finally:
+            del self._opening[message.session]
+        state = SessionState(message.num_rows, message.max_tokens, message.epoch)
+        held = HeldSession(state, cache, message.span, message.dtype, service.clock.now(), holder)
+        service.sessions[message.session] = held
+        return held, free_tokens
+
+    def _check(self, message: Open) -> None:
+        """Raise RefusedError for what this peer can never open, or not any more."""
+        service, engine = self._service, self._service.engine
+        if service.is_draining:
+            raise RefusedError(ErrorCode.DRAINING, "the peer is about to leave")
+        if message.model_id != service.facts.model_id:
+            raise RefusedError(ErrorCode.WRONG_MODEL, "the peer serves another model")
+        if not engine.span.covers(message.span):
+            detail = f"the peer serves blocks {engine.span}, not {message.span}"
+            raise RefusedError(ErrorCode.WRONG_SPAN, detail)
+        if message.max_tokens > engine.spec.max_positions:
+            detail = (
+                f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
+            )
+            raise RefusedError(ErrorCode.TOO_LONG, detail)
+        if message.session in service.sessions or message.session in self._opening:
+            raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
+
+    def _make_place(self, holder: Holder) -> None:
+        """See that `holder` may have one more session, if need be in place of an idle one."""
+        service = self._service
+        while True:
+            holders = [*self._opening.values()]
+            # Those whose pages were taken while they were idle only wait to hear of it.
+            sessions = service.sessions.values()
+            holders += [held.holder for held in sessions if held.cache.is_open]
+            try:
+                num_places = service.facts.max_sessions
+                return check_room_for_client(holder, holders, num_places, "sessions")
+            except RefusedError:
+                session = self._find_idle(holder, Counter(holders))
+                if session is None:
+                    raise
+                service.close_session(session, service.sessions[session])
+
+    def _find_idle(self, holder: Holder, held_places: Counter[Holder]) -> SessionId | None:
+        """Return the session that is idle for longest, of those that `holder` may displace."""
+        service = self._service
+        idle_since = service.clock.now() - IDLE_SECONDS
+        candidates = {
+            session: held.used_at
+            for session, held in service.sessions.items()
+            if held.used_at <= idle_since
+            and not held.running
+            and may_displace(holder, held.holder, held_places, 1)
+        }
+        return min(candidates, key=candidates.__getitem__, default=None)
+
+    async def _open_cache(self, message: Open, holder: Holder) -> tuple[SessionCache, int]:
+        """Return a new cache and how many tokens its holder may have beside it."""
+        compute, engine = self._service.compute, self._service.engine
+
+        def open_on_thread() -> tuple[SessionCache, int]:
+            cache = engine.open_cache(message.num_rows, message.max_tokens, message.span, holder)
+            return cache, engine.pool.count_free_tokens(holder)
+
+        opening = compute.call(open_on_thread)
+        try:
+            return await asyncio.shield(opening)
+        except RefusedError:
+            raise
+        except Exception as error:
+            _logger.exception("a session could not be opened")
+            raise RefusedError(ErrorCode.INTERNAL, "the peer failed to open a session") from error
+        except asyncio.CancelledError:
+            # The stream broke while the cache was being opened: nobody will hold it.
+            opening.add_done_callback(lambda done: _discard_cache(done, compute))
+            raise
+
+
+class _StillFullError(Exception):
+    """There is still no room for a session that waits."""
+
+
+def _may_pass(refusal: RefusedError) -> bool:
+    return refusal.code in _TEMPORARY_CODES and refusal.retry_after_seconds is not None
+
+
+def _with_retry(refusal: RefusedError, seconds: float) -> RefusedError:
+    if isinstance(refusal, CacheFullError):
+        return CacheFullError(str(refusal), seconds)
+    return RefusedError(refusal.code, str(refusal), seconds)
+
+
+def _discard_cache(
+    opening: asyncio.Future[tuple[SessionCache, int]], compute: ComputeThread
+) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        compute.post(opening.result()[0].close)

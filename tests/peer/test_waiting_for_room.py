@@ -1,0 +1,227 @@
+"""A peer without room for a session says so, and lets those wait who want to."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from service_scene import (
+    HELLO,
+    Peer,
+    Talk,
+    assert_declined,
+    draw_hidden,
+    expect_output,
+    make_open,
+    make_session,
+    make_step,
+    run,
+)
+
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.kv_pool import IDLE_SECONDS
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.messages import Close, Opened, Queued
+
+PATIENT = {"max_wait_seconds": 100.0}
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+async def fill(peer: Peer, num_sessions: int) -> list[Talk]:
+    """Take every place, each for another host, and keep the sessions busy."""
+    return [await peer.at_host(f"holder {n}").open(100 + n) for n in range(num_sessions)]
+
+
+async def close(talk: Talk, number: int) -> None:
+    await talk.say(Close(make_session(number), 1))
+
+
+def test_who_has_no_patience_is_told_when_to_ask_again(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        await fill(peer, 2)
+        await asyncio.sleep(6)
+        talk = await peer.at_host("newcomer").greet()
+
+        refusal = assert_declined(await talk.ask(make_open(1)), ErrorCode.BUSY)
+
+        # Two sessions of at least 6 seconds: one of them should end every 3 seconds.
+        assert refusal.retry_after_seconds == 3.0
+
+    run(engine, test, max_sessions=2)
+
+
+def test_session_is_opened_as_soon_as_there_is_room(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        await fill(peer, 2)
+        talk = await peer.at_host("newcomer").greet()
+
+        queued = await talk.ask(make_open(1, **PATIENT))
+        assert isinstance(queued, Queued)
+        assert queued.session == make_session(1)
+        asyncio.get_running_loop().call_later(5, peer.network.kill, "holder 0")
+        started_at = now()
+        assert isinstance(await talk.hear(), Opened)
+
+        assert 5 <= now() - started_at < 5.5
+        hidden = draw_hidden(1, 1, 3)
+        expect_output(await talk.ask(make_step(1, 0, hidden)))
+
+    run(engine, test, max_sessions=2)
+
+
+def test_those_who_wait_are_served_in_their_order(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        holders = await fill(peer, 3)
+        talks = [await peer.at_host(f"waiter {number}").greet() for number in range(3)]
+        for number, talk in enumerate(talks):
+            assert isinstance(await talk.ask(make_open(number, **PATIENT)), Queued)
+        order: list[int] = []
+
+        async def hear(number: int) -> None:
+            assert isinstance(await talks[number].hear(), Opened)
+            order.append(number)
+            await close(talks[number], number)
+
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(3):
+                tasks.create_task(hear(number))
+            await close(holders[0], 100)
+
+        assert order == [0, 1, 2]
+
+    run(engine, test, max_sessions=3)
+
+
+def test_wait_ends_in_time_and_with_a_reason(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        holders = await fill(peer, 1)
+        talk = await peer.at_host("newcomer").greet()
+        assert isinstance(await talk.ask(make_open(1, max_wait_seconds=4.0)), Queued)
+        started_at = now()
+
+        refusal = assert_declined(await talk.hear(), ErrorCode.BUSY)
+
+        assert refusal.session == make_session(1)
+        assert 4 <= now() - started_at < 4.5
+        assert refusal.retry_after_seconds
+        await close(holders[0], 100)
+
+    run(engine, test, max_sessions=1)
+
+
+def test_who_waits_goes_on_talking_and_may_give_up(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        holders = await fill(peer, 1)
+        talk = await peer.at_host("newcomer").greet()
+        assert isinstance(await talk.ask(make_open(1, **PATIENT)), Queued)
+        step = make_step(1, 0, draw_hidden(1, 1, 3))
+        await talk.say(step, Close(make_session(1), 1))
+        assert_declined(await talk.hear(), ErrorCode.UNKNOWN_SESSION)
+
+        await close(holders[0], 100)
+        assert isinstance(await talk.ask(make_open(2)), Opened)
+
+    run(engine, test, max_sessions=1)
+
+
+def test_who_hangs_up_waits_no_longer(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        await fill(peer, 1)
+        for number, how in enumerate(("close", "kill")):
+            host = f"newcomer {number}"
+            talk = await peer.at_host(host).greet()
+            assert isinstance(await talk.ask(make_open(1, **PATIENT)), Queued)
+            assert peer.service.admission.num_waiting == 1
+            if how == "close":
+                await talk.stream.close()
+            else:
+                peer.network.kill(host)
+            await asyncio.sleep(0.1)
+            assert peer.service.admission.num_waiting == 0
+
+    run(engine, test, max_sessions=1)
+
+
+def test_who_may_not_be_served_at_all_does_not_wait(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        await fill(peer, 1)
+        talk = await peer.at_host("newcomer").greet()
+
+        opening = replace(make_open(1, **PATIENT), max_tokens=10**6)
+        assert_declined(await talk.ask(opening), ErrorCode.TOO_LONG)
+
+    run(engine, test, max_sessions=1)
+
+
+def test_peer_that_drains_lets_nobody_wait(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        await fill(peer, 1)
+        talk = await peer.at_host("newcomer").greet()
+        assert isinstance(await talk.ask(make_open(1, **PATIENT)), Queued)
+        started_at = now()
+
+        peer.service.begin_draining()
+
+        assert_declined(await talk.hear(), ErrorCode.DRAINING)
+        assert now() - started_at < 0.5
+
+    run(engine, test, max_sessions=1)
+
+
+def test_one_address_does_not_fill_the_queue(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        holders = await fill(peer, 4)
+        greedy = await peer.at_host("greedy").greet()
+        answers = [await greedy.ask(make_open(n, **PATIENT)) for n in range(8)]
+        assert isinstance(answers[0], Queued)
+        assert_declined(answers[-1], ErrorCode.BUSY)
+        assert peer.service.admission.num_waiting < 4
+
+        other = await peer.at_host("other").greet()
+        assert isinstance(await other.ask(make_open(20, **PATIENT)), Queued)
+        await close(holders[0], 100)
+
+    run(engine, test, max_sessions=4)
+
+
+def test_session_that_is_idle_gives_up_its_place(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        idle = await peer.at_host("idle").greet()
+        for number in range(2):
+            assert isinstance(await idle.ask(make_open(number)), Opened)
+        hidden = draw_hidden(1, 1, 3)
+        await asyncio.sleep(IDLE_SECONDS - 1)
+        expect_output(await idle.ask(make_step(1, 0, hidden, 0)))
+        await asyncio.sleep(1)
+        newcomer = await peer.at_host("newcomer").greet()
+
+        assert isinstance(await newcomer.ask(make_open(5)), Opened)
+
+        unknown = await idle.ask(make_step(1, 0, hidden, 1))
+        assert_declined(unknown, ErrorCode.UNKNOWN_SESSION)
+        expect_output(await idle.ask(make_step(2, 3, hidden, 0)))
+
+    run(engine, test, max_sessions=2)
+
+
+def test_late_end_of_a_stream_leaves_a_new_session_of_the_same_id_alone(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        first = await peer.at_host("idle").open(1)
+        assert isinstance(await first.ask(make_open(2)), Opened)
+        await asyncio.sleep(IDLE_SECONDS)
+        await peer.at_host("newcomer").open(3)
+        assert make_session(1) not in peer.service.sessions, "it was the oldest"
+        await close(first, 2)
+        await first.ask(HELLO)  # its answer says that the Close was read
+        again = await peer.at_host("idle").greet()
+        assert isinstance(await again.ask(make_open(1)), Opened)
+
+        await first.stream.close()
+        await asyncio.sleep(0.1)
+
+        expect_output(await again.ask(make_step(1, 0, draw_hidden(1, 1, 3))))
+
+    run(engine, test, max_sessions=2)
