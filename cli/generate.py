@@ -4,6 +4,8 @@ import argparse
 import contextlib
 import json
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 from ..protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME, find_model
@@ -91,7 +93,8 @@ def run(options: argparse.Namespace) -> int:
             name, options.initial_peers, _DTYPES[options.dtype], options.wait, tokenizer
         )
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
-        _wait(waiting, notices, model, options.wait)
+        sessions: list[Any] = []
+        _wait(waiting, notices, model, sessions, options.wait)
         printer = None if options.json else _Printer(output, prompt)
 
         def on_token(piece: str) -> None:
@@ -99,7 +102,7 @@ def run(options: argparse.Namespace) -> int:
             if printer:
                 printer.add(piece)
 
-        generation = model.generate(prompt, sampling, on_token)
+        generation = model.generate(prompt, sampling, on_token, sessions.append)
         if printer:
             printer.end()
     if options.json:
@@ -119,11 +122,17 @@ def _read_prompt(text: str) -> str:
 
 
 def _wait(
-    waiting: contextlib.ExitStack, notices: Terminal, model: TextModel, seconds: float
+    waiting: contextlib.ExitStack,
+    notices: Terminal,
+    model: TextModel,
+    sessions: Sequence[Any],
+    seconds: float,
 ) -> None:
     """Say until `waiting` is closed what the first token waits for; nothing can be seen of it."""
 
     def describe() -> str:
+        if sessions and sessions[0].waiting:
+            return f"Waiting for {sessions[0].waiting}"
         names = ", ".join(map(str, model.missing_blocks))
         return f"Waiting for blocks {names}, at most {seconds:g} s" if names else "Generating"
 

@@ -1,6 +1,7 @@
 """One hop of one session on the wire: open it, ask one step at a time, check what comes back."""
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
@@ -25,6 +26,7 @@ from ..protocol.messages import (
     Open,
     Opened,
     Output,
+    Queued,
     Step,
     Welcome,
 )
@@ -108,22 +110,29 @@ class HopLink:
     @classmethod
     async def open(
         cls, transport: Transport, clock: Clock, hop: Hop, opening: Open, client: ClientToken,
-        timeout_seconds: float,
+        timeout_seconds: float, on_queued: Callable[[float], None] = lambda seconds: None,
     ) -> tuple["HopLink", LinkFacts]:  # fmt: skip
         """Dial a peer and open a session for the hop's span, under the name of `client`.
 
-        Raises UnavailableError, RefusedError or RemoteProtocolError; nothing is left open then.
+        A peer without room may take as long as `opening` allows; `on_queued` gets its estimate in
+        seconds. Raises UnavailableError, RefusedError or RemoteProtocolError; nothing is left open
+        then.
         """
         opening = replace(opening, span=hop.span)
         async with AsyncExitStack() as undo:
             try:
-                async with asyncio.timeout(timeout_seconds):
+                async with asyncio.timeout(timeout_seconds) as timeout:
                     stream = await _dial(transport, hop, Lane.INTERACTIVE, timeout_seconds)
                     undo.push_async_callback(stream.close)
                     link = cls(transport, clock, hop, opening, client, stream)
                     welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
                     _check_welcome(welcome, hop, opening)
                     opened = await _receive(stream, link.name, opening.session)
+                    if isinstance(opened, Queued) and opening.max_wait_seconds > 0:
+                        on_queued(opened.wait_seconds)
+                        now = asyncio.get_running_loop().time()
+                        timeout.reschedule(now + opening.max_wait_seconds + timeout_seconds)
+                        opened = await _receive(stream, link.name, opening.session)
             except TimeoutError as error:
                 name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
                 raise SilentError(f"{name} did not open a session in time") from error

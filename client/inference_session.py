@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..protocol.errors import UsageError
 from .config import make_whole
+from .live_hops import Waiting
 from .portal import Portal
 from .router import Hop
 from .session import Failover, RemoteSession
@@ -77,6 +78,11 @@ class InferenceSession:
     def last_token_id(self) -> Tensor | None:
         """The newest token of each row, [B, 1], or None."""
         return None if self.output_ids is None else self.output_ids[:, -1:]
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The peer in whose queue the session is at this moment, with its estimate, or None."""
+        return self._remote.waiting
 
     @property
     def hops(self) -> tuple[Hop, ...]:

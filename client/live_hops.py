@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ from .router import Hop, Route
 from .swarm import Fault, Swarm
 from .tensors import TORCH_DTYPES, from_wire, to_wire
 
+_logger = logging.getLogger(__name__)
+
 _MAX_PIECE_TOKENS = 2048
 
 _SHORT_SECONDS = 0.5
@@ -78,6 +81,17 @@ class LiveHop:
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """A session waits for room at a peer, which expects that to take `seconds`."""
+
+    hop: Hop
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"room at peer …{self.hop.peer.peer_id[-6:]}, about {self.seconds:.0f} s"
+
+
+@dataclass(frozen=True)
 class Question:
     """What one hop is asked; see `messages.Step` for the fields."""
 
@@ -109,6 +123,7 @@ class LiveHops:
         self._wire_dtype: WireDtype | None = None
         self._num_rows = 0
         self._forgiven: set[PeerId] = set()
+        self.waiting: Waiting | None = None  # for whoever watches
 
     def make_deadline(self) -> float:
         """Return until when lost hops may be replaced, from now."""
@@ -194,14 +209,19 @@ class LiveHops:
         weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
         tried: set[PeerId] = set()
         pause_seconds = 0.05
+        max_wait_seconds = 0.0
         while True:
+            num_tried = len(tried)
             route = await self._find_route(
                 span, weights, deadline, refusals, tried, is_failover=log.length > 0
             )
+            if len(tried) < num_tried:
+                # Everybody was asked once. Who is full may take us into its queue now.
+                max_wait_seconds = max(0.0, deadline - self.clock.now())
             self._epoch += 1
             self._choose_wire_dtype(route)
             try:
-                return await self._open_route(route, log, deadline)
+                return await self._open_route(route, log, deadline, max_wait_seconds)
             except LostHopError as lost:
                 tried.add(lost.hop.peer.peer_id)
                 refusals.note(lost)
@@ -254,14 +274,15 @@ class LiveHops:
             raise refusals.first from None
 
     async def _open_route(
-        self, route: Route, log: RecoveryLog[Tensor], deadline: float
+        self, route: Route, log: RecoveryLog[Tensor], deadline: float, max_wait_seconds: float
     ) -> list[LiveHop]:
         """Open all hops of a route at once, then replay the log through them in order."""
         hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
         hops[0].log = log
         try:
             results = await asyncio.gather(
-                *(self._open_link(live, deadline) for live in hops), return_exceptions=True
+                *(self._open_link(live, deadline, max_wait_seconds) for live in hops),
+                return_exceptions=True,
             )
             for result in results:
                 if isinstance(result, BaseException):
@@ -272,7 +293,7 @@ class LiveHops:
             raise
         return hops
 
-    async def _open_link(self, live: LiveHop, deadline: float) -> None:
+    async def _open_link(self, live: LiveHop, deadline: float, max_wait_seconds: float) -> None:
         """Open the session of one hop, under an id of its own."""
         assert self._wire_dtype is not None
         hop = live.hop
@@ -284,7 +305,13 @@ class LiveHops:
             self._num_rows,
             self.facts.max_tokens,
             self._wire_dtype,
+            max_wait_seconds,
         )
+
+        def note_queued(seconds: float) -> None:
+            self.waiting = Waiting(hop, seconds)
+            _logger.info("waiting for %s", self.waiting)
+
         timeout_seconds = choose_open_timeout_seconds(
             hop.peer.queue_seconds,
             _invert(hop.peer.prefill_tokens_per_second),
@@ -295,10 +322,18 @@ class LiveHops:
         )
         try:
             live.link, facts = await HopLink.open(
-                self._transport, self.clock, hop, opening, self._name_for(hop), timeout_seconds
+                self._transport,
+                self.clock,
+                hop,
+                opening,
+                self._name_for(hop),
+                timeout_seconds,
+                note_queued,
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             raise blame(self._swarm, hop, error, self._forgiven) from error
+        finally:
+            self.waiting = None
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
     def _name_for(self, hop: Hop) -> ClientToken:

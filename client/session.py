@@ -19,7 +19,7 @@ from ..protocol.errors import UsageError
 from ..protocol.limits import MAX_BATCH_ROWS
 from ..protocol.recovery_log import RecoveryLog
 from .blame import LostHopError, Refusals
-from .live_hops import LiveHop, LiveHops, Question
+from .live_hops import LiveHop, LiveHops, Question, Waiting
 from .pipeline import Pipeline, choose_piece_tokens
 from .router import Hop
 
@@ -82,6 +82,11 @@ class RemoteSession:
     def max_tokens(self) -> int:
         """Tokens per row that the session may hold."""
         return self._facts.max_tokens
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The peer that has no room for the session yet, and how long it expects that to last."""
+        return self._driver.waiting
 
     @property
     def hops(self) -> tuple[Hop, ...]:

@@ -33,6 +33,7 @@ from shoal.protocol.messages import (
     Open,
     Opened,
     Output,
+    Queued,
     Step,
     Welcome,
 )
@@ -224,6 +225,7 @@ WELCOME = Welcome(1, "scripted", PEER_ID, MODEL_ID, SPAN, 0.0)
         (change(Open, decline(ErrorCode.BUSY)), RefusedError),
         (change(Open, decline(ErrorCode.CACHE_FULL)), CacheFullError),
         (change(Open, decline(ErrorCode.BUSY, OTHER_SESSION)), RemoteProtocolError),
+        (change(Open, lambda _: Queued(SESSION, 3, 1.0)), RemoteProtocolError),
     ],
     ids=[
         "other peer",
@@ -239,6 +241,7 @@ WELCOME = Welcome(1, "scripted", PEER_ID, MODEL_ID, SPAN, 0.0)
         "busy",
         "full",
         "declines another",
+        "queues who would not wait",
     ],
 )
 def test_opening_that_fails_says_whose_fault_it_is_and_leaves_nothing(
