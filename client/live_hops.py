@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..kernels.compress import has_only_finite
+from ..kernels.compress import DTYPES, has_only_finite
 from ..protocol.errors import (
     DirectoryError,
     RefusedError,
@@ -41,7 +41,7 @@ from .hop_link import HopLink
 from .replay import merge_pieces
 from .router import Hop, Route
 from .swarm import Fault, Swarm
-from .tensors import TORCH_DTYPES, from_wire, to_wire
+from .tensors import from_wire, to_wire
 
 _logger = logging.getLogger(__name__)
 
@@ -187,7 +187,7 @@ class LiveHops:
     def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
         """Round hidden states to what travels, so that a log holds exactly what was sent."""
         assert self._wire_dtype is not None  # chosen with the first route
-        return hidden_BTH.to(TORCH_DTYPES[self._wire_dtype])
+        return hidden_BTH.to(DTYPES[self._wire_dtype.name])
 
     async def cover(
         self,

@@ -1,6 +1,7 @@
 """Tensors to wire bytes and back. Knows lengths and layouts, nothing of frames or of trust."""
 
 import math
+from collections.abc import Mapping
 from enum import IntEnum
 
 import numpy as np
@@ -14,6 +15,13 @@ class Codec(IntEnum):
     RAW = 1
     """The elements themselves, little-endian, in C order."""
 
+
+DTYPES: Mapping[str, torch.dtype] = {
+    "FP32": torch.float32,
+    "FP16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""What travels; the names are those of the wire protocol."""
 
 # Integers of the same width as each element carry its bits: numpy has no bfloat16.
 _CARRIERS: dict[torch.dtype, tuple[torch.dtype, str]] = {

@@ -1,8 +1,6 @@
 """Steps of the wire to work for the engine, and what the engine made of them back to the wire."""
 
-import torch
-
-from ..kernels.compress import decode_tensor, encode_tensor, has_only_finite
+from ..kernels.compress import DTYPES, decode_tensor, encode_tensor, has_only_finite
 from ..protocol import limits
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.messages import Output, Step
@@ -11,12 +9,6 @@ from ..protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_byt
 from .engine.compute_thread import ComputedStep
 from .engine.engine import StepWork
 from .engine.kv_cache import SessionCache
-
-TORCH_DTYPES = {
-    WireDtype.FP32: torch.float32,
-    WireDtype.FP16: torch.float16,
-    WireDtype.BF16: torch.bfloat16,
-}
 
 _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
 """The tensor of one answer; what is left of the frame is enough for everything else."""
@@ -43,7 +35,7 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int) -> None:
 
 def make_work(step: Step, cache: SessionCache, span: Span) -> StepWork:
     """Return what the engine has to do for a step."""
-    hidden_BTH = decode_tensor(step.hidden.data, TORCH_DTYPES[step.hidden.dtype], step.hidden.shape)
+    hidden_BTH = decode_tensor(step.hidden.data, DTYPES[step.hidden.dtype.name], step.hidden.shape)
     return StepWork(
         cache=cache,
         span=span,
@@ -57,7 +49,7 @@ def make_work(step: Step, cache: SessionCache, span: Span) -> StepWork:
 
 def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
     """Return the answer to a step; RefusedError when the session's dtype cannot hold it."""
-    hidden_BTH = computed.hidden_BTH.to(TORCH_DTYPES[dtype])
+    hidden_BTH = computed.hidden_BTH.to(DTYPES[dtype.name])
     if dtype is WireDtype.FP16 and not has_only_finite(hidden_BTH):
         raise RefusedError(
             ErrorCode.BAD_VALUES,

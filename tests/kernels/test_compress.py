@@ -6,12 +6,17 @@ from typing import cast
 import pytest
 import torch
 
-from shoal.kernels.compress import Codec, decode_tensor, encode_tensor, has_only_finite
+from shoal.kernels.compress import DTYPES, Codec, decode_tensor, encode_tensor, has_only_finite
+from shoal.protocol.tensors import ELEMENT_BYTES, WireDtype
 
-DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+def test_dtypes_are_those_of_the_wire_protocol() -> None:
+    sizes = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+    assert sizes == {dtype.name: ELEMENT_BYTES[dtype] for dtype in WireDtype}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("shape", [(), (1,), (2, 3, 5), (0, 4)])
 def test_tensor_survives_the_wire(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(9)).to(dtype)
@@ -72,7 +77,7 @@ def test_unknown_dtypes_and_codecs_are_refused() -> None:
         decode_tensor(bytes(8), torch.float32, (2,), codec=cast(Codec, 77))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES.values())
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("place", [0, 500, 1000])
 def test_non_finite_values_are_found(place: int, value: float, dtype: torch.dtype) -> None:

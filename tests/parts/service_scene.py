@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.kernels.compress import decode_tensor, encode_tensor
+from shoal.kernels.compress import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.service import Service, ServiceFacts
-from shoal.peer.step_work import TORCH_DTYPES
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
@@ -211,7 +210,7 @@ def make_step(
 def expect_output(answer: Message | None) -> Tensor:
     assert isinstance(answer, Output), answer
     tensor = answer.hidden
-    return decode_tensor(tensor.data, TORCH_DTYPES[tensor.dtype], tensor.shape)
+    return decode_tensor(tensor.data, DTYPES[tensor.dtype.name], tensor.shape)
 
 
 def assert_declined(answer: Message | None, code: ErrorCode) -> Declined:
