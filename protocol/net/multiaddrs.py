@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ..errors import DirectoryError, RemoteProtocolError, UsageError
 from ..identity import public_key_of
 from ..ids import PeerId
+from .addresses import is_loopback
 
 _HOST_PARTS = frozenset({"ip4", "ip6", "dns", "dns4", "dns6"})
 _PORT_PARTS = frozenset({"tcp", "udp"})
@@ -85,14 +86,6 @@ def _check_part(name: str, value: str) -> None:
         raise ValueError(f"{name} needs a value")
     elif name not in _PARTS_WITH_VALUE | _PARTS_WITHOUT_VALUE:
         raise ValueError(f"{name!r} is unknown")
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host is an address or the name of this machine's loopback."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def make_listen_multiaddr(host: str, port: int) -> str:

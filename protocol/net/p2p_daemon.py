@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from ..errors import DirectoryError, UsageError
 from ..identity import Identity
-from .addresses import check_can_bind
-from .multiaddrs import PeerAddress, find_listening, is_loopback, make_listen_multiaddr
+from .addresses import check_can_bind, is_loopback
+from .multiaddrs import PeerAddress, find_listening, make_listen_multiaddr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
