@@ -11,15 +11,10 @@
 #include <stdlib.h>
 
 #define WIDTH 4
+#define ATTEND attend_portable
 #include "attention_body.h"
 
 /* ---- What Python calls ------------------------------------------------------------------------ */
-
-static void attend_portable(
-    const Batch *batch, const Segment *segment, size_t index, size_t scratch_keys, float *scratch
-) {
-    attend_group(batch, segment, index, scratch_keys, scratch);
-}
 
 /* 0: portable, 1: AVX2, 2: AVX-512. NULL where the processor lacks it. */
 static Attend *find_attend(int32_t instruction_set) {

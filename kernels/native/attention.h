@@ -44,6 +44,6 @@ typedef struct {
 typedef void Attend(
     const Batch *batch, const Segment *segment, size_t index, size_t scratch_keys, float *scratch);
 
-Attend attend_avx2, attend_avx512;
+Attend attend_portable, attend_avx2, attend_avx512;
 
 #endif

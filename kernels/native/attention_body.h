@@ -1,6 +1,7 @@
 /* The computation, once for each width of registers: a file that includes this one says how many
-   floats a register holds (WIDTH). Sums are taken in sixteen lanes, which are one, two or four
-   registers, and added up like a tree: what is added to what is the same for all. */
+   floats a register holds (WIDTH), and how its `Attend` is called (ATTEND). Sums are taken in
+   sixteen lanes, which are one, two or four registers, and added up like a tree: what is added to
+   what is the same for all. */
 
 #include "attention.h"
 
@@ -249,7 +250,7 @@ INLINE void attend_token(
 }
 
 /* See `Attend`. */
-INLINE void attend_group(
+void ATTEND(
     const Batch *batch, const Segment *segment, size_t index, size_t scratch_keys, float *scratch
 ) {
     const Shape *shape = batch->shape;
