@@ -12,23 +12,23 @@ from .quantize import WeightFormat, quantize_int8
 from .select import choose_int8_kernel
 
 
-class RowPath(Enum):
+class RowPrecision(Enum):
     """How many int8 digits each number of a row keeps when it meets int8 weights.
 
     To be chosen by what a row is, never by how many rows there are: then neither strangers in the
     same batch nor the way a prompt was cut change a session's results.
     """
 
-    FEW = 2
+    TWO_DIGITS = 2
     """For generated tokens: as good as float activations, and nearly free for a few rows, where
     reading the weights takes longer."""
 
-    MANY = 1
+    ONE_DIGIT = 1
     """For prompts: half the work where multiplying takes longer; differs by about one percent.
 
-    Microseconds of FEW / MANY at 1, 4, 8, 16 and 128 rows of 1024 -> 2816, weights out of cache:
-    136 / 78, 172 / 117, 290 / 147, 480 / 264, 3481 / 1794. One thread of an EPYC with AVX512-VNNI,
-    in one run of `benchmarks/kernels.py`."""
+    Microseconds of two digits / one digit at 1, 4, 8, 16 and 128 rows of 1024 -> 2816, weights out
+    of cache: 136 / 78, 172 / 117, 290 / 147, 480 / 264, 3481 / 1794. One thread of an EPYC with
+    AVX512-VNNI, in one run of `benchmarks/kernels.py`."""
 
 
 class Linear(ABC):
@@ -42,7 +42,7 @@ class Linear(ABC):
     """Weights and biases of the layer, however they are stored."""
 
     @abstractmethod
-    def __call__(self, hidden_NI: Tensor, path: RowPath) -> Tensor:
+    def __call__(self, hidden_NI: Tensor, precision: RowPrecision) -> Tensor:
         """Return `hidden_NO` in the dtype of `hidden_NI`, a matrix with one row per token.
 
         Each row's result depends on that row alone.
@@ -84,7 +84,7 @@ def _count_bytes(*tensors: Tensor | None) -> int:
 
 
 class _FloatLinear(Linear):
-    """Weights in a float format; the path makes no difference."""
+    """Weights in a float format; the precision of rows makes no difference."""
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight_OI.shape
@@ -94,7 +94,7 @@ class _FloatLinear(Linear):
         self._bias_O = bias_O
         self._needs_conversion = weight_OI.dtype != dtype
 
-    def __call__(self, hidden_NI: Tensor, path: RowPath) -> Tensor:
+    def __call__(self, hidden_NI: Tensor, precision: RowPrecision) -> Tensor:
         if not self._needs_conversion:
             return F.linear(hidden_NI, self._weight_OI, self._bias_O)
         hidden_NO = F.linear(hidden_NI.to(self._weight_OI.dtype), self._weight_OI)
@@ -113,8 +113,8 @@ class _Int8Linear(Linear):
         self._product = choose_int8_kernel().pack(quantize_int8(weight_OI), bias_O)
         self.num_bytes = self._product.num_bytes
 
-    def __call__(self, hidden_NI: Tensor, path: RowPath) -> Tensor:
+    def __call__(self, hidden_NI: Tensor, precision: RowPrecision) -> Tensor:
         if hidden_NI.requires_grad and torch.is_grad_enabled():
             # Rounding has no gradient: autograd would return a plausible, wrong one.
             raise ValueError("an int8 linear has no backward; call it under torch.no_grad()")
-        return self._product.multiply(hidden_NI, path.value)
+        return self._product.multiply(hidden_NI, precision.value)

@@ -18,7 +18,7 @@ from ...kernels.linear import Linear
 from ...kernels.norm import rms_norm
 from ...kernels.rotary import apply_rotary
 from ...kernels.token_attention import TokenAttention, TokenShape, can_attend
-from .rows import PathRange, Segment, Segments, apply_linear
+from .rows import RowRange, Segment, Segments, apply_linear
 from .scheduler import count_part_tokens
 from .spec import ModelSpec
 
@@ -90,7 +90,7 @@ class Attention:
         self._token_attention = _make_token_attention(block, options, query_key_norm_JD)
 
     def __call__(
-        self, normed_NH: torch.Tensor, segments: Segments, ranges: Sequence[PathRange]
+        self, normed_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
     ) -> torch.Tensor:
         """Return what attention adds; writes new keys and values into the segments' caches."""
         fused_NO = apply_linear(self._query_key_value, normed_NH, ranges)

@@ -10,7 +10,7 @@ import torch
 from ...kernels.norm import Norm
 from .attention import Attention
 from .mlp import Mlp
-from .rows import PathRange, Segments
+from .rows import RowRange, Segments
 from .spec import Residual
 
 
@@ -29,7 +29,7 @@ class Block:
         self._mlp = mlp
 
     def __call__(
-        self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[PathRange]
+        self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
     ) -> torch.Tensor:
         """Return the block's output; writes the new keys and values into the segments' caches."""
         normed_NH = self._norm("attention_norm", hidden_NH)

@@ -15,7 +15,7 @@ import torch
 
 from ...kernels.checkpoint import Checkpoint
 from ...kernels.compress import has_only_finite
-from ...kernels.linear import RowPath
+from ...kernels.linear import RowPrecision
 from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
@@ -27,7 +27,7 @@ from .heap import keep_large_tensors_apart
 from .kv_cache import PAGE_TOKENS, SessionCache
 from .kv_pool import KVCachePool
 from .loader import ReportProgress, load_span
-from .rows import PathRange, Rotation, Segment, Segments
+from .rows import Rotation, RowRange, Segment, Segments
 from .spec import ModelShape
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class _Step:
 
     index: int
     work: StepWork
-    path: RowPath
+    precision: RowPrecision
     rotations: tuple[Rotation, ...]
     hidden_NH: torch.Tensor
 
@@ -202,8 +202,8 @@ class Engine:
                 accepted_caches.add(work.cache)
             except RefusedError as refusal:
                 results[index] = refusal
-        # Steps of one path lie side by side, so that each linear runs once per path.
-        return sorted(steps, key=lambda step: step.path is RowPath.MANY)
+        # Steps of one precision lie side by side, so that each linear runs once for each.
+        return sorted(steps, key=lambda step: step.precision is RowPrecision.ONE_DIGIT)
 
     def _prepare(self, index: int, work: StepWork) -> _Step:
         self._check(work)
@@ -213,9 +213,9 @@ class Engine:
             raise RefusedError(ErrorCode.BAD_VALUES, "the hidden states are not finite")
         work.cache.prepare(work.position, num_tokens, work.row_map, work.num_behind)
         # Not by the number of rows: that depends on how a prompt was cut into steps.
-        path = RowPath.FEW if work.decoded else RowPath.MANY
+        precision = RowPrecision.TWO_DIGITS if work.decoded else RowPrecision.ONE_DIGIT
         rotations = tuple(table.rows(work.position, num_tokens) for table in self._rotary)
-        return _Step(index, work, path, rotations, hidden_NH)
+        return _Step(index, work, precision, rotations, hidden_NH)
 
     def _check(self, work: StepWork) -> None:
         if work.span != work.cache.span:
@@ -287,10 +287,10 @@ def _cut_stretches(steps: Sequence[_Step]) -> Iterator[tuple[Span, list[_Step]]]
             yield stretch, active
 
 
-def _lay_out(steps: Sequence[_Step]) -> tuple[list[Segment], list[PathRange]]:
-    """Place the steps' rows one after the other; ranges of one path are merged."""
+def _lay_out(steps: Sequence[_Step]) -> tuple[list[Segment], list[RowRange]]:
+    """Place the steps' rows one after the other; ranges of one precision are merged."""
     segments: list[Segment] = []
-    ranges: list[PathRange] = []
+    ranges: list[RowRange] = []
     start = 0
     for step in steps:
         num_rows, num_tokens, _ = step.work.hidden_BTH.shape
@@ -307,10 +307,10 @@ def _lay_out(steps: Sequence[_Step]) -> tuple[list[Segment], list[PathRange]]:
                 rotations=step.rotations,
             )
         )
-        if ranges and ranges[-1].path is step.path:
+        if ranges and ranges[-1].precision is step.precision:
             ranges[-1] = replace(ranges[-1], stop=stop)
         else:
-            ranges.append(PathRange(start, stop, step.path))
+            ranges.append(RowRange(start, stop, step.precision))
         start = stop
     return segments, ranges
 

@@ -9,9 +9,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ...kernels.linear import Linear, RowPath
+from ...kernels.linear import Linear, RowPrecision
 from ...kernels.routing import Router
-from .rows import PathRange, apply_linear
+from .rows import RowRange, apply_linear
 from .spec import ExpertsSpec
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
@@ -24,7 +24,7 @@ class Mlp(ABC):
     num_parameters: int
 
     @abstractmethod
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[PathRange]) -> torch.Tensor:
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
         """Return what is added to the hidden states; `ranges` covers all rows."""
 
 
@@ -38,7 +38,7 @@ class GatedMlp(Mlp):
         self._down = down
         self._activation = activation
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[PathRange]) -> torch.Tensor:
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
         gate_NO, up_NO = apply_linear(self._gate_up, normed_NH, ranges).chunk(2, dim=-1)
         gated_NO = self._activation(gate_NO).mul_(up_NO)
         return apply_linear(self._down, gated_NO, ranges)
@@ -54,7 +54,7 @@ class PlainMlp(Mlp):
         self._down = down
         self._activation = activation
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[PathRange]) -> torch.Tensor:
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
         inner_NO = self._activation(apply_linear(self._up, normed_NH, ranges))
         return apply_linear(self._down, inner_NO, ranges)
 
@@ -71,12 +71,12 @@ class Experts(Mlp):
         self._router = router
         self._experts = experts
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[PathRange]) -> torch.Tensor:
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
         return torch.cat(
-            [self._compute(normed_NH[part.start : part.stop], part.path) for part in ranges]
+            [self._compute(normed_NH[part.start : part.stop], part.precision) for part in ranges]
         )
 
-    def _compute(self, normed_NH: torch.Tensor, path: RowPath) -> torch.Tensor:
+    def _compute(self, normed_NH: torch.Tensor, precision: RowPrecision) -> torch.Tensor:
         """Let each chosen expert compute its rows together.
 
         A row's results are added in the order of its experts, whichever rows are beside it.
@@ -88,6 +88,8 @@ class Experts(Mlp):
         output_NH = torch.zeros_like(normed_NH)
         for expert in experts_NK.unique().tolist():
             rows, places = torch.where(experts_NK == expert)
-            computed_NH = self._experts[expert](normed_NH[rows], [PathRange(0, len(rows), path)])
+            computed_NH = self._experts[expert](
+                normed_NH[rows], [RowRange(0, len(rows), precision)]
+            )
             output_NH.index_add_(0, rows, computed_NH * shares_NK[rows, places, None])
         return output_NH

@@ -9,7 +9,7 @@ from functools import cached_property
 
 import torch
 
-from ...kernels.linear import Linear, RowPath
+from ...kernels.linear import Linear, RowPrecision
 from ...kernels.token_attention import TokenBatch, TokenSegment
 from .kv_cache import SessionCache
 
@@ -70,18 +70,18 @@ class Segments:
 
 
 @dataclass(frozen=True, slots=True)
-class PathRange:
-    """The rows `[start, stop)` of N whose linears take one path."""
+class RowRange:
+    """The rows `[start, stop)` of N that linears take in one precision."""
 
     start: int
     stop: int
-    path: RowPath
+    precision: RowPrecision
 
 
 def apply_linear(
-    linear: Linear, hidden_NI: torch.Tensor, ranges: Sequence[PathRange]
+    linear: Linear, hidden_NI: torch.Tensor, ranges: Sequence[RowRange]
 ) -> torch.Tensor:
-    """Return the linear's `hidden_NO`, each range of rows by its path."""
+    """Return the linear's `hidden_NO`, each range of rows in its precision."""
     if len(ranges) == 1:
-        return linear(hidden_NI, ranges[0].path)
-    return torch.cat([linear(hidden_NI[part.start : part.stop], part.path) for part in ranges])
+        return linear(hidden_NI, ranges[0].precision)
+    return torch.cat([linear(hidden_NI[part.start : part.stop], part.precision) for part in ranges])

@@ -17,7 +17,7 @@ from ...kernels.checkpoint import Checkpoint, CheckpointError
 from ...kernels.shell import Shell, ShellError, StepCache, open_shell
 from ...protocol.errors import ModelError
 from .config_reader import MAX_POSITIONS, ConfigReader, limit_to_exact_positions
-from .rows import PathRange, Segment, Segments
+from .rows import RowRange, Segment, Segments
 from .scheduler import count_part_tokens
 from .spec import ModelShape
 
@@ -50,7 +50,7 @@ class WrappedBlock:
         self._index = index
 
     def __call__(
-        self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[PathRange]
+        self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
     ) -> torch.Tensor:
         """Return the block's output; writes the new keys and values into the segments' caches."""
         return torch.cat([self._compute(hidden_NH, segment) for segment in segments.all])

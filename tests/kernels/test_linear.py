@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import reference
-from shoal.kernels.linear import RowPath, make_linear
+from shoal.kernels.linear import RowPrecision, make_linear
 from shoal.kernels.quantize import WeightFormat, quantize_int8
 
 SHAPES = [(24, 40), (33, 7), (1, 1), (64, 128), (256, 96)]  # (in, out)
@@ -27,7 +27,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("precision", list(RowPrecision))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", ROWS)
 @pytest.mark.parametrize(("in_features", "out_features"), SHAPES)
@@ -38,114 +38,120 @@ def test_int8_matches_the_reference(
     num_rows: int,
     dtype: torch.dtype,
     with_bias: bool,
-    path: RowPath,
+    precision: RowPrecision,
 ) -> None:
     hidden, weight, bias = make_case(num_rows, in_features, out_features, dtype)
     linear = make_linear(weight, bias if with_bias else None, WeightFormat.INT8, dtype)
 
-    result = linear(hidden, path)
+    result = linear(hidden, precision)
 
     quantized = quantize_int8(weight)
-    expected = reference.linear_int8(hidden, quantized, bias if with_bias else None, path.value)
+    expected = reference.linear_int8(
+        hidden, quantized, bias if with_bias else None, precision.value
+    )
     assert result.shape == (num_rows, out_features)
     assert result.dtype is dtype
     assert torch.equal(result, expected.to(dtype))
 
 
-@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("precision", list(RowPrecision))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_is_close_to_the_unquantized_product(path: RowPath, dtype: torch.dtype) -> None:
+def test_int8_is_close_to_the_unquantized_product(
+    precision: RowPrecision, dtype: torch.dtype
+) -> None:
     hidden, weight, _ = make_case(6, 256, 96, dtype)
     linear = make_linear(weight, None, WeightFormat.INT8, dtype)
 
-    result = linear(hidden, path)
+    result = linear(hidden, precision)
 
     assert relative_error(result, hidden.double() @ weight.double().t()) < 0.02
 
 
-@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("precision", list(RowPrecision))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("num_rows", [2, 9, 33])
 def test_int8_row_does_not_depend_on_its_company(
-    num_rows: int, dtype: torch.dtype, path: RowPath
+    num_rows: int, dtype: torch.dtype, precision: RowPrecision
 ) -> None:
     hidden, weight, bias = make_case(num_rows, 96, 72, dtype)
     hidden[-1] *= 1e4  # an outlier row would spoil a scale shared by the batch
     linear = make_linear(weight, bias, WeightFormat.INT8, dtype)
 
-    together = linear(hidden, path)
-    alone = torch.cat([linear(row[None], path) for row in hidden])
+    together = linear(hidden, precision)
+    alone = torch.cat([linear(row[None], precision) for row in hidden])
 
     assert torch.equal(together, alone)
 
 
-@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("precision", list(RowPrecision))
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_int8_keeps_a_non_finite_row_visible_and_apart(value: float, path: RowPath) -> None:
+def test_int8_keeps_a_non_finite_row_visible_and_apart(
+    value: float, precision: RowPrecision
+) -> None:
     hidden, weight, _ = make_case(3, 24, 40, torch.float32)
     linear = make_linear(weight, None, WeightFormat.INT8, torch.float32)
-    clean = linear(hidden, path)
+    clean = linear(hidden, precision)
     hidden[1, 5] = value
 
-    result = linear(hidden, path)
+    result = linear(hidden, precision)
 
     assert not bool(result[1].isfinite().any())
     assert torch.equal(result[[0, 2]], clean[[0, 2]])
 
 
-@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("precision", list(RowPrecision))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_int8_maps_zero_rows_to_the_bias(dtype: torch.dtype, path: RowPath) -> None:
+def test_int8_maps_zero_rows_to_the_bias(dtype: torch.dtype, precision: RowPrecision) -> None:
     _, weight, bias = make_case(1, 24, 40, dtype)
     linear = make_linear(weight, bias, WeightFormat.INT8, dtype)
 
-    assert torch.equal(linear(torch.zeros(2, 24, dtype=dtype), path), bias.expand(2, 40))
-    assert linear(torch.zeros(0, 24, dtype=dtype), path).shape == (0, 40)
+    assert torch.equal(linear(torch.zeros(2, 24, dtype=dtype), precision), bias.expand(2, 40))
+    assert linear(torch.zeros(0, 24, dtype=dtype), precision).shape == (0, 40)
 
 
-@pytest.mark.parametrize("path", list(RowPath))
-def test_int8_accepts_rows_that_are_not_contiguous(path: RowPath) -> None:
+@pytest.mark.parametrize("precision", list(RowPrecision))
+def test_int8_accepts_rows_that_are_not_contiguous(precision: RowPrecision) -> None:
     hidden, weight, _ = make_case(24, 6, 40, torch.float32)
     linear = make_linear(weight.repeat(1, 4), None, WeightFormat.INT8, torch.float32)
 
-    result = linear(hidden.t(), path)
+    result = linear(hidden.t(), precision)
 
-    assert torch.equal(result, linear(hidden.t().contiguous(), path))
+    assert torch.equal(result, linear(hidden.t().contiguous(), precision))
 
 
-@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("precision", list(RowPrecision))
 @pytest.mark.parametrize("offset", [1, 8, 13])
-def test_int8_accepts_rows_at_any_address(offset: int, path: RowPath) -> None:
+def test_int8_accepts_rows_at_any_address(offset: int, precision: RowPrecision) -> None:
     hidden, weight, _ = make_case(3, 64, 8, torch.bfloat16)
     linear = make_linear(weight, None, WeightFormat.INT8, torch.bfloat16)
     shifted = torch.zeros(offset + hidden.numel(), dtype=torch.bfloat16)[offset:].view(3, 64)
     shifted.copy_(hidden)
 
-    assert torch.equal(linear(shifted, path), linear(hidden, path))
+    assert torch.equal(linear(shifted, precision), linear(hidden, precision))
 
 
-@pytest.mark.parametrize("path", list(RowPath))
-def test_int8_refuses_to_pretend_a_gradient(path: RowPath) -> None:
+@pytest.mark.parametrize("precision", list(RowPrecision))
+def test_int8_refuses_to_pretend_a_gradient(precision: RowPrecision) -> None:
     hidden, weight, _ = make_case(2, 24, 40, torch.float32)
     linear = make_linear(weight, None, WeightFormat.INT8, torch.float32)
     hidden.requires_grad_()
 
     with pytest.raises(ValueError, match="no backward"):
-        linear(hidden, path)
+        linear(hidden, precision)
     with torch.no_grad():
-        assert linear(hidden, path).shape == (2, 40)
+        assert linear(hidden, precision).shape == (2, 40)
 
 
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float16])
 @pytest.mark.parametrize("weights", [WeightFormat.BF16, WeightFormat.FP32])
-@pytest.mark.parametrize("path", list(RowPath))
+@pytest.mark.parametrize("precision", list(RowPrecision))
 def test_float_formats_match_the_plain_product(
-    weights: WeightFormat, dtype: torch.dtype, path: RowPath
+    weights: WeightFormat, dtype: torch.dtype, precision: RowPrecision
 ) -> None:
     hidden, weight, bias = make_case(5, 33, 40, dtype)
     linear = make_linear(weight, bias, weights, dtype)
 
-    result = linear(hidden, path)
+    result = linear(hidden, precision)
 
     expected = hidden.double() @ weight.double().t() + bias.double()
     exact = weights is WeightFormat.FP32 and dtype is torch.float32
@@ -156,12 +162,12 @@ def test_float_formats_match_the_plain_product(
 def test_float_linear_does_not_share_the_callers_memory() -> None:
     hidden, weight, bias = make_case(2, 8, 8, torch.float32)
     linear = make_linear(weight, bias, WeightFormat.FP32, torch.float32)
-    before = linear(hidden, RowPath.FEW)
+    before = linear(hidden, RowPrecision.TWO_DIGITS)
 
     weight.zero_()
     bias.zero_()
 
-    assert torch.equal(linear(hidden, RowPath.FEW), before)
+    assert torch.equal(linear(hidden, RowPrecision.TWO_DIGITS), before)
 
 
 @pytest.mark.parametrize(
