@@ -1,0 +1,174 @@
+"""What a diagnosis says of single peers: silent, faulty, old, with a clock that is off."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable
+
+import pytest
+from diagnosis_scene import MODEL, Swarm, examine, find
+
+from shoal.client.diagnosis import Status
+from shoal.client.peer_check import Fault
+from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.messages import Declined, Hello, Message, Welcome
+from shoal.protocol.spans import Span
+
+
+def test_killed_peer_is_named_and_so_are_its_blocks() -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 3))
+        await swarm.add(Span(3, 5))
+        await swarm.add(Span(5, 8))
+        swarm.network.kill("peer2")
+
+    diagnosis = examine(build)
+
+    (broken,) = [check for check in diagnosis.checks if check.fault]
+    assert broken.fault is Fault.UNREACHABLE
+    assert broken.peer.span == Span(3, 5)
+    assert diagnosis.missing == (Span(3, 5),)
+    assert "blocks 3:5 are missing" in find(diagnosis, "blocks").detail
+    assert "--blocks 3:5" in find(diagnosis, "blocks").fix
+
+
+def test_broken_replica_does_not_make_the_swarm_unusable() -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8))
+        await swarm.add(Span(0, 8))
+        swarm.network.kill("peer1")
+
+    diagnosis = examine(build)
+
+    assert not diagnosis.is_well
+    assert diagnosis.is_usable
+    assert find(diagnosis, "blocks").ok
+
+
+def test_paused_peer_is_silent() -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8))
+        swarm.network.pause("peer1")
+
+    diagnosis = examine(build)
+
+    assert diagnosis.checks[0].fault is Fault.SILENT
+
+
+def caused_by(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "fault"),
+    [
+        (RemoteProtocolError("another certificate"), Fault.FINGERPRINT),
+        (caused_by(RemoteProtocolError("no TLS"), ssl.SSLError()), Fault.NO_TLS),
+        (caused_by(UnavailableError("refused"), ConnectionRefusedError()), Fault.CLOSED_PORT),
+        (caused_by(UnavailableError("late"), TimeoutError()), Fault.SILENT),
+        (UnavailableError("no way there"), Fault.UNREACHABLE),
+    ],
+)
+def test_faults_of_the_connection_have_their_names(error: Exception, fault: Fault) -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8))
+        swarm.certificate_errors["peer1"] = error
+
+    diagnosis = examine(build)
+
+    assert diagnosis.checks[0].fault is fault
+    assert str(fault) in find(diagnosis, "peer").detail
+    assert find(diagnosis, "peer").fix
+
+
+def other_peer(welcome: Welcome) -> Message:
+    peer_id = Identity(bytes([77]) * 32).peer_id
+    return Welcome(1, "test", peer_id, MODEL.model_id, welcome.span, welcome.wall_seconds)
+
+
+def other_model(welcome: Welcome) -> Message:
+    model_id = ModelId("b" * 32)
+    return Welcome(1, "test", welcome.peer_id, model_id, welcome.span, welcome.wall_seconds)
+
+
+def other_blocks(welcome: Welcome) -> Message:
+    span = Span(0, 2)
+    return Welcome(1, "test", welcome.peer_id, MODEL.model_id, span, welcome.wall_seconds)
+
+
+def old_version(welcome: Welcome) -> Message:
+    return Declined(None, 0, ErrorCode.BAD_VERSION, "this end speaks version 9")
+
+
+def busy(welcome: Welcome) -> Message:
+    return Declined(None, 0, ErrorCode.BUSY, "come back later", 1.0)
+
+
+def confused(welcome: Welcome) -> Message:
+    return Hello(1, 1, "test")
+
+
+@pytest.mark.parametrize(
+    ("answer", "fault"),
+    [
+        (other_peer, Fault.OTHER_PEER),
+        (other_model, Fault.OTHER_MODEL),
+        (other_blocks, Fault.OTHER_BLOCKS),
+        (old_version, Fault.VERSION),
+        (busy, Fault.REFUSED),
+        (confused, Fault.PROTOCOL),
+    ],
+)
+def test_faults_of_the_answer_have_their_names(
+    answer: Callable[[Welcome], Message], fault: Fault
+) -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8), answer=answer)
+
+    diagnosis = examine(build)
+
+    assert diagnosis.checks[0].fault is fault
+    assert diagnosis.missing == (Span(0, 8),)
+
+
+def test_peer_of_another_protocol_version_is_not_even_dialled() -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8), min_version=8, max_version=9)
+        swarm.network.kill("peer1")
+
+    diagnosis = examine(build)
+
+    assert diagnosis.checks[0].fault is Fault.VERSION
+    assert "versions 8 to 9" in diagnosis.checks[0].detail
+
+
+@pytest.mark.parametrize(
+    ("ahead_seconds", "status"), [(0.5, Status.OK), (2.0, Status.WARNING), (-5.0, Status.BROKEN)]
+)
+def test_clock_of_one_peer_is_told_from_ours(ahead_seconds: float, status: Status) -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8), clock_ahead_seconds=ahead_seconds)
+        await swarm.add(Span(0, 8))
+
+    diagnosis = examine(build)
+
+    finding = find(diagnosis, "clocks")
+    assert finding.status is status
+    if status is not Status.OK:
+        late = [check for check in diagnosis.checks if abs(check.clock_ahead_seconds or 0) > 1]
+        assert late[0].peer.peer_id[-6:] in finding.detail
+        assert ("behind" in finding.detail) is (ahead_seconds < 0)
+
+
+def test_our_clock_is_off_when_nobody_agrees_with_it() -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8), clock_ahead_seconds=4.0)
+        await swarm.add(Span(0, 8), clock_ahead_seconds=4.0)
+
+    diagnosis = examine(build)
+
+    assert "this machine is 4.0 s behind" in find(diagnosis, "clocks").detail
+    assert not diagnosis.is_well

@@ -1,0 +1,212 @@
+"""How a hop is opened, against scripted peers, and whose fault it is when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hop_scene import (
+    CLIENT,
+    OPEN,
+    OTHER_ID,
+    OTHER_SESSION,
+    SESSION,
+    SPAN,
+    TIMEOUT,
+    WELCOME,
+    WIDTH,
+    Answer,
+    Scene,
+    Script,
+    answer_honestly,
+    change,
+    decline,
+    make_announcement,
+    make_step,
+    make_tensor,
+    run,
+)
+
+from shoal.client.hop_link import BULK_FRAME_BYTES
+from shoal.client.router import Hop
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import (
+    CacheFullError,
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    UnavailableError,
+    UsageError,
+)
+from shoal.protocol.ids import ModelId
+from shoal.protocol.messages import Hello, Message, Open, Opened, Queued
+from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.loopback import Link, LoopbackTransport
+from shoal.protocol.net.transport import Lane
+
+
+def test_opening_asks_for_the_span_of_the_hop_and_learns_of_the_load() -> None:
+    async def test(scene: Scene) -> None:
+        link, facts = await scene.open()
+
+        assert facts.rtt_seconds == pytest.approx(0.1)
+        assert (facts.queue_seconds, facts.free_kv_tokens) == (0.25, 77)
+        assert scene.heard[0][1] == replace(OPEN, span=SPAN)
+        assert link.session == SESSION
+        await link.close()
+
+    run(test, Link(delay_seconds=0.05))
+
+
+def test_every_stream_says_under_which_name_it_counts() -> None:
+    async def test(scene: Scene) -> None:
+        link, _ = await scene.open()
+        large = BULK_FRAME_BYTES // (4 * WIDTH) // 4 + 1
+        await link.step(replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH)), TIMEOUT)
+
+        hellos = [heard[0] for heard in scene.heard]
+        assert [hello.client for hello in hellos if isinstance(hello, Hello)] == [CLIENT, CLIENT]
+        await link.close()
+
+    run(test)
+
+
+def test_hello_and_open_take_one_round_trip_together() -> None:
+    async def test(scene: Scene) -> None:
+        link, _ = await scene.open()
+
+        # One for the connection, one for the rest.
+        assert VirtualClock().now() == pytest.approx(0.2)
+        await link.close()
+
+    run(test, Link(delay_seconds=0.05))
+
+
+@pytest.mark.parametrize(
+    ("script", "error"),
+    [
+        (change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID)), RemoteProtocolError),
+        (
+            change(Hello, lambda _: replace(WELCOME, model_id=ModelId("b" * 32))),
+            RemoteProtocolError,
+        ),
+        (change(Hello, lambda _: Opened(SESSION, 3, 0.0, 0)), RemoteProtocolError),
+        (change(Hello, lambda _: b"HTTP/1.1 400 Bad Request"), RemoteProtocolError),
+        (change(Hello, lambda _: None), UnavailableError),
+        (change(Hello, decline(ErrorCode.BAD_VERSION, None)), RefusedError),
+        (change(Open, lambda _: Opened(OTHER_SESSION, 3, 0.0, 0)), RemoteProtocolError),
+        (change(Open, lambda _: WELCOME), RemoteProtocolError),
+        (change(Open, lambda _: b""), RemoteProtocolError),
+        (change(Open, lambda _: None), UnavailableError),
+        (change(Open, decline(ErrorCode.BUSY)), RefusedError),
+        (change(Open, decline(ErrorCode.CACHE_FULL)), CacheFullError),
+        (change(Open, decline(ErrorCode.BUSY, OTHER_SESSION)), RemoteProtocolError),
+        (change(Open, lambda _: Queued(SESSION, 3, 1.0)), RemoteProtocolError),
+    ],
+    ids=[
+        "other peer",
+        "other model",
+        "no welcome",
+        "other protocol",
+        "hangs up",
+        "version",
+        "other session",
+        "welcomes twice",
+        "empty",
+        "hangs up later",
+        "busy",
+        "full",
+        "declines another",
+        "queues who would not wait",
+    ],
+)
+def test_opening_that_fails_says_whose_fault_it_is_and_leaves_nothing(
+    script: Script, error: type[Exception]
+) -> None:
+    async def test(scene: Scene) -> None:
+        scene.script = script
+
+        with pytest.raises(error) as caught:
+            await scene.open()
+
+        assert type(caught.value) is error
+
+    run(test)
+
+
+@pytest.mark.parametrize("at", [Hello, Open])
+def test_peer_that_falls_silent_while_opening_is_silent(at: type[Message]) -> None:
+    async def test(scene: Scene) -> None:
+        def pause(message: Message) -> Answer:
+            if type(message) is at:
+                scene.network.pause("peer")
+            return answer_honestly(message)
+
+        scene.script = pause
+        with pytest.raises(SilentError, match=r"blocks 0:4"):
+            await scene.open()
+        assert VirtualClock().now() == pytest.approx(TIMEOUT)
+        scene.network.resume("peer")
+
+    run(test)
+
+
+def test_opening_that_is_cancelled_leaves_nothing() -> None:
+    async def test(scene: Scene) -> None:
+        for seconds in (0.01, 0.06, 0.11, 0.16):  # dialling, accepted, greeting, opening
+            opening = asyncio.create_task(scene.open())
+            await asyncio.sleep(seconds)
+            opening.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await opening
+
+    run(test, Link(delay_seconds=0.05))
+
+
+def test_endpoints_are_tried_in_their_order() -> None:
+    async def test(scene: Scene) -> None:
+        dead = Endpoint("peer", 9)
+
+        link, _ = await scene.open(scene.make_hop(dead, scene.endpoint))
+        await link.close()
+        with pytest.raises(UnavailableError, match="connection refused"):
+            await scene.open(scene.make_hop(dead))
+
+    run(test)
+
+
+class PickyTransport(LoopbackTransport):
+    """Turns endpoints down like gRPC does without a fingerprint."""
+
+    async def open_stream(
+        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
+    ) -> Any:
+        if not endpoint.fingerprint:
+            raise UsageError(f"{endpoint} has no TLS fingerprint and is not a loopback address")
+        return await super().open_stream(endpoint, lane, timeout_seconds)
+
+
+def test_endpoint_that_must_not_be_dialled_is_the_fault_of_its_announcement() -> None:
+    async def test(scene: Scene) -> None:
+        scene.transport = PickyTransport(scene.network, "client")
+        bare = Endpoint("example.org", 80)
+
+        link, _ = await scene.open(scene.make_hop(bare, scene.endpoint))
+        await link.close()
+        with pytest.raises(RemoteProtocolError, match="cannot be used"):
+            await scene.open(scene.make_hop(bare))
+
+    run(test)
+
+
+def test_announcement_without_endpoints_is_its_peers_fault() -> None:
+    async def test(scene: Scene) -> None:
+        hop = Hop(make_announcement(()), SPAN)
+
+        with pytest.raises(RemoteProtocolError, match="no endpoint"):
+            await scene.open(hop)
+
+    run(test)

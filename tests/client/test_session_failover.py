@@ -1,0 +1,253 @@
+"""A session whose hops are lost: others take over, and no number changes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from session_scene import (
+    CONFIG,
+    WIDTH,
+    Oracle,
+    Scene,
+    add_two_rows_of_peers,
+    decline_when,
+    draw,
+    now,
+    run,
+)
+
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.messages import Step
+from shoal.protocol.net.loopback import Link
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_hops_lost_while_pieces_are_under_way_are_replaced(seed: int) -> None:
+    """Kills, pauses and partitions of hops at any moment of a prompt, one or several."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(400), Oracle()
+        for number in range(4):
+            row_map = (1, 0) if number else None
+            task = asyncio.create_task(session.step(draw(number, 30, 2), row_map))
+            for _ in range(rng.randint(1, 3)):
+                await asyncio.sleep(rng.random() * 0.5)
+                if not session.hops:
+                    continue
+                victim = scene.peer_of(session, rng.randrange(len(session.hops)))
+                getattr(scene.network, rng.choice(("kill", "pause")))(victim.name)
+                name = f"{victim.name}-{len(scene.peers)}"
+                await scene.add(name, victim.span.start, victim.span.stop)
+            assert torch.equal(await task, oracle.step(draw(number, 30, 2), row_map))
+        assert torch.equal(await session.step(draw(9, 1, 2)), oracle.step(draw(9, 1, 2)))
+        assert session.failovers
+
+    config = replace(CONFIG, max_step_bytes=2 * 4 * WIDTH * 4)
+    run(test, Link(delay_seconds=0.02), config)
+
+
+@pytest.mark.parametrize("hop", [0, 1, 2])
+@pytest.mark.parametrize("trouble", ["kill", "pause", "partition"])
+def test_hop_in_trouble_is_replaced_and_the_others_keep_their_caches(
+    trouble: str, hop: int
+) -> None:
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(), Oracle()
+        for index in range(4):
+            hidden = draw(index, 1 + 5 * (index == 0))
+            assert torch.equal(await session.step(hidden), oracle.step(hidden))
+        lost, before = scene.peer_of(session, hop), scene.names_of(session)
+        others = [scene.peer_of(session, index) for index in range(3) if index != hop]
+        counts = [len(peer.steps) for peer in others]
+
+        if trouble == "partition":
+            scene.network.partition("client", lost.name)
+        else:
+            getattr(scene.network, trouble)(lost.name)
+        for index in range(4, 8):
+            hidden = draw(index)
+            assert torch.equal(await session.step(hidden), oracle.step(hidden))
+
+        (failover,) = session.failovers
+        assert failover.lost.peer.peer_id == lost.identity.peer_id
+        assert (failover.position, failover.num_replayed_tokens) == (9, 9)
+        assert [old == new for old, new in zip(before, scene.names_of(session), strict=True)] == [
+            index != hop for index in range(3)
+        ]
+        assert [len(peer.steps) - n for peer, n in zip(others, counts, strict=True)] == [4, 4]
+        assert scene.quarantined == [lost.name]
+        if trouble == "partition":
+            scene.network.heal("client", lost.name)
+
+    run(test)
+
+
+def test_all_hops_may_be_lost_at_once() -> None:
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(), Oracle()
+        hidden = draw(1, 7)
+        assert torch.equal(await session.step(hidden), oracle.step(hidden))
+
+        for name in scene.names_of(session):
+            scene.network.kill(name)
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+        assert len(session.failovers) == 3
+
+    run(test)
+
+
+def test_one_hop_may_be_replaced_by_several() -> None:
+    async def test(scene: Scene) -> None:
+        whole = await scene.add("whole", 0, 6, decode_steps_per_second=1e6)
+        session, oracle = scene.open_session(), Oracle()
+        steps = [draw(1, 5, 2), draw(2, 1, 2), draw(3, 1, 2)]
+        for hidden, row_map in zip(steps, (None, (1, 0), (1, 1)), strict=True):
+            assert torch.equal(await session.step(hidden, row_map), oracle.step(hidden, row_map))
+        for index in range(6):
+            await scene.add(f"part{index}", index, index + 1)
+        scene.network.kill(whole.name)
+        await scene.swarm.refresh()
+
+        hidden = draw(4, 1, 2)
+        assert torch.equal(await session.step(hidden), oracle.step(hidden))
+        assert len(session.hops) == 6
+        scene.network.kill("part3")
+        await scene.add("other3", 3, 4)
+        assert torch.equal(await session.step(hidden), oracle.step(hidden))
+
+    run(test)
+
+
+@pytest.mark.parametrize("first_position", [0, 3], ids=["first step", "later"])
+def test_peer_that_keeps_losing_sessions_is_left(first_position: int) -> None:
+    """It opens and replays well, so it would be chosen again for every step."""
+
+    async def test(scene: Scene) -> None:
+        liar = await scene.add("liar", 0, 6, decode_steps_per_second=1e6)
+        await scene.add("honest", 0, 6)
+        session, oracle = scene.open_session(), Oracle()
+        liar.mischief = decline_when(
+            lambda message: isinstance(message, Step) and message.position >= first_position,
+            ErrorCode.UNKNOWN_SESSION,
+            None,
+        )
+        if first_position:
+            assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+            assert scene.names_of(session) == ["liar"]
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+
+        assert scene.names_of(session) == ["honest"]
+        assert scene.quarantined == ["liar"]
+        assert now() < 1
+
+    run(test)
+
+
+def test_restarted_peer_is_used_again_and_not_blamed() -> None:
+    async def test(scene: Scene) -> None:
+        peer = await scene.add("a", 0, 6)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+
+        peer.caches.clear()
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+        assert len(session.failovers) == 1
+        assert scene.quarantined == []
+
+    run(test)
+
+
+def test_newcomer_is_found_when_everybody_known_is_silent() -> None:
+    async def test(scene: Scene) -> None:
+        for name in ("a1", "a2"):
+            await scene.add(name, 0, 6)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+        for name in ("a1", "a2"):
+            scene.network.pause(name)
+        await scene.add("new", 0, 6)
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+        assert scene.names_of(session) == ["new"]
+
+    run(test)
+
+
+def test_silent_peer_that_goes_on_after_its_replacement_disturbs_nobody() -> None:
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+        silent = scene.peer_of(session, 1)
+        scene.network.pause(silent.name)
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+        scene.network.resume(silent.name)
+
+        for index in range(3, 8):
+            assert torch.equal(await session.step(draw(index)), oracle.step(draw(index)))
+        await asyncio.sleep(1)
+
+        assert silent.caches == {}
+
+    run(test)
+
+
+def test_only_peer_that_was_silent_for_a_while_is_used_again() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.add("a", 0, 6)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+        scene.network.pause("a")
+        asyncio.get_running_loop().call_later(7, scene.network.resume, "a")
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+        assert 7 <= now() < 15
+
+    run(test)
+
+
+def test_replacement_of_the_same_weights_is_preferred() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.add("a", 0, 6, weights="int8")
+        session = scene.open_session()
+        await session.step(draw(1, 3))
+        await scene.add("fast", 0, 6, weights="fp32", decode_steps_per_second=1e6)
+        await scene.add("same", 0, 6, weights="int8")
+        scene.network.kill("a")
+        await scene.swarm.refresh()
+
+        await session.step(draw(2))
+        assert scene.names_of(session) == ["same"]
+        assert session.failovers[-1].changed_weights is None
+        scene.network.kill("same")
+        await session.step(draw(3))
+        assert scene.names_of(session) == ["fast"]
+        assert session.failovers[-1].changed_weights == "fp32"
+
+    run(test)
+
+
+def test_directory_that_cannot_be_read_does_not_stop_a_failover() -> None:
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1)), oracle.step(draw(1)))
+        await asyncio.sleep(100)
+        scene.store.is_reachable = False
+        scene.network.kill(scene.peer_of(session, 1).name)
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+
+    run(test)

@@ -1,0 +1,118 @@
+"""A session for which there is no room, or no route: what it waits for, and how long."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from session_scene import CONFIG, Oracle, Scene, decline_when, draw, now, run
+
+from shoal.protocol.errors import CacheFullError, ErrorCode, RouteError
+from shoal.protocol.messages import Message, Open, Step
+from shoal.protocol.spans import Span
+
+
+@pytest.mark.parametrize("code", [ErrorCode.CACHE_FULL, ErrorCode.BUSY, ErrorCode.DRAINING])
+@pytest.mark.parametrize("kind", [Open, Step])
+def test_peer_without_room_is_left_for_its_replica(code: ErrorCode, kind: type[Message]) -> None:
+    async def test(scene: Scene) -> None:
+        full = await scene.add("full", 0, 6, decode_steps_per_second=1e6)
+        await scene.add("free", 0, 6)
+        full.mischief = decline_when(lambda message: isinstance(message, kind), code, 2.0)
+        session = scene.open_session()
+
+        assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
+
+        assert scene.names_of(session) == ["free"]
+        assert now() < 1
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", [Open, Step])
+def test_no_room_anywhere_is_said_after_a_bounded_time(kind: type[Message]) -> None:
+    async def test(scene: Scene) -> None:
+        is_full = True
+        for name in ("a", "b"):
+            (await scene.add(name, 0, 6)).mischief = decline_when(
+                lambda message: is_full and isinstance(message, kind), ErrorCode.CACHE_FULL, 2.0
+            )
+        session = scene.open_session()
+
+        with pytest.raises(CacheFullError) as caught:
+            await session.step(draw(1, 3))
+
+        assert caught.value.retry_after_seconds == 2.0
+        seconds = CONFIG.failover_timeout_seconds
+        assert 0.8 * seconds <= now() <= 2.5 * seconds
+        is_full = False
+        assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
+
+    run(test)
+
+
+def test_room_that_becomes_free_meanwhile_is_used() -> None:
+    async def test(scene: Scene) -> None:
+        for name in ("a", "b"):
+            (await scene.add(name, 0, 6)).mischief = decline_when(
+                lambda _: now() < 8, ErrorCode.CACHE_FULL, 2.0
+            )
+
+        session = scene.open_session()
+
+        assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
+        assert 8 <= now() < 12
+
+    run(test)
+
+
+def test_what_never_fits_anywhere_is_said_at_once() -> None:
+    async def test(scene: Scene) -> None:
+        for name in ("a", "b"):
+            (await scene.add(name, 0, 6)).mischief = decline_when(
+                lambda message: isinstance(message, Open), ErrorCode.CACHE_FULL, None
+            )
+
+        with pytest.raises(CacheFullError):
+            await scene.open_session().step(draw(1, 3))
+
+    run(test, config=replace(CONFIG, failover_timeout_seconds=20.0))
+
+
+def test_blocks_that_nobody_serves_are_named_and_the_session_goes_on_later() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.add("a", 0, 3)
+        session = scene.open_session()
+
+        with pytest.raises(RouteError) as caught:
+            await session.step(draw(1, 3))
+
+        assert caught.value.missing == (Span(3, 6),)
+        assert now() == pytest.approx(CONFIG.failover_timeout_seconds, abs=1)
+        await scene.add("b", 3, 6)
+        assert torch.equal(await session.step(draw(1, 3)), Oracle().step(draw(1, 3)))
+
+    run(test)
+
+
+def test_lost_hop_without_a_replica_is_named_and_the_session_goes_on_later() -> None:
+    async def test(scene: Scene) -> None:
+        for name, start, stop in (("a", 0, 2), ("b", 2, 4), ("c", 4, 6)):
+            await scene.add(name, start, stop)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+        scene.network.kill("b")
+
+        for _ in range(2):
+            with pytest.raises(RouteError) as caught:
+                await session.step(draw(2))
+            assert caught.value.missing == (Span(2, 4),)
+            assert session.position == 3
+        await scene.add("b2", 2, 4)
+
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+        # The first hop took the token three times over; it rolled back each time.
+        assert len(scene.peers["a"].opens) == 1
+
+    run(test)

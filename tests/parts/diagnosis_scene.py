@@ -1,0 +1,145 @@
+"""A swarm on a loopback network for `diagnose` to look at, and the looking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from shoal.client.diagnosis import Diagnosis, Finding, ModelFacts
+from shoal.client.peer_check import LIBP2P_GREETING, Probes
+from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import DirectoryError, ModelError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.messages import Hello, Message, Welcome
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.directory import Directory
+from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.transport import Stream
+from shoal.protocol.spans import Span
+from shoal.protocol.wire import decode_frame, encode_frame
+
+MODEL = ModelFacts("stories", ModelId("a" * 32), 8)
+DELAY_SECONDS = 0.05
+ADDRESS = "/ip4/10.0.0.1/tcp/4001/p2p/" + Identity(bytes([9]) * 32).peer_id
+PORT = 7000
+
+
+class Swarm:
+    """Peers at hosts of a network in memory, what they announce, and a diagnosis of it all."""
+
+    def __init__(self) -> None:
+        self.network = LoopbackNetwork(link=Link(DELAY_SECONDS))
+        self.store = MemoryDirectoryStore()
+        self.clock = VirtualClock()
+        self.identities: list[Identity] = []
+        self.dial_error: OSError | None = None
+        self.is_dial_silent = False
+        self.hail_answer: bytes | None = LIBP2P_GREETING
+        self.join_error: DirectoryError | None = None
+        self.certificate_errors: dict[str, Exception] = {}
+        self.heard: list[Finding] = []
+
+    async def add(
+        self,
+        span: Span,
+        *,
+        clock_ahead_seconds: float = 0.0,
+        answer: Callable[[Welcome], Message] = lambda welcome: welcome,
+        **announced: Any,
+    ) -> Announcement:
+        """Start a peer and announce it."""
+        identity = Identity(bytes([len(self.identities) + 1]) * 32)
+        self.identities.append(identity)
+        host = f"peer{len(self.identities)}"
+
+        async def serve(stream: Stream) -> None:
+            frame = await stream.receive()
+            assert frame is not None
+            assert isinstance(decode_frame(frame), Hello)
+            wall = self.clock.wall() + clock_ahead_seconds
+            welcome = Welcome(1, "test", identity.peer_id, MODEL.model_id, span, wall)
+            await stream.send(encode_frame(answer(welcome)))
+            await stream.receive()
+
+        listener = await LoopbackTransport(self.network, host).listen(host, PORT, serve)
+        now = self.clock.wall()
+        fields: dict[str, Any] = {
+            "peer_id": identity.peer_id,
+            "model_id": MODEL.model_id,
+            "num_blocks": MODEL.num_blocks,
+            "span": span,
+            "state": PeerState.ONLINE,
+            "endpoints": (listener.endpoint,),
+            "min_version": 1,
+            "max_version": 1,
+            "weights": "int8",
+            "compute_dtype": "fp32",
+            "sequence": 1,
+            "issued_at": now,
+            "expires_at": now + 90,
+        }
+        announcement = Announcement(**(fields | announced))
+        directory = MemoryDirectory(self.store, self.clock)
+        await directory.announce(sign_announcement(identity, announcement))
+        return announcement
+
+    async def diagnose(
+        self, addresses: Sequence[str] = (ADDRESS,), model: ModelFacts | None = MODEL
+    ) -> Diagnosis:
+        transport = LoopbackTransport(self.network, "us")
+        probes = Probes(
+            self.clock, transport, self._dial, self._hail, self._join, self._check_certificate
+        )
+        diagnosis = Diagnosis(probes, self.heard.append)
+
+        def read_model() -> ModelFacts:
+            if model is None:
+                raise ModelError("there is no model here")
+            return model
+
+        await diagnosis.run(read_model, addresses)
+        await transport.close()
+        return diagnosis
+
+    async def _dial(self, host: str, port: int) -> None:
+        if self.is_dial_silent:
+            await asyncio.Event().wait()
+        if self.dial_error:
+            raise self.dial_error
+
+    async def _hail(self, host: str, port: int) -> bytes:
+        if self.hail_answer is None:
+            await asyncio.Event().wait()
+        return self.hail_answer or b""
+
+    async def _join(self, addresses: Sequence[str]) -> Directory:
+        if self.join_error:
+            raise self.join_error
+        return MemoryDirectory(self.store, self.clock)
+
+    async def _check_certificate(self, endpoint: Endpoint) -> None:
+        await asyncio.sleep(2 * DELAY_SECONDS)
+        if endpoint.host in self.certificate_errors:
+            raise self.certificate_errors[endpoint.host]
+
+
+def examine(build: Callable[[Swarm], Any], **arguments: Any) -> Diagnosis:
+    """Build a swarm and return its diagnosis."""
+
+    async def run() -> Diagnosis:
+        swarm = Swarm()
+        await build(swarm)
+        diagnosis = await swarm.diagnose(**arguments)
+        assert swarm.heard == diagnosis.findings
+        return diagnosis
+
+    return run_virtual(run())
+
+
+def find(diagnosis: Diagnosis, name: str) -> Finding:
+    (finding,) = [finding for finding in diagnosis.findings if finding.name.startswith(name)]
+    return finding

@@ -1,0 +1,157 @@
+"""One hop on the wire: a scripted peer on a loopback network and virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.client.hop_link import HopLink, LinkFacts
+from shoal.client.router import Hop
+from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
+from shoal.protocol.messages import (
+    Close,
+    Declined,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Step,
+    Welcome,
+)
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.transport import Stream
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.wire import decode_frame, encode_frame
+
+MODEL_ID = ModelId("a" * 32)
+PEER_ID = Identity(bytes(32)).peer_id
+OTHER_ID = Identity(bytes([1]) * 32).peer_id
+SESSION, OTHER_SESSION = SessionId(b"s" * 16), SessionId(b"t" * 16)
+SPAN = Span(0, 4)
+WIDTH = 8
+CLIENT = ClientToken(b"c" * 16)
+OPEN = Open(SESSION, 3, MODEL_ID, Span(0, 9), 1, 100, WireDtype.FP32)
+TIMEOUT = 5.0
+
+Answer = Message | bytes | None
+Script = Callable[[Message], Answer]
+
+
+def answer_honestly(message: Message) -> Answer:
+    """Greet, open, and answer every step with its own input."""
+    if isinstance(message, Hello):
+        return Welcome(1, "scripted", PEER_ID, MODEL_ID, SPAN, 0.0)
+    if isinstance(message, Open):
+        return Opened(message.session, message.epoch, 0.25, 77)
+    if isinstance(message, Step):
+        return make_output(message)
+    return None
+
+
+def make_output(step: Step, **changes: Any) -> Output:
+    output = Output(step.session, step.epoch, step.sequence, step.position, step.hidden)
+    return replace(output, **changes)
+
+
+def make_tensor(
+    tokens: int = 1, rows: int = 1, width: int = WIDTH, dtype: WireDtype = WireDtype.FP32
+) -> WireTensor:
+    size = 4 if dtype is WireDtype.FP32 else 2
+    return WireTensor(
+        dtype, WireCodec.RAW, rows, tokens, width, bytes(size * rows * tokens * width)
+    )
+
+
+def make_step(tokens: int = 1, **changes: Any) -> Step:
+    return replace(Step(SESSION, 3, 1, 0, make_tensor(tokens)), **changes)
+
+
+@dataclass
+class Scene:
+    """A scripted peer, the network to it, and everything that it heard."""
+
+    network: LoopbackNetwork
+    transport: LoopbackTransport
+    endpoint: Endpoint
+    script: Script = answer_honestly
+    heard: list[list[Message]] = field(default_factory=list)
+
+    async def serve(self, stream: Stream) -> None:
+        heard: list[Message] = []
+        self.heard.append(heard)
+        while (frame := await stream.receive()) is not None:
+            message = decode_frame(frame)
+            heard.append(message)
+            answer = self.script(message)
+            if answer is None and not isinstance(message, Close):
+                return  # hang up
+            if isinstance(answer, bytes):
+                await stream.send(answer)
+            elif answer is not None:
+                await stream.send(encode_frame(answer))
+
+    def make_hop(self, *endpoints: Endpoint, peer_id: PeerId = PEER_ID) -> Hop:
+        return Hop(make_announcement(endpoints or (self.endpoint,), peer_id), SPAN)
+
+    async def open(self, hop: Hop | None = None) -> tuple[HopLink, LinkFacts]:
+        return await HopLink.open(
+            self.transport, VirtualClock(), hop or self.make_hop(), OPEN, CLIENT, TIMEOUT
+        )
+
+
+def make_announcement(endpoints: tuple[Endpoint, ...], peer_id: PeerId = PEER_ID) -> Announcement:
+    return Announcement(
+        peer_id=peer_id,
+        model_id=MODEL_ID,
+        num_blocks=9,
+        span=SPAN,
+        state=PeerState.ONLINE,
+        endpoints=endpoints,
+        min_version=1,
+        max_version=1,
+        weights="fp32",
+        compute_dtype="fp32",
+        sequence=1,
+        issued_at=1.0,
+        expires_at=2.0,
+    )
+
+
+def run(test: Callable[[Scene], Awaitable[None]], link: Link | None = None) -> None:
+    """Run a test; whatever it did, no stream may be left open when it ends."""
+
+    async def main() -> None:
+        network = LoopbackNetwork(link=link)
+        server = LoopbackTransport(network, "peer")
+        transport = LoopbackTransport(network, "client")
+        scene = Scene(network, transport, Endpoint("peer", 1))
+        listener = await server.listen("peer", 0, scene.serve)
+        scene.endpoint = listener.endpoint
+        await test(scene)
+        await asyncio.sleep(60)
+        assert repr(network).startswith("LoopbackNetwork(streams=0,"), network
+        await server.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+def change(kind: type[Message], answer: Callable[[Any], Answer]) -> Script:
+    """Return a script that is honest but for one kind of message."""
+    return lambda message: answer(message) if type(message) is kind else answer_honestly(message)
+
+
+def decline(code: ErrorCode, session: SessionId | None = SESSION) -> Callable[[Any], Answer]:
+    return lambda _: Declined(session, 0, code, "no", None)
+
+
+WELCOME = Welcome(1, "scripted", PEER_ID, MODEL_ID, SPAN, 0.0)

@@ -1,0 +1,78 @@
+"""A directory, its peers and a client's view of them, on virtual time."""
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from shoal.client.swarm import Swarm
+from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.spans import Span
+
+MODEL = ModelId("a" * 32)
+WHOLE = Span(0, 4)
+FIRST_SECONDS, LONGEST_SECONDS = 15.0, 600.0
+
+
+class CountingDirectory(MemoryDirectory):
+    """Counts how often it is read."""
+
+    num_lookups = 0
+
+    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+        self.num_lookups += 1
+        return await super().lookup(model_id)
+
+
+class World:
+    """A directory, peers that announce by hand, and one client's swarm."""
+
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
+        self.store = MemoryDirectoryStore()
+        self.directory = CountingDirectory(self.store, self.clock)
+        self.swarm = Swarm(self.directory, MODEL, 4, self.clock, random.Random(0))
+        self._sequence = 0
+
+    async def announce(self, number: int, **changes: Any) -> Announcement:
+        """Let peer `number` announce that it serves all blocks, with changes."""
+        identity = Identity(bytes([number]) * 32)
+        now = self.clock.wall()
+        self._sequence += 1
+        fields: dict[str, Any] = {
+            "peer_id": identity.peer_id,
+            "model_id": MODEL,
+            "num_blocks": 4,
+            "span": WHOLE,
+            "state": PeerState.ONLINE,
+            "endpoints": (),
+            "min_version": 1,
+            "max_version": 1,
+            "weights": "int8",
+            "compute_dtype": "bf16",
+            "sequence": self._sequence,
+            "issued_at": now,
+            "expires_at": now + 500 + 0.001 * self._sequence,
+        }
+        announcement = Announcement(**(fields | changes))
+        await self.directory.announce(sign_announcement(identity, announcement))
+        return announcement
+
+    async def route(self, patience_seconds: float = 0.0, **options: Any) -> list[str]:
+        """Return the peers of a route through all blocks."""
+        options = {"max_age_seconds": 0.0, "weights": (None,)} | options
+        deadline = self.clock.now() + patience_seconds
+        route = await self.swarm.wait_for_route(WHOLE, deadline, **options)
+        return [hop.peer.peer_id for hop in route.hops]
+
+
+def in_world(story: Callable[[World], Awaitable[None]]) -> None:
+    """Run a story in a world of its own, on virtual time that starts at an odd hour."""
+
+    async def run() -> None:
+        await story(World())
+
+    run_virtual(run(), start=1000.0)
