@@ -1,0 +1,147 @@
+"""Messages of every kind, and frames with something else written into them."""
+
+import random
+import struct
+from dataclasses import replace
+from typing import Any
+
+from shoal.protocol import limits
+from shoal.protocol.errors import ErrorCode, RemoteProtocolError
+from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
+from shoal.protocol.messages import (
+    Close,
+    Declined,
+    Gap,
+    Hello,
+    Message,
+    Open,
+    Opened,
+    Output,
+    Queued,
+    Step,
+    Welcome,
+)
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import ELEMENT_BYTES, WireCodec, WireDtype, WireTensor
+from shoal.protocol.wire import HEADER_BYTES, Kind, decode_frame, encode_frame
+
+SESSION = SessionId(bytes(range(16)))
+MODEL = ModelId("0123456789abcdef" * 2)
+U32, U64 = 2**32 - 1, 2**64 - 1
+TEXT = "ä" * limits.MAX_TEXT_CHARACTERS
+
+# The header, written out once more: what the module's docstring promises to the world.
+OFFSETS = {
+    "magic": (0, "2s"),
+    "version": (2, "B"),
+    "kind": (3, "B"),
+    "flags": (4, "<H"),
+    "dtype": (6, "B"),
+    "codec": (7, "B"),
+    "session": (8, "16s"),
+    "epoch": (24, "<I"),
+    "sequence": (28, "<Q"),
+    "position": (36, "<I"),
+    "rows": (40, "<I"),
+    "tokens": (44, "<I"),
+    "width": (48, "<I"),
+    "control_length": (52, "<I"),
+    "tensor_length": (56, "<I"),
+}
+
+
+def make_tensor(
+    rows: int = 2, tokens: int = 3, width: int = 4, dtype: WireDtype = WireDtype.BF16
+) -> WireTensor:
+    data = random.Random(rows).randbytes(rows * tokens * width * ELEMENT_BYTES[dtype])
+    return WireTensor(dtype, WireCodec.RAW, rows, tokens, width, data)
+
+
+STEP = Step(SESSION, 1, 2, 3, make_tensor(1, 1, 8))
+OUTPUT = Output(SESSION, 1, 2, 3, make_tensor(1, 1, 8), 0.25, 0.5)
+OPEN = Open(SESSION, 1, MODEL, Span(2, 5), 2, 128, WireDtype.BF16)
+WELCOME = Welcome(1, "shoal", PeerId("12D3KooW"), MODEL, Span(0, 4), 1_700_000_000.25)
+
+HONEST: list[Message] = [
+    Hello(0, 0, ""),
+    Hello(1, 7, "shoal 0.1.0"),
+    Hello(U32, U32, TEXT),
+    Hello(1, 1, "shoal 0.1.0", ClientToken(b"a client's name!")),
+    WELCOME,
+    Welcome(U32, TEXT, PeerId(TEXT), ModelId("f" * 32), Span(4095, limits.MAX_BLOCKS), 0.0),
+    OPEN,
+    Open(
+        SessionId(b"\xff" * 16),
+        U32,
+        MODEL,
+        Span(0, limits.MAX_BLOCKS),
+        limits.MAX_BATCH_ROWS,
+        limits.MAX_SESSION_TOKENS,
+        WireDtype.FP32,
+    ),
+    Open(SESSION, 0, MODEL, Span(0, 1), 1, 1, WireDtype.FP16),
+    replace(OPEN, max_wait_seconds=12.5),
+    Queued(SESSION, 1, 0.0),
+    Queued(SESSION, U32, 1234.5),
+    Opened(SESSION, 1, 0.5, 1000),
+    Opened(SESSION, U32, 0.0, U64),
+    STEP,
+    Step(SESSION, 0, 0, 0, make_tensor(), (1, 1)),
+    Step(SESSION, 0, 0, 0, make_tensor(1, 1, 1), (0,), is_decoded=True),
+    Step(SESSION, U32, U64, limits.MAX_SESSION_TOKENS, make_tensor(), (0, 1), True, True),
+    Step(SESSION, 1, 1, 1, make_tensor(256, 1, 2), tuple(range(255, -1, -1))),
+    Step(SESSION, 1, 1, 1, make_tensor(1, 4096, 2), None, False, True),
+    Step(SESSION, 1, 1, 1, make_tensor(1, 1, 2**16, WireDtype.FP32), None, True, False),
+    OUTPUT,
+    Output(SESSION, U32, U64, limits.MAX_SESSION_TOKENS, make_tensor(dtype=WireDtype.FP16)),
+    Gap(SESSION, 0, 1, 0),
+    Gap(SESSION, U32, U64, limits.MAX_SESSION_TOKENS),
+    Close(SESSION, 0),
+    Close(SESSION, U32),
+    Declined(SESSION, 7, ErrorCode.CACHE_FULL, "the cache is full", 2.5),
+    Declined(None, 0, ErrorCode.BAD_FRAME, ""),
+    Declined(SESSION, U64, ErrorCode.INTERNAL, TEXT, 0.0),
+    *(Declined(None, 0, code, code.name) for code in ErrorCode),
+]
+ONE_OF_EACH: dict[Kind, Message] = {
+    Kind.HELLO: HONEST[1],
+    Kind.WELCOME: WELCOME,
+    Kind.OPEN: OPEN,
+    Kind.OPENED: Opened(SESSION, 1, 0.5, 1000),
+    Kind.STEP: STEP,
+    Kind.OUTPUT: OUTPUT,
+    Kind.GAP: Gap(SESSION, 1, 2, 3),
+    Kind.CLOSE: Close(SESSION, 1),
+    Kind.DECLINED: Declined(SESSION, 7, ErrorCode.CACHE_FULL, "full", 2.5),
+    Kind.QUEUED: Queued(SESSION, 1, 2.5),
+}
+
+
+def patch(frame: bytes, **fields: Any) -> bytes:
+    """Return the frame with header fields overwritten."""
+    changed = bytearray(frame)
+    for name, value in fields.items():
+        offset, form = OFFSETS[name]
+        struct.pack_into(form, changed, offset, value)
+    return bytes(changed)
+
+
+def with_control(message: Message, body: bytes) -> bytes:
+    """Return the message's frame with another control part."""
+    frame = encode_frame(message)
+    (length,) = struct.unpack_from("<I", frame, OFFSETS["control_length"][0])
+    changed = frame[:HEADER_BYTES] + body + frame[HEADER_BYTES + length :]
+    return patch(changed, control_length=len(body))
+
+
+def decode_or_refuse(frame: bytes) -> Message | None:
+    """Return the message, or None for a RemoteProtocolError; everything else gets through."""
+    try:
+        return decode_frame(frame)
+    except RemoteProtocolError:
+        return None
+
+
+def check_is_canonical(message: Message) -> None:
+    """What was accepted from a stranger can be sent on and means the same there."""
+    assert decode_frame(encode_frame(message)) == message

@@ -1,0 +1,270 @@
+"""What a stranger sends that no honest peer would: refused by its own error, without cost."""
+
+import struct
+import tracemalloc
+from typing import Any
+
+import pytest
+from wire_messages import (
+    MODEL,
+    ONE_OF_EACH,
+    OUTPUT,
+    SESSION,
+    STEP,
+    U32,
+    WELCOME,
+    check_is_canonical,
+    decode_or_refuse,
+    make_tensor,
+    patch,
+    with_control,
+)
+
+from shoal.protocol import limits
+from shoal.protocol.errors import ErrorCode, RemoteProtocolError
+from shoal.protocol.messages import Step
+from shoal.protocol.proto import wire_pb2 as pb
+from shoal.protocol.tensors import WireDtype
+from shoal.protocol.wire import HEADER_BYTES, Kind, decode_frame, encode_frame
+
+
+@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"magic": b"hs"},
+        {"magic": b"SH"},
+        {"version": 0},
+        {"version": 2},
+        {"version": 255},
+        {"kind": 0},
+        {"kind": 11},
+        {"kind": 255},
+        *({"flags": 1 << bit} for bit in range(2, 16)),
+        {"flags": 0xFFFF},
+        {"control_length": U32},
+        {"control_length": limits.MAX_CONTROL_BYTES + 1},
+        {"tensor_length": U32},
+        {"tensor_length": 2**31},
+    ],
+    ids=str,
+)
+def test_damaged_header_is_refused(kind: Kind, changes: dict[str, Any]) -> None:
+    frame = patch(encode_frame(ONE_OF_EACH[kind]), **changes)
+
+    with pytest.raises(RemoteProtocolError):
+        decode_frame(frame)
+
+
+@pytest.mark.parametrize("kind", [Kind.STEP, Kind.OUTPUT])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": 0},
+        {"dtype": 4},
+        {"dtype": 255},
+        {"dtype": int(WireDtype.FP32)},
+        {"codec": 0},
+        {"codec": 2},
+        {"codec": 255},
+        {"rows": 0},
+        {"tokens": 0},
+        {"width": 0},
+        {"rows": 2},
+        {"tokens": 2},
+        {"width": 7},
+        {"rows": U32},
+        {"tokens": U32},
+        {"width": U32},
+        {"rows": 257, "tokens": 4097, "width": 65537},
+        {"rows": 2**16, "tokens": 2**16, "width": 8},  # the product is 2**35, or 8 in 32 bits
+        {"session": bytes(16)},
+        *({"position": number % 2**32} for number in (-1, -(2**31), -(2**20))),
+        {"position": limits.MAX_SESSION_TOKENS + 1},
+    ],
+    ids=str,
+)
+def test_contradicting_tensor_header_is_refused(kind: Kind, changes: dict[str, Any]) -> None:
+    frame = patch(encode_frame(ONE_OF_EACH[kind]), **changes)
+
+    with pytest.raises(RemoteProtocolError):
+        decode_frame(frame)
+
+
+USED = {
+    Kind.HELLO: set(),
+    Kind.WELCOME: set(),
+    Kind.OPEN: {"session", "epoch"},
+    Kind.OPENED: {"session", "epoch"},
+    Kind.GAP: {"session", "epoch", "sequence", "position"},
+    Kind.CLOSE: {"session", "epoch"},
+    Kind.DECLINED: {"session", "sequence"},
+}
+
+
+@pytest.mark.parametrize("kind", list(USED))
+def test_fields_without_a_use_have_to_be_zero(kind: Kind) -> None:
+    frame = encode_frame(ONE_OF_EACH[kind])
+    values = {"session": SESSION, "epoch": 1, "sequence": 1, "position": 1, "flags": 1, "dtype": 1}
+    values |= {"codec": 1, "rows": 1, "tokens": 1, "width": 1}
+
+    for name in set(values) - USED[kind]:
+        with pytest.raises(RemoteProtocolError):
+            decode_frame(patch(frame, **{name: values[name]}))
+
+
+@pytest.mark.parametrize("kind", [Kind.GAP, Kind.CLOSE])
+def test_messages_without_a_control_part_refuse_one(kind: Kind) -> None:
+    with pytest.raises(RemoteProtocolError, match="control"):
+        decode_frame(with_control(ONE_OF_EACH[kind], b"\x08\x01"))
+
+
+@pytest.mark.parametrize("kind", set(Kind) - {Kind.HELLO, Kind.WELCOME})
+def test_missing_session_is_refused(kind: Kind) -> None:
+    with pytest.raises(RemoteProtocolError, match="session"):
+        decode_frame(patch(encode_frame(ONE_OF_EACH[kind]), session=bytes(16)))
+
+
+@pytest.mark.parametrize("kind", set(Kind) - {Kind.STEP, Kind.OUTPUT})
+def test_control_messages_carry_no_tensor(kind: Kind) -> None:
+    frame = encode_frame(ONE_OF_EACH[kind]) + bytes(16)
+    frame = patch(frame, tensor_length=16, rows=1, tokens=1, width=8, dtype=3, codec=1)
+
+    with pytest.raises(RemoteProtocolError, match="no tensor"):
+        decode_frame(frame)
+
+
+def float_body(number: int, value: float, form: str = "<f") -> bytes:
+    """Return a protobuf field with a fixed-size number."""
+    return bytes([number << 3 | (5 if form == "<f" else 1)]) + struct.pack(form, value)
+
+
+NOT_SECONDS = [float("nan"), float("inf"), float("-inf"), -1.0, -1e-30]
+
+
+@pytest.mark.parametrize("value", NOT_SECONDS)
+def test_impossible_durations_are_refused(value: float) -> None:
+    declined = pb.DeclinedBody(code=1, whole_stream=False).SerializeToString()
+    welcome = pb.WelcomeBody(version=1, model_id=MODEL, span_stop=4).SerializeToString()
+    frames = [
+        with_control(ONE_OF_EACH[Kind.OPENED], float_body(1, value)),
+        with_control(OUTPUT, float_body(1, value)),
+        with_control(OUTPUT, float_body(2, value)),
+        with_control(ONE_OF_EACH[Kind.DECLINED], declined + float_body(3, value)),
+        with_control(WELCOME, welcome + float_body(7, value, "<d")),
+    ]
+
+    for frame in frames:
+        with pytest.raises(RemoteProtocolError, match="duration"):
+            decode_frame(frame)
+
+
+@pytest.mark.parametrize(
+    "row_map", [[0], [0, 1, 0], [0, 2], [2, 0], [0, U32], [0] * 257, [0] * 60_000]
+)
+def test_row_map_that_does_not_fit_is_refused(row_map: list[int]) -> None:
+    step = Step(SESSION, 1, 2, 3, make_tensor(2, 1, 4))
+    body = pb.StepBody(row_map=row_map).SerializeToString()
+
+    with pytest.raises(RemoteProtocolError, match="row map"):
+        decode_frame(with_control(step, body))
+
+
+def test_control_part_of_a_step_without_a_row_map_is_refused() -> None:
+    unknown_field_only = bytes([9 << 3, 1])
+
+    with pytest.raises(RemoteProtocolError, match="row map"):
+        decode_frame(with_control(STEP, unknown_field_only))
+
+
+BAD_BODIES: list[tuple[Kind, Any]] = [
+    (Kind.HELLO, pb.HelloBody(software="x" * 513)),
+    (Kind.HELLO, pb.HelloBody(client=b"x")),
+    (Kind.HELLO, pb.HelloBody(client=bytes(60_000))),
+    (Kind.HELLO, pb.HelloBody(software="\x1b]0;title\x07")),
+    (Kind.WELCOME, pb.WelcomeBody(model_id=MODEL, span_start=4, span_stop=4)),
+    (Kind.WELCOME, pb.WelcomeBody(model_id=MODEL, span_start=5, span_stop=4)),
+    (Kind.WELCOME, pb.WelcomeBody(model_id=MODEL, span_stop=limits.MAX_BLOCKS + 1)),
+    (Kind.WELCOME, pb.WelcomeBody(model_id=MODEL[1:], span_stop=4)),
+    (Kind.WELCOME, pb.WelcomeBody(model_id="../" * 10 + "ab", span_stop=4)),
+    (Kind.WELCOME, pb.WelcomeBody(model_id=MODEL, span_stop=4, peer_id="x" * 513)),
+    (Kind.OPEN, pb.OpenBody()),
+    (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=0, max_tokens=1, dtype=1)),
+    (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=257, max_tokens=1, dtype=1)),
+    (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=0, dtype=1)),
+    (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=U32, dtype=1)),
+    (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=1, dtype=0)),
+    (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=1, dtype=9)),
+    (Kind.DECLINED, pb.DeclinedBody(code=0)),
+    (Kind.DECLINED, pb.DeclinedBody(code=max(ErrorCode) + 1)),
+    (Kind.DECLINED, pb.DeclinedBody(code=U32)),
+    (Kind.DECLINED, pb.DeclinedBody(code=1, detail="x" * 513)),
+    (Kind.DECLINED, pb.DeclinedBody(code=1, detail="\x1b[2J")),
+    (Kind.DECLINED, pb.DeclinedBody(code=1, whole_stream=True)),  # ... and names a session
+]
+
+
+@pytest.mark.parametrize(("kind", "body"), BAD_BODIES, ids=str)
+def test_control_values_out_of_bounds_are_refused(kind: Kind, body: Any) -> None:
+    with pytest.raises(RemoteProtocolError):
+        decode_frame(with_control(ONE_OF_EACH[kind], body.SerializeToString()))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"\xff",
+        b"\x0a",
+        b"\x0a\xff\xff\xff\xff\x0f",  # a text of 4 GB
+        b"\x1a\x02\xff\xfe",  # text that is not UTF-8, in field 3
+        b"\x0a\x02\xff\xfe",  # the same in field 1
+        b"\x12\x02\xff\xfe",  # and in field 2
+        b"\x0b" * 5000,  # groups within groups
+        b"\x80" * 11 + b"\x01",
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("kind", set(Kind) - {Kind.GAP, Kind.CLOSE})
+def test_invalid_protobuf_is_refused(kind: Kind, body: bytes) -> None:
+    message = decode_or_refuse(with_control(ONE_OF_EACH[kind], body))
+
+    if message is not None:  # a field of another number, which is skipped
+        check_is_canonical(message)
+
+
+def test_invalid_protobuf_names_the_message() -> None:
+    with pytest.raises(RemoteProtocolError, match="OPENED"):
+        decode_frame(with_control(ONE_OF_EACH[Kind.OPENED], b"\xff"))
+
+
+def test_fields_of_a_newer_version_are_skipped() -> None:
+    frame = encode_frame(ONE_OF_EACH[Kind.OPENED])
+    body = frame[HEADER_BYTES:] + bytes([15 << 3, 1])
+
+    assert decode_frame(with_control(ONE_OF_EACH[Kind.OPENED], body)) == decode_frame(frame)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 2, HEADER_BYTES - 1, limits.MAX_FRAME_BYTES + 1])
+def test_frame_of_impossible_size_is_refused(num_bytes: int) -> None:
+    with pytest.raises(RemoteProtocolError, match="sizes"):
+        decode_frame(b"sh" + bytes(num_bytes) if num_bytes > 100 else bytes(num_bytes))
+
+
+def test_huge_declared_lengths_allocate_nothing() -> None:
+    frames = [
+        patch(encode_frame(STEP), tensor_length=U32, rows=256, tokens=4096, width=2**16),
+        patch(encode_frame(STEP), tensor_length=U32 - 100, control_length=U32),
+        with_control(STEP, b"\x0a\xff\xff\xff\xff\x0f"),
+        with_control(ONE_OF_EACH[Kind.HELLO], b"\x1a\xff\xff\xff\xff\x07"),
+    ]
+    for frame in frames:
+        decode_or_refuse(frame)  # what is imported and cached on the way does not count
+
+    tracemalloc.start()
+    try:
+        assert [decode_or_refuse(frame) for frame in frames] == [None] * len(frames)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+
+    assert peak_bytes < 50_000
