@@ -1,0 +1,196 @@
+"""An engine that refuses, fails or dies on the compute thread: who hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import pytest
+from compute_thread_scene import (
+    FakeCache,
+    NotingEngine,
+    assert_refused,
+    make_thread,
+    make_work,
+    run,
+)
+from torch import Tensor
+
+from shoal.peer.engine.engine import StepWork
+from shoal.peer.engine.scheduler import PART_TOKENS
+from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
+
+
+def test_refused_step_of_a_batch_is_the_only_one_that_fails() -> None:
+    engine = NotingEngine()
+    good, bad = make_work(FakeCache()), make_work(FakeCache())
+    engine.refused.append(bad)
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            futures = compute.submit(good), compute.submit(bad)
+            results = await asyncio.gather(*futures, return_exceptions=True)
+        assert not isinstance(results[0], BaseException)
+        assert isinstance(results[1], BaseException)
+        assert_refused(results[1], ErrorCode.BAD_VALUES)
+
+    run(test)
+
+
+def test_engine_that_loses_a_result_fails_the_steps_and_goes_on(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            engine.num_missing_results = 1
+            with pytest.raises(RefusedError) as caught:
+                await compute.submit(make_work(FakeCache()))
+            assert_refused(caught.value, ErrorCode.INTERNAL)
+            engine.num_missing_results = 0
+            await compute.submit(make_work(FakeCache()))
+
+    run(test)
+    assert "1 steps got 0 results" in caplog.text
+
+
+def test_step_that_makes_the_engine_fail_takes_none_of_its_batch_along(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = NotingEngine()
+    good, deadly, moving = (
+        make_work(FakeCache(), 1),
+        make_work(FakeCache(), 2),
+        make_work(FakeCache(), 3, row_map=(0,)),
+    )
+    engine.deadly.append(deadly)
+
+    async def test() -> None:
+        compute = make_thread(engine)  # not entered: the test is the thread
+        futures = [compute.submit(work) for work in (good, deadly, moving)]
+        compute.step()
+        result, *errors = await asyncio.gather(*futures, return_exceptions=True)
+        assert not isinstance(result, BaseException)
+        assert result.hidden_BTH[0, 0, 0] == 2
+        for error in errors:
+            assert isinstance(error, BaseException)
+            assert_refused(error, ErrorCode.INTERNAL)
+
+    run(test)
+    # Each alone after the batch, but for the one whose rows may have been moved already.
+    assert engine.batches == [[good, deadly, moving], [good], [deadly]]
+    assert "the engine failed on 3 steps" in caplog.text
+
+
+def test_step_that_makes_the_engine_fail_alone_is_not_tried_again() -> None:
+    engine = NotingEngine()
+    deadly = make_work(FakeCache())
+    engine.deadly.append(deadly)
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            with pytest.raises(RefusedError) as caught:
+                await compute.submit(deadly)
+            assert_refused(caught.value, ErrorCode.INTERNAL)
+
+    run(test)
+    assert engine.batches == [[deadly]]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_that_dies_leaves_nobody_waiting() -> None:
+    engine = NotingEngine()
+
+    def die() -> None:
+        raise SystemExit  # passes every handler of the thread
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            running = compute.submit(make_work(FakeCache()))
+            await engine.wait_entered()
+            compute.post(die)
+            waiting = [compute.submit(make_work(FakeCache())), compute.call(lambda: 3)]
+            engine.gate.set()
+            await running
+            for result in await asyncio.gather(*waiting, return_exceptions=True):
+                assert isinstance(result, BaseException)
+                assert_refused(result, ErrorCode.DRAINING)
+            with pytest.raises(RefusedError):
+                await compute.submit(make_work(FakeCache()))
+
+    run(test)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_thread_that_dies_in_the_engine_answers_the_steps_in_its_hands() -> None:
+    class DeadlyEngine(NotingEngine):
+        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+            super().execute(batch)
+            raise SystemExit
+
+    engine = DeadlyEngine()
+
+    async def test() -> None:
+        engine.gate.clear()
+        async with make_thread(engine) as compute:
+            futures = [compute.submit(make_work(FakeCache())) for _ in range(3)]
+            await engine.wait_entered()
+            engine.gate.set()
+            for result in await asyncio.gather(*futures, return_exceptions=True):
+                assert isinstance(result, BaseException)
+                assert_refused(result, ErrorCode.DRAINING)
+
+    run(test)
+
+
+def test_error_of_a_call_reaches_its_caller_and_no_other() -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+            failing, fine = compute.call(fail), compute.call(lambda: 7)
+            with pytest.raises(ZeroDivisionError, match="on purpose"):
+                await failing
+            assert await fine == 7
+            await compute.submit(make_work(FakeCache()))
+
+    run(test)
+
+
+def test_error_of_a_posted_function_is_logged_and_nothing_else(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail() -> None:
+        raise ZeroDivisionError("on purpose")
+
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+            compute.post(fail)
+            assert await compute.call(lambda: 7) == 7
+
+    run(test)
+    assert [record.levelno for record in caplog.records] == [logging.ERROR]
+    assert "on purpose" in caplog.text
+
+
+def test_refused_part_ends_its_prompt() -> None:
+    class RefusingEngine(NotingEngine):
+        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+            self.refused = [work for work in batch if work.position == PART_TOKENS]
+            return super().execute(batch)
+
+    engine = RefusingEngine()
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            with pytest.raises(RefusedError) as caught:
+                await compute.submit(make_work(FakeCache(), num_tokens=5 * PART_TOKENS))
+            assert_refused(caught.value, ErrorCode.BAD_VALUES)
+            await compute.submit(make_work(FakeCache()))
+
+    run(test)
+    assert [work.position for work in engine.order] == [0, PART_TOKENS, 0]
