@@ -1,0 +1,15 @@
+"""What each seam's tests run against."""
+
+import pytest
+from transport_seam import Seam
+
+
+@pytest.fixture(
+    params=[
+        "loopback",
+        pytest.param("grpc-tls", marks=pytest.mark.network),
+        pytest.param("grpc-plain", marks=pytest.mark.network),
+    ]
+)
+def seam(request: pytest.FixtureRequest) -> Seam:
+    return Seam(request.param)

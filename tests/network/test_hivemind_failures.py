@@ -1,0 +1,168 @@
+"""The DHT while processes are killed or stand still."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from directory_processes import (
+    CLOCK,
+    MODEL,
+    children_of,
+    is_running,
+    kill_if_running,
+    look_up,
+    start,
+)
+
+from shoal.protocol.errors import DirectoryError
+from shoal.protocol.net.hivemind_directory import HivemindDirectory
+
+pytestmark = pytest.mark.network
+PATIENCE_SECONDS = 120.0  # only a broken test waits this long
+
+
+def wait_until_gone(pid: int) -> None:
+    wait_until(lambda: not is_running(pid), f"process {pid} outlived its parent")
+
+
+def wait_until(condition: Callable[[], bool], complaint: str) -> None:
+    """Poll for what another process does; the bound only keeps a broken test from hanging."""
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, complaint
+        time.sleep(0.02)
+
+
+def pause(peers: contextlib.ExitStack, pid: int) -> None:
+    """Stop a p2pd, and kill it when the test is over: stopped, it would outlive everybody."""
+    peers.callback(kill_if_running, pid)
+    os.kill(pid, signal.SIGSTOP)
+    # Its threads stop one after the other, and any of them could still answer.
+    wait_until(lambda: is_paused(pid), f"process {pid} does not stop")
+
+
+def is_paused(pid: int) -> bool:
+    threads = Path(f"/proc/{pid}/task").glob("*/stat")
+    return all(file.read_text().rpartition(")")[2].split()[0] == "T" for file in threads)
+
+
+async def wait_until_answered(directory: HivemindDirectory) -> None:
+    """Look up until somebody answers, with the one peer that there is.
+
+    libp2p does not dial again for 5 s and longer after each failure, nor tells us when it does.
+    """
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while True:
+            with contextlib.suppress(DirectoryError):
+                if len(await directory.lookup(MODEL)) == 1:
+                    return
+            await asyncio.sleep(0.2)
+
+
+@contextlib.contextmanager
+def keep_port() -> Iterator[int]:
+    """Return a port that only a listener that asks for it by number can get meanwhile.
+
+    Sockets that are bound and do not listen are not in the way of one that does, where both say
+    SO_REUSEADDR, as Go's do; but the kernel gives their port to nobody else.
+    """
+    with socket.socket() as keeper:
+        keeper.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        keeper.bind(("127.0.0.1", 0))
+        yield keeper.getsockname()[1]
+
+
+def test_lookup_survives_the_kill_of_a_peer_and_its_p2pd_leaves_with_it(
+    peers: contextlib.ExitStack,
+) -> None:
+    first = start(peers, 1)
+    others = [start(peers, number, first.address) for number in (2, 3)]
+    everyone = {peer.peer_id for peer in (first, *others)}
+
+    async def main() -> None:
+        assert all(peer.address for peer in others)
+        reader = await HivemindDirectory.join(
+            [first.address, others[0].address], identity=None, clock=CLOCK, client_mode=True
+        )
+        assert (await look_up(reader))[0] == everyone
+        p2pd = first.p2pd
+
+        first.kill()
+        found, seconds = await look_up(reader)
+        newcomer = await HivemindDirectory.join(
+            [first.address, others[0].address], identity=None, clock=CLOCK, client_mode=True
+        )
+        found_by_newcomer, newcomer_seconds = await look_up(newcomer)
+
+        assert found == everyone  # its word stands until it expires
+        assert found_by_newcomer == everyone
+        assert seconds < 2
+        assert newcomer_seconds < 2
+        wait_until_gone(p2pd)
+        await reader.close()
+        await newcomer.close()
+
+    asyncio.run(main())
+    assert children_of(os.getpid()) == [peer._process.pid for peer in others]
+
+
+def test_lookup_does_not_wait_long_for_a_peer_that_fell_silent(
+    peers: contextlib.ExitStack,
+) -> None:
+    first = start(peers, 1)
+    second = start(peers, 2, first.address)
+
+    async def main() -> None:
+        reader = await HivemindDirectory.join(
+            [second.address], identity=None, clock=CLOCK, client_mode=True
+        )
+        assert len((await look_up(reader))[0]) == 2
+
+        pause(peers, first.p2pd)
+        _, seconds = await look_up(reader)
+        found, seconds_again = await look_up(reader)
+
+        assert len(found) == 2
+        assert seconds < 3
+        assert seconds_again < 1
+        await reader.close()
+
+    asyncio.run(main())
+
+
+def test_reader_says_when_everyone_is_gone_and_finds_back(peers: contextlib.ExitStack) -> None:
+    port = peers.enter_context(keep_port())
+    first = start(peers, 1, port=port)
+
+    async def main() -> None:
+        reader = await HivemindDirectory.join(
+            [first.address], identity=None, clock=CLOCK, client_mode=True
+        )
+        assert len(await reader.lookup(MODEL)) == 1
+
+        p2pd = first.p2pd
+        first.kill()
+        wait_until_gone(p2pd)  # it holds the port, and the next one needs it
+        with pytest.raises(DirectoryError, match=r"no peer of the directory answers: /ip4/127"):
+            await reader.lookup(MODEL)
+
+        again = start(peers, 1, port=port)
+        assert again.address == first.address
+        await wait_until_answered(reader)
+
+        pause(peers, again.p2pd)
+        with pytest.raises(DirectoryError, match="no peer of the directory answers"):
+            await reader.lookup(MODEL)
+        os.kill(again.p2pd, signal.SIGCONT)
+        await wait_until_answered(reader)
+        await reader.close()
+
+    asyncio.run(main())

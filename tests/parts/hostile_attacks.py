@@ -1,0 +1,281 @@
+"""What strangers try on a peer: every attack is a function of a gang of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import torch
+from hostile_strangers import (
+    HELLO,
+    HIDDEN,
+    PATIENCE_SECONDS,
+    Gang,
+    gather_gang,
+    make_session,
+    make_step,
+    patch_frame,
+)
+
+from shoal.protocol import limits
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.messages import Close, Declined, Hello, Message
+from shoal.protocol.net.tls import fetch_pinned_certificate, name_in
+from shoal.protocol.wire import HEADER_BYTES, encode_frame
+
+SEED = 7
+METHOD = "/shoal.v1.Peer/Exchange"
+
+
+async def send_random_frames(gang: Gang) -> None:
+    rng = random.Random(SEED)
+    for length in (0, 1, HEADER_BYTES - 1, HEADER_BYTES, 200, 5000, 2**20):
+        for greets in (False, True):
+            stranger = await (gang.greet() if greets else gang.dial())
+            await stranger.say(rng.randbytes(length))
+            await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def send_mutated_frames(gang: Gang) -> None:
+    """Flip one byte of a good frame: the peer may understand it or not, but says so."""
+    rng = random.Random(SEED)
+    for number in range(60):
+        session = make_session()
+        stranger = await gang.open(session)
+        frame = bytearray(encode_frame(make_step(session)))
+        frame[rng.randrange(HEADER_BYTES)] ^= 1 << rng.randrange(8)
+        # Told apart from what is silently dropped (an old sequence, say) by the end that follows.
+        await stranger.say(bytes(frame), b"end")
+        answers: list[Message] = []
+        while (answer := await stranger.hear()) is not None:
+            answers.append(answer)
+        # None where the peer had ended the stream before the second frame left.
+        assert len(answers) <= 2, (number, answers)
+        for answer in answers[-1:]:
+            assert isinstance(answer, Declined), (number, answers)
+            assert answer.code is ErrorCode.BAD_FRAME
+
+
+async def send_truncated_frames(gang: Gang) -> None:
+    session = make_session()
+    frame = encode_frame(make_step(session))
+    for length in (1, HEADER_BYTES, HEADER_BYTES + 3, len(frame) - 1):
+        stranger = await gang.greet()
+        await stranger.say(frame[:length])
+        await stranger.expect_end(ErrorCode.BAD_FRAME)
+    stranger = await gang.greet()
+    await stranger.say(frame + b"x")
+    await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def send_largest_frames(gang: Gang) -> None:
+    """As large as the limit allows: garbage first, then a step of a width no model has."""
+    stranger = await gang.greet()
+    await stranger.say(bytes(limits.MAX_FRAME_BYTES))
+    await stranger.expect_end(ErrorCode.BAD_FRAME)
+    session = make_session()
+    stranger = await gang.open(session)
+    for sequence in range(1, 4):
+        hidden = torch.zeros(1, 60, limits.MAX_HIDDEN_SIZE)
+        answer = await stranger.ask(make_step(session, hidden, sequence))
+        assert isinstance(answer, Declined)
+        assert answer.session == session
+
+
+async def send_oversized_frames(gang: Gang) -> None:
+    """Beyond the limit our own transport does not go, so this one speaks gRPC by itself."""
+    endpoint = gang.target.endpoint
+    certificate = await fetch_pinned_certificate(endpoint)
+    options = (
+        ("grpc.ssl_target_name_override", name_in(certificate)),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.use_local_subchannel_pool", 1),
+    )
+    credentials = grpc.ssl_channel_credentials(root_certificates=certificate)
+    channel = grpc.aio.secure_channel(str(endpoint), credentials, options=options)
+    async with channel:
+        for _ in range(3):
+            call: Any = channel.stream_stream(METHOD)()
+            await call.write(bytes(limits.MAX_FRAME_BYTES + 1))
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                assert await call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        call = channel.stream_stream("/shoal.v1.Peer/NoSuchMethod")()
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def send_wrong_versions(gang: Gang) -> None:
+    stranger = await gang.dial()
+    await stranger.say(patch_frame(encode_frame(HELLO), 2, "B", 2))
+    await stranger.expect_end(ErrorCode.BAD_FRAME)
+    for low, high in ((0, 0), (2, 9), (9, 2), (2**31, 2**32 - 1)):
+        stranger = await gang.dial()
+        await stranger.say(Hello(low, high, "from elsewhere"))
+        await stranger.expect_end(ErrorCode.BAD_VERSION)
+
+
+async def send_unknown_codes(gang: Gang) -> None:
+    """A good step but for one number of the header, whose meaning is not known yet."""
+    frame = encode_frame(make_step(make_session()))
+    magic, kind, flags, dtype, codec = (0, "B"), (3, "B"), (4, "H"), (6, "B"), (7, "B")
+    for offset, layout in (magic, kind, flags, dtype, codec):
+        stranger = await gang.greet()
+        await stranger.say(patch_frame(frame, offset, layout, 0x80))
+        await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def contradict_shapes(gang: Gang) -> None:
+    """Every number that says how long something is, too small, too large and enormous."""
+    frame = encode_frame(make_step(make_session()))
+    for offset in (40, 44, 48, 52, 56):
+        for value in (0, 2, 2**16 + 1, 2**31, 2**32 - 1):
+            patched = patch_frame(frame, offset, "I", value)
+            if patched != frame:
+                stranger = await gang.greet()
+                await stranger.say(patched)
+                await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def exceed_shapes(gang: Gang) -> None:
+    """Shapes that fit their bytes and the model, and are beyond what anyone may send."""
+    shapes = {
+        (1, 1, 257 * HIDDEN): (limits.MAX_BATCH_ROWS + 1, 1, HIDDEN),
+        (2, 1, 4097 * 8): (1, limits.MAX_STEP_TOKENS + 1, 16),
+        (1, 6, 10923): (1, 1, limits.MAX_HIDDEN_SIZE + 2),
+    }
+    for honest, beyond in shapes.items():
+        assert torch.Size(honest).numel() == torch.Size(beyond).numel()
+        frame = encode_frame(make_step(make_session(), torch.zeros(honest)))
+        for offset, number in zip((40, 44, 48), beyond, strict=True):
+            frame = patch_frame(frame, offset, "I", number)
+        stranger = await gang.greet()
+        await stranger.say(frame)
+        await stranger.expect_end(ErrorCode.BAD_FRAME)
+    empty = encode_frame(make_step(make_session()))[:HEADER_BYTES]
+    stranger = await gang.greet()
+    await stranger.say(patch_frame(patch_frame(empty, 44, "I", 0), 56, "I", 0))
+    await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def send_long_control_parts(gang: Gang) -> None:
+    """A field of the future, which a peer skips, but not at any length."""
+    frame = encode_frame(make_step(make_session()))
+    row_map = b"\x0a\x01\x00"
+    control = row_map + b"\x7a\x80\x80\x04" + bytes(2**16)  # field 15, so many bytes
+    assert len(control) > limits.MAX_CONTROL_BYTES
+    stranger = await gang.greet()
+    head = patch_frame(frame[:HEADER_BYTES], 52, "I", len(control))
+    await stranger.say(head + control + frame[HEADER_BYTES:])
+    await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def send_negative_positions(gang: Gang) -> None:
+    frame = encode_frame(make_step(make_session()))
+    for position in (-1, -(2**31), limits.MAX_SESSION_TOKENS + 1):
+        stranger = await gang.greet()
+        await stranger.say(patch_frame(frame, 36, "I", position % 2**32))
+        await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def step_unknown_sessions(gang: Gang) -> None:
+    stranger = await gang.greet()
+    for _ in range(200):
+        session = make_session()
+        await stranger.say(Close(session, 1))
+        answer = await stranger.ask(make_step(session))
+        assert isinstance(answer, Declined)
+        assert (answer.session, answer.code) == (session, ErrorCode.UNKNOWN_SESSION)
+
+
+async def send_values_that_are_none(gang: Gang) -> None:
+    session = make_session()
+    stranger = await gang.open(session)
+    for sequence, value in enumerate((torch.nan, torch.inf, -torch.inf), start=1):
+        answer = await stranger.ask(make_step(session, torch.full((1, 3, HIDDEN), value), sequence))
+        assert isinstance(answer, Declined), (value, answer)
+        assert (answer.session, answer.code) == (session, ErrorCode.BAD_VALUES)
+
+
+async def drop_a_thousand_sessions(gang: Gang) -> None:
+    """Strangers who fill their streams with sessions, step each once and vanish."""
+    num_opened = 0
+    while num_opened < 1000:
+        async with gather_gang(gang.target) as others:
+            for _ in range(8):
+                stranger = await others.greet()
+                for _ in range(limits.MAX_SESSIONS_PER_STREAM):
+                    session = make_session()
+                    answer = await stranger.ask(others.make_open(session, num_rows=4))
+                    if isinstance(answer, Declined):
+                        # The peer may still be busy with those that left.
+                        assert answer.code in (ErrorCode.BUSY, ErrorCode.CACHE_FULL), answer
+                        continue
+                    num_opened += 1
+                    await stranger.say(make_step(session, torch.zeros(4, 20, HIDDEN)))
+
+
+async def never_say_hello(gang: Gang) -> None:
+    mute = [await gang.dial() for _ in range(200)]
+    for stranger in mute[:50]:
+        await stranger.say(make_step(make_session()))
+        await stranger.expect_end(ErrorCode.BAD_FRAME)
+
+
+async def send_raw_bytes(gang: Gang) -> None:
+    """What is not even TLS, at the same port."""
+    rng = random.Random(SEED)
+    endpoint = gang.target.endpoint
+    greetings = (
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\xff\xff",
+    )
+    for content in (*greetings, *(rng.randbytes(2**size) for size in range(0, 18, 3))):
+        reader, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        try:
+            writer.write(content)
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                with contextlib.suppress(OSError):  # an end as well
+                    writer.write_eof()
+                    await reader.read()
+        finally:
+            writer.transport.abort()
+
+
+async def hold_half_open_connections(gang: Gang) -> None:
+    """Connect and say nothing, not even the first word of TLS; then go, politely or not."""
+    address = (gang.target.endpoint.host, gang.target.endpoint.port)
+    silent = [socket.create_connection(address, timeout=PATIENCE_SECONDS) for _ in range(200)]
+    await gang.greet()
+    for number, connection in enumerate(silent):
+        if number % 2:
+            reset = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+        connection.close()
+
+
+Attack = Callable[[Gang], Awaitable[None]]
+ATTACKS: tuple[Attack, ...] = (
+    send_random_frames,
+    send_mutated_frames,
+    send_truncated_frames,
+    send_largest_frames,
+    send_oversized_frames,
+    send_wrong_versions,
+    send_unknown_codes,
+    contradict_shapes,
+    exceed_shapes,
+    send_long_control_parts,
+    send_negative_positions,
+    step_unknown_sessions,
+    send_values_that_are_none,
+    drop_a_thousand_sessions,
+    never_say_hello,
+    send_raw_bytes,
+    hold_half_open_connections,
+)

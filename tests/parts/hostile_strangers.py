@@ -1,0 +1,142 @@
+"""Strangers to a peer, who say whatever they are told to over streams of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import struct
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.peer.local_swarm import LocalPeer, LocalSwarm
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import ErrorCode, UnavailableError
+from shoal.protocol.ids import ModelId, SessionId
+from shoal.protocol.messages import Declined, Hello, Message, Open, Opened, Step, Welcome
+from shoal.protocol.net.grpc_transport import GrpcTransport
+from shoal.protocol.net.transport import Stream
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.wire import decode_frame, encode_frame
+
+HIDDEN = 64
+HELLO = Hello(1, 1, "a stranger")
+PATIENCE_SECONDS = 60.0
+"""For answers that only a broken peer owes for long."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """A peer of the whole tiny model, and how strangers find it."""
+
+    process: LocalPeer
+    endpoint: Endpoint
+    model_id: ModelId
+    swarm: LocalSwarm
+    tiny: Any
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident memory of the peer's process."""
+        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
+                return int(line.split()[1]) * 1024
+        raise AssertionError("the peer is gone")
+
+
+class Stranger:
+    """One stream to the peer that carries whatever it is told to."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+
+    async def say(self, *frames: Message | bytes) -> None:
+        """Send frames; that the peer has had enough already is for `hear` to tell."""
+        with contextlib.suppress(UnavailableError):
+            for frame in frames:
+                await self.stream.send(frame if isinstance(frame, bytes) else encode_frame(frame))
+
+    async def hear(self) -> Message | None:
+        """Return the next message; None where the stream ended, in whatever manner."""
+        try:
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                frame = await self.stream.receive()
+        except UnavailableError:
+            return None
+        return None if frame is None else decode_frame(frame)
+
+    async def ask(self, frame: Message | bytes) -> Message | None:
+        await self.say(frame)
+        return await self.hear()
+
+    async def expect_end(self, code: ErrorCode) -> None:
+        """Expect a refusal of the whole stream and then its end."""
+        answer = await self.hear()
+        assert isinstance(answer, Declined), answer
+        assert (answer.session, answer.code) == (None, code), answer
+        assert await self.hear() is None
+
+
+class Gang:
+    """The strangers of one attack: they share one connection and leave together."""
+
+    def __init__(self, target: Target, transport: GrpcTransport) -> None:
+        self.target = target
+        self._transport = transport
+
+    async def dial(self) -> Stranger:
+        return Stranger(await self._transport.open_stream(self.target.endpoint, timeout_seconds=60))
+
+    async def greet(self) -> Stranger:
+        stranger = await self.dial()
+        assert isinstance(await stranger.ask(HELLO), Welcome)
+        return stranger
+
+    def make_open(self, session: SessionId, **changes: Any) -> Open:
+        opening = Open(session, 1, self.target.model_id, Span(0, 4), 1, 64, WireDtype.FP32)
+        return replace(opening, **changes)
+
+    async def open(self, session: SessionId, **changes: Any) -> Stranger:
+        stranger = await self.greet()
+        assert isinstance(await stranger.ask(self.make_open(session, **changes)), Opened)
+        return stranger
+
+
+@asynccontextmanager
+async def gather_gang(target: Target) -> AsyncGenerator[Gang]:
+    transport = GrpcTransport()
+    try:
+        yield Gang(target, transport)
+    finally:
+        await transport.close()  # breaks what is still open
+
+
+_session_numbers = itertools.count(1)
+
+
+def make_session() -> SessionId:
+    """Return an id that was never used: the peer may not have dropped those of who just left."""
+    return SessionId(b"hostile" + next(_session_numbers).to_bytes(9, "big"))
+
+
+def make_step(
+    session: SessionId, hidden: Any = None, sequence: int = 1, position: int = 0, **changes: Any
+) -> Step:
+    hidden = torch.zeros(1, 1, HIDDEN) if hidden is None else hidden
+    data = hidden.contiguous().numpy().tobytes()
+    rows, tokens, width = hidden.shape
+    wire = WireTensor(WireDtype.FP32, WireCodec.RAW, rows, tokens, width, data)
+    return replace(Step(session, 1, sequence, position, wire), **changes)
+
+
+def patch_frame(frame: bytes, offset: int, layout: str, value: int) -> bytes:
+    """Write a number into a header; the offsets are those that protocol/wire.py draws."""
+    patched = bytearray(frame)
+    struct.pack_into("<" + layout, patched, offset, value)
+    return bytes(patched)

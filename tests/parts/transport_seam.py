@@ -1,0 +1,81 @@
+"""One kind of transport at a time, for tests that every kind has to pass."""
+
+import asyncio
+import gc
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from shoal.protocol.errors import UnavailableError
+from shoal.protocol.net.clock import run_virtual
+from shoal.protocol.net.grpc_transport import GrpcTransport
+from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.transport import Listener, Stream, StreamServer, Transport
+
+
+class Seam:
+    """Makes transports of one kind, runs a test on them, and tidies up."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._network = LoopbackNetwork(seed=1)
+        self._transports: list[Transport] = []
+        self._complaints: list[dict[str, Any]] = []
+
+    def transport(self, host: str = "server") -> Transport:
+        if self.name == "loopback":
+            made: Transport = LoopbackTransport(self._network, host)
+        else:
+            made = GrpcTransport(plaintext=self.name == "grpc-plain")
+        self._transports.append(made)
+        return made
+
+    def host(self) -> str:
+        return "server" if self.name == "loopback" else "127.0.0.1"
+
+    async def listen(self, serve: StreamServer) -> Listener:
+        return await self.transport().listen(self.host(), 0, serve)
+
+    def run(self, test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run a test; nothing may be left behind that asyncio has to complain about."""
+        run: Callable[[Coroutine[Any, Any, None]], None] = (
+            run_virtual if self.name == "loopback" else asyncio.run
+        )
+        run(self._run(test))
+        gc.collect()
+        assert self._complaints == []
+
+    async def _run(self, test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: self._complaints.append(context))
+        try:
+            async with asyncio.timeout(60):
+                await test()
+        finally:
+            for transport in self._transports:
+                await transport.close()
+        await wait_until(lambda: len(asyncio.all_tasks()) == 1)
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    """Poll for what happens behind the seam, where no event says so."""
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+
+
+async def echo(stream: Stream) -> None:
+    while (frame := await stream.receive()) is not None:
+        await stream.send(frame)
+
+
+async def expect_unavailable(awaitable: Awaitable[object]) -> None:
+    with pytest.raises(UnavailableError):
+        async with asyncio.timeout(5):
+            await awaitable
+
+
+async def send_all(stream: Stream, frames: list[bytes]) -> None:
+    for frame in frames:
+        await stream.send(frame)
