@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from announcements import describe_peer
+
 from shoal.client.diagnosis import Diagnosis, Finding, ModelFacts
 from shoal.client.peer_check import LIBP2P_GREETING, Probes
-from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError
 from shoal.protocol.identity import Identity
@@ -72,17 +74,11 @@ class Swarm:
             "model_id": MODEL.model_id,
             "num_blocks": MODEL.num_blocks,
             "span": span,
-            "state": PeerState.ONLINE,
             "endpoints": (listener.endpoint,),
-            "min_version": 1,
-            "max_version": 1,
-            "weights": "int8",
-            "compute_dtype": "fp32",
-            "sequence": 1,
             "issued_at": now,
             "expires_at": now + 90,
         }
-        announcement = Announcement(**(fields | announced))
+        announcement = describe_peer(**(fields | announced))
         directory = MemoryDirectory(self.store, self.clock)
         await directory.announce(sign_announcement(identity, announcement))
         return announcement

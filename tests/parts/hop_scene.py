@@ -7,9 +7,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from announcements import describe_peer
+
 from shoal.client.hop_link import HopLink, LinkFacts
 from shoal.client.router import Hop
-from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.announcements import Announcement
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
@@ -109,18 +111,13 @@ class Scene:
 
 
 def make_announcement(endpoints: tuple[Endpoint, ...], peer_id: PeerId = PEER_ID) -> Announcement:
-    return Announcement(
+    return describe_peer(
         peer_id=peer_id,
         model_id=MODEL_ID,
         num_blocks=9,
         span=SPAN,
-        state=PeerState.ONLINE,
         endpoints=endpoints,
-        min_version=1,
-        max_version=1,
         weights="fp32",
-        compute_dtype="fp32",
-        sequence=1,
         issued_at=1.0,
         expires_at=2.0,
     )

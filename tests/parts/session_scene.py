@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from announcements import describe_peer
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
@@ -20,7 +21,7 @@ from shoal.client.live_hops import LiveHops, SessionFacts
 from shoal.client.session import RemoteSession
 from shoal.client.swarm import Swarm
 from shoal.client.tensors import from_wire, to_wire
-from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.protocol.announcements import sign_announcement
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
@@ -176,10 +177,6 @@ class Scene:
             "model_id": MODEL_ID,
             "num_blocks": NUM_BLOCKS,
             "span": peer.span,
-            "state": PeerState.ONLINE,
-            "endpoints": (),
-            "min_version": 1,
-            "max_version": 1,
             "weights": "fp32",
             "compute_dtype": "fp32",
             "sequence": int(now * 1000),
@@ -188,7 +185,7 @@ class Scene:
             "decode_steps_per_second": 100.0,
             "prefill_tokens_per_second": 1000.0,
         }
-        record = sign_announcement(peer.identity, Announcement(**(fields | announced)))
+        record = sign_announcement(peer.identity, describe_peer(**(fields | announced)))
         await MemoryDirectory(self.store, VirtualClock()).announce(record)
 
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:

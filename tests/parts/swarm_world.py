@@ -4,8 +4,10 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from announcements import describe_peer
+
 from shoal.client.swarm import Swarm
-from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import VirtualClock, run_virtual
@@ -47,17 +49,12 @@ class World:
             "model_id": MODEL,
             "num_blocks": 4,
             "span": WHOLE,
-            "state": PeerState.ONLINE,
-            "endpoints": (),
-            "min_version": 1,
-            "max_version": 1,
-            "weights": "int8",
             "compute_dtype": "bf16",
             "sequence": self._sequence,
             "issued_at": now,
             "expires_at": now + 500 + 0.001 * self._sequence,
         }
-        announcement = Announcement(**(fields | changes))
+        announcement = describe_peer(**(fields | changes))
         await self.directory.announce(sign_announcement(identity, announcement))
         return announcement
 
