@@ -190,6 +190,15 @@ class InferenceSession:
         return tuple(self._row_map[row] for row in rows)
 
 
+def check_is_session(given: object) -> None:
+    """Raise UsageError for anything but a session."""
+    if not isinstance(given, InferenceSession):
+        raise UsageError(
+            "session must be one that model.inference_session(...) opened, not "
+            f"{type(given).__name__}"
+        )
+
+
 def _check_is_tensor(name: str, given: object) -> None:
     if not isinstance(given, Tensor):
         raise UsageError(f"{name} must be a tensor, not {type(given).__name__}")

@@ -34,7 +34,7 @@ from .generation import (
     plan_generation,
     recall_text,
 )
-from .inference_session import InferenceSession
+from .inference_session import InferenceSession, check_is_session
 from .local_layers import LocalLayers, load_config, load_local_layers, resolve_dtype
 from .remote_blocks import RemoteSequential
 from .remote_cache import RemoteCache
@@ -247,6 +247,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         session = session if session is not None else self.active_session
         args = (generation_config, *args)
         if session is not None:
+            check_is_session(session)
             with session.claim():
                 plan = self._plan(inputs, recall_text(session), generation_config, kwargs)
                 return self._generate_in(session, plan, args, kwargs)

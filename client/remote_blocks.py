@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .client import Client
-from .inference_session import InferenceSession
+from .inference_session import InferenceSession, check_is_session
 
 # Shape suffixes: B rows, T tokens, H hidden size.
 
@@ -110,6 +110,8 @@ class RemoteSequential(nn.Module):
     @contextmanager
     def use_session(self, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
         """Make a session active inside of the `with`; None makes calls stateless there."""
+        if session is not None:
+            check_is_session(session)
         token = self._active_session.set(session)
         try:
             yield session

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from shoal.client.inference_session import InferenceSession
 from shoal.client.local_layers import load_config, load_local_layers
 from shoal.client.model import DistributedCausalLM
 from shoal.kernels.checkpoint import Checkpoint
@@ -95,6 +96,10 @@ class FakeSession:
         self._cache.crop(value - self.position)
         if self.output_ids is not None and self.output_ids.shape[1] > value:
             self.output_ids = self.output_ids[:, :value]
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return InferenceSession  # for isinstance()
 
     @property
     def num_rows(self) -> int | None:

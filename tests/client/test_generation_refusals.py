@@ -73,3 +73,16 @@ def test_closed_session_is_refused(pair: Any) -> None:
 
     with pytest.raises(UsageError, match="closed"):
         pair.model.generate(make_ids(1, 2), session=session, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("session", ["x", 5, True, object()])
+def test_what_is_no_session_is_refused(pair: Any, session: Any) -> None:
+    with pytest.raises(UsageError, match=r"^session must be one that model\.inference_session"):
+        pair.model.generate(make_ids(1, 2), session=session, max_new_tokens=2)
+    with (
+        pytest.raises(UsageError, match="session must be"),
+        pair.model.use_session(session),
+    ):
+        pass
+
+    assert pair.model.active_session is None
