@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.bundled_model import BUNDLED_NAME, count_blocks, find_model
-from shoal.cli.main import _parse, main
+from shoal.cli.main import _in_one_line, _parse, main
 from shoal.protocol.errors import ModelError
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -52,7 +52,18 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         ("swarm --threads 100000", "take at most"),
         ("serve m --new-swarm --announce-host 300.1.1.1", "'300.1.1.1' is not the name"),
         ("serve m --new-swarm --announce-host a/b", "'a/b' is not the name"),
+        (f"serve m --new-swarm --announce-host {'a.' * 127}", "is not the name"),
+        ("serve m --new-swarm --directory-port 65536", "'65536' is not a port"),
+        ("serve m --new-swarm --directory-port http", "'http' is not a port"),
+        ("serve m --new-swarm --announce-period 0.09", "0.1 to 200 seconds"),
+        ("serve m --new-swarm --announce-period 201", "0.1 to 200 seconds"),
+        ("serve m --new-swarm --drain inf", "'inf' is not a number of at least 0"),
         ("serve m --new-swarm --kv-memory 9999T", "memory that this machine has"),
+        ("serve m --new-swarm --kv-memory=-1", "cannot be negative"),
+        ("serve m --new-swarm --kv-memory inf", "'inf' is not a size"),
+        (f"serve m --new-swarm --initial-peers {PEER}", "not allowed with"),
+        (f"generate m p --max-new-tokens {2**63} --initial-peers {PEER}", "too large"),
+        (f"generate m p --top-p 0 --initial-peers {PEER}", "above 0"),
         (f"generate m p --seed 9223372036854775808 --initial-peers {PEER}", "9223372036854775807"),
         (f"generate m --tell --initial-peers {PEER}", "begins with - goes behind `--`"),
         (f"generate m -hello --initial-peers {PEER}", "begins with - goes behind `--`"),
@@ -69,6 +80,26 @@ def test_wrong_arguments_are_one_line(
 
 
 @pytest.mark.parametrize(
+    ("command", "option", "value", "number"),
+    [
+        ("serve m", "threads", str(4 * (os.cpu_count() or 1)), 4 * (os.cpu_count() or 1)),
+        ("serve m", "directory_port", "65535", 65535),
+        ("serve m", "announce_period", "0.1", 0.1),
+        ("serve m", "announce_period", "200", 200.0),
+        ("serve m", "announce_host", "2001:db8::1", "2001:db8::1"),
+        ("generate m p --initial-peers x", "top_p", "1", 1.0),
+        ("generate m p --initial-peers x", "seed", str(2**63 - 1), 2**63 - 1),
+    ],
+)
+def test_bounds_themselves_are_taken(
+    command: str, option: str, value: str, number: float | str
+) -> None:
+    options = _parse([*command.split(), f"--{option.replace('_', '-')}", value])
+
+    assert getattr(options, option) == number
+
+
+@pytest.mark.parametrize(
     ("words", "prompt"),
     [
         (["Once", "--initial-peers", "/ip4/a", "/ip4/b"], "Once"),
@@ -78,6 +109,7 @@ def test_wrong_arguments_are_one_line(
         (["--initial-peers=/ip4/a,/ip4/b", "Once"], "Once"),
         (["--initial", "/ip4/a", "/ip4/b", "--seed", "1", "--", "-hello"], "-hello"),
         (["--initial-peers", "/ip4/a", "/ip4/b", "--", "/ip4/is a prompt"], "/ip4/is a prompt"),
+        (["--initial-peers", "/ip4/a", "/ip4/b", "--", "--initial-peers"], "--initial-peers"),
     ],
 )
 def test_initial_peers_leave_the_prompt_alone(words: list[str], prompt: str) -> None:
@@ -107,6 +139,9 @@ def test_initial_peers_leave_the_prompt_alone(words: list[str], prompt: str) -> 
         (["serve", "", "--new-swarm"], "the name of the model is empty"),
         (["serve", "m", "--new-swarm", "--listen", "0.0.0.0"], "--announce-host"),
         (["serve", "m", "--new-swarm", "--blocks", "8"], "--blocks"),
+        (["serve", "m", "--new-swarm", "--listen", "127.0.0.1:65536"], "HOST:PORT"),
+        (["serve", "m", "--new-swarm", "--listen", ":7000"], "HOST:PORT"),
+        (["serve", "m" * 300, "--new-swarm"], "File name too long"),
     ],
 )
 def test_what_cannot_be_done_is_one_line(
@@ -117,6 +152,10 @@ def test_what_cannot_be_done_is_one_line(
     assert code == 1
     assert error.startswith(f"shoal {arguments[0]}: ")
     assert words in error
+
+
+def test_error_of_several_lines_is_told_in_one() -> None:
+    assert _in_one_line(ModelError("one line\n  and another")) == "one line and another"
 
 
 def test_swarm_refuses_more_peers_than_blocks(

@@ -81,6 +81,7 @@ def test_initial_peers_that_are_no_addresses_are_refused(
         ("failover_timeout_seconds", "5", "at least 0"),
         ("failover_timeout_seconds", -1, "at least 0"),
         ("failover_timeout_seconds", float("nan"), "at least 0"),
+        ("failover_timeout_seconds", float("inf"), "at least 0"),
         ("failover_timeout_seconds", None, "at least 0"),
         ("refresh_seconds", "x", "at least 0"),
         ("refresh_seconds", True, "at least 0"),
@@ -99,6 +100,11 @@ def test_setting_that_cannot_be_is_named_before_anything_is_opened(
 ) -> None:
     with pytest.raises(UsageError, match=f"^{name} is .*{choices}"):
         AutoDistributedModelForCausalLM.from_pretrained("no/such/model", **{name: value})
+
+
+def test_network_without_initial_peers_says_how_to_give_them() -> None:
+    with pytest.raises(UsageError, match=r"initial_peers=\[\.\.\.\]"):
+        Client.join(ModelId("a" * 32), len(SPAN), 64, ClientConfig())
 
 
 def test_one_initial_peer_needs_no_list(tiny_models: Any) -> None:

@@ -170,6 +170,29 @@ def test_expired_announcements_make_room(announce: Announce, now: float) -> None
     assert len(crowd.book) == 10
 
 
+def test_lots_are_drawn_anew_when_some_have_expired(announce: Announce, now: float) -> None:
+    crowd = Crowd(announce, now, max_per_scope=10)
+    crowd.come("scope", range(1, 60))
+    crowd.now += 60
+    crowd.come("scope", range(1, 6))
+    crowd.now += 60
+
+    crowd.come("scope", range(100, 160))
+
+    assert crowd.find("scope", range(1, 6)) == list(range(1, 6))
+    assert len(crowd.find("scope", range(100, 160))) == 5
+
+
+def test_flood_that_is_over_leaves_nothing_behind(announce: Announce, now: float) -> None:
+    crowd = Crowd(announce, now, max_per_scope=10, max_shared=10)
+    for number in range(100):
+        crowd.come(f"scope {number}", [number + 1])
+        crowd.now += 10
+
+    assert len(crowd.book._scopes) <= 10
+    assert crowd.book._verify.cache_info().currsize <= 20
+
+
 def test_flood_in_one_scope_neither_blocks_nor_displaces_others(
     announce: Announce, now: float
 ) -> None:
@@ -215,6 +238,15 @@ def test_reserved_scope_has_its_room_whatever_happens_in_others(
 
     crowd.come("flood", range(2000, 2050))
     assert crowd.find("ours", range(1, 31)) == list(range(1, 31))
+    assert len(crowd.book) == 50
+
+
+def test_reserved_scope_takes_no_room_from_others(announce: Announce, now: float) -> None:
+    crowd = Crowd(announce, now, max_per_scope=30, max_shared=20)
+    crowd.book.reserve("ours")
+    crowd.come("ours", range(1, 31))
+
+    assert crowd.come("others", range(100, 120)) == []
     assert len(crowd.book) == 50
 
 

@@ -94,6 +94,17 @@ def test_gate_refuses_what_is_no_record(gate: RecordGate, entry: Entry, value: b
     assert not gate.accept(entry.key, entry.subkey, value, entry.expires_at)
 
 
+def test_gate_refuses_a_good_record_in_a_bad_wrapping(
+    gate: RecordGate, entry: Entry, announce: Announce, identity_of: IdentityOf
+) -> None:
+    record = sign_announcement(identity_of(1), announce())
+    as_text = b"\xda" + entry.value[1:]
+    swarm_that_is_no_text = pack(b"\xff\0" + record)
+
+    for value in (as_text, swarm_that_is_no_text):
+        assert not gate.accept(entry.key, entry.subkey, value, entry.expires_at)
+
+
 def test_gate_refuses_a_replay_of_an_older_record(
     gate: RecordGate, entry: Entry, announce: Announce, identity_of: IdentityOf, now: float
 ) -> None:
