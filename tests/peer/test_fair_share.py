@@ -2,7 +2,13 @@
 
 import pytest
 
-from shoal.peer.fair_share import Holder, check_room_for, check_room_for_client, name_holder
+from shoal.peer.fair_share import (
+    Holder,
+    SharedBytes,
+    check_room_for,
+    check_room_for_client,
+    name_holder,
+)
 from shoal.protocol.errors import ErrorCode, RefusedError
 
 
@@ -57,6 +63,34 @@ def test_clients_of_one_address_leave_each_other_their_part() -> None:
 
     assert taken == [65, 33, 16]
     assert count_taken(Holder("elsewhere", "d"), holders, 256) > 30
+
+
+def test_clients_share_only_what_strangers_leave_to_their_address() -> None:
+    holders = [Holder(f"stranger {number}") for number in range(4)]
+
+    taken = [count_taken(Holder("home", name), holders, 8) for name in "ab"]
+
+    assert taken == [2, 1]
+
+
+def test_bytes_are_shared_like_places_and_free_again_when_they_are_gone() -> None:
+    shared, greedy, other = SharedBytes(100), Holder("greedy"), Holder("other")
+    shared.check_room_for(greedy, 50)
+    shared.count(greedy, 50)
+
+    with pytest.raises(RefusedError) as refusal:
+        shared.check_room_for(greedy, 1)
+    assert refusal.value.code is ErrorCode.BUSY
+    assert refusal.value.retry_after_seconds
+    shared.check_room_for(other, 25)
+    with pytest.raises(RefusedError):
+        shared.check_room_for(other, 26)
+
+    shared.count(other, 25)
+    assert shared.used_bytes == 75
+    shared.count(greedy, -50)
+    assert repr(shared) == "<SharedBytes 25/100, 1 holders>"
+    shared.check_room_for(greedy, 37)
 
 
 def test_names_that_are_made_up_get_no_more_than_one_address() -> None:
