@@ -11,6 +11,7 @@ import pytest
 
 from shoal.cli.bundled_model import BUNDLED_NAME, count_blocks, find_model
 from shoal.cli.main import _in_one_line, _parse, main
+from shoal.cli.options import join_addresses
 from shoal.protocol.errors import ModelError
 
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -109,7 +110,6 @@ def test_bounds_themselves_are_taken(
         (["--initial-peers=/ip4/a,/ip4/b", "Once"], "Once"),
         (["--initial", "/ip4/a", "/ip4/b", "--seed", "1", "--", "-hello"], "-hello"),
         (["--initial-peers", "/ip4/a", "/ip4/b", "--", "/ip4/is a prompt"], "/ip4/is a prompt"),
-        (["--initial-peers", "/ip4/a", "/ip4/b", "--", "--initial-peers"], "--initial-peers"),
     ],
 )
 def test_initial_peers_leave_the_prompt_alone(words: list[str], prompt: str) -> None:
@@ -117,6 +117,12 @@ def test_initial_peers_leave_the_prompt_alone(words: list[str], prompt: str) -> 
 
     assert options.prompt == prompt
     assert options.initial_peers == ["/ip4/a", "/ip4/b"]
+
+
+def test_words_behind_two_dashes_are_left_as_they_are() -> None:
+    words = ["generate", "--", "--initial-peers", "/ip4/a", "/ip4/b"]
+
+    assert join_addresses(words) == words
 
 
 @pytest.mark.parametrize(
