@@ -169,6 +169,21 @@ def test_restarted_peer_is_used_again_and_not_blamed() -> None:
     run(test)
 
 
+def test_restarted_peer_is_preferred_to_a_slower_replica() -> None:
+    async def test(scene: Scene) -> None:
+        peer = await scene.add("a", 0, 6, decode_steps_per_second=1e6)
+        await scene.add("slow", 0, 6)
+        session = scene.open_session()
+        await session.step(draw(1, 3))
+
+        peer.caches.clear()
+        await session.step(draw(2))
+
+        assert scene.names_of(session) == ["a"]
+
+    run(test)
+
+
 def test_newcomer_is_found_when_everybody_known_is_silent() -> None:
     async def test(scene: Scene) -> None:
         for name in ("a1", "a2"):

@@ -76,6 +76,7 @@ def test_what_never_fits_anywhere_is_said_at_once() -> None:
 
         with pytest.raises(CacheFullError):
             await scene.open_session().step(draw(1, 3))
+        assert now() < 1
 
     run(test, config=replace(CONFIG, failover_timeout_seconds=20.0))
 
