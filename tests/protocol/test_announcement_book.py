@@ -172,7 +172,7 @@ def test_expired_announcements_make_room(announce: Announce, now: float) -> None
 
 def test_lots_are_drawn_anew_when_some_have_expired(announce: Announce, now: float) -> None:
     crowd = Crowd(announce, now, max_per_scope=10)
-    crowd.come("scope", range(1, 60))
+    crowd.come("scope", range(1, 12))
     crowd.now += 60
     crowd.come("scope", range(1, 6))
     crowd.now += 60
