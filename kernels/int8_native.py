@@ -78,9 +78,16 @@ class _NativeProduct:
         self._multiply = library.shoal_int8_multiply
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
+        return self._run(hidden_NI, num_digits, None)
+
+    def multiply_roughly(self, hidden_NI: Tensor) -> tuple[Tensor, Tensor]:
+        squares_N = torch.empty(len(hidden_NI), dtype=torch.int32)
+        return self._run(hidden_NI, 1, squares_N), squares_N
+
+    def _run(self, hidden_NI: Tensor, num_digits: int, squares_N: Tensor | None) -> Tensor:
         dtype = hidden_NI.dtype
         if dtype not in _DTYPES:
-            return self.multiply(hidden_NI.float(), num_digits).to(dtype)
+            return self._run(hidden_NI.float(), num_digits, squares_N).to(dtype)
         num_rows, num_columns = hidden_NI.shape
         if num_columns != self._num_columns:
             raise ValueError(f"rows of {num_columns} numbers for {self._num_columns} columns")
@@ -90,6 +97,7 @@ class _NativeProduct:
             self._layer_address,
             hidden_NI.data_ptr(),
             result_NO.data_ptr(),
+            None if squares_N is None else squares_N.data_ptr(),
             num_rows,
             _DTYPES[dtype],
             num_digits,

@@ -31,20 +31,27 @@ class _TorchProduct:
         self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
-        numbers_NI, steps_N1 = _round_rows(hidden_NI.float(), num_digits)
         if num_digits == 1:
-            sums_NO = _multiply_exactly(numbers_NI.to(torch.int8), self._values_IO)
-        else:
-            high_NI = (numbers_NI + 128) >> 8
-            low_NI = numbers_NI - (high_NI << 8)
-            # Both digits in one product: the weights are read once.
-            digits_MI = torch.cat([high_NI, low_NI]).to(torch.int8)
-            high_NO, low_NO = _multiply_exactly(digits_MI, self._values_IO).double().chunk(2)
-            sums_NO = high_NO.mul_(256).add_(low_NO)
+            return self.multiply_roughly(hidden_NI)[0]
+        numbers_NI, steps_N1 = _round_rows(hidden_NI.float(), num_digits)
+        high_NI = (numbers_NI + 128) >> 8
+        low_NI = numbers_NI - (high_NI << 8)
+        # Both digits in one product: the weights are read once.
+        digits_MI = torch.cat([high_NI, low_NI]).to(torch.int8)
+        high_NO, low_NO = _multiply_exactly(digits_MI, self._values_IO).double().chunk(2)
+        return self._finish(high_NO.mul_(256).add_(low_NO), steps_N1, hidden_NI.dtype)
+
+    def multiply_roughly(self, hidden_NI: Tensor) -> tuple[Tensor, Tensor]:
+        numbers_NI, steps_N1 = _round_rows(hidden_NI.float(), num_digits=1)
+        sums_NO = _multiply_exactly(numbers_NI.to(torch.int8), self._values_IO)
+        squares_N = numbers_NI.square().sum(dim=1, dtype=torch.int32)
+        return self._finish(sums_NO, steps_N1, hidden_NI.dtype), squares_N
+
+    def _finish(self, sums_NO: Tensor, steps_N1: Tensor, dtype: torch.dtype) -> Tensor:
         result_NO = sums_NO.float().mul_(steps_N1).mul_(self._scales_O)
         if self._bias_O is not None:
             result_NO += self._bias_O
-        return result_NO.to(hidden_NI.dtype)
+        return result_NO.to(dtype)
 
 
 def _round_rows(hidden_NI: Tensor, num_digits: int) -> tuple[Tensor, Tensor]:

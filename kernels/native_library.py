@@ -8,7 +8,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_INT8_VERSION = 1
+_INT8_VERSION = 2
 _ATTENTION_VERSION = 1
 _NORM_VERSION = 1
 """Of the functions in native/. A library of other versions is as good as none."""
@@ -33,7 +33,7 @@ def _declare(library: ctypes.CDLL) -> bool:
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     try:
         library.shoal_int8_pack.argtypes = [pointer, size, size, pointer]
-        library.shoal_int8_multiply.argtypes = [pointer, pointer, pointer, size, *[number] * 4]
+        library.shoal_int8_multiply.argtypes = [*[pointer] * 4, size, *[number] * 4]
         library.shoal_attention_attend.argtypes = [
             pointer, pointer, size, size, pointer, pointer, number, number,
         ]  # fmt: skip

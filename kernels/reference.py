@@ -13,15 +13,20 @@ def linear_int8(
     hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None, num_digits: int
 ) -> Tensor:
     """Return the float32 product by the rules of int8.py, one row and one output at a time."""
-    limit = torch.tensor({1: 127.0, 2: 127.0 * 256 + 127}[num_digits])
     rows = []
-    for row_I in hidden_NI.float():
-        absmax = row_I.abs().max().clamp_min(2.0**-100)
-        whole_I = torch.round(row_I * (limit / absmax)).to(torch.int64)
+    for row_I in hidden_NI:
+        whole_I, step = round_row(row_I, num_digits)
         sums_O = torch.stack([(row * whole_I).sum() for row in weight.values_OI.to(torch.int64)])
-        rows.append(sums_O.float() * (absmax / limit) * weight.scales_O)
+        rows.append(sums_O.float() * step * weight.scales_O)
     result_NO = torch.stack(rows)
     return result_NO if bias_O is None else result_NO + bias_O.float()
+
+
+def round_row(row_I: Tensor, num_digits: int) -> tuple[Tensor, Tensor]:
+    """Return the whole numbers that a row of activations becomes, and what a one stands for."""
+    limit = torch.tensor({1: 127.0, 2: 127.0 * 256 + 127}[num_digits])
+    absmax = row_I.float().abs().max().clamp_min(2.0**-100)
+    return torch.round(row_I.float() * (limit / absmax)).to(torch.int64), absmax / limit
 
 
 def linear_unrounded(hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None) -> Tensor:

@@ -64,7 +64,7 @@ static const Kernel *find_kernels(int32_t instruction_set) {
 }
 
 /* To be raised whenever a function below or its structures change: Python compares it. */
-int32_t shoal_int8_version(void) { return 1; }
+int32_t shoal_int8_version(void) { return 2; }
 
 int32_t shoal_int8_has(int32_t instruction_set) { return find_kernels(instruction_set) != NULL; }
 
@@ -112,11 +112,12 @@ static void multiply_some(void *context, size_t index) {
             work->product.kernel->multiply(&work->product, tile, panel);
 }
 
-/* Computes all rows with one instruction set, which the processor must have. Returns 0, or 1
-   when memory is short. */
+/* Computes all rows with one instruction set, which the processor must have. `square_sums`, one
+   for each row, is NULL for two digits, whose squares are too large. Returns 0, or 1 when memory is
+   short. */
 int32_t shoal_int8_multiply(
-    const Layer *layer, const void *hidden, void *result, int64_t num_rows, int32_t dtype,
-    int32_t num_digits, int32_t instruction_set, int32_t num_threads
+    const Layer *layer, const void *hidden, void *result, int32_t *square_sums, int64_t num_rows,
+    int32_t dtype, int32_t num_digits, int32_t instruction_set, int32_t num_threads
 ) {
     if (num_rows == 0) return 0;
     const Kernel *kernel = &find_kernels(instruction_set)[num_digits - 1];
@@ -138,6 +139,7 @@ int32_t shoal_int8_multiply(
             .rows_per_tile = divide_up(rows, num_tiles), /* 8 rows are 4 and 4, not 6 and 2 */
             .steps = (float *)memory,
             .number_sums = (int32_t *)(memory + rows * sizeof(float)),
+            .square_sums = square_sums,
             .encoded = memory + rows * (sizeof(float) + sizeof(int32_t)),
         },
         .num_tiles = num_tiles,

@@ -61,6 +61,7 @@ struct Product {
     uint8_t *encoded;     /* tiles of rows, see above */
     float *steps;         /* one per row */
     int32_t *number_sums; /* of each row's numbers */
+    int32_t *square_sums; /* of the squares of each row's numbers, of one digit; or NULL */
 };
 
 /* The two kernels of an instruction set, for one and two digits, or NULL where the processor

@@ -120,16 +120,19 @@ INLINE void encode_row(const Product *product, size_t row, Form form) {
     const float inverse = is_finite ? limit / absmax : 0.0f;
     product->steps[row] = is_finite ? absmax / limit : NAN;
 
-    int32_t sum = 0;
+    int32_t sum = 0, squares = 0;
     for (size_t start = 0; start < num_groups * GROUP; start += CHUNK) {
         int16_t numbers[CHUNK] = {0};
         const size_t chunk_groups = min_size(CHUNK / GROUP, num_groups - start / GROUP);
         const size_t count = min_size(CHUNK, num_columns - start);
         if (is_finite) round_chunk(product, row * num_columns + start, count, inverse, numbers);
         for (size_t i = 0; i < count; i++) sum += numbers[i];
+        if (product->square_sums != NULL)
+            for (size_t i = 0; i < count; i++) squares += numbers[i] * numbers[i];
         scatter_chunk(numbers, chunk_groups, form, target + start / GROUP * stride, stride);
     }
     product->number_sums[row] = sum;
+    if (product->square_sums != NULL) product->square_sums[row] = squares;
 }
 
 INLINE uint16_t bfloat16_bits(float value) {

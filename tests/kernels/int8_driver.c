@@ -9,8 +9,8 @@
 
 int32_t shoal_int8_has(int32_t instruction_set);
 void shoal_int8_pack(const int8_t *, int64_t, int64_t, uint8_t *);
-int32_t shoal_int8_multiply(const Layer *, const void *, void *, int64_t, int32_t, int32_t,
-                            int32_t, int32_t);
+int32_t shoal_int8_multiply(const Layer *, const void *, void *, int32_t *, int64_t, int32_t,
+                            int32_t, int32_t, int32_t);
 
 static unsigned state = 1;
 
@@ -30,9 +30,11 @@ static void *multiply(const Layer *layer, const void *hidden, int64_t num_rows, 
                       int digits, int instruction_set, int threads) {
     const size_t size = dtype == FLOAT32 ? 4 : 2;
     void *result = allocate((size_t)num_rows * layer->out_features * size);
-    if (shoal_int8_multiply(layer, hidden, result, num_rows, dtype, digits, instruction_set,
-                            threads))
+    int32_t *squares = digits == 1 ? allocate((size_t)num_rows * sizeof *squares) : NULL;
+    if (shoal_int8_multiply(layer, hidden, result, squares, num_rows, dtype, digits,
+                            instruction_set, threads))
         exit(2);
+    free(squares);
     return result;
 }
 
