@@ -26,7 +26,7 @@ from .quantities import (
     parse_port,
     parse_threads,
 )
-from .sizes import parse_memory
+from .sizes import parse_bytes, parse_memory
 
 if TYPE_CHECKING:
     # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.
@@ -53,6 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
         help="memory for running sessions, such as 512M or 4G (default: 1G)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--block-cache", type=parse_bytes, default=_DEFAULTS.block_cache_bytes, metavar="BYTES",
+        help="disk that keeps int8 blocks for the next start; 0 keeps none (default: 16G)",
     )  # fmt: skip
     parser.add_argument(
         "--listen", default=_DEFAULTS.listen_host, metavar="HOST[:PORT]",
@@ -112,6 +116,7 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         device=options.device,
         num_threads=options.threads,
         kv_budget_bytes=options.kv_memory,
+        block_cache_bytes=options.block_cache,
         initial_peers=tuple(options.initial_peers),
         listen_host=host,
         listen_port=port,

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from .int8 import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel
-from .quantize import INT8_MAX, Int8Weight
+from .quantize import Int8Weight
 
-_EXACT_COLUMNS = 2**24 // (128 * INT8_MAX)
+_EXACT_COLUMNS = 2**24 // (128 * 128)
 """As many products of digits and weights sum to a whole number that float32 holds exactly."""
 
 

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .int8 import MAX_COLUMNS
-from .quantize import WeightFormat, quantize_int8
+from .quantize import Int8Weight, WeightFormat, dequantize_int8, quantize_int8
 from .select import choose_int8_kernel
 
 MAX_ROUNDING_ERROR = 0.04
@@ -57,14 +57,16 @@ class Linear(ABC):
 
 
 def make_linear(
-    weight_OI: Tensor, bias_O: Tensor | None, weights: WeightFormat, dtype: torch.dtype
+    weight_OI: Tensor | Int8Weight, bias_O: Tensor | None, weights: WeightFormat, dtype: torch.dtype
 ) -> Linear:
     """Return a linear layer with its own copy of the weights in the given format.
 
-    `dtype` is that of the activations in and out, and of the bias. Raises ValueError for shapes
-    that contradict each other, a `dtype` without fractions, or weights that cannot be quantized.
+    A weight that is quantized already stays as it is in int8, without a copy where the kernel
+    needs none. `dtype` is that of the activations in and out, and of the bias. Raises ValueError
+    for shapes that contradict each other, a `dtype` without fractions, or weights that cannot be
+    quantized.
     """
-    if weight_OI.dim() != 2:
+    if len(weight_OI.shape) != 2:
         raise ValueError(f"a weight is a matrix [out, in], got shape {tuple(weight_OI.shape)}")
     if bias_O is not None and bias_O.shape != weight_OI.shape[:1]:
         raise ValueError(f"bias {tuple(bias_O.shape)} for weight {tuple(weight_OI.shape)}")
@@ -72,7 +74,10 @@ def make_linear(
         raise ValueError(f"activations are floating point numbers, not {dtype}")
     bias_O = None if bias_O is None else _own(bias_O, dtype)
     if weights is WeightFormat.INT8:
-        return _Int8Linear(weight_OI, bias_O)
+        is_quantized = isinstance(weight_OI, Int8Weight)
+        return _Int8Linear(weight_OI if is_quantized else quantize_int8(weight_OI), bias_O)
+    if isinstance(weight_OI, Int8Weight):
+        weight_OI = dequantize_int8(weight_OI)
     stored = torch.bfloat16 if weights is WeightFormat.BF16 else torch.float32
     return _FloatLinear(_own(weight_OI, stored), bias_O, dtype)
 
@@ -82,8 +87,8 @@ def _own(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _count(weight_OI: Tensor, bias_O: Tensor | None) -> int:
-    return weight_OI.numel() + (0 if bias_O is None else bias_O.numel())
+def _count(shape: torch.Size, bias_O: Tensor | None) -> int:
+    return shape.numel() + (0 if bias_O is None else bias_O.numel())
 
 
 def _count_bytes(*tensors: Tensor | None) -> int:
@@ -95,7 +100,7 @@ class _FloatLinear(Linear):
 
     def __init__(self, weight_OI: Tensor, bias_O: Tensor | None, dtype: torch.dtype) -> None:
         self.out_features, self.in_features = weight_OI.shape
-        self.num_parameters = _count(weight_OI, bias_O)
+        self.num_parameters = _count(weight_OI.shape, bias_O)
         self.num_bytes = _count_bytes(weight_OI, bias_O)
         self._weight_OI = weight_OI
         self._bias_O = bias_O
@@ -112,12 +117,12 @@ class _FloatLinear(Linear):
 class _Int8Linear(Linear):
     """Weights as int8 with one scale per output, on the CPU, without gradients."""
 
-    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
-        self.out_features, self.in_features = weight_OI.shape
+    def __init__(self, weight: Int8Weight, bias_O: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
         if self.in_features > MAX_COLUMNS:
             raise ValueError(f"int8 weights have at most {MAX_COLUMNS} columns")
-        self.num_parameters = _count(weight_OI, bias_O)
-        self._product = choose_int8_kernel().pack(quantize_int8(weight_OI), bias_O)
+        self.num_parameters = _count(weight.shape, bias_O)
+        self._product = choose_int8_kernel().pack(weight, bias_O)
         self.num_bytes = self._product.num_bytes
         # Rounding to whole numbers changes each by 1 / sqrt(12), as a root mean square.
         self._enough_squares = math.ceil(self.in_features / 12 / MAX_ROUNDING_ERROR**2)

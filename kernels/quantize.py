@@ -1,5 +1,6 @@
 """Weights as small integers: one scale per output channel, symmetric, nothing learned."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -16,7 +17,11 @@ class WeightFormat(StrEnum):
 
 
 INT8_MAX = 127
-"""Largest magnitude of a quantized value; -128 stays unused so that the range is symmetric."""
+"""Largest magnitude that `quantize_int8` makes, so that the range is symmetric. Weights that were
+quantized elsewhere may hold -128."""
+
+INT8_VERSION = 1
+"""To be raised when `quantize_int8` makes other numbers, so that none are taken from disk."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,11 @@ class Int8Weight:
 
     values_OI: Tensor
     scales_O: Tensor
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the matrix that it stands for."""
+        return self.values_OI.shape
 
 
 def quantize_int8(weight_OI: Tensor) -> Int8Weight:
@@ -58,3 +68,27 @@ def quantize_int8(weight_OI: Tensor) -> Int8Weight:
 def dequantize_int8(weight: Int8Weight) -> Tensor:
     """Return the float32 matrix `[out, in]` that the quantized weight stands for."""
     return weight.values_OI.to(torch.float32) * weight.scales_O[:, None]
+
+
+def check_int8(weight: Int8Weight) -> None:
+    """Raise ValueError unless dtypes, shapes and scales are those of an Int8Weight."""
+    values_OI, scales_O = weight.values_OI, weight.scales_O
+    if values_OI.dtype is not torch.int8 or scales_O.dtype is not torch.float32:
+        raise ValueError(f"int8 weights are not {values_OI.dtype} and {scales_O.dtype}")
+    if values_OI.dim() != 2 or values_OI.numel() == 0 or scales_O.shape != values_OI.shape[:1]:
+        raise ValueError(
+            f"int8 weights cannot have shape {tuple(values_OI.shape)} "
+            f"and scales {tuple(scales_O.shape)}"
+        )
+    if not bool((scales_O.isfinite() & (scales_O > 0)).all()):
+        raise ValueError("the scales of int8 weights must be finite and above zero")
+
+
+def stack_int8(weights: Sequence[Int8Weight]) -> Int8Weight:
+    """Return the outputs of several weights below each other; one alone is returned as it is."""
+    if len(weights) == 1:
+        return weights[0]
+    return Int8Weight(
+        torch.cat([weight.values_OI for weight in weights]),
+        torch.cat([weight.scales_O for weight in weights]),
+    )

@@ -28,6 +28,10 @@ class PeerConfig:
     kv_budget_bytes: int = 2**30
     """Memory for the KV caches of all sessions together."""
 
+    block_cache_bytes: int = 16 * 2**30
+    """Disk that quantized blocks may take in `~/.cache/shoal/blocks`, all peers of a user together;
+    0: quantize them anew at each start."""
+
     initial_peers: tuple[str, ...] = ()
     """Directory addresses to join through; empty: begin a new swarm."""
 

@@ -23,6 +23,7 @@ from ..protocol.net.transport import Listener, Stream
 from ..protocol.spans import Span
 from .announcer import Announcer
 from .config import PeerConfig
+from .engine.block_cache import open_block_cache
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine, check_kv_budget
 from .engine.families import read_spec
@@ -210,6 +211,7 @@ async def _load_engine(config: PeerConfig, plan: _Plan, report: Report) -> Engin
             kv_budget_bytes=config.kv_budget_bytes,
             num_threads=config.num_threads,
             on_progress=on_progress,
+            cache=open_block_cache(config.block_cache_bytes),
         )
     finally:
         is_wanted = False

@@ -22,6 +22,7 @@ from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, 
 from ...protocol.spans import Span
 from ..fair_share import Holder
 from .block import Block
+from .block_cache import BlockCache
 from .families import read_spec
 from .heap import keep_large_tensors_apart
 from .kv_cache import PAGE_TOKENS, SessionCache
@@ -137,11 +138,12 @@ class Engine:
         kv_budget_bytes: int,
         num_threads: int | None = None,
         on_progress: ReportProgress | None = None,
+        cache: BlockCache | None = None,
     ) -> Engine:
         """Load the blocks of `span`; raises ModelError or UsageError before reading weights.
 
         `num_threads` sets torch's threads for the whole process; `on_progress(done, total)`
-        counts blocks.
+        counts blocks; `cache` spares quantizing blocks that were quantized before.
         """
         if device != "cpu":
             raise UsageError(f"this version computes on the device cpu only, not on {device!r}")
@@ -152,7 +154,7 @@ class Engine:
         dtype = COMPUTE_DTYPES[weights]
         pool = KVCachePool(kv_budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, dtype)
         with torch.inference_mode(), keep_large_tensors_apart():
-            blocks = load_span(checkpoint, spec, span, weights, dtype, on_progress)
+            blocks = load_span(checkpoint, spec, span, weights, dtype, on_progress, cache)
         return cls(spec, span, blocks, rotary, pool)
 
     def open_cache(
