@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from ..peer.config import PeerConfig
+from ..peer.config import NO_NF4, WEIGHT_FORMATS, PeerConfig
 from .bundled_model import BUNDLED_NAME
 
 _INITIAL_PEERS = "--initial-peers"
@@ -21,9 +21,17 @@ def add_optional_model_argument(parser: argparse.ArgumentParser) -> None:
 def add_weights_argument(parser: argparse.ArgumentParser) -> None:
     """Declare how peers hold their weights."""
     parser.add_argument(
-        "--weights", choices=("int8", "bf16", "fp32"), default=PeerConfig(model="").weights,
+        "--weights", type=parse_weights, choices=WEIGHT_FORMATS,
+        default=PeerConfig(model="").weights,
         help="how weights are held (default: %(default)s)",
     )  # fmt: skip
+
+
+def parse_weights(text: str) -> str:
+    """Refuse nf4 with advice; `choices` names the formats that there are."""
+    if text == "nf4":
+        raise argparse.ArgumentTypeError(NO_NF4)
+    return text
 
 
 def add_initial_peers_argument(

@@ -3,7 +3,16 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..protocol.errors import UsageError
 from ..protocol.spans import Span
+
+WEIGHT_FORMATS = ("int8", "bf16", "fp32")
+"""How block weights can be held."""
+
+NO_NF4 = (
+    "nf4 is not supported: on a CPU it would be about twenty times as slow as int8, and CUDA is "
+    "not supported yet; use int8"
+)
 
 
 @dataclass(frozen=True)
@@ -17,7 +26,7 @@ class PeerConfig:
     """Blocks to serve; None: all of them."""
 
     weights: str = "int8"
-    """How block weights are held: int8, bf16 or fp32."""
+    """How block weights are held: one of WEIGHT_FORMATS."""
 
     device: str = "cpu"
     """Where blocks are computed."""
@@ -64,3 +73,9 @@ class PeerConfig:
 
     token_budget: int = 512
     """Tokens (rows times length) that one iteration of the engine takes at most."""
+
+    def __post_init__(self) -> None:
+        if self.weights == "nf4":
+            raise UsageError(NO_NF4)
+        if self.weights not in WEIGHT_FORMATS:
+            raise UsageError(f"weights are one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}")
