@@ -197,5 +197,5 @@ def _compute_checksum(name: str, tensors: Mapping[str, torch.Tensor]) -> bytearr
     digest = hashlib.sha256(name.encode())
     for tensor_name, tensor in sorted(tensors.items()):
         digest.update(f"\n{tensor_name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(memoryview(tensor.numpy()))
+        digest.update(tensor.numpy().data)
     return bytearray(digest.digest())

@@ -10,15 +10,18 @@ from ...kernels.norm import Norm
 from ...kernels.quantize import (
     Int8Weight,
     WeightFormat,
+    dequantize_int8,
     quantize_int8,
     stack_int8,
 )
 from ...protocol.errors import ModelError
+from .config_reader import find_quantization
 from .families import find_family
 from .families.family import FusedOrder
 from .spec import ModelSpec
 
 _LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_WEIGHT = "weight"
 
 
 class BlockTensors:
@@ -42,6 +45,7 @@ class BlockTensors:
         family = find_family(checkpoint.config)
         assert family is not None  # otherwise there would be no ModelSpec
         self._family = family
+        self._quantization = find_quantization(checkpoint.config)
         self._spec = spec
         self._index = index
         self._weights = weights
@@ -79,7 +83,11 @@ class BlockTensors:
         The result has the stored dtype and may be a view of the file.
         """
         stored = self._list_stored(local_names)
-        tensors = [self._load_one(name, shape, expert) for name, shape in stored.items()]
+        loaded = [self._load_one(name, shape, expert) for name, shape in stored.items()]
+        tensors = [
+            dequantize_int8(tensor) if isinstance(tensor, Int8Weight) else tensor
+            for tensor in loaded
+        ]
         stacked = tensors[0] if len(tensors) == 1 else torch.cat(tensors)
         return _ungroup(stacked, self._spec) if self._is_grouped(stored) else stacked
 
@@ -97,12 +105,14 @@ class BlockTensors:
         return stacked
 
     def _find_int8(self, local_name: str, shape: tuple[int, ...], expert: int) -> Int8Weight:
-        """Return one weight from the cache, or quantize it."""
+        """Return one weight from the cache, as it is stored if that is int8, or quantize it."""
         name = f"{local_name}.{expert}"
         known = self._known.get(name)
         if known is not None and tuple(known.shape) == shape:
             return known
         weight_OI = self._load_one(local_name, shape, expert)
+        if isinstance(weight_OI, Int8Weight):
+            return weight_OI
         try:
             self.quantized[name] = quantize_int8(weight_OI)
         except ValueError as error:
@@ -124,9 +134,15 @@ class BlockTensors:
         is_fused = not stored.keys() <= self._shapes.keys()
         return is_fused and self._family.fused_order is FusedOrder.BY_GROUP
 
-    def _load_one(self, local_name: str, shape: tuple[int, ...], expert: int) -> torch.Tensor:
+    def _load_one(
+        self, local_name: str, shape: tuple[int, ...], expert: int
+    ) -> torch.Tensor | Int8Weight:
         name = self._find(local_name, expert)
         try:
+            if len(shape) == 2 and self._quantization is not None:
+                stem = name.removesuffix(_WEIGHT)
+                if self._quantization.stores(self._checkpoint, stem):
+                    return self._quantization.load(self._checkpoint, stem, (shape[0], shape[1]))
             tensor = self._checkpoint.load(name)
         except CheckpointError as error:
             raise ModelError(str(error)) from error
@@ -144,9 +160,14 @@ class BlockTensors:
 
     def _find(self, local_name: str, expert: int = 0) -> str:
         usual, *others = self._family.checkpoint_names(self._index, local_name, expert)
-        if not others or self._checkpoint.has(usual):
+        if not others or self._is_stored(usual):
             return usual
-        return next(filter(self._checkpoint.has, others), usual)
+        return next(filter(self._is_stored, others), usual)
+
+    def _is_stored(self, name: str) -> bool:
+        if self._checkpoint.has(name) or self._quantization is None:
+            return self._checkpoint.has(name)
+        return self._quantization.stores(self._checkpoint, name.removesuffix(_WEIGHT))
 
     def _explain(self, local_names: Sequence[str], expert: int, error: ValueError) -> ModelError:
         stored = self._list_stored(local_names) if local_names[0] in self._shapes else local_names

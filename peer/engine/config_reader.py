@@ -6,6 +6,9 @@ from typing import Any, cast
 
 import torch
 
+from ...kernels.checkpoint import CheckpointError
+from ...kernels.quantization_methods import read_quantization
+from ...kernels.quantized_checkpoint import QuantizedLinears
 from ...protocol.errors import ModelError
 from ...protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
 
@@ -116,13 +119,18 @@ def rename_fields(config: Mapping[str, object], names: Mapping[str, str]) -> dic
     return {name: value for name, value in config.items() if name not in names} | renamed
 
 
+def find_quantization(config: Mapping[str, object]) -> QuantizedLinears | None:
+    """Return how a checkpoint that comes quantized stores linears, None for any other one."""
+    try:
+        return read_quantization(config)
+    except CheckpointError as error:
+        raise ModelError(str(error)) from error
+
+
 def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
     """Return the fields of a ModelSpec that every family here spells in one way."""
     reader = ConfigReader(config)
-    if reader.has("quantization_config"):
-        raise ModelError(
-            "this checkpoint is quantized already; use the original one, shoal quantizes by itself"
-        )
+    find_quantization(config)  # what cannot be read is refused before anything is
     hidden_size = reader.count("hidden_size", MAX_HIDDEN_SIZE)
     num_heads = reader.count("num_attention_heads", MAX_HEADS)
     if not reader.has("head_dim") and hidden_size % num_heads:

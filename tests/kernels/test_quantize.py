@@ -3,7 +3,17 @@
 import pytest
 import torch
 
-from shoal.kernels.quantize import dequantize_int8, quantize_int8
+from shoal.kernels.int8 import Int8Kernel
+from shoal.kernels.int8_native import list_kernels
+from shoal.kernels.int8_torch import make_kernel as make_torch_kernel
+from shoal.kernels.linear import RowPath, make_linear
+from shoal.kernels.quantize import (
+    Int8Weight,
+    WeightFormat,
+    dequantize_int8,
+    quantize_int8,
+    stack_int8,
+)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -69,3 +79,38 @@ def test_quantize_refuses_non_finite_weights(value: float, dtype: torch.dtype) -
 def test_quantize_refuses_what_is_no_matrix(shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="matrix"):
         quantize_int8(torch.zeros(shape))
+
+
+@pytest.mark.parametrize("kernel", [make_torch_kernel(), *list_kernels()], ids=lambda k: k.name)
+def test_weights_quantized_elsewhere_may_hold_the_lowest_number(kernel: Int8Kernel) -> None:
+    values_OI = torch.full((3, 64), -128, dtype=torch.int8)
+    weight = Int8Weight(values_OI, torch.ones(3))
+    hidden_NI = torch.full((5, 64), 127.0)
+
+    for num_digits in (1, 2):
+        results_NO = kernel.pack(weight, None).multiply(hidden_NI, num_digits)
+        torch.testing.assert_close(results_NO, torch.full((5, 3), -128.0 * 127 * 64))
+
+
+def test_stacked_weights_stand_below_each_other() -> None:
+    weights = [quantize_int8(torch.eye(2) * scale) for scale in (1.0, 3.0)]
+
+    stacked = dequantize_int8(stack_int8(weights))
+
+    assert torch.equal(stacked, torch.cat([dequantize_int8(weight) for weight in weights]))
+    assert stack_int8(weights[:1]) is weights[0]
+
+
+@pytest.mark.parametrize("weights", list(WeightFormat))
+def test_linear_of_a_quantized_weight_is_that_of_what_it_stands_for(weights: WeightFormat) -> None:
+    generator = torch.Generator().manual_seed(3)
+    quantized = quantize_int8(torch.randn(7, 33, generator=generator))
+    hidden_NI = torch.randn(4, 33, generator=generator)
+    bias_O = torch.randn(7, generator=generator)
+
+    linear = make_linear(quantized, bias_O, weights, torch.float32)
+    plain = make_linear(dequantize_int8(quantized), bias_O, weights, torch.float32)
+
+    assert linear.num_parameters == plain.num_parameters == 7 * 33 + 7
+    expected_NO = plain(hidden_NI, RowPath.FEW)
+    torch.testing.assert_close(linear(hidden_NI, RowPath.FEW), expected_NO, rtol=0, atol=1e-4)
