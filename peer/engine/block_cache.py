@@ -151,7 +151,7 @@ def _read_own_file(path: Path, max_bytes: int) -> bytes:
             raise ValueError("it is no file that only we can write")
         if state.st_size > max_bytes:
             raise ValueError(f"{state.st_size} bytes are more than the block can have")
-        return file.read(max_bytes)
+        return file.read(state.st_size)
 
 
 def _write_atomically(path: Path, content: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import os
@@ -16,11 +17,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.kernels.quantize import Int8Weight, WeightFormat
+from shoal.peer.config import PeerConfig
 from shoal.peer.engine.block_cache import MIN_ENTRY_BYTES, BlockCache, open_block_cache
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import FAMILIES, read_spec
 from shoal.peer.engine.loader import open_checkpoint
 from shoal.peer.engine.spec import ModelSpec
+from shoal.peer.peer import _load_engine, _plan_span
 from shoal.protocol.spans import Span
 
 BUDGET = 2**26
@@ -290,6 +293,7 @@ import sys
 from pathlib import Path
 import torch
 from shoal.kernels.quantize import Int8Weight
+from shoal.peer.config import PeerConfig
 from shoal.peer.engine.block_cache import MIN_ENTRY_BYTES, BlockCache
 
 for turn in range(30):
@@ -320,29 +324,33 @@ def test_several_processes_write_and_make_room_at_once(
 # What an engine makes of it.
 
 
-@pytest.fixture(scope="module")
-def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two blocks of a Llama, each large enough to be kept."""
-    directory = tmp_path_factory.mktemp("wide")
+def make_model(directory: Path, hidden_size: int, intermediate_size: int, num_blocks: int) -> None:
+    """Write the blocks of a random Llama in bfloat16."""
     config = {
-        "model_type": "llama", "hidden_size": 512, "intermediate_size": 768, "vocab_size": 8,
-        "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
+        "model_type": "llama", "hidden_size": hidden_size, "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_blocks, "num_attention_heads": 8, "num_key_value_heads": 2,
+        "max_position_embeddings": 64, "vocab_size": 8,
     }  # fmt: skip
+    directory.mkdir(exist_ok=True)
     (directory / "config.json").write_text(json.dumps(config))
     spec = read_spec(config)
     assert isinstance(spec, ModelSpec)
     generator = torch.Generator().manual_seed(7)
-    save_file(
-        {
-            FAMILIES["llama"].checkpoint_names(block, name)[0]: torch.randn(
-                shape, generator=generator
-            )
-            for block in range(2)
-            for name, shape in spec.tensor_shapes().items()
-        },
-        directory / "model.safetensors",
-    )
+    tensors = {
+        FAMILIES["llama"].checkpoint_names(block, name)[0]: torch.randn(
+            shape, generator=generator
+        ).bfloat16()
+        for block in range(num_blocks)
+        for name, shape in spec.tensor_shapes().items()
+    }
+    save_file(tensors, directory / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two blocks of a Llama, each large enough to be kept."""
+    directory = tmp_path_factory.mktemp("wide")
+    make_model(directory, hidden_size=512, intermediate_size=768, num_blocks=2)
     return directory
 
 
@@ -475,3 +483,66 @@ def test_blocks_with_experts_are_kept_expert_by_expert(
 
     assert torch.equal(output, expected)
     assert [name for name in read if not name.endswith("block_sparse_moe.gate.weight")] == []
+
+
+@pytest.mark.parametrize(("budget_bytes", "num_entries"), [(2**30, 2), (0, 0)])
+def test_peer_keeps_its_blocks_at_home(
+    wide_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    budget_bytes: int,
+    num_entries: int,
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = PeerConfig(
+        model=str(wide_model), kv_budget_bytes=2**24, block_cache_bytes=budget_bytes
+    )
+
+    engine = asyncio.run(_load_engine(config, _plan_span(config), lambda event: None))
+
+    assert engine.span == Span(0, 2)
+    assert len(list(tmp_path.glob(".cache/shoal/blocks/*"))) == num_entries
+
+
+PEAK_SCRIPT = """
+import sys
+from pathlib import Path
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.block_cache import BlockCache
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.protocol.spans import Span
+
+def read_peak_bytes():
+    (line,) = [x for x in open("/proc/self/status") if x.startswith("VmHWM")]
+    return 1024 * int(line.split()[1])
+
+checkpoint = open_checkpoint(sys.argv[1])
+before = read_peak_bytes()
+engine = Engine.load(checkpoint, Span(0, 6), WeightFormat.INT8, kv_budget_bytes=2**20,
+                     num_threads=1, cache=BlockCache(Path(sys.argv[2]), 2**30))
+print(read_peak_bytes() - before - engine.num_weight_bytes, engine.num_parameters // 6)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs /proc")
+def test_loading_from_the_cache_peaks_below_one_more_block_in_float32(
+    tmp_path: Path, directory: Path
+) -> None:
+    model = tmp_path / "model"
+    make_model(model, hidden_size=1024, intermediate_size=2048, num_blocks=6)
+    directory.mkdir(parents=True)
+
+    runs = [
+        subprocess.run(
+            [sys.executable, "-P", "-c", PEAK_SCRIPT, model, directory],
+            capture_output=True, text=True, check=True,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
+
+    # The first run also counts the mapped checkpoint, which the system may drop at any time.
+    extra_bytes, num_parameters = map(int, runs[1].stdout.split())
+    assert len(list(directory.iterdir())) == 6
+    assert extra_bytes < 4 * num_parameters

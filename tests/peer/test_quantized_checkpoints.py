@@ -295,7 +295,7 @@ def test_linears_that_were_left_alone_are_read_as_usual(
 
 
 def test_older_name_of_the_settings_counts_as_well(quantized: dict[str, Path]) -> None:
-    config = dict(open_checkpoint(quantized["int-channel"]).config)
+    config: dict[str, Any] = dict(open_checkpoint(quantized["int-channel"]).config)
     config["compression_config"] = {**config.pop("quantization_config"), "format": "marlin-24"}
 
     with pytest.raises(ModelError, match="format 'marlin-24'"):
