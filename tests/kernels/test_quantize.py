@@ -6,7 +6,7 @@ import torch
 from shoal.kernels.int8 import Int8Kernel
 from shoal.kernels.int8_native import list_kernels
 from shoal.kernels.int8_torch import make_kernel as make_torch_kernel
-from shoal.kernels.linear import RowPath, make_linear
+from shoal.kernels.linear import RowPrecision, make_linear
 from shoal.kernels.quantize import (
     Int8Weight,
     WeightFormat,
@@ -112,5 +112,7 @@ def test_linear_of_a_quantized_weight_is_that_of_what_it_stands_for(weights: Wei
     plain = make_linear(dequantize_int8(quantized), bias_O, weights, torch.float32)
 
     assert linear.num_parameters == plain.num_parameters == 7 * 33 + 7
-    expected_NO = plain(hidden_NI, RowPath.FEW)
-    torch.testing.assert_close(linear(hidden_NI, RowPath.FEW), expected_NO, rtol=0, atol=1e-4)
+    expected_NO = plain(hidden_NI, RowPrecision.TWO_DIGITS)
+    torch.testing.assert_close(
+        linear(hidden_NI, RowPrecision.TWO_DIGITS), expected_NO, rtol=0, atol=1e-4
+    )
