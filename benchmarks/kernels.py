@@ -5,6 +5,7 @@ per token. Times are the least of many calls; `_int_mm` is the integer product a
 rounding rows before and scaling sums after.
 """
 
+import argparse
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -13,9 +14,9 @@ from itertools import cycle, repeat
 
 import torch
 import torch.nn.functional as F
-from _report import describe_machine, parse_arguments
 from torch import Tensor
 
+from shoal.cli.benchmarks.figures import describe_machine
 from shoal.kernels.int8 import Int8Kernel
 from shoal.kernels.quantize import Int8Weight
 from shoal.kernels.select import choose_int8_kernel
@@ -141,7 +142,9 @@ def print_tables(cells: list[Cell], read_speeds: dict[int, float]) -> None:
 @torch.inference_mode()
 def main() -> None:
     """Measure every shape and print the tables."""
-    options = parse_arguments(__doc__ or "")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args()
     torch.manual_seed(0)
     kernel = choose_int8_kernel()
     thread_counts = sorted({1, torch.get_num_threads()})

@@ -20,6 +20,7 @@ _COMMANDS = {
     "swarm": "run a whole swarm on this machine until Ctrl-C",
     "generate": "stream text from a swarm",
     "doctor": "say which link of a swarm is broken",
+    "bench": "measure swarms on this machine beside plain transformers",
 }
 
 

@@ -187,7 +187,9 @@ def test_dependency_has_one_door(dependency: str) -> None:
 
 def test_every_imported_distribution_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    declared = requirement_names([*PROJECT["project"]["dependencies"], *extras["cuda"]])
+    declared = requirement_names(
+        [*PROJECT["project"]["dependencies"], *extras["bench"], *extras["cuda"]]
+    )
     known = declared | set(sys.stdlib_module_names)
     wrong = [
         f"{found.where} imports {found.target}"

@@ -10,22 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _report import STORIES, Figure, make_benchmark_model, parse_arguments, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.client.local_layers import load_config, load_local_layers
-from shoal.kernels.checkpoint import Checkpoint
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.engine import Engine, StepWork
-from shoal.protocol.spans import Span
+from ...client.local_layers import load_config, load_local_layers
+from ...kernels.checkpoint import Checkpoint
+from ...kernels.quantize import WeightFormat
+from ...peer.engine.engine import Engine, StepWork
+from ...protocol.spans import Span
+from .figures import Figure, at_least, at_most
+from .reference import make_text_settings
+from .report import Findings
+from .setting import Setting
 
-WINDOW_TOKENS = 512
-PROMPTS = ("Once upon a time", "One morning", "There was a", "The old", "Every day")
-NUM_GREEDY_TOKENS = 100
+_WINDOW_TOKENS = 512
+_PROMPTS = ("Once upon a time", "One morning", "There was a", "The old", "Every day")
+_NUM_GREEDY_TOKENS = 100
 """Greedy words are compared under the same context: the reference's own words."""
 
 
-class LocalModel:
+class _LocalModel:
     """Embedding, all blocks in one engine, norm and head: what client and peers do together."""
 
     def __init__(self, directory: Path, weights: WeightFormat) -> None:
@@ -49,10 +52,10 @@ class LocalModel:
             cache.close()
 
 
-def compute_perplexity(model: LocalModel, tokens: torch.Tensor) -> float:
+def _compute_perplexity(model: _LocalModel, tokens: torch.Tensor) -> float:
     """Return the perplexity of a text, cut into windows."""
     losses, num_tokens = 0.0, 0
-    for window in tokens.split(WINDOW_TOKENS):
+    for window in tokens.split(_WINDOW_TOKENS):
         if len(window) < 2:
             continue
         logits_TV = model.compute_logits(window[None])[0, :-1]
@@ -61,18 +64,18 @@ def compute_perplexity(model: LocalModel, tokens: torch.Tensor) -> float:
     return math.exp(losses / num_tokens)
 
 
-def compare_greedy(ours: LocalModel, texts: list[torch.Tensor]) -> float:
+def _compare_greedy(ours: _LocalModel, texts: list[torch.Tensor]) -> float:
     """Return the fraction of greedy tokens that are the same, each under the reference's text."""
     num_same, num_tokens = 0, 0
     for tokens_1T in texts:
         predicted = ours.compute_logits(tokens_1T)[0].argmax(-1)
-        start = tokens_1T.shape[1] - NUM_GREEDY_TOKENS
+        start = tokens_1T.shape[1] - _NUM_GREEDY_TOKENS
         num_same += int((predicted[start - 1 : -1] == tokens_1T[0, start:]).sum())
-        num_tokens += NUM_GREEDY_TOKENS
+        num_tokens += _NUM_GREEDY_TOKENS
     return num_same / num_tokens
 
 
-def measure_loading_bytes(directory: Path, weights: str) -> tuple[int, int]:
+def _measure_loading_bytes(directory: Path, weights: str) -> tuple[int, int]:
     """Return (peak, final) bytes that loading all blocks adds, in a fresh process.
 
     The peak is the kernel's high-water mark, less what was there after loading one block, which
@@ -102,47 +105,47 @@ def measure_loading_bytes(directory: Path, weights: str) -> tuple[int, int]:
     return int(peak), int(final)
 
 
-def main() -> None:
-    """Measure everything and print it."""
-    options = parse_arguments(__doc__ or "")
-    torch.manual_seed(0)
-    tokenizer = AutoTokenizer.from_pretrained(STORIES)
-    heldout = (STORIES / "heldout.txt").read_text()
+def measure(setting: Setting) -> Findings:
+    """Compare int8 with fp32 on the bundled model, and weigh the model that is measured."""
+    directory = setting.tiny_model.directory
+    setting.say("texts of the reference")
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    reference: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    texts = [_generate(reference, tokenizer(prompt).input_ids) for prompt in _PROMPTS]
+    setting.say("perplexity")
+    heldout = (directory / "heldout.txt").read_text()
     tokens = tokenizer(heldout, return_tensors="pt").input_ids[0]
-    reference: Any = AutoModelForCausalLM.from_pretrained(STORIES, dtype=torch.float32)
-    texts = []
-    for prompt in PROMPTS:
-        ids = tokenizer(prompt, return_tensors="pt").input_ids
-        settings = {"max_new_tokens": NUM_GREEDY_TOKENS, "min_new_tokens": NUM_GREEDY_TOKENS}
-        texts.append(reference.generate(ids, do_sample=False, **settings))
-    fp32 = LocalModel(STORIES, WeightFormat.FP32)
-    int8 = LocalModel(STORIES, WeightFormat.INT8)
-    fp32_perplexity = compute_perplexity(fp32, tokens)
-    int8_perplexity = compute_perplexity(int8, tokens)
-    loss = int8_perplexity / fp32_perplexity - 1
-    same = compare_greedy(int8, texts)
+    fp32 = _LocalModel(directory, WeightFormat.FP32)
+    int8 = _LocalModel(directory, WeightFormat.INT8)
+    fp32_perplexity = _compute_perplexity(fp32, tokens)
+    int8_perplexity = _compute_perplexity(int8, tokens)
+    increase = 100 * (int8_perplexity / fp32_perplexity - 1)
+    same = 100 * _compare_greedy(int8, texts)
     bytes_per_parameter = int8.engine.num_weight_bytes / int8.engine.num_parameters
-    large = make_benchmark_model()
-    peak, final = measure_loading_bytes(large, "int8")
-    block_bytes = 4 * (2 * 1024 * 1024 + 2 * 1024 * 256 + 3 * 1024 * 2816)
-    over = (peak - final) / block_bytes
-    report(
-        "int8 against fp32",
+    setting.say("loading")
+    peak, final = _measure_loading_bytes(setting.model.directory, "int8")
+    over = (peak - final) / _count_block_bytes(setting.model.directory)
+    return Findings(
         [
             Figure("held-out perplexity, fp32", fp32_perplexity, ""),
             Figure("held-out perplexity, int8", int8_perplexity, ""),
-            Figure("  increase", 100 * loss, "%", "<= 1", loss <= 0.01),
-            Figure("greedy tokens equal to fp32", 100 * same, "%", ">= 98", same >= 0.98),
-            Figure(
-                "weight bytes per parameter, bundled model", bytes_per_parameter, "",
-                "<= 1.05", bytes_per_parameter <= 1.05,
-            ),
-            Figure("benchmark model, weights", final / 2**20, "MiB"),
-            Figure("  peak over the final size, in fp32 blocks", over, "", "<= 1", over <= 1),
-        ],
-        options.json,
-    )  # fmt: skip
+            Figure("its increase", increase, "%", at_most(1)),
+            Figure("greedy tokens equal to fp32", same, "%", at_least(98)),
+            Figure("weight bytes per parameter", bytes_per_parameter, "", at_most(1.05)),
+            Figure("weights of the benchmark model", final / 2**20, "MiB"),
+            Figure("peak over the final size, in fp32 blocks", over, "", at_most(1)),
+        ]
+    )
 
 
-if __name__ == "__main__":
-    main()
+def _generate(reference: Any, prompt: list[int]) -> torch.Tensor:
+    tokens_1T = torch.tensor([prompt])
+    return reference.generate(tokens_1T, **make_text_settings(tokens_1T, _NUM_GREEDY_TOKENS))
+
+
+def _count_block_bytes(directory: Path) -> int:
+    """Return the bytes of one block in fp32."""
+    checkpoint = Checkpoint.open(directory)
+    return (
+        4 * Engine.load(checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=0).num_parameters
+    )

@@ -1,0 +1,107 @@
+"""`shoal bench`: measure swarms on this machine, beside plain transformers in the same run."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..protocol.errors import UsageError
+from .benchmarks.effort import FULL, QUICK
+from .benchmarks.figures import describe_machine
+from .benchmarks.parts import PARTS
+from .benchmarks.plot import check_can_plot, draw_curve
+from .benchmarks.report import BenchReport, PartReport, measure_part
+from .interrupts import end_in_good_order, quitting_at_once
+from .terminal import Progress, Terminal
+
+if TYPE_CHECKING:
+    from .benchmarks.setting import Setting
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal bench`."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    titles = [f"  {name:<14}{title}" for name, title in PARTS.items()]
+    parser.epilog = "\n".join(["parts:", *titles])
+    parser.add_argument(
+        "parts", metavar="PART", nargs="*", type=_parse_part,
+        help="what to measure, see below (default: everything)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--quick", action="store_true",
+        help="only see that everything runs, on the bundled model; the numbers mean nothing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--plot", type=Path, metavar="FOLDER",
+        help="draw the part `sessions` into FOLDER, as sessions.svg and sessions.png",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Measure and report; return 1 when a part could not be measured, else 0."""
+    names = [name for name in PARTS if name in (options.parts or PARTS)]
+    if options.plot is not None:
+        check_can_plot()
+        if "sessions" not in names:
+            raise UsageError("--plot draws the part `sessions`; measure that too")
+    bench = _Bench(options.quick, None if options.json else Terminal(sys.stdout))
+    with end_in_good_order():
+        report = bench.measure(names)
+        if options.plot is not None and report.curve is not None:
+            files = draw_curve(report.curve, report.machine, options.plot)
+            print(f"Drew {' and '.join(map(str, files))}.", file=sys.stderr)
+    if options.json:
+        print(json.dumps(report.to_json()), flush=True)
+    else:
+        print(report.to_verdict(), flush=True)
+    return 1 if report.has_errors else 0
+
+
+def _parse_part(text: str) -> str:
+    if text not in PARTS:
+        raise argparse.ArgumentTypeError(
+            f"there is no part {text!r} to measure; choose from {', '.join(PARTS)}"
+        )
+    return text
+
+
+class _Bench:
+    """One run: shows each part as soon as it is measured, unless there is no terminal for it."""
+
+    def __init__(self, is_quick: bool, terminal: Terminal | None) -> None:
+        self._is_quick = is_quick
+        self._terminal = terminal
+        self._status = "loading"
+
+    def measure(self, names: list[str]) -> BenchReport:
+        """Measure the parts, one after the other."""
+        machine = describe_machine()
+        self._show(f"{machine}\n")
+        with Progress(Terminal(sys.stderr), lambda: self._status):
+            with quitting_at_once():
+                setting_module = importlib.import_module(".benchmarks.setting", __package__)
+            effort = QUICK if self._is_quick else FULL
+            setting = setting_module.Setting(effort, self._is_quick, self._say)
+        with setting:
+            parts = [self._measure_part(setting, name) for name in names]
+        return BenchReport(machine, self._is_quick, tuple(parts))
+
+    def _measure_part(self, setting: "Setting", name: str) -> PartReport:
+        self._status = name
+        with Progress(Terminal(sys.stderr), lambda: f"{name}: {self._status}"):
+            part = importlib.import_module(f".benchmarks.{name}", __package__)
+            report = measure_part(name, lambda: part.measure(setting))
+        if self._is_quick:
+            report = report.without_targets()
+        self._show(report.to_text())
+        return report
+
+    def _say(self, status: str) -> None:
+        self._status = status
+
+    def _show(self, text: str) -> None:
+        if self._terminal is not None:
+            self._terminal.print(text)

@@ -1,0 +1,1 @@
+"""What `shoal bench` measures, one part per file. See `parts.py` for the list."""

@@ -1,0 +1,59 @@
+"""From the loss of a peer in use to the answer of the next step, with replicas at hand."""
+
+import time
+from collections.abc import Callable
+
+from ...peer.local_swarm import LocalPeer, LocalSwarm
+from .clients import Clients, SwarmAddress, join_swarm
+from .figures import Figure, at_most
+from .report import Findings
+from .setting import Setting
+from .timing import time_steps
+
+_PROMPT_TOKENS = 270
+_NUM_STEPS = 30
+_CONTEXT_TOKENS = _PROMPT_TOKENS + _NUM_STEPS
+
+
+def measure(setting: Setting) -> Findings:
+    """Kill one peer, pause another, and end the swarm, which is of no use afterwards."""
+    swarm = setting.start_swarm(setting.model)
+    try:
+        setting.say("starting replicas")
+        swarm.wait_until_online([swarm.add(setting.model.halves[1], wait=False) for _ in range(2)])
+        kill_seconds, pause_seconds = setting.run(_measure(setting, swarm))
+    finally:
+        setting.end_swarm(setting.model)
+    behind = f"{_CONTEXT_TOKENS} tokens of context"
+    return Findings(
+        [
+            Figure(f"SIGKILL to the next step, {behind}", kill_seconds, "s", at_most(1)),
+            Figure(f"SIGSTOP to the next step, {behind}", pause_seconds, "s", at_most(5)),
+        ]
+    )
+
+
+async def _measure(setting: Setting, swarm: LocalSwarm) -> list[float]:
+    async with join_swarm(SwarmAddress.of(swarm, setting.model)) as clients:
+        seconds: list[float] = []
+        for name, lose in (("SIGKILL", LocalPeer.kill), ("SIGSTOP", LocalPeer.pause)):
+            setting.say(name)
+            seconds.append(await _time_loss(setting, clients, swarm, lose))
+        return seconds
+
+
+async def _time_loss(
+    setting: Setting, clients: Clients, swarm: LocalSwarm, lose: Callable[[LocalPeer], None]
+) -> float:
+    """Return the seconds from losing the second hop to the next answer."""
+    model = setting.model
+    session = clients.open(_CONTEXT_TOKENS + 1)
+    await session.step(model.make_hidden(_PROMPT_TOKENS), last_token_only=True)
+    await time_steps(session, model, _NUM_STEPS)
+    victim = swarm.find(session.hops[1].peer.peer_id)
+    started_at = time.perf_counter()
+    lose(victim)
+    await time_steps(session, model, 1)
+    seconds = time.perf_counter() - started_at
+    assert session.failovers, "the peer was lost and nothing happened"
+    return seconds

@@ -1,0 +1,46 @@
+"""A transport that keeps the last frame of each direction for whoever measures."""
+
+from ...protocol.endpoints import Endpoint
+from ...protocol.net.transport import Lane, Listener, Stream, StreamServer, Transport
+
+
+class WatchedTransport:
+    """Carries everything over another transport."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.last_sent = b""
+        self.last_received = b""
+
+    async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
+        return await self._inner.listen(host, port, serve)
+
+    async def open_stream(
+        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
+    ) -> Stream:
+        return _WatchedStream(self, await self._inner.open_stream(endpoint, lane, timeout_seconds))
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
+class _WatchedStream:
+    def __init__(self, transport: WatchedTransport, inner: Stream) -> None:
+        self._transport = transport
+        self._inner = inner
+
+    @property
+    def remote_host(self) -> str | None:
+        return self._inner.remote_host
+
+    async def send(self, frame: bytes) -> None:
+        self._transport.last_sent = frame
+        await self._inner.send(frame)
+
+    async def receive(self) -> bytes | None:
+        frame = await self._inner.receive()
+        self._transport.last_received = frame or b""
+        return frame
+
+    async def close(self) -> None:
+        await self._inner.close()
