@@ -7,6 +7,8 @@ MODEL ?= models/shoal-stories
 PEERS ?= 3
 TESTS ?= tests
 ARGS ?=
+PARTS ?=
+BENCHMARKS ?=
 
 # -P: the current folder stays off the import path, where `kernels` could meet another package.
 RUN := .venv/bin/python -P
@@ -50,13 +52,11 @@ proto-check: .venv/installed-dev  ## fail when the generated code does not belon
 	        || { echo "protocol/proto/$$file is out of date: run 'make proto'"; exit 1; }; \
 	done
 
-BENCHMARKS ?= $(sort $(filter-out benchmarks/_%,$(wildcard benchmarks/*.py)))
+# A part, or a run whose numbers mean nothing, leaves the published picture alone.
+PLOT := $(if $(PARTS)$(findstring --quick,$(ARGS)),,--plot docs)
 
-bench: .venv/installed-dev  ## run every benchmark; BENCHMARKS=benchmarks/x.py for one
-	@[ -n "$(BENCHMARKS)" ] || { echo "there is no benchmark in benchmarks/"; exit 1; }
-	@for file in $(BENCHMARKS); do \
-	    echo "== $$file"; .venv/bin/python "$$file" $(ARGS) || exit 1; \
-	done
+bench: .venv/installed-dev  ## measure and draw docs/sessions.*; PARTS="hop flood" for some of it
+	@$(if $(BENCHMARKS),$(RUN) $(BENCHMARKS),.venv/bin/shoal bench $(PARTS) $(PLOT)) $(ARGS)
 
 constraints: .venv/bin/python  ## resolve the newest versions and write constraints.txt
 	@echo "Resolving every dependency in a fresh environment: a minute or more ..."
