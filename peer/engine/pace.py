@@ -1,10 +1,12 @@
 """How much of a prompt one iteration may carry, so that those who decode hardly notice it."""
 
-_IDLE_SECONDS = 0.1
-"""How long an iteration may be when nobody decodes: a newcomer waits for half of it."""
+_IDLE_SECONDS = 0.03
+"""How long an iteration may be when nobody decodes: a newcomer waits for one to open its session
+and for another with its first tokens, at every peer."""
 
-_SHARED_SECONDS = 0.02
-"""The same while somebody decodes: what one token may be delayed by."""
+_LEAST_SHARED_SECONDS = 0.004
+"""While somebody decodes, a prompt's part takes about as long as an iteration of tokens alone, so
+that they come half as fast at worst; but so long at least, or switching would cost too much."""
 
 _RECENT_SECONDS = 0.25
 """Somebody decodes as long as the last decoded token is not older than this."""
@@ -49,7 +51,9 @@ class Pace:
         """Return how many tokens of prompts the next iteration may carry."""
         if self.resume_in(now) > 0:
             return 0
-        seconds = _SHARED_SECONDS if self.is_shared(now) else _IDLE_SECONDS
+        seconds = _IDLE_SECONDS
+        if self.is_shared(now):
+            seconds = min(seconds, max(_LEAST_SHARED_SECONDS, self._decode_seconds))
         if not self._token_seconds:
             return self._least_tokens
         num_tokens = int(seconds / self._token_seconds)

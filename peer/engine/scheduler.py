@@ -35,7 +35,7 @@ class WaitingStep:
 
 
 Usage = Mapping[tuple[str, ...], float]
-"""Rows times tokens that were computed lately, for each address and each holder."""
+"""Rows times tokens that were computed lately, for each address, holder and session."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +66,10 @@ def choose_batch(
     `waiting` is in order of arrival; only the oldest step of a session is a candidate. Every step
     that decodes comes along, up to `token_budget` rows, and parts of prompts, up to
     `prompt_budget` tokens. Each budget is shared out to the address that has had the least so far,
-    there to the client that has, and of its steps to the one that came first: so nobody is passed
-    over for ever, and nobody gets more by making up names. Who is ahead of others by more than
-    LEAD_TOKENS has to decode on the budget of prompts. The first part is taken whatever its size.
+    there to the client and of its sessions to the one that has: so nobody is passed over for ever,
+    nobody gets more by making up names, and a short prompt does not wait for a long one of the same
+    client. Who is ahead of others by more than LEAD_TOKENS has to decode on the budget of prompts.
+    The first part is taken whatever its size.
 
     >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
     >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
@@ -99,8 +100,9 @@ def choose_batch(
 
 
 def _goes_first(step: WaitingStep, usage: Usage, least: Usage) -> bool:
+    address, client, _ = _keys_of(step)
     return step.is_decoding and all(
-        usage.get(key, 0.0) - least.get(key[:-1], 0.0) <= LEAD_TOKENS for key in _keys_of(step)
+        usage.get(key, 0.0) - least.get(key[:-1], 0.0) <= LEAD_TOKENS for key in (address, client)
     )
 
 
@@ -114,8 +116,8 @@ def _find_least(usage: Usage, waiting: Iterable[WaitingStep]) -> dict[tuple[str,
 
 
 def _keys_of(step: WaitingStep) -> tuple[tuple[str, ...], ...]:
-    """Return under what a step counts: its address and its holder."""
-    return step.holder[:1], step.holder
+    """Return under what a step counts: its address, its holder and its session."""
+    return step.holder[:1], step.holder, (*step.holder, str(step.session))
 
 
 def _in_fair_order(
@@ -127,9 +129,9 @@ def _in_fair_order(
 ) -> Iterator[int]:
     """Yield whose part is next, again and again; in between the caller updates the last two.
 
-    Addresses take turns, at each its holders (`depth` 1), and of each its steps in their order.
+    Addresses take turns, at each its holders (`depth` 1), and of each its sessions.
     """
-    if depth == 2:
+    if depth == 3:
         for index in candidates:
             while taken.get(index, 0) < waiting[index].num_tokens:
                 yield index
@@ -169,7 +171,7 @@ def renew_usage(
 
     >>> step = WaitingStep(1, ("home", "new"), 1, 1, True)
     >>> renew_usage({("home",): 90.0, ("home", "old"): 90.0}, [step], [Take(0, 1)])
-    {('home',): 91.0, ('home', 'new'): 1.0}
+    {('home',): 91.0, ('home', 'new'): 1.0, ('home', 'new', '1'): 1.0}
     """
     keys = dict.fromkeys(key for step in waiting for key in _keys_of(step))
     least = _find_least(usage, waiting)

@@ -4,7 +4,7 @@ import pytest
 
 from shoal.peer.engine.pace import Pace
 
-LEAST, MOST = 64, 512
+LEAST, MOST = 16, 512
 
 
 def make_pace(token_seconds: float = 0.0005) -> Pace:
@@ -21,11 +21,20 @@ def test_first_iteration_is_a_small_one() -> None:
 
 def test_prompts_get_more_when_nobody_decodes() -> None:
     pace = make_pace()
-    assert pace.choose_budget(100.0) == pytest.approx(200, abs=1)
+    assert pace.choose_budget(100.0) == pytest.approx(60, abs=1)
 
     pace.note_decoding(100.0)
     assert pace.choose_budget(100.1) == LEAST
-    assert pace.choose_budget(101.0) == pytest.approx(200, abs=1)
+    assert pace.choose_budget(101.0) == pytest.approx(60, abs=1)
+
+
+def test_prompts_take_no_longer_than_tokens_where_those_take_long() -> None:
+    pace = Pace(MOST, LEAST)
+    pace.note(1.0, 0.02, 8, 0)
+    pace.note(2.0, 0.032, 0, 64)
+    pace.note_decoding(100.0)
+
+    assert pace.choose_budget(100.1) == pytest.approx(40, abs=1)
 
 
 @pytest.mark.parametrize(("token_seconds", "expected"), [(1e-6, MOST), (1.0, LEAST)])

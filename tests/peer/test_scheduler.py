@@ -103,7 +103,19 @@ def test_clients_share_a_budget_not_their_sessions() -> None:
 
     chosen = dict(choose(waiting, prompt_budget=6 * PART_TOKENS))
 
-    assert chosen == {0: 128, 20: 128, 21: 128}
+    assert chosen == {0: 64, 1: 64, 20: 128, 21: 128}
+
+
+def test_short_prompt_does_not_wait_for_a_long_one_of_the_same_client() -> None:
+    queue = Queue(token_budget=64, prompt_budget=PART_TOKENS)
+    queue.waiting.append(prompt(0, 100 * PART_TOKENS, "one"))
+    for _ in range(10):
+        queue.run()
+    queue.waiting.append(prompt(1, PART_TOKENS, "one"))
+    queue.run()
+    queue.run()
+
+    assert [step.session for step in queue.waiting] == [0]
 
 
 def test_client_that_has_had_less_goes_first() -> None:
@@ -131,16 +143,20 @@ def test_usage_follows_what_was_taken() -> None:
     assert renewed == {
         ("a",): 79.0,
         ("a", "x"): 8.0,
+        ("a", "x", "1"): 3.0,
         ("a", "y"): 71.0,
+        ("a", "y", "2"): 64.0,
         ("c",): 12.0,
         ("c", ""): 0.0,
+        ("c", "", "3"): 0.0,
     }
 
 
 def test_client_that_was_away_is_neither_owed_nor_remembered() -> None:
     usage = renew_usage(use(gone=3.0, here=900.0), [token(1, "here"), token(2, "back")], [])
 
-    assert usage == {**use(here=900.0), ("back",): 900.0, ("back", ""): 0.0}
+    sessions = {("here", "", "1"): 0.0, ("back", "", "2"): 0.0}
+    assert usage == {**use(here=900.0), ("back",): 900.0, ("back", ""): 0.0, **sessions}
 
 
 @pytest.mark.parametrize("seed", range(20))
