@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -331,3 +332,38 @@ def test_kill_while_a_long_prompt_is_on_its_way(live: LiveSwarm) -> None:
 
         assert torch.equal(tokens, run_undisturbed(live, inputs))
         assert len(session.failovers) == 1
+
+
+@pytest.mark.parametrize(
+    ("trouble", "index"), [(LocalPeer.kill, 0), (LocalPeer.pause, 1), (LocalPeer.kill, 2)]
+)
+def test_eight_sessions_of_different_texts_go_on(
+    live: LiveSwarm, trouble: Callable[[LocalPeer], None], index: int
+) -> None:
+    """Half of them had rolled back before; the peers compute them together."""
+    live.heal(2)
+    generator = torch.Generator().manual_seed(SEED)
+    prompts = [torch.randint(3, 128, (1 + n % 2, 5 + 4 * n), generator=generator) for n in range(8)]
+
+    lost: set[Span] = set()
+
+    with live.connect() as model, ThreadPoolExecutor(len(prompts)) as threads:
+
+        def write(number: int) -> Tensor:
+            inputs = prompts[number]
+            with model.inference_session(max_length=96) as session:
+                if number % 2:
+                    generate(model, inputs, max_new_tokens=4)
+                    session.position = inputs.shape[1] - 1
+                    inputs = inputs[:, -1:]
+                disturb = CallAt(KILL_AFTER, lambda: trouble(find_hop(live, session, index)))
+                text = generate(model, inputs, streamer=None if number else disturb)
+                lost.update(failover.lost.span for failover in session.failovers)
+            return text
+
+        texts = list(threads.map(write, range(len(prompts))))
+
+    assert SPANS[index] in lost
+    for inputs, text in zip(prompts, texts, strict=True):
+        expected = run_undisturbed(live, inputs)
+        assert torch.equal(text[:, -NUM_NEW_TOKENS:], expected[:, -NUM_NEW_TOKENS:])
