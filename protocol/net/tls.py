@@ -27,6 +27,15 @@ _LIFETIME = datetime.timedelta(days=3650)
 # Clocks of volunteers differ: a certificate that is valid only from now on would be refused.
 _BACKDATED = datetime.timedelta(days=2)
 
+_UNREADABLE = (
+    ValueError,
+    UnsupportedAlgorithm,
+    x509.DuplicateExtension,
+    x509.InvalidVersion,
+    x509.UnsupportedGeneralNameType,
+)
+"""What reading a stranger's certificate can raise: most of these are no ValueErrors."""
+
 
 @dataclass(frozen=True)
 class TlsIdentity:
@@ -80,17 +89,12 @@ def fingerprint_of(certificate_pem: bytes) -> str:
     """
     try:
         return _hash_key(x509.load_pem_x509_certificate(certificate_pem))
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise UsageError("the TLS certificate is not in PEM form") from error
 
 
 def _hash_key(certificate: x509.Certificate) -> str:
-    """Raises ValueError for a key of a kind that is unknown here."""
-    try:
-        key = certificate.public_key()
-    except UnsupportedAlgorithm as error:
-        raise ValueError("a certificate with a key of an unknown kind") from error
-    der = key.public_bytes(
+    der = certificate.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
     return hashlib.sha256(der).hexdigest()
@@ -105,7 +109,7 @@ def name_in(certificate_pem: bytes) -> str:
         certificate = x509.load_pem_x509_certificate(certificate_pem)
         names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
         return names.value.get_values_for_type(x509.DNSName)[0]
-    except (ValueError, IndexError, x509.ExtensionNotFound) as error:
+    except (*_UNREADABLE, IndexError, x509.ExtensionNotFound) as error:
         raise RemoteProtocolError("the TLS certificate of the peer carries no name") from error
 
 
@@ -136,7 +140,7 @@ async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
     # The handshake proved that whoever answers holds the private half of the certificate's key.
     try:
         fingerprint = _hash_key(x509.load_der_x509_certificate(der))
-    except ValueError as error:
+    except _UNREADABLE as error:
         raise RemoteProtocolError(
             f"{endpoint} has a TLS certificate that cannot be read"
         ) from error
