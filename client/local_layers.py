@@ -141,6 +141,10 @@ def _check_counts(counts: Mapping[str, object]) -> None:
 def _limit_to_exact_positions(config: PreTrainedConfig) -> None:
     """Lower the model's maximum where no peer goes beyond: a long rotation cannot be cached."""
     rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        # An original length beside these parameters replaces the one among them. Transformers
+        # sees to that when it computes the rotation, which nobody does here.
+        config.standardize_rope_params()
     original = rope.get("original_max_position_embeddings")
     if rope.get("rope_type") == "longrope" and isinstance(original, int):
         config.max_position_embeddings = min(config.max_position_embeddings, original)

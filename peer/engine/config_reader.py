@@ -175,9 +175,18 @@ def read_rope_parameters(config: Mapping[str, object]) -> Mapping[str, object]:
     if reader.has("partial_rotary_factor"):
         parameters.setdefault("partial_rotary_factor", reader.number("partial_rotary_factor", 1.0))
     if parameters["rope_type"] in _SCALED_BY_ORIGINAL_LENGTH:
-        positions = reader.count("max_position_embeddings", MAX_POSITIONS)
-        parameters.setdefault("original_max_position_embeddings", positions)
+        _find_original_length(reader, parameters)
     return MappingProxyType(parameters)
+
+
+def _find_original_length(reader: ConfigReader, parameters: dict[str, object]) -> None:
+    """Complete the parameters of a rotation that is scaled from the length of the pretraining."""
+    name = "original_max_position_embeddings"
+    if reader.has(name):
+        # As in transformers, what stands beside the rotary parameters counts more than what is
+        # among them.
+        parameters[name] = reader.count(name, MAX_POSITIONS)
+    parameters.setdefault(name, reader.count("max_position_embeddings", MAX_POSITIONS))
 
 
 def limit_to_exact_positions(

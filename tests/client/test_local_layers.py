@@ -12,6 +12,7 @@ from torch import Tensor
 
 from shoal.client.local_layers import load_config, load_local_layers, resolve_dtype
 from shoal.kernels.checkpoint import Checkpoint
+from shoal.peer.engine.families import read_spec
 from shoal.protocol.errors import ModelError, UsageError
 
 SEED = 1234
@@ -191,6 +192,24 @@ def test_a_long_rotation_limits_the_model_to_what_peers_serve(tiny_models: Any) 
 
     assert checkpoint.config["max_position_embeddings"] == 3200
     assert load_config(checkpoint).max_position_embeddings == 400
+
+
+@pytest.mark.parametrize(
+    ("rope", "max_positions"), [({}, 128), ({"original_max_position_embeddings": 300}, 128)]
+)
+def test_client_and_peers_agree_how_far_a_long_rotation_goes(
+    tiny_models: Any, tmp_path: Path, rope: dict[str, Any], max_positions: int
+) -> None:
+    factors = {"short_factor": [1.5] * 8, "long_factor": [4.0] * 8}
+    changes = {
+        "rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **factors, **rope},
+        "original_max_position_embeddings": 128,
+    }
+    source = tiny_models.get("llama").directory
+    checkpoint = copy_checkpoint(source, tmp_path / "model", changes, {})
+
+    assert read_spec(checkpoint.config).max_positions == max_positions
+    assert load_config(checkpoint).max_position_embeddings == max_positions
 
 
 def test_configuration_cannot_ask_for_foreign_attention_code(

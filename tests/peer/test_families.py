@@ -182,6 +182,34 @@ def test_scaling_without_an_original_length_starts_from_the_whole(rope_type: str
     assert list(spec.ropes) == [expected.rope_parameters]
 
 
+@pytest.mark.parametrize("rope_type", ["llama3", "yarn", "longrope"])
+@pytest.mark.parametrize("nested", [{}, {"original_max_position_embeddings": 256}])
+def test_original_length_beside_the_rotation_counts_more(rope_type: str, nested: dict) -> None:
+    factors = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    factors |= {"short_factor": [1.5] * 4, "long_factor": [4.0] * 4}
+    scaling = {"rope_type": rope_type, "rope_theta": 1e4, **factors, **nested}
+    config = {**MINIMAL, "original_max_position_embeddings": 128}
+
+    spec = read_spec({"model_type": "llama", **config, "rope_parameters": scaling})
+    expected = AutoConfig.for_model("llama", **config, rope_parameters=dict(scaling))
+    expected.standardize_rope_params()  # as every rotation does before it is computed
+
+    assert expected.rope_parameters["original_max_position_embeddings"] == 128
+    assert list(spec.ropes) == [expected.rope_parameters]
+    assert spec.max_positions == (128 if rope_type == "longrope" else 512)
+
+
+def test_original_length_beside_two_rotations_is_that_of_neither() -> None:
+    config = {**MINIMAL, "original_max_position_embeddings": 128}
+    config["rope_parameters"] = {
+        "full_attention": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    spec = read_spec({"model_type": "gemma3_text", **config})
+
+    assert list(spec.ropes) == read_ropes(AutoConfig.for_model("gemma3_text", **config))
+
+
 def test_published_dtype_is_read_in_both_spellings() -> None:
     config = {"model_type": "llama", **MINIMAL}
 

@@ -49,17 +49,20 @@ def _split_ropes(config: Mapping[str, object]) -> tuple[dict[str, object], dict[
     """Return the rotary fields of blocks with full attention and of those with a window.
 
     Transformers 5 has one object for each inside of `rope_parameters`; checkpoints of
-    transformers 4 have a base each, and scale only the rotations of full attention.
+    transformers 4 have a base each, and scale only the rotations of full attention. An original
+    length beside two rotations is that of neither.
     """
     reader = ConfigReader(config)
     ropes = ConfigReader(reader.mapping("rope_parameters"))
     scaling = reader.mapping("rope_scaling")
     full = {
+        "original_max_position_embeddings": None,
         "rope_theta": reader.number("rope_theta", _DEFAULT_THETA),
         "rope_scaling": None,
         "rope_parameters": {**ropes.mapping("full_attention"), **scaling},
     }
     local = {
+        "original_max_position_embeddings": None,
         "rope_theta": reader.number("rope_local_base_freq", _DEFAULT_LOCAL_THETA),
         "rope_scaling": None,
         "rope_parameters": ropes.mapping("sliding_attention"),
