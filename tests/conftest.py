@@ -56,6 +56,13 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
         "llama-tied": ("llama", {"tie_word_embeddings": True}),
         "mistral": ("mistral", {"sliding_window": None, "head_dim": 24}),
         "mistral-window": ("mistral", {"sliding_window": 13}),
+        "mistral-window-in-some": (
+            "mistral",
+            {
+                "sliding_window": 13,
+                "layer_types": ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
+            },
+        ),
         "qwen2": ("qwen2", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
         "qwen2-window": (
             "qwen2",

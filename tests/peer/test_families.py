@@ -325,6 +325,12 @@ def test_unusable_sliding_windows_are_refused(changes: dict, complaint: str) -> 
         ("qwen3_moe", {"mlp_only_layers": "first"}, "must be a list of block indices"),
         ("qwen3_moe", {"num_experts": 0}, "num_experts must be a whole number"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "no rope_type 'linear'"),
+        ("mistral", {"layer_types": ["full_attention"]}, "1 layer types for 30 blocks"),
+        (
+            "mistral",
+            {"layer_types": ["sliding_attention"] * 30, "sliding_window": None},
+            "sliding_window is null",
+        ),
     ],
 )
 def test_what_a_family_cannot_use_is_refused_by_name(

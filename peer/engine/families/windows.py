@@ -23,10 +23,12 @@ def read_typed_windows(
 ) -> tuple[int | None, ...]:
     """Return the window of each block where `layer_types` says which blocks have one."""
     reader = ConfigReader(config)
-    window = reader.count("sliding_window", MAX_POSITIONS, default_window)
     layer_types = reader.texts("layer_types") if reader.has("layer_types") else default_types
     if not set(layer_types) <= {_FULL, _SLIDING}:
         raise ModelError(f"config.json: layer_types may only hold {_FULL}, {_SLIDING}")
+    if "sliding_window" in config and not reader.has("sliding_window") and _SLIDING in layer_types:
+        raise ModelError("config.json: sliding_window is null, but layer_types names such blocks")
+    window = reader.count("sliding_window", MAX_POSITIONS, default_window)
     return tuple(window if layer_type == _SLIDING else None for layer_type in layer_types)
 
 
