@@ -9,6 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+_LARGEST_NUMBER = 1e30
+"""Far above any parameter; below, float32 has room to compute with."""
+
 _FIRST_POSITIONS = 2048
 """Positions computed at once at the start; the table doubles from there up to its maximum."""
 
@@ -34,7 +37,8 @@ class RotaryTable:
 
         `max_positions` is also the pretraining length where a scaling needs one and
         `original_max_position_embeddings` is absent. Raises ValueError for an unknown
-        `rope_type`, a missing or malformed parameter, and for dynamic scaling that would set in.
+        `rope_type`, a missing or malformed parameter, for parameters that lead to no finite table,
+        and for dynamic scaling that would set in.
 
         >>> RotaryTable.build(8, 32, {"rope_type": "default", "rope_theta": 1e4}).cos_TD.shape
         torch.Size([32, 8])
@@ -47,7 +51,14 @@ class RotaryTable:
         if max_positions < 1:
             raise ValueError(f"a table needs at least one position, got {max_positions}")
         reader = _Parameters(head_dim, max_positions, parameters)
-        frequencies, attention_factor = scaling(reader)
+        try:
+            frequencies, attention_factor = scaling(reader)
+        except ArithmeticError as error:
+            raise ValueError(f"these rope parameters cannot be computed with: {error}") from error
+        if not (frequencies * max_positions).isfinite().all() or not math.isfinite(
+            attention_factor
+        ):
+            raise ValueError("these rope parameters turn keys by angles that are not finite")
         return cls(frequencies, attention_factor, max_positions)
 
     def rows(self, start: int, count: int) -> tuple[Tensor, Tensor]:
@@ -97,8 +108,9 @@ class _Parameters:
         value = self.values.get(key)
         if value is None:
             value = default
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-            raise ValueError(f"rope parameter {key} must be a positive number, got {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not 0 < value < _LARGEST_NUMBER:
+            raise ValueError(f"rope parameter {key} must be a positive number, got {value!r:.60}")
         return value
 
     def numbers(self, key: str, count: int) -> list[float]:

@@ -142,6 +142,27 @@ def test_table_refuses_bad_parameters(change: dict[str, Any], complaint: str) ->
         RotaryTable.build(16, 32, LLAMA3 | change)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "complaint"),
+    [
+        (DEFAULT | {"rope_theta": 10**400}, "rope_theta must be a positive number"),
+        (DEFAULT | {"rope_theta": 1e-20, "partial_rotary_factor": 1.0}, None),
+        (DEFAULT | {"partial_rotary_factor": float("inf")}, "partial_rotary_factor must be"),
+        (YARN | {"rope_theta": 1.0}, "cannot be computed with: float division by zero"),
+        (YARN | {"attention_factor": float("inf")}, "attention_factor must be a positive number"),
+        (YARN | {"factor": 1e-38, "beta_fast": 1e20, "beta_slow": 1e-20}, "not finite"),
+    ],
+)
+def test_table_has_finite_numbers_or_is_refused(
+    parameters: dict[str, Any], complaint: str | None
+) -> None:
+    if complaint is None:
+        assert RotaryTable.build(16, 4096, parameters).rows(4095, 1)[0].isfinite().all()
+        return
+    with pytest.raises(ValueError, match=complaint):
+        RotaryTable.build(16, 4096, parameters)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("partial", [1.0, 0.5])
 @pytest.mark.parametrize("count", [1, 6])
