@@ -128,7 +128,11 @@ def find_quantization(config: Mapping[str, object]) -> QuantizedLinears | None:
 
 
 def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
-    """Return the fields of a ModelSpec that every family here spells in one way."""
+    """Return the fields of a ModelSpec that every family here spells in one way.
+
+    The rotation covers whole heads unless it is scaled: so it does in transformers, whatever
+    `partial_rotary_factor` says, in all of these families but Phi-3.
+    """
     reader = ConfigReader(config)
     find_quantization(config)  # what cannot be read is refused before anything is
     hidden_size = reader.count("hidden_size", MAX_HIDDEN_SIZE)
@@ -138,7 +142,8 @@ def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
             f"config.json: hidden_size {hidden_size} is no multiple of {num_heads} heads"
         )
     rope, max_positions = limit_to_exact_positions(
-        read_rope_parameters(config), reader.count("max_position_embeddings", MAX_POSITIONS)
+        cover_whole_heads(read_rope_parameters(config)),
+        reader.count("max_position_embeddings", MAX_POSITIONS),
     )
     return {
         "family": reader.text("model_type", default=""),
@@ -177,6 +182,13 @@ def read_rope_parameters(config: Mapping[str, object]) -> Mapping[str, object]:
     if parameters["rope_type"] in _SCALED_BY_ORIGINAL_LENGTH:
         _find_original_length(reader, parameters)
     return MappingProxyType(parameters)
+
+
+def cover_whole_heads(rope: Mapping[str, object]) -> Mapping[str, object]:
+    """Return a rotation that ignores `partial_rotary_factor` unless it is scaled."""
+    if rope["rope_type"] != "default":
+        return rope
+    return MappingProxyType({k: v for k, v in rope.items() if k != "partial_rotary_factor"})
 
 
 def _find_original_length(reader: ConfigReader, parameters: dict[str, object]) -> None:

@@ -199,6 +199,20 @@ def test_original_length_beside_the_rotation_counts_more(rope_type: str, nested:
     assert spec.max_positions == (128 if rope_type == "longrope" else 512)
 
 
+@pytest.mark.parametrize("family", ["falcon", "gemma2", "gemma3_text", "llama", "qwen3_moe"])
+def test_only_phi_3_rotates_a_part_of_a_head_where_nothing_is_scaled(family: str) -> None:
+    config = {**MINIMAL, "partial_rotary_factor": 0.5}
+    phi3 = read_spec({"model_type": "phi3", **config})
+    linear = read_spec(
+        {"model_type": "llama", **config, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    )
+
+    spec = read_spec({"model_type": family, **config})
+
+    assert all("partial_rotary_factor" not in rope for rope in spec.ropes)
+    assert [rope["partial_rotary_factor"] for rope in (*phi3.ropes, *linear.ropes)] == [0.5, 0.5]
+
+
 def test_original_length_beside_two_rotations_is_that_of_neither() -> None:
     config = {**MINIMAL, "original_max_position_embeddings": 128}
     config["rope_parameters"] = {

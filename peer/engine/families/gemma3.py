@@ -5,7 +5,12 @@ The models that also read images call themselves `gemma3` and are not supported.
 
 from collections.abc import Mapping
 
-from ..config_reader import ConfigReader, read_common_fields, read_rope_parameters
+from ..config_reader import (
+    ConfigReader,
+    cover_whole_heads,
+    read_common_fields,
+    read_rope_parameters,
+)
 from ..spec import ModelSpec
 from .family import Family
 from .gemma2 import TENSOR_NAMES as GEMMA2_TENSOR_NAMES
@@ -38,7 +43,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         **fields,
         **read_gemma_fields(config),
         has_qk_norm=True,
-        local_rope_parameters=read_rope_parameters({**settings, **local_rope}),
+        local_rope_parameters=cover_whole_heads(read_rope_parameters({**settings, **local_rope})),
         sliding_windows=read_typed_windows(
             config, _DEFAULT_WINDOW, every_nth_full(fields["num_blocks"], period)
         ),

@@ -27,7 +27,10 @@ _OLD_NAMES_OF_LONGROPE = ("su", "yarn")
 
 def read_spec(config: Mapping[str, object]) -> ModelSpec:
     """Read a Phi-3 configuration."""
-    fields = read_common_fields(_name_rope({**_DEFAULTS, **config}))
+    config = _name_rope({**_DEFAULTS, **config})
+    fields = read_common_fields(config)
+    if fields["rope_parameters"]["rope_type"] == "default":
+        fields["rope_parameters"] = read_rope_parameters(config)  # partial, if it says so
     windows = read_one_window(config, fields["num_blocks"], default=None)
     return ModelSpec(sliding_windows=windows, **fields)
 
