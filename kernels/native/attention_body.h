@@ -66,6 +66,7 @@ INLINE Floats scale(Floats a, float factor) {
     return a;
 }
 
+/* `b` where one of them is NaN. */
 INLINE Part larger(Part a, Part b) {
     const Bits is_larger = a > b;
     return (Part)(((Bits)a & is_larger) | ((Bits)b & ~is_larger));
@@ -81,10 +82,10 @@ INLINE float add_lanes(Floats values) {
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-/* e to the power of numbers that are not positive, to about 1e-7 of the result. */
+/* e to the power of numbers that are not positive, to about 1e-7 of the result; NaN stays NaN. */
 INLINE Part exponential(Part x) {
     const Part zero = {0};
-    x = larger(x, zero - 87.0f);
+    x = larger(zero - 87.0f, x); /* the second of the two, if that is NaN */
     const Part rounder = zero + 12582912.0f; /* leaves whole numbers in the low bits */
     const Part shifted = x * 1.44269504f + rounder;
     const Part power = shifted - rounder;
@@ -95,7 +96,8 @@ INLINE Part exponential(Part x) {
     sum = sum * rest + 1.6666665459e-1f;
     sum = sum * rest + 5.0000001201e-1f;
     sum = sum * rest * rest + rest + 1.0f;
-    return (Part)((Bits)sum + (((Bits)shifted - (Bits)rounder) << 23));
+    const Part result = (Part)((Bits)sum + (((Bits)shifted - (Bits)rounder) << 23));
+    return result + (x - x); /* zero, or a NaN, of which the bits above may have made a number */
 }
 
 INLINE float multiply_add_up(const float *a, const float *b, size_t count) {
@@ -132,7 +134,8 @@ INLINE void prepare_head(
     for (size_t i = 2 * half; i < head_dim; i++) target[i] = source[i] * scale;
 }
 
-/* Turns scores into weights that are not divided by their sum yet; returns the sum. */
+/* Turns scores into weights that are not divided by their sum yet; returns the sum. A score that is
+   NaN or plus infinity has a weight that is NaN, and so is the sum: overflow must be seen. */
 INLINE float weigh(float *scores, size_t num_keys) {
     float maximum = scores[0];
     for (size_t i = 1; i < num_keys; i++) maximum = scores[i] > maximum ? scores[i] : maximum;

@@ -253,6 +253,35 @@ def test_scores_far_apart_do_not_overflow() -> None:
     torch.testing.assert_close(attended_NO, expected, rtol=1e-5, atol=1e-2)
 
 
+@every_instruction_set
+@pytest.mark.parametrize("position", [5, 15, 16, 70])
+@pytest.mark.parametrize("place", ["query", "key", "old key", "first key"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 3e38])
+def test_scores_that_overflow_show_in_the_result(
+    place: str, value: float, position: int, instruction_set: int
+) -> None:
+    case = Case(num_heads=1, num_groups=1, head_dim=16, rotary_dim=2)
+    session = make_session(case, position)
+    spoiled = {
+        "query": session.fused_NO[0, 8:16],
+        "key": session.fused_NO[0, 24:32],
+        "old key": session.states_LCBGSD[1, 0, 0, 0, 3, 8:16],
+        "first key": session.states_LCBGSD[1, 0, 0, 0, 0, 8:16],
+    }
+    for same in spoiled.values():  # every score gets the same sign from here
+        same[:] = 2.0
+    session.states_LCBGSD[1, 0, 0, 0, :, 8:16] = 2.0
+    spoiled[place][:] = value
+
+    attended_NO = attend(case, 5, session, instruction_set=instruction_set)
+
+    if value == float("-inf") and place != "query":  # a score of minus infinity has no weight
+        expected_NO = attend_in_torch(case, 5, session.copy())
+        torch.testing.assert_close(attended_NO, expected_NO, rtol=1e-5, atol=2e-6)
+    else:
+        assert attended_NO.isnan().all()
+
+
 def test_rows_that_are_not_finite_stay_in_their_session() -> None:
     case = CASES["groups"]
     sound, broken = make_session(case, 9), make_session(case, 9, seed=2)
