@@ -18,6 +18,7 @@ clock: it is told what happened and says what follows.
 """
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 
@@ -111,6 +112,18 @@ class Decision:
     answer: bytes = b""
 
 
+def find_rest(position: int, row_map: Sequence[int] | None) -> int:
+    """Return how many tokens of the prefix stand after a step that failed.
+
+    Those before the step; none, if it was to move rows. They may have been moved already, which
+    nobody can undo, and moving them once more would mix the prefixes up.
+
+    >>> find_rest(7, None), find_rest(7, (1, 0))
+    (7, 0)
+    """
+    return position if row_map is None else 0
+
+
 class SessionState:
     """What a peer remembers of one session, owned by the stream that opened it.
 
@@ -125,8 +138,9 @@ class SessionState:
         self.length = 0
         self._last_sequence = 0
         self._answers: OrderedDict[int, bytes] = OrderedDict()
-        # Steps in the engine by sequence: where each begins and where the prefix ends after it.
-        self._running: dict[int, tuple[int, int]] = {}
+        # Steps in the engine by sequence: where each begins, where the prefix ends after it, and
+        # where if it fails.
+        self._running: dict[int, tuple[int, int, int]] = {}
 
     def __repr__(self) -> str:
         return (
@@ -158,7 +172,8 @@ class SessionState:
         self.epoch = step.epoch
         self.length = step.position + step.hidden.tokens
         self._last_sequence = step.sequence
-        self._running[step.sequence] = (step.position, self.length)
+        rest = find_rest(step.position, step.row_map)
+        self._running[step.sequence] = (step.position, self.length, rest)
 
     def complete(self, sequence: int, answer: bytes) -> None:
         """Note the answer to an accepted step, so that a repeat can be answered again."""
@@ -171,16 +186,16 @@ class SessionState:
             self._answers.popitem(last=False)
 
     def fail(self, sequence: int) -> None:
-        """Note that the engine refused an accepted step: the prefix ends where it began.
+        """Note that the engine refused an accepted step: the prefix ends at its `find_rest`.
 
         Steps behind it that need its tokens fail as well; one that rolls back further stands.
         """
         if sequence not in self._running:
             return  # a later step is done, and says where the prefix ends
-        position, _ = self._running.pop(sequence)
-        self.length = min(self.length, position)
+        _, _, rest = self._running.pop(sequence)
+        self.length = min(self.length, rest)
         for later in sorted(number for number in self._running if number > sequence):
-            position, stop = self._running[later]
+            position, stop, _ = self._running[later]
             if position <= self.length:
                 self.length = stop
 

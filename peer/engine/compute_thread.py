@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
+from ...protocol.session import find_rest
 from .engine import Engine, StepWork
 from .pace import Pace
 from .scheduler import PART_TOKENS, Usage, WaitingStep, choose_batch, renew_usage
@@ -70,6 +71,10 @@ class _Job:
             self.outputs.clear()
         self.outputs.append(output_BTH)
         return self.num_done == self.work.num_tokens
+
+    def fail(self) -> None:
+        """Take the cache back to what is left after a step that failed."""
+        self.work.cache.fall_back(find_rest(self.work.position, self.work.row_map))
 
     def finish(self) -> ComputedStep:
         """Return the result of the whole step."""
@@ -257,7 +262,7 @@ class ComputeThread:
             else:
                 num_prompt_tokens += part.num_rows * part.num_tokens
             if not isinstance(result, Tensor):
-                job.work.cache.fall_back(job.work.position)
+                job.fail()
                 self._answer(job.future, result)
             elif job.advance(part.num_tokens, result, started_at, now):
                 self._answer(job.future, job.finish())

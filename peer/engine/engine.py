@@ -179,7 +179,7 @@ class Engine:
         A refused step disturbs no other. Steps of one session need batches of their own. A
         refusal leaves the step's cache as it was, except that a result that is not finite is only
         known after the rollback and the reordering that the step asked for. The compute thread,
-        behind which more steps of the session wait, takes the cache back to where it began.
+        behind which more steps of the session wait, takes the cache back to what is left.
         """
         results: list[torch.Tensor | ShoalError] = [
             RefusedError(ErrorCode.INTERNAL, "the step was not computed") for _ in batch

@@ -119,7 +119,7 @@ class SessionCache:
         self._num_reserved_tokens = self.length
 
     def fall_back(self, position: int) -> None:
-        """Forget the tokens from `position` on, and what was prepared: a step there was refused.
+        """Forget the tokens from `position` on, and what was prepared: a step was refused.
 
         Its session's later steps stand on tokens that never came. They find a gap now, where they
         would have taken the old tokens, which the refused step was to replace, for its own.

@@ -21,10 +21,13 @@ PATIENCE_SECONDS = 30.0
 
 
 class FakeCache:
-    """A session's cache, which nobody here looks into."""
+    """A session's cache, which only notes where steps that failed took it back to."""
+
+    def __init__(self) -> None:
+        self.falls: list[int] = []
 
     def fall_back(self, position: int) -> None:
-        return
+        self.falls.append(position)
 
 
 class NotingEngine:
@@ -36,6 +39,7 @@ class NotingEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.refused: list[StepWork] = []
+        self.refused_positions: set[int] = set()
         self.num_missing_results = 0
         self.deadly: list[StepWork] = []
 
@@ -47,10 +51,13 @@ class NotingEngine:
             raise ZeroDivisionError("on purpose")
         refusal = RefusedError(ErrorCode.BAD_VALUES, "not these")
         results: list[Tensor | ShoalError] = [
-            refusal if any(work is refused for refused in self.refused) else work.hidden_BTH + 1
-            for work in batch
+            refusal if self._refuses(work) else work.hidden_BTH + 1 for work in batch
         ]
         return results[: len(results) - self.num_missing_results]
+
+    def _refuses(self, work: StepWork) -> bool:
+        is_named = any(work is refused for refused in self.refused)
+        return is_named or work.position in self.refused_positions
 
     @property
     def order(self) -> list[StepWork]:

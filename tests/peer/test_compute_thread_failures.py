@@ -84,6 +84,25 @@ def test_step_that_makes_the_engine_fail_takes_none_of_its_batch_along(
     assert "the engine failed on 3 steps" in caplog.text
 
 
+@pytest.mark.parametrize(("row_map", "rest"), [(None, 7), ((0,), 0)])
+def test_failed_step_takes_the_cache_back_to_what_is_certain(
+    row_map: tuple[int, ...] | None, rest: int
+) -> None:
+    engine = NotingEngine()
+    # Its second part is refused: the first one has moved the rows.
+    work = make_work(FakeCache(), 7, num_tokens=PART_TOKENS + 1, row_map=row_map)
+    engine.refused_positions.add(7 + PART_TOKENS)
+
+    async def test() -> None:
+        async with make_thread(engine) as compute:
+            with pytest.raises(RefusedError):
+                await compute.submit(work)
+
+    run(test)
+    cache: Any = work.cache
+    assert cache.falls == [rest]
+
+
 def test_step_that_makes_the_engine_fail_alone_is_not_tried_again() -> None:
     engine = NotingEngine()
     deadly = make_work(FakeCache())
@@ -178,12 +197,8 @@ def test_error_of_a_posted_function_is_logged_and_nothing_else(
 
 
 def test_refused_part_ends_its_prompt() -> None:
-    class RefusingEngine(NotingEngine):
-        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
-            self.refused = [work for work in batch if work.position == PART_TOKENS]
-            return super().execute(batch)
-
-    engine = RefusingEngine()
+    engine = NotingEngine()
+    engine.refused_positions.add(PART_TOKENS)
 
     async def test() -> None:
         async with make_thread(engine) as compute:

@@ -221,6 +221,18 @@ def test_failed_step_is_taken_back() -> None:
     assert state.decide(make_step(3, 5)).action is Action.EXECUTE
 
 
+def test_failed_step_that_was_to_move_rows_leaves_nothing() -> None:
+    state = make_state(length=5)
+    state.accept(replace(make_step(2, 5), row_map=(0,)))
+    state.accept(make_step(3, 6))
+
+    state.fail(2)
+
+    assert state.length == 0
+    assert state.decide(make_step(4, 5)).action is Action.GAP
+    assert state.decide(make_step(4, 0)).action is Action.EXECUTE
+
+
 def test_steps_behind_a_failed_one_fall_with_it() -> None:
     state = make_state(length=5)
     for sequence, position in ((2, 5), (3, 6), (4, 7)):
