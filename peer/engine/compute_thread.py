@@ -196,12 +196,12 @@ class ComputeThread:
             started_at = time.monotonic()
             try:
                 results = self._execute([part for _, part in batch])
+                self._deliver(batch, results, started_at)
             except BaseException:
                 # The thread is about to die; `_run` answers what is in the queue.
                 with self._wake:
                     self._jobs.extendleft(job for job, _ in batch)
                 raise
-            self._deliver(batch, results, started_at)
 
     def _execute(self, works: list[StepWork]) -> list[Tensor | ShoalError]:
         try:
@@ -265,7 +265,7 @@ class ComputeThread:
                 job.fail()
                 self._answer(job.future, result)
             elif job.advance(part.num_tokens, result, started_at, now):
-                self._answer(job.future, job.finish())
+                self._answer(job.future, _finish(job))
             else:
                 unfinished.append(job)
         self._pace.note(now, now - started_at, num_decoding, num_prompt_tokens)
@@ -288,6 +288,16 @@ class ComputeThread:
         except RuntimeError:
             # The loop is closed: nobody is left to read the answer.
             return
+
+
+def _finish(job: _Job) -> ComputedStep | ShoalError:
+    """Return a step's result, or an error if there is no memory to join its parts in."""
+    try:
+        return job.finish()
+    except Exception:
+        _logger.exception("the parts of a step could not be joined")
+        job.fail()
+        return RefusedError(ErrorCode.INTERNAL, "the peer failed to put the step together")
 
 
 def _make_stopping_error() -> RefusedError:

@@ -81,6 +81,36 @@ def test_step_that_is_cancelled_while_it_is_computed_disturbs_nobody() -> None:
     run(test)
 
 
+def test_step_whose_parts_cannot_be_joined_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class UnevenEngine(NotingEngine):
+        """Stands for a machine without the memory to join the parts of a prompt."""
+
+        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+            return [work.hidden_BTH.expand(1, -1, 2 + work.position // 64) for work in batch]
+
+    def make_flat(num_tokens: int) -> StepWork:
+        hidden = torch.zeros(1, num_tokens, 1)
+        return replace(make_work(FakeCache()), hidden_BTH=hidden)
+
+    engine = UnevenEngine()
+    broken, whole = make_flat(2 * PART_TOKENS), make_flat(1)
+
+    async def test() -> None:
+        async with make_thread(engine, token_budget=PART_TOKENS) as compute:
+            results = await asyncio.gather(
+                compute.submit(broken), compute.submit(whole), return_exceptions=True
+            )
+            assert isinstance(results[0], BaseException)
+            assert_refused(results[0], ErrorCode.INTERNAL)
+            assert not isinstance(results[1], BaseException)
+            await compute.submit(make_flat(1))
+
+    run(test)
+    assert "the parts of a step could not be joined" in caplog.text
+    cache: Any = broken.cache
+    assert cache.falls == [0]
+
+
 def test_waiting_time_grows_with_those_who_wait_and_is_told_to_each_step() -> None:
     engine = NotingEngine()
 
