@@ -17,7 +17,7 @@ from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, Shoa
 from ...protocol.session import find_rest
 from .engine import Engine, StepWork
 from .pace import Pace
-from .scheduler import PART_TOKENS, Usage, WaitingStep, choose_batch, renew_usage
+from .scheduler import PART_TOKENS, Take, Usage, WaitingStep, choose_batch, renew_usage
 
 _logger = logging.getLogger(__name__)
 
@@ -183,9 +183,11 @@ class ComputeThread:
     def _wait_for_work(self) -> bool:
         with self._wake:
             self._wake.wait_for(lambda: self._jobs or self._calls or self._is_stopping)
-            if not self._calls and not any(job.is_decoding for job in self._jobs):
-                # Only prompts wait. They leave room for who decodes and will be back at once.
-                self._wake.wait(self._pace.resume_in(time.monotonic()))
+            seconds = self._pace.resume_in(time.monotonic())
+            if seconds and not self._calls and not self._choose(self._list_jobs(), 0):
+                # Only prompts wait, or who counts as one. They leave room for who decodes and will
+                # be back at once.
+                self._wake.wait(seconds)
             return not self._is_stopping
 
     def step(self) -> None:
@@ -237,14 +239,20 @@ class ComputeThread:
     def _take_batch(self) -> list[tuple[_Job, StepWork]]:
         """Take the jobs that the policy chose out of the queue, with the part to compute now."""
         with self._wake:
-            jobs = [job for job in self._jobs if not job.future.cancelled()]
-            waiting = [job.describe() for job in jobs]
-            prompt_budget = self._pace.choose_budget(time.monotonic())
-            takes = choose_batch(waiting, self._usage, self._token_budget, prompt_budget)
-            self._usage = renew_usage(self._usage, waiting, takes)
+            jobs = self._list_jobs()
+            takes = self._choose(jobs, self._pace.choose_budget(time.monotonic()))
+            self._usage = renew_usage(self._usage, [job.describe() for job in jobs], takes)
             taken = {take.index for take in takes}
             self._jobs = deque(job for index, job in enumerate(jobs) if index not in taken)
             return [(jobs[take.index], jobs[take.index].take(take.num_tokens)) for take in takes]
+
+    def _list_jobs(self) -> list[_Job]:
+        return [job for job in self._jobs if not job.future.cancelled()]
+
+    def _choose(self, jobs: list[_Job], prompt_budget: int) -> list[Take]:
+        """Return what the policy takes of these jobs."""
+        waiting = [job.describe() for job in jobs]
+        return choose_batch(waiting, self._usage, self._token_budget, prompt_budget)
 
     def _deliver(
         self,

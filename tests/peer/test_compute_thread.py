@@ -111,6 +111,54 @@ def test_step_whose_parts_cannot_be_joined_fails_alone(caplog: pytest.LogCapture
     assert cache.falls == [0]
 
 
+class PausedPace(Pace):
+    """Has prompts wait."""
+
+    def resume_in(self, now: float) -> float:
+        return 3.0
+
+
+class NotingCondition(threading.Condition):
+    """Notes how long somebody would have slept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.naps: list[float | None] = []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.naps.append(timeout)
+        return True
+
+
+def test_thread_sleeps_while_everybody_has_to_wait_for_the_end_of_a_pause() -> None:
+    engine, wake = NotingEngine(), NotingCondition()
+    many_rows = replace(make_work(FakeCache()), hidden_BTH=torch.zeros(LEAD_TOKENS + 1, 1, 2))
+
+    async def test() -> None:
+        compute = make_thread(engine)  # not entered: the test is the thread
+        compute._wake, compute._pace = wake, PausedPace(512, PART_TOKENS)
+        futures = [compute.submit(make_work(FakeCache(), num_tokens=2), ("newcomer", ""))]
+        futures.append(compute.submit(many_rows, ("greedy", "")))
+        assert compute._wait_for_work()
+        assert wake.naps == []  # somebody decodes
+        compute.step()
+
+        # Who decodes so far ahead of others shares the budget of prompts, which is none now.
+        futures.append(compute.submit(make_work(FakeCache()), ("greedy", "")))
+        assert compute._wait_for_work()
+        assert wake.naps == [3.0]
+        compute.step()
+        assert [len(batch) for batch in engine.batches] == [1]
+
+        futures.append(compute.submit(make_work(FakeCache()), ("newcomer", "")))
+        assert compute._wait_for_work()
+        assert wake.naps == [3.0]
+        for future in futures:
+            future.cancel()
+
+    run(test)
+
+
 def test_waiting_time_grows_with_those_who_wait_and_is_told_to_each_step() -> None:
     engine = NotingEngine()
 

@@ -18,7 +18,8 @@ from compute_thread_scene import (
 from torch import Tensor
 
 from shoal.peer.engine.engine import StepWork
-from shoal.peer.engine.scheduler import PART_TOKENS
+from shoal.peer.engine.pace import Pace
+from shoal.peer.engine.scheduler import LEAD_TOKENS, PART_TOKENS
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 
 
