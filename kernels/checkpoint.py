@@ -113,9 +113,9 @@ def _open_directory(directory: Path, cache_directory: Path) -> Checkpoint:
 
     files = {name: directory / name for name in sorted(set(file_of.values()))}
     for path in files.values():
-        if not path.is_file():
+        if not _is_file(path):
             raise CheckpointError(
-                f"{directory / INDEX_FILE} names {path.name}, which is not there; "
+                f"{directory / INDEX_FILE} names {path.name:.60}, which is not there; "
                 "download the model again"
             )
         _read_names(path)  # a truncated file is named before anything large is read
@@ -175,6 +175,14 @@ def _open_hub(model: str, revision: str | None) -> Checkpoint:
     return Checkpoint(directory, _read_json(config_path), commit, file_of, fetch_weights)
 
 
+def _is_file(path: Path) -> bool:
+    """Return `path.is_file()`, and False for a name that no file can have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False
+
+
 def _read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
         raise CheckpointError(f"{path.parent} has no {path.name}; is it a model directory?")
@@ -223,7 +231,9 @@ def _read_names(path: Path) -> tuple[str, ...]:
         stop = max((entry["data_offsets"][1] for entry in table.values()), default=0)
         if file_bytes != 8 + header_bytes + stop:
             raise ValueError(f"{file_bytes} bytes instead of {8 + header_bytes + stop}")
-    except (OSError, struct.error, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (
+        OSError, struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError
+    ) as error:  # fmt: skip
         raise CheckpointError(
             f"{path} is truncated or damaged ({error}); download it again"
         ) from error

@@ -150,7 +150,9 @@ def test_open_names_a_truncated_file(tmp_path: Path, kept_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "header", [b"[]", b"{", b'{"a": 1}', b'{"a": {"data_offsets": [0, "x"]}}', b"\xff"]
+    "header",
+    [b"[]", b"{", b'{"a": 1}', b'{"a": {"data_offsets": [0, "x"]}}', b"\xff", b"[" * 100_000],
+    ids=lambda header: header[:8],
 )
 def test_open_names_a_file_with_a_damaged_header(tmp_path: Path, header: bytes) -> None:
     write_config(tmp_path)
@@ -158,6 +160,13 @@ def test_open_names_a_file_with_a_damaged_header(tmp_path: Path, header: bytes) 
     (tmp_path / "model.safetensors").write_bytes(content)
 
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or damaged"):
+        Checkpoint.open(tmp_path)
+
+
+def test_open_refuses_a_name_that_no_file_can_have(tmp_path: Path) -> None:
+    write_sharded(tmp_path, {"first": "a" * 300 + ".safetensors"})
+
+    with pytest.raises(CheckpointError, match="which is not there"):
         Checkpoint.open(tmp_path)
 
 
