@@ -76,6 +76,9 @@ def _multiply_exactly(digits_NI: Tensor, values_IO: Tensor) -> Tensor:
 
 
 def _multiply_int8(digits_NI: Tensor, values_IO: Tensor) -> Tensor:
+    if len(values_IO) == 1:
+        # Torch mistakes the strides of a transposed matrix with one row, and reads elsewhere.
+        return digits_NI.int() * values_IO.int()
     return torch._int_mm(digits_NI, values_IO)  # pyright: ignore[reportPrivateImportUsage]
 
 

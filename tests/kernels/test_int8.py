@@ -22,7 +22,7 @@ from shoal.kernels.quantize import Int8Weight
 from shoal.kernels.select import choose_int8_kernel, list_int8_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
-SHAPES = [(1, 1), (3, 33), (64, 32), (259, 70), (1100, 40)]  # (in, out)
+SHAPES = [(1, 1), (1, 31), (3, 33), (64, 32), (259, 70), (1100, 40)]  # (in, out)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 every_kernel = pytest.mark.parametrize(
