@@ -52,7 +52,9 @@ class Linear(ABC):
     def __call__(self, hidden_NI: Tensor, precision: RowPrecision) -> Tensor:
         """Return `hidden_NO` in the dtype of `hidden_NI`, a matrix with one row per token.
 
-        Each row's result depends on that row alone.
+        With int8 weights, each row's result depends on that row alone. Float weights promise it up
+        to rounding only: there the library that multiplies takes other sums for other numbers of
+        rows.
         """
 
 
