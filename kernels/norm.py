@@ -51,8 +51,11 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
     Statistics are float32 whatever the input (Zhang and Sennrich, 2019, arXiv:1910.07467). The
     result has the dtype of `hidden` and is rounded once, after the weight; LlamaRMSNorm rounds
-    16-bit values before it too. Fits block norms and the q/k norm of single heads alike.
+    16-bit values before it too. A float32 weight keeps all its digits, whatever the input. Fits
+    block norms and the q/k norm of single heads alike.
     """
+    if weight.dtype is torch.float32 and hidden.dtype is not torch.float32:
+        return rms_norm(hidden.float(), weight, eps).to(hidden.dtype)
     library = load_library()
     if library is None or not _is_for_native(hidden, weight):
         # The fused operation wants one dtype and warns otherwise.

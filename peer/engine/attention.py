@@ -82,7 +82,7 @@ class Attention:
         if query_key_norm_JD is not None:
             self.num_bytes += query_key_norm_JD.nbytes
             self.num_parameters += query_key_norm_JD.numel()
-            self._ones_D = torch.ones(options.head_dim, dtype=query_key_norm_JD.dtype)
+            self._ones_D = torch.ones(options.head_dim)
         self._block = block
         self._query_key_value = query_key_value
         self._output = output
@@ -151,8 +151,10 @@ class Attention:
     def _turn(self, query_key_BTJD: torch.Tensor, segment: Segment) -> torch.Tensor:
         """Norm and rotate queries and keys, as far as the model does; return them as BJTD."""
         if self._query_key_norm_JD is not None:
-            query_key_BTJD = rms_norm(query_key_BTJD, self._ones_D, self.options.norm_eps)
-            query_key_BTJD = query_key_BTJD * self._query_key_norm_JD
+            # In float32 up to the end: 16 bits are rounded to once, after the weight.
+            normed_BTJD = rms_norm(query_key_BTJD.float(), self._ones_D, self.options.norm_eps)
+            normed_BTJD = normed_BTJD * self._query_key_norm_JD
+            query_key_BTJD = normed_BTJD.to(query_key_BTJD.dtype)
         query_key_BJTD = query_key_BTJD.transpose(1, 2)
         if self.options.rope is None:
             return query_key_BJTD

@@ -55,13 +55,15 @@ class BlockTensors:
 
     def load_norm(self, local_name: str) -> Norm:
         """Return one norm, a copy of its own."""
-        # Added before the weight is rounded to 16 bits: small weights lose nothing.
+        # With an offset the sum stays float32, as in transformers: small weights lose nothing.
         weight_H = self.load_floats((local_name,)).to(torch.float32) + self._spec.norm_offset
+        if not self._spec.norm_offset:
+            weight_H = weight_H.to(self._dtype)
         bias_name = f"{local_name}_bias"
         bias_H = None
         if bias_name in self._shapes:
             bias_H = self.load_floats((bias_name,)).to(self._dtype, copy=True)
-        return Norm(self._spec.norm_kind, weight_H.to(self._dtype), bias_H, self._spec.norm_eps)
+        return Norm(self._spec.norm_kind, weight_H, bias_H, self._spec.norm_eps)
 
     def load_linear(self, local_names: Sequence[str], has_bias: bool, expert: int = 0) -> Linear:
         """Stack the weights of linears that share an input into one."""

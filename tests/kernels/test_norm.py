@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from shoal.kernels import reference
@@ -43,6 +44,22 @@ def test_rms_norm_of_bfloat16_is_rounded_once(weight_dtype: torch.dtype) -> None
     expected = reference.rms_norm(hidden, weight, 1e-6)
     assert result.dtype is torch.bfloat16
     torch.testing.assert_close(result.double(), expected, rtol=2**-8, atol=0.0)
+
+
+def test_rms_norm_of_bfloat16_keeps_all_digits_of_a_float32_weight() -> None:
+    hidden, weight = draw(64, 256).bfloat16(), draw(256, seed=5).bfloat16() / 64
+    module = Gemma2RMSNorm(256, eps=1e-6).bfloat16()
+    with torch.no_grad():
+        module.weight.copy_(weight)
+        expected = module(hidden)
+
+    result = rms_norm(hidden, 1.0 + weight.float(), 1e-6)
+
+    assert result.dtype is torch.bfloat16
+    # Two ways to the same float32 fall on two sides of a rounding now and then.
+    assert (result != expected).float().mean() < 0.002
+    rounded = rms_norm(hidden, (1.0 + weight.float()).bfloat16(), 1e-6)
+    assert (rounded != expected).float().mean() > 0.05
 
 
 def test_rms_norm_takes_statistics_in_float32() -> None:

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal.kernels.checkpoint import Checkpoint
 from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.block import Block
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import read_spec
 from shoal.peer.engine.loader import load_block, open_checkpoint
@@ -146,6 +147,19 @@ def test_16_bit_checkpoints_load_in_every_format(tiny_models, tmp_path: Path) ->
     for output in outputs.values():
         error = (output.float() - outputs[WeightFormat.FP32]).norm()
         assert error < 0.05 * outputs[WeightFormat.FP32].norm()
+
+
+@pytest.mark.parametrize(
+    ("variant", "expected"), [("gemma3", torch.float32), ("qwen3", torch.bfloat16)]
+)
+def test_norms_with_an_offset_keep_all_digits(tiny_models, variant: str, expected) -> None:
+    engine = load_engine(tiny_models.get(variant).directory, WeightFormat.BF16, Span(0, 1))
+    (block,) = engine._blocks
+    assert isinstance(block, Block)
+
+    assert {norm.weight_H.dtype for norm in block._norms.values()} == {expected}
+    hidden = torch.randn(1, 3, 64, generator=torch.Generator().manual_seed(1))
+    assert run_step(engine, hidden).dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("num_rows", [1, 40], ids=["few-rows", "many-rows"])
