@@ -331,6 +331,8 @@ def test_unusable_sliding_windows_are_refused(changes: dict, complaint: str) -> 
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is not supported"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("gemma2", {"hidden_activation": None}, "hidden_activation is null"),
+        ("gemma3_text", {"hidden_activation": None}, "hidden_activation is null"),
         ("gemma2", {"attn_logit_softcapping": -1.0}, "attn_logit_softcapping must be a positive"),
         ("gemma2", {"layer_types": ["chunked_attention"] * 30}, "layer_types may only hold"),
         ("gemma3_text", {"sliding_window_pattern": 0}, "sliding_window_pattern must be a whole"),

@@ -48,6 +48,8 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
 def name_activation(config: Mapping[str, object]) -> dict[str, object]:
     """Return the configuration with Gemma's defaults and its activation under the usual name."""
     activation = config.get("hidden_activation", _DEFAULTS["hidden_act"])
+    if activation is None:
+        raise ModelError("config.json: hidden_activation is null, but this family has no other")
     return {**_DEFAULTS, **config, "hidden_act": activation}
 
 
