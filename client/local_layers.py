@@ -104,21 +104,29 @@ def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""
     model_type = checkpoint.config.get("model_type")
     _check_numbers(checkpoint.config)
-    try:
-        if model_type in LOCAL_FAMILIES:
-            config = CONFIG_MAPPING[str(model_type)].from_dict(dict(checkpoint.config))
-        else:
-            config = open_checkpoint_shell(checkpoint).config
-    except (
-        StrictDataclassError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError
-    ) as error:  # fmt: skip
-        raise ModelError(f"config.json in {checkpoint.directory} is damaged: {error}") from error
+    if isinstance(model_type, str) and model_type in LOCAL_FAMILIES:
+        config = _read_config(checkpoint, model_type)
+    else:
+        config = open_checkpoint_shell(checkpoint).config
     _limit_to_exact_positions(config)
-    # No attention runs here, and a configuration must not choose code to be fetched.
+    # No attention and no experts run here, and a configuration must not choose code to be fetched.
     config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
     # Under the names that all families share, whatever their own are.
     _check_counts({name: getattr(config, name, None) for name in _MAXIMA})
     return config
+
+
+def _read_config(checkpoint: Checkpoint, model_type: str) -> PreTrainedConfig:
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(dict(checkpoint.config))
+    except (
+        StrictDataclassError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError
+    ) as error:  # fmt: skip
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"config.json in {checkpoint.directory} is damaged: {reason:.200}"
+        ) from error
 
 
 def _check_numbers(config: Mapping[str, object]) -> None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.checkpoint import Checkpoint, CheckpointError
+from ..kernels.conversion import ConvertedCheckpoint
 from ..kernels.shell import Shell, ShellError, open_shell
 from ..protocol.errors import ModelError
 
@@ -43,8 +44,7 @@ def open_checkpoint_shell(checkpoint: Checkpoint) -> Shell:
     try:
         return open_shell(checkpoint.config)
     except ShellError as error:
-        name = checkpoint.config.get("model_type")
-        raise ModelError(f"models of type {name!r} are not supported: {error}") from error
+        raise ModelError(str(error)) from error
 
 
 def load_wrapped_layers(
@@ -56,20 +56,16 @@ def load_wrapped_layers(
     model._modules = dict(shell.model._modules)
     setattr(model, model.base_model_prefix, shell.cut([], has_norm=True))
     try:
-        return _load(shell, model, checkpoint, dtype)
+        return _load(shell, model, ConvertedCheckpoint(checkpoint, shell.model), dtype)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
 
 
 def _load(
-    shell: Shell, model: Any, checkpoint: Checkpoint, dtype: torch.dtype | None
+    shell: Shell, model: Any, checkpoint: ConvertedCheckpoint, dtype: torch.dtype | None
 ) -> tuple[nn.Embedding, WrappedHead]:
-    decoder, name = model.base_model, shell.config.model_type
+    decoder = model.base_model
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if type(embedding) is not nn.Embedding or not isinstance(head, nn.Linear):
-        raise ModelError(
-            f"models of type {name!r} are not supported: their embedding or head is a special one"
-        )
     shell.load(checkpoint, embedding, f"{_find_name(decoder, embedding)}.", dtype)
     dtype = embedding.weight.dtype
     shell.load(checkpoint, getattr(decoder, shell.norm_name), f"{shell.norm_name}.", dtype)
@@ -79,11 +75,6 @@ def _load(
         head.weight = embedding.weight
     else:
         shell.load(checkpoint, head, f"{head_name}.", dtype)
-    if any(weight.is_meta for weight in model.parameters()):
-        raise ModelError(
-            f"models of type {name!r} are not supported: they have more weights around their "
-            "blocks than those of embedding, norm and head"
-        )
     return embedding, WrappedHead(model)
 
 

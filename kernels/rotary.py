@@ -108,8 +108,11 @@ class _Parameters:
         value = self.values.get(key)
         if value is None:
             value = default
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not 0 < value < _LARGEST_NUMBER:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < _LARGEST_NUMBER
+        ):
             raise ValueError(f"rope parameter {key} must be a positive number, got {value!r:.60}")
         return value
 

@@ -16,7 +16,8 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from .checkpoint import Checkpoint, CheckpointError
+from .checkpoint import CheckpointError
+from .conversion import ConvertedCheckpoint
 
 _UNSAFE_FIELDS = frozenset(
     {
@@ -49,8 +50,19 @@ _BUILD_ERRORS = (
 """What transformers raises for configurations that it cannot use, or not in this way."""
 
 
+OWN_FAMILIES = (
+    "bloom", "falcon", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3",
+    "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
+"""What peers and clients compute themselves, for the sentence that says what is supported."""
+
+
 class ShellError(ValueError):
-    """The model cannot run block by block; the message says why."""
+    """There is no shell of the model; the message is a sentence that says why."""
+
+
+class _UnfitError(Exception):
+    """A family cannot run block by block; half a sentence says why."""
 
 
 class StepCache(DynamicCache):
@@ -130,15 +142,17 @@ class Shell:
             setattr(decoder, self.norm_name, nn.Identity())
         return decoder
 
-    def load_layer(self, checkpoint: Checkpoint, index: int, dtype: torch.dtype) -> None:
+    def load_layer(self, checkpoint: ConvertedCheckpoint, index: int, dtype: torch.dtype) -> None:
         """Give one block its weights."""
         layer = self.layers[index]
-        if any(buffer.is_meta for name, buffer in _transient_buffers(layer)):
-            raise ShellError("its blocks keep tables that are in no checkpoint")
         self.load(checkpoint, layer, f"{self.layers_name}.{index}.", dtype)
 
     def load(
-        self, checkpoint: Checkpoint, module: nn.Module, name: str, dtype: torch.dtype | None
+        self,
+        checkpoint: ConvertedCheckpoint,
+        module: nn.Module,
+        name: str,
+        dtype: torch.dtype | None,
     ) -> None:
         """Give a module of the decoder its weights; `name` is what they begin with there."""
         tensors = {}
@@ -149,7 +163,7 @@ class Shell:
         module.load_state_dict(tensors, assign=True)
         module.requires_grad_(False).eval()
 
-    def read(self, checkpoint: Checkpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, checkpoint: ConvertedCheckpoint, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of the decoder, whether or not its name says that it is one."""
         full_name = f"{self.model.base_model_prefix}.{name}"
         full_name = full_name if checkpoint.has(full_name) or not checkpoint.has(name) else name
@@ -164,10 +178,26 @@ class Shell:
 def open_shell(config: Mapping[str, object]) -> Shell:
     """Return the shell of the model with this `config.json` content.
 
-    Raises ShellError, as half a sentence, for a family that transformers does not know or that
-    does more than hand hidden states from block to block.
+    Raises ShellError for a family that transformers does not know or that does more than hand
+    hidden states from block to block: whoever gets a shell here can serve the model and use it.
     """
-    model = _build(config)
+    name = config.get("model_type")
+    if name is None or name == "":
+        raise ShellError("config.json has no model_type, which says what family the model is of")
+    if not isinstance(name, str):
+        raise ShellError(f"config.json: model_type must be a text, got {name!r:.60}")
+    if config.get("quantization_config") is not None:
+        raise ShellError("this checkpoint is quantized already; use the original one")
+    try:
+        return _open(_build(name, config))
+    except _UnfitError as reason:
+        raise ShellError(
+            f"models of type {name!r:.60} are not supported: {reason}; supported are "
+            f"{', '.join(OWN_FAMILIES)}, and others whose blocks transformers can run one by one"
+        ) from reason
+
+
+def _open(model: PreTrainedModel) -> Shell:
     decoder = model.base_model
     num_layers = model.config.num_hidden_layers
     lists = [
@@ -179,50 +209,64 @@ def open_shell(config: Mapping[str, object]) -> Shell:
         name for name, module in decoder.named_children() if "norm" in type(module).__name__.lower()
     ]
     if decoder is model or len(lists) != 1 or len(norms) != 1:
-        raise ShellError("it is not a list of blocks between an embedding and a norm")
+        raise _UnfitError("it is not a list of blocks between an embedding and a norm")
     shell = Shell(model, lists[0], norms[0])
+    _check_parts(shell)
     num_kv_heads, head_dim = _probe_cache_shape(shell)
     _fill_tables(shell)
     _check_nothing_is_around_blocks(shell)
     return replace(shell, num_kv_heads=num_kv_heads, head_dim=head_dim)
 
 
+def _check_parts(shell: Shell) -> None:
+    """Raise _UnfitError unless blocks, embedding, norm and head are all that has weights."""
+    embedding = shell.model.get_input_embeddings()
+    head = shell.model.get_output_embeddings()
+    if type(embedding) is not nn.Embedding or not isinstance(head, nn.Linear):
+        raise _UnfitError("its embedding or head is a special one")
+    norm = getattr(shell.decoder, shell.norm_name)
+    known = {id(w) for part in (shell.layers, embedding, norm, head) for w in part.parameters()}
+    if any(id(weight) not in known for weight in shell.model.parameters()):
+        raise _UnfitError("it has more weights than those of blocks, embedding, norm and head")
+    if any(buffer.is_meta for name, buffer in _transient_buffers(shell.layers)):
+        raise _UnfitError("its blocks keep tables that are in no checkpoint")
+
+
 def _probe_cache_shape(shell: Shell) -> tuple[int, int]:
-    """Return the key-value heads of a block and their size; ShellError if blocks differ.
+    """Return the key-value heads of a block and their size; _UnfitError if blocks differ.
 
     Runs on shapes alone, before anything but shapes is there.
     """
     shapes = {_probe_block(shell, index) for index in range(len(shell.layers))}
     if len(shapes) != 1:
-        raise ShellError("its blocks differ in the keys and values that they keep")
+        raise _UnfitError("its blocks differ in the keys and values that they keep")
     keys, values = shapes.pop()
     if keys != values:
-        raise ShellError("its keys and values differ in shape")
+        raise _UnfitError("its keys and values differ in shape")
     return keys[1], keys[3]
 
 
-def _build(config: Mapping[str, object]) -> Any:
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise ShellError("transformers does not know it")
-    if config.get("quantization_config") is not None:
-        raise ShellError("this checkpoint is quantized already; use the original one")
+def _build(name: str, config: Mapping[str, object]) -> Any:
+    if name not in CONFIG_MAPPING:
+        raise _UnfitError("transformers does not know it")
     fields = {name: value for name, value in config.items() if name not in _UNSAFE_FIELDS}
     try:
-        model_config = CONFIG_MAPPING[model_type].from_dict(fields)
+        model_config = CONFIG_MAPPING[name].from_dict(fields)
         if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            raise ShellError("it is no causal language model")
-        for name, maximum in (("num_hidden_layers", _MAX_LAYERS), ("hidden_size", _MAX_SIZE)):
-            if not 0 < getattr(model_config, name) <= maximum:
-                raise ShellError(f"its {name} must be a number from 1 to {maximum}")
+            raise _UnfitError("it is no causal language model")
+        for field, maximum in (("num_hidden_layers", _MAX_LAYERS), ("hidden_size", _MAX_SIZE)):
+            if not 0 < getattr(model_config, field) <= maximum:
+                raise ShellError(f"config.json: {field} must be a number from 1 to {maximum}")
         model_config._attn_implementation = "eager"
         with torch.device("meta"):
             model = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)])(model_config)
     except ShellError:
         raise
     except _BUILD_ERRORS as error:
-        reason = str(error).strip().splitlines()[0] if str(error) else type(error).__name__
-        raise ShellError(f"transformers cannot build it from config.json ({reason})") from error
+        raise ShellError(
+            f"transformers cannot build a model of type {name!r} from this config.json; check its "
+            "values, or download it again"
+        ) from error
     return model.eval()
 
 
@@ -234,15 +278,21 @@ def _transient_buffers(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 def _fill_tables(shell: Shell) -> None:
     """Compute what the decoder itself keeps beside weights: frequencies of rotations, mostly."""
-    for name, child in shell.decoder.named_children():
+    decoder = shell.decoder
+    for name, child in decoder.named_children():
         if name != shell.layers_name and not child.state_dict() and _transient_buffers(child):
-            # Modules of this kind are made from the configuration alone, in every family.
-            setattr(shell.decoder, name, type(child)(config=shell.config))
+            try:
+                # Modules of this kind are made from the configuration alone, in most families.
+                setattr(decoder, name, type(child)(config=shell.config))
+            except _BUILD_ERRORS as error:
+                raise _UnfitError("it keeps tables that are in no checkpoint") from error
+    if any(buffer.is_meta for name, buffer in _transient_buffers(decoder)):
+        raise _UnfitError("it keeps tables that are in no checkpoint")
 
 
 @torch.no_grad()
 def _check_nothing_is_around_blocks(shell: Shell) -> None:
-    """Raise ShellError unless a decoder without blocks returns what it is given.
+    """Raise _UnfitError unless a decoder without blocks returns what it is given.
 
     A decoder that scales or adds anything before its first block would do so on every peer.
     """
@@ -251,9 +301,9 @@ def _check_nothing_is_around_blocks(shell: Shell) -> None:
         decoder = shell.cut([], has_norm=False)
         output = decoder(inputs_embeds=hidden_BTH, past_key_values=StepCache(0), use_cache=True)
     except _BUILD_ERRORS as error:
-        raise ShellError(f"its decoder does not run without blocks ({error})") from error
+        raise _UnfitError("its decoder does not run without blocks") from error
     if not torch.equal(output.last_hidden_state, hidden_BTH):
-        raise ShellError("it changes hidden states before its first block")
+        raise _UnfitError("it changes hidden states before its first block")
 
 
 @torch.no_grad()
@@ -261,11 +311,15 @@ def _probe_block(shell: Shell, index: int) -> tuple[torch.Size, torch.Size]:
     """Return the shapes [1, G, 1, D] of the keys and values that a block keeps of one token."""
     cache = StepCache(0)
     try:
-        hidden_BTH = torch.empty(1, 1, shell.config.hidden_size, device="meta")
-        decoder = shell.cut([index], has_norm=False)
+        # In bfloat16: without memory, torch knows the shapes of grouped products in that alone.
+        decoder: Any = copy.deepcopy(shell.cut([index], has_norm=False))
+        decoder.to(torch.bfloat16)
+        hidden_BTH = torch.empty(
+            1, 1, shell.config.hidden_size, device="meta", dtype=torch.bfloat16
+        )
         decoder(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True)
     except _BUILD_ERRORS as error:
-        raise ShellError(f"its blocks do not run alone ({error})") from error
+        raise _UnfitError("its blocks do not run alone") from error
     if len(cache.shapes) != 1:
-        raise ShellError("its blocks do not keep keys and values")
+        raise _UnfitError("its blocks do not keep keys and values")
     return cache.shapes[0]

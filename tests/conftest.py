@@ -208,6 +208,17 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             },
         ),
         "wrapped-gpt-neox": ("gpt_neox", {"tie_word_embeddings": False}),
+        # These are stored with other names, or a tensor for each expert.
+        "wrapped-olmoe": ("olmoe", {"num_experts": 5, "num_experts_per_tok": 2}),
+        "wrapped-granitemoe": (
+            "granitemoe",
+            {
+                "num_local_experts": 4,
+                "num_experts_per_tok": 2,
+                "residual_multiplier": 0.5,
+                "logits_scaling": 2.0,
+            },
+        ),
     }
 )
 

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ...kernels.checkpoint import Checkpoint, CheckpointError
+from ...kernels.conversion import ConvertedCheckpoint
 from ...kernels.shell import Shell, ShellError, StepCache, open_shell
 from ...protocol.errors import ModelError
 from .config_reader import MAX_POSITIONS, ConfigReader, limit_to_exact_positions
@@ -78,22 +79,21 @@ class WrappedLoader:
     """Loads blocks one by one into a shell of the model."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        self._checkpoint = checkpoint
         self._dtype = dtype
         self._shell = _open(checkpoint.config)
+        self._checkpoint = ConvertedCheckpoint(checkpoint, self._shell.model)
 
     def load(self, index: int) -> WrappedBlock:
         """Load one block; a missing or misshapen tensor is a ModelError that names it."""
         try:
             self._shell.load_layer(self._checkpoint, index, self._dtype)
-        except (CheckpointError, ShellError) as error:
+        except CheckpointError as error:
             raise ModelError(str(error)) from error
         return WrappedBlock(self._shell.cut([index], has_norm=False), index)
 
 
 def _open(config: Mapping[str, object]) -> Shell:
-    name = ConfigReader(config).text("model_type", default="")
     try:
         return open_shell(config)
     except ShellError as error:
-        raise ModelError(f"model family {name!r} is not supported: {error}") from error
+        raise ModelError(str(error)) from error

@@ -134,14 +134,19 @@ def test_layers_outlive_the_file(tiny_models: Any, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "tensors", "message"),
     [
-        ({"model_type": "mamba"}, {}, "'mamba' are not supported: its blocks do not keep keys"),
+        (
+            {"model_type": "mamba"},
+            {},
+            "^models of type 'mamba' are not supported: its blocks do not keep keys",
+        ),
         ({"model_type": "opt"}, {}, "'opt' are not supported: it is not a list of blocks"),
         (
             {"model_type": "nonsense"},
             {},
             "'nonsense' are not supported: transformers does not know",
         ),
-        ({"model_type": None}, {}, "not supported"),
+        ({"model_type": None}, {}, "^config.json has no model_type"),
+        ({"model_type": ["llama"]}, {}, "^config.json: model_type must be a text"),
         ({"hidden_size": 0}, {}, "hidden_size"),
         ({"hidden_size": 2**30}, {}, "hidden_size"),
         ({"num_hidden_layers": 0}, {}, "num_hidden_layers"),
@@ -172,6 +177,22 @@ def test_unusable_checkpoint_is_named(
 
     with pytest.raises(ModelError, match=message):
         load_local_layers(checkpoint, load_config(checkpoint))
+
+
+@pytest.mark.parametrize("model_type", [None, "nonsense", "xglm", "opt", "mamba", "t5"])
+def test_client_and_peers_refuse_a_model_with_the_same_sentence(
+    tiny_models: Any, tmp_path: Path, model_type: str | None
+) -> None:
+    source = tiny_models.get("llama").directory
+    checkpoint = copy_checkpoint(source, tmp_path / "model", {"model_type": model_type}, {})
+
+    with pytest.raises(ModelError) as by_client:
+        load_config(checkpoint)
+    with pytest.raises(ModelError) as by_peer:
+        read_spec(checkpoint.config)
+
+    assert str(by_client.value) == str(by_peer.value)
+    assert "\n" not in str(by_peer.value)
 
 
 def test_layers_of_a_bare_checkpoint_are_found(tiny_models: Any, tmp_path: Path) -> None:

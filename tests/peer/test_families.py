@@ -6,7 +6,9 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from shoal.client.local_families import LOCAL_FAMILIES
 from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.shell import OWN_FAMILIES
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import FAMILIES, read_spec
 from shoal.peer.engine.loader import open_checkpoint
@@ -214,11 +216,11 @@ def test_only_phi_3_rotates_a_part_of_a_head_where_nothing_is_scaled(family: str
 
 
 def test_original_length_beside_two_rotations_is_that_of_neither() -> None:
-    config = {**MINIMAL, "original_max_position_embeddings": 128}
-    config["rope_parameters"] = {
+    ropes = {
         "full_attention": {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0},
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
     }
+    config = {**MINIMAL, "original_max_position_embeddings": 128, "rope_parameters": ropes}
     spec = read_spec({"model_type": "gemma3_text", **config})
 
     assert list(spec.ropes) == read_ropes(AutoConfig.for_model("gemma3_text", **config))
@@ -234,19 +236,36 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({}, "'' is not supported: transformers does not know it"),
-        ({"model_type": "nonsense"}, "'nonsense' is not supported: transformers does not know it"),
+        ({}, "config.json has no model_type"),
+        ({"model_type": 3}, "model_type must be a text, got 3"),
+        ({"model_type": "nonsense"}, "'nonsense' are not supported: transformers does not know it"),
+        ({"model_type": "nonsense"}, "; supported are bloom, falcon, .*, qwen3_moe, and others"),
         ({"model_type": "mamba"}, "its blocks do not keep keys and values"),
         ({"model_type": "opt"}, "not a list of blocks between an embedding and a norm"),
         ({"model_type": "granite", "embedding_multiplier": 12.0}, "changes hidden states before"),
         ({"model_type": "stablelm", "num_hidden_layers": 10**9}, "num_hidden_layers must be"),
         ({"model_type": "stablelm", "quantization_config": {"bits": 4}}, "quantized already"),
-        ({"model_type": "stablelm", "hidden_act": "tan"}, "transformers cannot build it"),
+        (
+            {"model_type": "stablelm", "hidden_act": "tan"},
+            "cannot build a model of type 'stablelm'",
+        ),
+        ({"model_type": "xglm"}, "its embedding or head is a special one"),
+        (
+            {"model_type": "gptj", "rotary_dim": 8},
+            "its blocks keep tables that are in no checkpoint",
+        ),
+        ({"model_type": "gpt_bigcode"}, "it has more weights than those of blocks, embedding"),
+        ({"model_type": "jamba"}, "its blocks do not run alone; supported are"),
     ],
 )
 def test_a_family_that_cannot_be_wrapped_is_refused(config: dict, complaint: str) -> None:
     with pytest.raises(ModelError, match=complaint):
         read_spec({**MINIMAL, **config} if config else config)
+
+
+def test_families_that_a_refusal_names_are_those_that_are_here() -> None:
+    assert tuple(sorted(FAMILIES)) == OWN_FAMILIES
+    assert set(LOCAL_FAMILIES) == set(OWN_FAMILIES)
 
 
 def test_wrapped_blocks_need_float_weights(tiny_models) -> None:
