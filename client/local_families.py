@@ -39,6 +39,7 @@ _FALCON = LocalFamily(
 LOCAL_FAMILIES: Mapping[str, LocalFamily] = {
     "bloom": replace(_FALCON, embedding_norm="transformer.word_embeddings_layernorm"),
     "falcon": _FALCON,
+    "gemma": _GEMMA,
     "gemma2": _GEMMA,
     "gemma3_text": _GEMMA,
     "gpt2": replace(_FALCON, embedding="transformer.wte", positions="transformer.wpe"),

@@ -51,8 +51,8 @@ _BUILD_ERRORS = (
 
 
 OWN_FAMILIES = (
-    "bloom", "falcon", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral", "phi3",
-    "qwen2", "qwen3", "qwen3_moe",
+    "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral",
+    "phi3", "qwen2", "qwen3", "qwen3_moe",
 )  # fmt: skip
 """What peers and clients compute themselves, for the sentence that says what is supported."""
 

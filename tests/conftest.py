@@ -79,6 +79,7 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 "layer_types": ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
             },
         ),
+        "gemma": ("gemma", {"head_dim": 24, "hidden_act": "gelu", "num_key_value_heads": 1}),
         "gemma2": (
             "gemma2",
             # Caps that bend the small scores and logits of a random model, too.

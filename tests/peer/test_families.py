@@ -132,6 +132,7 @@ MINIMAL = {
     ("family", "optional"),
     [
         *((family, {}) for family in sorted(FAMILIES)),
+        ("gemma", {"hidden_act": "gelu"}),  # of the first releases, which mean the other one
         ("mistral", {"sliding_window": None}),
         ("qwen2", {"use_sliding_window": True}),
         ("qwen2", {"use_sliding_window": True, "sliding_window": None}),
@@ -349,6 +350,7 @@ def test_unusable_sliding_windows_are_refused(changes: dict, complaint: str) -> 
         ("falcon", {"alibi": 1}, "alibi must be true or false"),
         ("gpt2", {"add_cross_attention": True}, "add_cross_attention is not supported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx is not supported"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("gemma2", {"hidden_activation": None}, "hidden_activation is null"),
         ("gemma3_text", {"hidden_activation": None}, "hidden_activation is null"),

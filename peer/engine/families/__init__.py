@@ -7,6 +7,7 @@ from ..spec import ModelShape
 from . import (
     bloom,
     falcon,
+    gemma,
     gemma2,
     gemma3,
     gpt2,
@@ -23,6 +24,7 @@ from .family import Family
 _MODULES = (
     bloom,
     falcon,
+    gemma,
     gemma2,
     gemma3,
     gpt2,
