@@ -5,17 +5,21 @@ Holds no network and no layers: checks, plans and the texts of sessions.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
 from transformers.generation.streamers import BaseStreamer
 
-from ..protocol.errors import UsageError
+from ..kernels.checkpoint import Checkpoint
+from ..protocol.errors import ModelError, UsageError
 from ..protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from .inference_session import InferenceSession
 
 # Shape suffixes: B rows, T tokens.
+
+GENERATION_FILE = "generation_config.json"
 
 DEFAULT_NEW_TOKENS = 20
 """What transformers generates when neither max_new_tokens nor max_length says otherwise."""
@@ -27,6 +31,8 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "position_ids": ((None,), "positions follow from the session"),
     "inputs_embeds": ((None,), "pass token ids, or call the model itself with inputs_embeds"),
     "custom_generate": ((None,), "code from elsewhere is not run"),
+    "assistant_early_exit": ((None,), "it needs the model's blocks on this machine"),
+    "use_mtp": ((None, False), "it needs hidden states between blocks"),
     "guidance_scale": ((None, 1, 1.0), "guidance needs a second session; it is not supported"),
     "negative_prompt_ids": ((None,), "guidance needs a second session; it is not supported"),
     "output_attentions": ((None, False), "attention is computed on the peers and not returned"),
@@ -58,6 +64,23 @@ class Settings:
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
         return value
+
+
+def load_generation_config(model: str | Path, checkpoint: Checkpoint) -> GenerationConfig | None:
+    """Return the model's own defaults for generate(), or None if it has none."""
+    local_file = checkpoint.directory / GENERATION_FILE
+    if local_file.is_file():
+        try:
+            return GenerationConfig.from_pretrained(checkpoint.directory)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{local_file} is damaged: {error}") from error
+    if Path(model).expanduser().is_dir():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(str(model), revision=checkpoint.revision)
+    except OSError:
+        # Many models on the Hub have none; the defaults are in their config.json.
+        return None
 
 
 def check_settings(settings: Settings) -> None:

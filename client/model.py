@@ -22,6 +22,7 @@ from ..kernels.checkpoint import Checkpoint, CheckpointError
 from ..protocol.errors import ModelError, ShoalError, UsageError
 from ..protocol.ids import make_model_id
 from ..protocol.spans import Span
+from .assisted import BoundedCandidates
 from .client import Client, Connect, connect_over_network
 from .config import ClientConfig, make_initial_peers
 from .generation import (
@@ -31,6 +32,7 @@ from .generation import (
     append_text,
     check_attention_mask,
     check_token_ids,
+    load_generation_config,
     plan_generation,
     recall_text,
 )
@@ -42,7 +44,8 @@ from .transformer import DistributedTransformer
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
-GENERATION_FILE = "generation_config.json"
+_IS_ASSISTED = "is_assisted"
+"""What tells prepare_inputs_for_generation() that it is called by assisted decoding."""
 
 
 class DistributedCausalLM(PreTrainedModel, GenerationMixin):
@@ -101,7 +104,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         model_config = load_config(checkpoint)
         model_config.name_or_path = str(model)
         layers = load_local_layers(checkpoint, model_config, dtype)
-        generation_config = _load_generation_config(model, checkpoint)
+        generation_config = load_generation_config(model, checkpoint)
         client = cls._join(checkpoint, model_config, config, connect)
         return cls(model_config, layers, client, generation_config)
 
@@ -189,11 +192,24 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         output = CausalLMOutputWithPast(logits=logits_BTV, past_key_values=cache)
         return output if return_dict is not False else output.to_tuple()
 
-    def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, **kwargs: Any
+    ) -> dict[str, Any]:
         """Return the arguments of the next forward(); the tokenizer of `stop_strings` is none."""
         kwargs.pop("tokenizer", None)
+        if kwargs.pop(_IS_ASSISTED, False):
+            # The first step of assisted decoding names the whole text, whatever is cached of it.
+            input_ids = input_ids[:, kwargs["past_key_values"].get_seq_length() :]
         prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
-        return prepare(*args, **kwargs)
+        return prepare(input_ids, **kwargs)
+
+    def _get_candidate_generator(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, **kwargs: Any
+    ) -> BoundedCandidates:
+        """Return who guesses tokens; transformers asks for it when assisted decoding begins."""
+        generator = super()._get_candidate_generator(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        kwargs["model_kwargs"][_IS_ASSISTED] = True
+        return BoundedCandidates(generator, kwargs["generation_config"].max_length)
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -373,20 +389,3 @@ def _make_client_config(
             f"{', '.join(known)}"
         )
     return ClientConfig(initial_peers=make_initial_peers(initial_peers), **options)
-
-
-def _load_generation_config(model: str | Path, checkpoint: Checkpoint) -> GenerationConfig | None:
-    """Return the model's own defaults for generate(), or None if it has none."""
-    local_file = checkpoint.directory / GENERATION_FILE
-    if local_file.is_file():
-        try:
-            return GenerationConfig.from_pretrained(checkpoint.directory)
-        except (OSError, ValueError, TypeError, AttributeError) as error:
-            raise ModelError(f"{local_file} is damaged: {error}") from error
-    if Path(model).expanduser().is_dir():
-        return None
-    try:
-        return GenerationConfig.from_pretrained(str(model), revision=checkpoint.revision)
-    except OSError:
-        # Many models on the Hub have none; the defaults are in their config.json.
-        return None
