@@ -31,6 +31,7 @@ class InferenceSession:
         self._num_rows: int | None = None
         self._row_map: tuple[int, ...] | None = None
         self._earlier_failovers: list[Failover] = []
+        self._is_generating = False
         self.closed = False
         self.output_ids: Tensor | None = None
 
@@ -55,16 +56,25 @@ class InferenceSession:
 
     @property
     def position(self) -> int:
-        """Index of the next token. Setting a lower one rolls the session back."""
+        """Index of the next token. Setting a lower one rolls the session back.
+
+        Raises UsageError while generate() runs, in its streamer for one: the text would lose
+        tokens that are part of its result.
+        """
         return self._remote.position
 
     @position.setter
     def position(self, position: int) -> None:
         position = make_whole("position", position)
         with self.claim():
-            self._remote.rollback(position)
-            if self.output_ids is not None and self.output_ids.shape[1] > position:
-                self.output_ids = self.output_ids[:, :position]
+            self.check_is_idle()
+            self.rollback(position)
+
+    def rollback(self, position: int) -> None:
+        """Forget the tokens from `position` on, as whoever has claimed the session."""
+        self._remote.rollback(position)
+        if self.output_ids is not None and self.output_ids.shape[1] > position:
+            self.output_ids = self.output_ids[:, :position]
 
     @property
     def num_rows(self) -> int | None:
@@ -107,6 +117,26 @@ class InferenceSession:
         finally:
             self._thread_lock.release()
 
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Claim the session for a call of generate(), whose callbacks must not move it either."""
+        with self.claim():
+            self.check_is_idle()
+            self._is_generating = True
+            try:
+                yield
+            finally:
+                self._is_generating = False
+
+    def check_is_idle(self) -> None:
+        """Raise UsageError while generate() runs, which alone may move the session then."""
+        with self.claim():
+            if self._is_generating:
+                raise UsageError(
+                    "generate() is running in this session; roll back or continue when it has "
+                    "returned"
+                )
+
     def step(
         self,
         hidden_BTH: Tensor,
@@ -124,23 +154,28 @@ class InferenceSession:
         of the input. Errors are those of `RemoteSession.step`, and UsageError for another number
         of rows than the prefix has.
         """
-        if self.closed:
-            raise UsageError("the session is closed; open a new one")
         if prompts is not None:
             raise UsageError("prompts inside of blocks are not supported yet")
-        _check_is_tensor("hidden states", hidden_BTH)
-        if hypo_ids is not None:
-            _check_is_tensor("hypo_ids", hypo_ids)
         with self.claim():
-            return self._step(hidden_BTH, hypo_ids, last_token_only, is_decoded)
+            self.check_is_idle()
+            return self.advance(
+                hidden_BTH, hypo_ids, last_token_only=last_token_only, is_decoded=is_decoded
+            )
 
-    def _step(
+    def advance(
         self,
         hidden_BTH: Tensor,
         hypo_ids: Tensor | None,
+        *,
         last_token_only: bool,
         is_decoded: bool | None,
     ) -> Tensor:
+        """Do what `step` does, as whoever has claimed the session."""
+        if self.closed:
+            raise UsageError("the session is closed; open a new one")
+        _check_is_tensor("hidden states", hidden_BTH)
+        if hypo_ids is not None:
+            _check_is_tensor("hypo_ids", hypo_ids)
         if hidden_BTH.dim() == 3:
             self._make_rows(hidden_BTH.shape[0])
         row_map = self._compose(hypo_ids)

@@ -227,7 +227,10 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
     def _find_cache(self, past_key_values: object) -> RemoteCache | None:
         if past_key_values is None:
             session = self.active_session
-            return None if session is None else RemoteCache(session)
+            if session is None:
+                return None
+            session.check_is_idle()
+            return RemoteCache(session)
         if not isinstance(past_key_values, RemoteCache):
             raise UsageError(
                 f"past_key_values must come from this model, got {type(past_key_values).__name__};"
@@ -264,7 +267,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         args = (generation_config, *args)
         if session is not None:
             check_is_session(session)
-            with session.claim():
+            with session.generating():
                 plan = self._plan(inputs, recall_text(session), generation_config, kwargs)
                 return self._generate_in(session, plan, args, kwargs)
         plan = self._plan(inputs, None, generation_config, kwargs)
@@ -300,10 +303,10 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
             kwargs["streamer"] = NewTextStreamer(kwargs["streamer"], plan.num_remembered)
         if session.num_rows not in (None, plan.num_rows):
             # Peers keep the number of rows they were opened with: the whole text is sent again.
-            session.position = 0
+            session.rollback(0)
         if session.position == plan.input_ids_BT.shape[1]:
             # Everything is cached: the last token goes once more, for its logits.
-            session.position -= 1
+            session.rollback(session.position - 1)
 
         position = session.position
         try:
@@ -325,7 +328,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         if plan.has_beams:
             # The beams' caches are not those of the sequences chosen in the end. The prompt's
             # are the same in all beams of a sequence; a next call computes the rest once more.
-            session.position = min(session.position, plan.input_ids_BT.shape[1])
+            session.rollback(min(session.position, plan.input_ids_BT.shape[1]))
         session.output_ids = sequences_BT
         new_BT = sequences_BT[:, plan.num_remembered :].clone()
         if isinstance(result, Tensor):
@@ -338,7 +341,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         remembered_BT = plan.input_ids_BT[:, : plan.num_remembered]
         try:
             if session.position != position:
-                session.position = position
+                session.rollback(position)
         except ShoalError:
             session.close()
         # Rolling back shortened the text by what the call had not sent yet.

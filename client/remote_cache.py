@@ -37,12 +37,13 @@ class RemoteCache(Cache):
         A single token after the prefix counts as decoded: peers compute it on the path of
         generated tokens, so that text in one call or in several comes out the same.
         """
-        output = self._session.step(
-            hidden_BTH.to("cpu"),
-            hypo_ids=self._row_map,
-            last_token_only=last_token_only,
-            is_decoded=hidden_BTH.shape[1] == 1 and self._session.position > 0,
-        )
+        with self._session.claim():
+            output = self._session.advance(
+                hidden_BTH.to("cpu"),
+                self._row_map,
+                last_token_only=last_token_only,
+                is_decoded=hidden_BTH.shape[1] == 1 and self._session.position > 0,
+            )
         self._row_map = None
         return output
 
@@ -81,14 +82,18 @@ class RemoteCache(Cache):
         A positive number is the length to keep, as earlier releases of transformers 5 meant it.
         """
         if tokens_to_remove > 0:
-            self._session.position = min(tokens_to_remove, self._session.position)
+            self._rollback(min(tokens_to_remove, self._session.position))
         elif tokens_to_remove < 0:
-            self._session.position += tokens_to_remove
+            self._rollback(self._session.position + tokens_to_remove)
 
     def reset(self) -> None:
         """Forget all tokens."""
-        self._session.position = 0
+        self._rollback(0)
         self._row_map = None
+
+    def _rollback(self, position: int) -> None:
+        with self._session.claim():
+            self._session.rollback(position)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: a session keeps the number of rows it began with."""

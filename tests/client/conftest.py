@@ -45,17 +45,21 @@ class FakeSession:
         self.output_ids: Tensor | None = None
         self.sent: list[SentStep] = []
 
+    # Calls of other threads and of callbacks are tested with the real session.
     def step(
+        self, hidden: Tensor, prompts: None = None, hypo_ids: Tensor | None = None, **options: Any
+    ) -> Tensor:
+        return self.advance(hidden, hypo_ids, **options)
+
+    def advance(
         self,
         hidden: Tensor,
-        prompts: Tensor | None = None,
         hypo_ids: Tensor | None = None,
         *,
         last_token_only: bool = False,
         is_decoded: bool | None = None,
     ) -> Tensor:
         assert not self._closed
-        assert prompts is None
         num_rows, num_tokens, _ = hidden.shape
         if self.position + num_tokens > self.max_length:
             raise UsageError(f"Maximum length exceeded: {self.position} + {num_tokens}")
@@ -91,6 +95,9 @@ class FakeSession:
 
     @position.setter
     def position(self, value: int) -> None:
+        self.rollback(value)
+
+    def rollback(self, value: int) -> None:
         assert 0 <= value <= self.position
         assert not self._closed
         self._cache.crop(value - self.position)
@@ -106,6 +113,12 @@ class FakeSession:
         return self._num_rows
 
     def claim(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def check_is_idle(self) -> None:
+        pass
+
+    def generating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
     @property

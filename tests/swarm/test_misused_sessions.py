@@ -40,23 +40,31 @@ def model(tiny_models: Any, swarm: LoopbackSwarm) -> Iterator[Any]:
 
 
 class Meddler:
-    """A streamer that lets another thread at the session in the middle of a text."""
+    """A streamer that lets another thread at the session in the middle of a text, or this one."""
 
-    def __init__(self, meddle: Callable[[], object]) -> None:
+    def __init__(self, meddle: Callable[[], object], is_other_thread: bool = True) -> None:
         self._meddle = meddle
+        self._is_other_thread = is_other_thread
         self.errors: list[BaseException | None] = []
 
     def put(self, value: Tensor) -> None:
-        with ThreadPoolExecutor(1) as other:
-            self.errors.append(other.submit(self._meddle).exception())
+        if self._is_other_thread:
+            with ThreadPoolExecutor(1) as other:
+                self.errors.append(other.submit(self._meddle).exception())
+            return
+        try:
+            self._meddle()
+        except UsageError as error:
+            self.errors.append(error)
 
     def end(self) -> None:
         pass
 
 
-@pytest.mark.parametrize("deed", ["generate", "step", "rollback"])
-def test_second_thread_is_kept_out_of_a_session_and_harms_nothing(
-    model: Any, tiny_models: Any, deed: str
+@pytest.mark.parametrize("is_other_thread", [True, False])
+@pytest.mark.parametrize("deed", ["generate", "forward", "step", "rollback"])
+def test_session_is_left_alone_while_a_text_is_generated(
+    model: Any, tiny_models: Any, deed: str, is_other_thread: bool
 ) -> None:
     ids = make_ids(1)
     expected = tiny_models.get().reference.generate(ids, **GREEDY)
@@ -66,12 +74,17 @@ def test_second_thread_is_kept_out_of_a_session_and_harms_nothing(
         def roll_back() -> None:
             session.position = 1
 
+        def forward() -> None:
+            with model.use_session(session):
+                model(ids)
+
         deeds: dict[str, Callable[[], object]] = {
             "generate": lambda: model.generate(ids, session=session, **GREEDY),
+            "forward": forward,
             "step": lambda: session.step(torch.zeros(1, 1, 64)),
             "rollback": roll_back,
         }
-        meddler = Meddler(deeds[deed])
+        meddler = Meddler(deeds[deed], is_other_thread)
         text = model.generate(ids, streamer=meddler, **GREEDY)
 
         assert torch.equal(text, expected)
@@ -79,7 +92,9 @@ def test_second_thread_is_kept_out_of_a_session_and_harms_nothing(
         assert len(meddler.errors) > 1
         for error in meddler.errors:
             assert isinstance(error, UsageError)
-            assert "in use by another thread; open one per thread" in str(error)
+            assert ("in use by another thread; open one" in str(error)) == is_other_thread
+            assert ("generate() is running in this session" in str(error)) != is_other_thread
+        assert model.generate(**GREEDY).shape == (1, 6)
 
 
 def test_session_may_go_on_in_another_thread(model: Any) -> None:
