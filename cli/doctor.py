@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "broken": ("✗", "red")}
 _NAME_COLUMNS = 15
 _INDENT = " " * (_NAME_COLUMNS + 4)
+_MIN_DETAIL_COLUMNS = 20  # a narrower terminal breaks the lines once more itself
 _MAX_ROWS = 32
 
 
@@ -109,7 +110,7 @@ class _Screen:
     def show_finding(self, finding: "Finding") -> None:
         """Show one finding on as many lines as it needs, and below it what to do."""
         sign, colour = _SIGNS[finding.status]
-        width = self._terminal.width - len(_INDENT)
+        width = max(self._terminal.width - len(_INDENT), _MIN_DETAIL_COLUMNS)
         first, *rest = _wrap(finding.detail, width) or [""]
         name = finding.name.ljust(_NAME_COLUMNS)
         self._terminal.print(f" {self._terminal.paint(sign, 'bold', colour)} {name} {first}")
