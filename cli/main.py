@@ -12,6 +12,7 @@ from ..protocol.errors import ShoalError
 from ..protocol.versions import SOFTWARE
 from .interrupts import INTERRUPTED, quitting_at_once
 from .options import join_addresses
+from .terminal import open_closed_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
 _COMMANDS = {
@@ -36,6 +37,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command line; return the exit code. Prints no traceback unless SHOAL_DEBUG is set."""
+    open_closed_streams()
     try:
         with quitting_at_once():
             options = _parse(list(sys.argv[1:] if arguments is None else arguments))

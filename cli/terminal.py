@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+import sys
 import threading
 import time
 import unicodedata
@@ -31,6 +32,17 @@ _FALLBACKS = str.maketrans(
 )
 _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _TICK_SECONDS = 0.1
+
+
+def open_closed_streams() -> None:
+    """Let a standard stream that this process was started without (`>&-`) be /dev/null.
+
+    Python has None in its place. Also, the next file or connection would get its number, and with
+    it what libraries and other processes write there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it stays
 
 
 class Terminal:

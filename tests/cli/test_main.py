@@ -234,6 +234,34 @@ def test_process_ends_with_the_code_and_the_sentence() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--version"],
+        ["generate", "no/such/model", "-", "--initial-peers", PEER],
+        ["doctor", "no/such/model", "--initial-peers", PEER],
+        ["serve", "no/such/model", "--new-swarm"],
+        ["swarm", "no/such/model"],
+        ["demo", "--tokens", "1"],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_closed_streams_are_no_reason_to_fail(arguments: list[str], closed: str) -> None:
+    program = [sys.executable, "-P", "-m", "shoal.cli", *arguments]
+
+    process = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *program],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+    )
+
+    assert process.returncode == (0 if arguments == ["--version"] else 1)
+    assert process.stderr.count("\n") <= 1, process.stderr
+
+
+@pytest.mark.slow
 def test_unknown_name_is_one_line_where_there_is_no_network() -> None:
     command = ["-m", "shoal.cli", "generate", "nobody/nothing", "p", "--initial-peers", PEER]
 
