@@ -41,7 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the swarm until asked to end; return 0."""
+    """Run the swarm until asked to end; return 0.
+
+    Asked before all peers are online, it raises KeyboardInterrupt.
+    """
     model = find_model(options.model)
     num_blocks = count_blocks(model)
     num_replicas = options.replicas or choose_num_replicas(options.peers)
@@ -49,14 +52,13 @@ def run(options: argparse.Namespace) -> int:
     num_threads = options.threads or max(1, (os.cpu_count() or 1) // len(spans))
     swarm = LocalSwarm(model, spans, weights=options.weights, num_threads=num_threads)
     reporter = _JsonReporter() if options.json else _Reporter(options.model, Terminal(sys.stdout))
-    try:
-        with end_in_good_order(), contextlib.ExitStack() as stack:
-            with Progress(Terminal(sys.stderr), lambda: describe_start(swarm, len(spans))):
-                stack.enter_context(swarm)
+    with end_in_good_order(), contextlib.ExitStack() as stack:
+        with Progress(Terminal(sys.stderr), lambda: describe_start(swarm, len(spans))):
+            stack.enter_context(swarm)
+        with contextlib.suppress(KeyboardInterrupt):
             reporter.report_ready(swarm, num_blocks)
             _watch(swarm, num_blocks, reporter)
-    except KeyboardInterrupt:
-        reporter.report_stopped()
+    reporter.report_stopped()
     return 0
 
 

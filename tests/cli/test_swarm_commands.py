@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -215,3 +216,21 @@ def test_swarm_reports_a_death_and_leaves_nothing_behind(byte_model: Path) -> No
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, 0)
             pytest.fail(f"peer {pid} is still there")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_swarm_that_is_stopped_before_it_is_ready_says_so_by_its_code(
+    byte_model: Path, number: signal.Signals
+) -> None:
+    command = [sys.executable, "-P", "-m", "shoal.cli", "swarm", str(byte_model)]
+    with subprocess.Popen(
+        [*command, "--peers", "2", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while process.poll() is None and not children.read_text():
+            time.sleep(0.01)
+        process.send_signal(number)
+        output, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert (output, errors) == (b"", b"")
