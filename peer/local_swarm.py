@@ -15,7 +15,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -23,6 +22,7 @@ from typing import IO, Any
 from ..protocol.errors import UnavailableError, UsageError
 from ..protocol.ids import PeerId
 from ..protocol.spans import Span
+from .local_swarm_config import make_config, make_span, make_spans
 
 _LOG_TAIL_BYTES = 2000
 
@@ -32,29 +32,6 @@ SHOAL_PROGRAM = ("-m", "shoal.cli")
 
 class PeerProcessError(UnavailableError):
     """A peer's process ended before it was online; the message holds what it said last."""
-
-
-@dataclass(frozen=True)
-class LocalSwarmConfig:
-    """How the peers of a local swarm are started."""
-
-    weights: str = "int8"
-    """How block weights are held: int8, bf16 or fp32."""
-
-    num_threads: int = 1
-    """Compute threads of each peer."""
-
-    kv_budget_bytes: int = 2**28
-    """KV cache of each peer."""
-
-    announce_period_seconds: float = 5.0
-    """Short, so that the swarm notices changes while one watches."""
-
-    ready_timeout_seconds: float = 120.0
-    """How long one peer may take until it is online; generous for busy machines."""
-
-    serve_arguments: tuple[str, ...] = ()
-    """More arguments for every `shoal serve`."""
 
 
 class LocalPeer:
@@ -209,26 +186,18 @@ class LocalSwarm:
             swarm.peers[1].kill()
 
     The block is entered when all peers are announced. `config` and the keywords are those of
-    `LocalSwarmConfig`.
+    `local_swarm_config.LocalSwarmConfig`.
     """
 
     def __init__(
         self, model: str | Path, spans: Sequence[tuple[int, int] | Span], **settings: Any
     ) -> None:
-        if not spans:
-            raise UsageError("a swarm needs at least one span")
         if not isinstance(model, str | Path) or not str(model):
             raise UsageError(f"the model is a directory or an id on the Hub, not {model!r}")
-        known = [field.name for field in fields(LocalSwarmConfig)]
-        unknown = sorted(set(settings) - set(known))
-        if unknown:
-            raise UsageError(
-                f"LocalSwarm does not know {', '.join(unknown)}; settings are {', '.join(known)}"
-            )
         self.model = str(model)
-        self.config = LocalSwarmConfig(**settings)
+        self.config = make_config(settings)
         self.peers: list[LocalPeer] = []
-        self._spans = [_make_span(span) for span in spans]
+        self._spans = make_spans(spans)
         self._is_running = False
 
     def __repr__(self) -> str:
@@ -271,7 +240,7 @@ class LocalSwarm:
     ) -> LocalPeer:
         """Start one more peer; return it when it is announced (or at once, with `wait=False`)."""
         arguments = ("--identity", str(identity)) if identity else ()
-        peer = self._start(_make_span(span), self.initial_peers, arguments, program)
+        peer = self._start(make_span(span), self.initial_peers, arguments, program)
         if wait:
             peer.wait_for("online", self._make_deadline())
         return peer
@@ -319,10 +288,3 @@ class LocalSwarm:
 
     def _make_deadline(self) -> float:
         return time.monotonic() + self.config.ready_timeout_seconds
-
-
-def _make_span(span: tuple[int, int] | Span) -> Span:
-    try:
-        return span if isinstance(span, Span) else Span(*span)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{span!r} is not a span of blocks: {error}") from error

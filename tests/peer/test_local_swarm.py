@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import Any
 
+import numpy
 import pytest
+import torch
 
 from shoal.peer.local_swarm import LocalPeer, LocalSwarm
+from shoal.peer.local_swarm_config import make_span
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 
@@ -21,6 +25,48 @@ def test_model_that_is_no_name_is_refused(model: Any) -> None:
 def test_unknown_setting_is_named_with_those_that_exist() -> None:
     with pytest.raises(UsageError, match="does not know colour; settings are weights, num_threads"):
         LocalSwarm("m", spans=[(0, 1)], colour="red")
+
+
+@pytest.mark.parametrize(
+    ("spans", "words"),
+    [
+        (5, r"spans are one for each peer, such as \[\(0, 4\), \(4, 8\)\], not 5"),
+        (None, "spans are one for each peer"),
+        ("0:4", "spans are one for each peer"),
+        ([], "at least one span"),
+        (["0:4"], r"a pair of whole numbers such as \(0, 4\), not '0:4'"),
+        ([3], "a pair of whole numbers"),
+        ([(0, 1, 2)], "a pair of whole numbers"),
+        ([(0.0, 4.0)], "a pair of whole numbers"),
+        ([(False, True)], "a pair of whole numbers"),
+        ([(-1, 4)], "0 <= start < stop"),
+    ],
+)
+def test_spans_that_cannot_be_are_refused(spans: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        LocalSwarm("m", spans)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("ready_timeout_seconds", "a", "number of seconds above 0, not 'a'"),
+        ("ready_timeout_seconds", math.nan, "number of seconds above 0"),
+        ("announce_period_seconds", True, "number of seconds above 0"),
+        ("num_threads", "x", "num_threads is a whole number, not 'x'"),
+        ("num_threads", 1.0, "whole number"),
+        ("kv_budget_bytes", True, "whole number"),
+        ("serve_arguments", "--foo", r"words, one by one, such as \('--drain', '5'\)"),
+        ("serve_arguments", (5,), "words, one by one"),
+    ],
+)
+def test_settings_of_a_wrong_type_are_refused(name: str, value: Any, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        LocalSwarm("m", [(0, 1)], **{name: value})
+
+
+def test_numbers_of_other_libraries_are_taken() -> None:
+    assert make_span((numpy.int64(0), torch.tensor(4))) == Span(0, 4)
 
 
 def test_peer_that_has_ended_can_be_neither_paused_nor_resumed() -> None:
