@@ -204,6 +204,11 @@ class LocalSwarm:
         return f"<LocalSwarm of {self.peers}>"
 
     def __enter__(self) -> "LocalSwarm":
+        if self._is_running:
+            raise UsageError(
+                "the swarm is running already; add() gives it more peers, and another LocalSwarm "
+                "is another swarm"
+            )
         self._is_running = True
         try:
             deadline = self._make_deadline()

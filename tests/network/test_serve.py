@@ -289,6 +289,16 @@ def test_clock_that_is_off_is_named(swarm: LocalSwarm, tiny_models: Any) -> None
     expect_one_line(result, "clock")
 
 
+def test_swarm_that_runs_is_not_started_again(swarm: LocalSwarm) -> None:
+    num_peers = len(swarm.peers)
+
+    with pytest.raises(UsageError, match=r"running already; add\(\)"):
+        swarm.__enter__()
+
+    assert len(swarm.peers) == num_peers
+    assert swarm.peers[0].is_running
+
+
 def test_swarm_whose_peer_cannot_start_says_why_and_leaves_nothing(tiny_models: Any) -> None:
     children = find_children(os.getpid())
 
