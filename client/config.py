@@ -3,7 +3,8 @@
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from ..kernels.quantize import WeightFormat
 from ..protocol.errors import UsageError
@@ -70,6 +71,18 @@ def _is_seconds(given: object) -> bool:
     if isinstance(given, bool) or not isinstance(given, int | float):
         return False
     return math.isfinite(given) and given >= 0
+
+
+def make_client_config(initial_peers: object, options: dict[str, Any]) -> ClientConfig:
+    """Return the settings that from_pretrained() was given; UsageError for unknown ones."""
+    known = sorted(field.name for field in fields(ClientConfig))
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise UsageError(
+            f"from_pretrained() does not know {', '.join(unknown)}; client settings are "
+            f"{', '.join(known)}"
+        )
+    return ClientConfig(initial_peers=make_initial_peers(initial_peers), **options)
 
 
 def make_initial_peers(given: object) -> tuple[str, ...]:

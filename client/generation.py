@@ -15,6 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 from ..kernels.checkpoint import Checkpoint
 from ..protocol.errors import ModelError, UsageError
 from ..protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
+from .config import make_whole
 from .inference_session import InferenceSession
 
 # Shape suffixes: B rows, T tokens.
@@ -41,12 +42,22 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 """Arguments of transformers' generate() that cannot work here: values that do no harm, and why."""
 
 
+_COUNTS = ("max_new_tokens", "max_length", "num_beams", "num_return_sequences")
+
+
 class Settings:
     """The settings of one call: its arguments first, then the configurations in their order."""
 
     def __init__(
         self, arguments: Mapping[str, object], *configurations: GenerationConfig | None
     ) -> None:
+        """Raises UsageError for a configuration that is something else."""
+        for config in configurations:
+            if config is not None and not isinstance(config, GenerationConfig):
+                raise UsageError(
+                    f"generation_config is a GenerationConfig, not {type(config).__name__}; "
+                    "settings of one call can be passed to generate() by their names"
+                )
         self._arguments = arguments
         self._configurations = configurations
 
@@ -61,9 +72,14 @@ class Settings:
         value = self.get(name)
         if value is None:
             return None
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        count = make_whole(name, value)
+        if count < 1:
             raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
-        return value
+        return count
+
+    def make_counts(self) -> dict[str, int | None]:
+        """Return the counts among the arguments as what transformers takes: Python's own."""
+        return {name: self.get_count(name) for name in _COUNTS if name in self._arguments}
 
 
 def load_generation_config(model: str | Path, checkpoint: Checkpoint) -> GenerationConfig | None:

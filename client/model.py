@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -24,7 +23,7 @@ from ..protocol.ids import make_model_id
 from ..protocol.spans import Span
 from .assisted import BoundedCandidates
 from .client import Client, Connect, connect_over_network
-from .config import ClientConfig, make_initial_peers
+from .config import ClientConfig, make_client_config
 from .generation import (
     GenerationPlan,
     NewTextStreamer,
@@ -96,7 +95,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         the model cannot be used, DirectoryError when the swarm cannot be joined.
         """
         dtype = resolve_dtype(client_config.pop("dtype", torch_dtype))
-        config = _make_client_config(initial_peers, client_config)
+        config = make_client_config(initial_peers, client_config)
         try:
             checkpoint = Checkpoint.open(model, revision)
         except CheckpointError as error:
@@ -122,6 +121,12 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
     def close(self) -> None:
         """Leave the swarm; the model cannot be used afterwards."""
         self._client.close()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        raise UsageError(
+            "a model over a swarm cannot be copied: it holds connections; open another one with "
+            "from_pretrained()"
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -284,6 +289,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         """Check a call of generate(), and take the arguments that are not for transformers."""
         settings = Settings(kwargs, generation_config, self.generation_config)
         mask = kwargs.pop("attention_mask", None)
+        kwargs.update(settings.make_counts())
         return plan_generation(inputs, mask, remembered_BT, settings, self.config)
 
     def _generate_in(
@@ -379,16 +385,3 @@ class AutoDistributedModelForCausalLM:
             connect=connect,
             **client_config,
         )
-
-
-def _make_client_config(
-    initial_peers: Sequence[str] | str, options: dict[str, Any]
-) -> ClientConfig:
-    known = sorted(field.name for field in fields(ClientConfig))
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise UsageError(
-            f"from_pretrained() does not know {', '.join(unknown)}; client settings are "
-            f"{', '.join(known)}"
-        )
-    return ClientConfig(initial_peers=make_initial_peers(initial_peers), **options)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from generation_scene import SEED, Recorder, make_ids
@@ -167,6 +168,16 @@ def test_default_length_is_that_of_transformers(pair: Any) -> None:
         text = pair.model.generate(make_ids(1, 3))
 
     assert text.shape == (1, 23)
+
+
+@pytest.mark.parametrize("number", [numpy.int64(4), torch.tensor(4)], ids=["numpy", "torch"])
+@pytest.mark.parametrize("name", ["max_new_tokens", "max_length"])
+def test_counts_may_be_of_any_library(pair: Any, name: str, number: Any) -> None:
+    ids = make_ids(1, 3)
+
+    text = pair.model.generate(ids, **{name: number})
+
+    assert torch.equal(text, pair.reference.generate(ids, **{name: 4}))
 
 
 def test_settings_prefer_arguments_over_configurations() -> None:

@@ -1,5 +1,6 @@
 """The distributed model as an object: forward, remote blocks, sessions, opening."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -330,3 +331,9 @@ def test_from_pretrained_names_what_is_wrong_with_a_model(tiny_models: Any, tmp_
     (model / "config.json").write_text(json.dumps({**config, "model_type": "mamba"}))
     with pytest.raises(ModelError, match="'mamba' are not supported"):
         AutoDistributedModelForCausalLM.from_pretrained(model)
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
+def test_copy_is_refused_in_one_sentence(pair: Any) -> None:
+    with pytest.raises(UsageError, match=r"open another one with from_pretrained"):
+        copy.deepcopy(pair.model)
