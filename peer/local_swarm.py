@@ -26,6 +26,9 @@ from .local_swarm_config import make_config, make_span, make_spans
 
 _LOG_TAIL_BYTES = 2000
 
+_ERROR_LEAD = "shoal serve: "
+"""What the sentence begins with that a peer ends with."""
+
 SHOAL_PROGRAM = ("-m", "shoal.cli")
 """What Python runs for a peer; tests put programs here that fail on purpose."""
 
@@ -95,9 +98,12 @@ class LocalPeer:
             try:
                 facts = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
-                raise PeerProcessError(f"{self!r} is not {event} in time: {self.log()}") from None
+                raise PeerProcessError(
+                    f"the peer of blocks {self.span} was not online within ready_timeout_seconds: "
+                    f"{self.log()}"
+                ) from None
             if facts is None:
-                raise PeerProcessError(f"{self!r} ended before it was {event}: {self.log()}")
+                raise PeerProcessError(self._explain_end())
             if facts.get("event") == event:
                 return
 
@@ -110,6 +116,14 @@ class LocalPeer:
             tail = os.pread(descriptor, _LOG_TAIL_BYTES, start)
             self._last_words = tail.decode(errors="replace").strip()
         return self._last_words or "it said nothing"
+
+    def _explain_end(self) -> str:
+        """Return why the process ended before it was online, in its own words if it had any."""
+        lines = self.log().splitlines()
+        said = [line.removeprefix(_ERROR_LEAD) for line in lines if line.startswith(_ERROR_LEAD)]
+        if said:
+            return f"the peer of blocks {self.span} cannot start: {said[-1]}"
+        return f"the peer of blocks {self.span} ended before it was online: {self.log()}"
 
     def kill(self) -> None:
         """SIGKILL: the process is gone at once and can say nothing."""

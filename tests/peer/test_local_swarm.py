@@ -10,7 +10,7 @@ import numpy
 import pytest
 import torch
 
-from shoal.peer.local_swarm import LocalPeer, LocalSwarm
+from shoal.peer.local_swarm import LocalPeer, LocalSwarm, PeerProcessError
 from shoal.peer.local_swarm_config import make_span
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
@@ -67,6 +67,29 @@ def test_settings_of_a_wrong_type_are_refused(name: str, value: Any, words: str)
 
 def test_numbers_of_other_libraries_are_taken() -> None:
     assert make_span((numpy.int64(0), torch.tensor(4))) == Span(0, 4)
+
+
+@pytest.mark.parametrize(
+    ("said", "sentence"),
+    [
+        (
+            "W: odd\nshoal serve: no such model",
+            "the peer of blocks 0:1 cannot start: no such model",
+        ),
+        ("killed", "the peer of blocks 0:1 ended before it was online: killed"),
+        ("", "the peer of blocks 0:1 ended before it was online: it said nothing"),
+    ],
+)
+@pytest.mark.parametrize("event", ["directory", "online"])
+def test_end_of_a_peer_is_told_in_its_own_words(said: str, sentence: str, event: str) -> None:
+    peer = LocalPeer("m", Span(0, 1), (), program=("-c", f"import sys; sys.exit({said!r} or 0)"))
+    try:
+        with pytest.raises(PeerProcessError) as refusal:
+            peer.wait_for(event, time.monotonic() + 60)
+    finally:
+        peer.close(time.monotonic() + 60)
+
+    assert str(refusal.value) == sentence
 
 
 def test_peer_that_has_ended_can_be_neither_paused_nor_resumed() -> None:
