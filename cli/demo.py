@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     with end_in_good_order(), terminal.ending_lines():
         result = _run_demo(options, model_path, prompt, kill_after, screen)
     if screen is None:
-        print(json.dumps(result.to_json()), flush=True)
+        Terminal(sys.stdout).print(json.dumps(result.to_json()))
     else:
         screen.show_verdict(result)
     return 0 if result.is_proof else 1

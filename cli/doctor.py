@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         screen.show_peers(diagnosis)
         screen.show_verdict(diagnosis)
     else:
-        print(json.dumps(_make_json(diagnosis)), flush=True)
+        Terminal(sys.stdout).print(json.dumps(_make_json(diagnosis)))
     return 0 if diagnosis.is_well else 1
 
 

@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
         if printer:
             printer.end()
     if options.json:
-        print(json.dumps(_make_json(generation)), flush=True)
+        Terminal(sys.stdout).print(json.dumps(_make_json(generation)))
     else:
         _report(notices, generation)
     return 0

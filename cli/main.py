@@ -1,6 +1,7 @@
 """The front door: finds the subcommand, runs it, and turns errors into one sentence."""
 
 import argparse
+import contextlib
 import importlib
 import logging
 import os
@@ -62,7 +63,8 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ShoalError) as error:
         if os.environ.get("SHOAL_DEBUG"):
             raise
-        print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
+        with contextlib.suppress(OSError):  # a stderr that takes no more has to do without
+            print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
         return 1
 
 

@@ -27,6 +27,7 @@ from .quantities import (
     parse_threads,
 )
 from .sizes import parse_bytes, parse_memory
+from .terminal import Terminal
 
 if TYPE_CHECKING:
     # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.
@@ -188,28 +189,28 @@ def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
 
 
 def _print_json(event: "PeerEvent") -> None:
-    print(json.dumps({"event": event.name, **event.facts}), flush=True)
+    Terminal(sys.stdout).print(json.dumps({"event": event.name, **event.facts}))
 
 
 def _print_for_people(event: "PeerEvent") -> None:
     facts: dict[str, Any] = event.facts
+    terminal = Terminal(sys.stdout)
     if event.name == "started":
-        print(f"Peer {facts['peer_id']}", flush=True)
+        terminal.print(f"Peer {facts['peer_id']}")
     elif event.name == "directory":
-        print("Joined the directory. Others can join through:", flush=True)
+        terminal.print("Joined the directory. Others can join through:")
         for address in facts["addresses"]:
-            print(f"  {address}", flush=True)
+            terminal.print(f"  {address}")
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
-        if sys.stdout.isatty() or is_done:
+        if terminal.is_terminal or is_done:
             end = "\n" if is_done else ""
-            start = "\r" if sys.stdout.isatty() else ""
-            print(f"{start}Loading block {facts['done']} of {facts['blocks']}", end=end, flush=True)
+            start = "\r" if terminal.is_terminal else ""
+            terminal.write(f"{start}Loading block {facts['done']} of {facts['blocks']}{end}")
     elif event.name == "online":
-        print(
+        terminal.print(
             f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
-            f"{facts['decode_steps_per_second']} steps/s. Ctrl-C to leave.",
-            flush=True,
+            f"{facts['decode_steps_per_second']} steps/s. Ctrl-C to leave."
         )
     elif event.name == "left":
-        print("Left the swarm.", flush=True)
+        terminal.print("Left the swarm.")

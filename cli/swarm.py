@@ -177,7 +177,7 @@ def describe_exit(code: int) -> str:
 
 
 def _print_event(event: str, **facts: object) -> None:
-    print(json.dumps({"event": event, **facts}), flush=True)
+    Terminal(sys.stdout).print(json.dumps({"event": event, **facts}))
 
 
 def _make_snippet(model: str, address: str) -> list[str]:

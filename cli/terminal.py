@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TextIO
 
+from ..protocol.errors import UnavailableError
+
 MAX_WIDTH = 80
 """Lines of text are easier to read when they are not longer than this."""
 
@@ -82,11 +84,23 @@ class Terminal:
         return text.translate(_FALLBACKS).encode(self._encoding, "replace").decode(self._encoding)
 
     def write(self, text: str) -> None:
-        """Write and flush, so that text appears as it comes."""
+        """Write and flush, so that text appears as it comes.
+
+        Raises UnavailableError when the stream takes no more, such as a file on a full disk.
+        """
         if text:
             self._is_mid_line = not text.endswith("\n")
-        self.stream.write(self.fit(text))
-        self.stream.flush()
+        try:
+            self.stream.write(self.fit(text))
+            self.stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._is_mid_line = False
+            _forget_unwritten(self.stream)
+            raise UnavailableError(
+                f"the output cannot be written to {self.stream.name.strip('<>')}: {error.strerror}"
+            ) from error
 
     @contextlib.contextmanager
     def ending_lines(self) -> Iterator[None]:
@@ -101,6 +115,13 @@ class Terminal:
     def print(self, line: str = "") -> None:
         """Write one line."""
         self.write(line + "\n")
+
+
+def _forget_unwritten(stream: TextIO) -> None:
+    """Let go to /dev/null what a stream holds: Python would try once more at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 class WordWrapper:

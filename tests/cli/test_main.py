@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -231,6 +232,31 @@ def test_process_ends_with_the_code_and_the_sentence() -> None:
     assert process.stdout == ""
     assert process.stderr.startswith("shoal generate: ")
     assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+@pytest.mark.parametrize("full", ["stdout", "stderr"])
+def test_output_that_takes_no_more_is_named(
+    options: list[str], full: str, byte_model: Path
+) -> None:
+    program = [sys.executable, "-P", "-m", "shoal.cli"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+
+    with Path("/dev/full").open("w") as pipes[full]:
+        process = subprocess.run(
+            [*program, "doctor", str(byte_model), "--initial-peers", PEER, *options],
+            **pipes,
+            text=True,
+        )
+
+    assert process.returncode == 1
+    if full == "stdout":
+        words = "shoal doctor: the output cannot be written to stdout: No space left on device\n"
+        assert process.stderr == words
+    else:
+        assert "address" in process.stdout
 
 
 @pytest.mark.slow
