@@ -42,6 +42,9 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 """Arguments of transformers' generate() that cannot work here: values that do no harm, and why."""
 
 
+_CHANGING_ROTATIONS = ("longrope", "dynamic")
+"""Kinds of rope that turn the whole text otherwise once it is long."""
+
 _COUNTS = ("max_new_tokens", "max_length", "num_beams", "num_return_sequences")
 
 
@@ -240,10 +243,21 @@ def _plan_length(num_tokens: int, settings: Settings, model_config: PreTrainedCo
         )
     if max_length > max_positions:
         raise UsageError(
-            f"{num_tokens} tokens and {max_length - num_tokens} new ones make {max_length}, the "
-            f"model has {max_positions} positions"
+            f"{num_tokens} tokens and {max_length - num_tokens} new ones make {max_length}, "
+            f"{describe_positions(model_config, max_positions)}"
         )
     return max_length
+
+
+def describe_positions(model_config: PreTrainedConfig, max_positions: int) -> str:
+    """Return how many positions a model has, and why that may be fewer than its card says."""
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in _CHANGING_ROTATIONS:
+        return f"the model has {max_positions} positions"
+    return (
+        f"the model has {max_positions} positions here: beyond them its {rope['rope_type']} rope "
+        "would turn what is cached anew, and shoal stops there"
+    )
 
 
 class NewTextStreamer(BaseStreamer):

@@ -31,6 +31,7 @@ from .generation import (
     append_text,
     check_attention_mask,
     check_token_ids,
+    describe_positions,
     load_generation_config,
     plan_generation,
     recall_text,
@@ -246,7 +247,8 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
     def _check_positions(self, num_tokens: int) -> None:
         maximum = getattr(self.config, "max_position_embeddings", None)
         if maximum is not None and num_tokens > maximum:
-            raise UsageError(f"{num_tokens} tokens are more than the model's {maximum} positions")
+            positions = describe_positions(self.config, maximum)
+            raise UsageError(f"{num_tokens} tokens are too many: {positions}")
 
     @torch.no_grad()
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]

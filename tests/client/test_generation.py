@@ -190,6 +190,15 @@ def test_settings_prefer_arguments_over_configurations() -> None:
     assert Settings({}, own, models).get_count("num_beams") == 2
 
 
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_text_that_outgrows_an_exact_rotation_says_so(kind: str) -> None:
+    config = LlamaConfig(vocab_size=128, max_position_embeddings=32)
+    config.rope_parameters = {"rope_type": kind, "rope_theta": 10_000.0, "factor": 8.0}
+
+    with pytest.raises(UsageError, match=f"32 positions here: beyond them its {kind} rope"):
+        plan_generation(make_ids(1, 30), None, None, Settings({"max_new_tokens": 3}), config)
+
+
 def test_plan_counts_rows_and_remembered_tokens() -> None:
     config = LlamaConfig(vocab_size=128, max_position_embeddings=64)
 
