@@ -292,7 +292,10 @@ async def _start_node(
         raise DirectoryError(_explain(error)) from error
     except RuntimeError as error:  # none of them responded
         texts = ", ".join(peer.text for peer in initial_peers)
-        raise DirectoryError(f"no initial peer answers: {texts}") from error
+        raise DirectoryError(
+            f"no initial peer answers: {texts}; it may be paused or overloaded: give another "
+            "address, or start it again (`shoal doctor` looks closer)"
+        ) from error
 
     def forget(key: str, peer_id: str) -> None:
         stored: Any = node.protocol.storage.get(DHTID.generate(source=key))

@@ -112,7 +112,10 @@ async def find_listening(
     listening = [a for a, is_up in zip(addresses, are_listening, strict=True) if is_up]
     if addresses and not listening:
         texts = ", ".join(address.text for address in addresses)
-        raise DirectoryError(f"no initial peer can be reached: {texts}")
+        raise DirectoryError(
+            f"no initial peer can be reached: {texts}; check that one of them still runs and that "
+            "its address is the one it printed last (`shoal doctor` looks closer)"
+        )
     return listening
 
 

@@ -8,6 +8,7 @@ its old announcement.
 import asyncio
 import datetime
 import hashlib
+import os
 import ssl
 from dataclasses import dataclass
 
@@ -132,7 +133,7 @@ async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
     except ssl.SSLError as error:
         raise RemoteProtocolError(f"{endpoint} does not answer with TLS") from error
     except (OSError, UnicodeError) as error:
-        raise UnavailableError(f"nobody answers at {endpoint}: {error}") from error
+        raise UnavailableError(f"nobody answers at {endpoint}: {_explain(error)}") from error
     try:
         der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
     finally:
@@ -149,3 +150,10 @@ async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
             f"the peer at {endpoint} presents another TLS certificate than it announced"
         )
     return ssl.DER_cert_to_PEM_cert(der).encode("ascii")
+
+
+def _explain(error: Exception) -> str:
+    """Return why nobody answers, without the numbers that asyncio puts around it."""
+    if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
+        return os.strerror(error.errno).lower()
+    return getattr(error, "strerror", None) or str(error)
