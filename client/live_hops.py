@@ -231,7 +231,8 @@ class LiveHops:
                     if isinstance(error, RefusedError):
                         raise error from None
                     raise RouteError(
-                        f"no peer could be reached in time for blocks {lost.hop.span}: {lost}",
+                        f"no peer could be reached in time for blocks {lost.hop.span}: {lost}; "
+                        "`shoal doctor` says what is wrong there",
                         (lost.hop.span,),
                     ) from error
             await asyncio.sleep(min(pause_seconds, remaining_seconds))

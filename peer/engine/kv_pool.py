@@ -174,7 +174,8 @@ class KVCachePool:
         if held[holder] + num_bytes > share:
             most = self._compute_share(holder, {})
             raise CacheFullError(
-                f"{num_bytes} bytes more of the KV cache are beyond your share of {share} bytes",
+                f"{num_bytes} bytes more of the KV cache are beyond your share of {share} bytes; "
+                "take fewer or shorter rows, or a peer with a larger --kv-memory",
                 RETRY_AFTER_SECONDS if largest_bytes <= most else None,
             )
 

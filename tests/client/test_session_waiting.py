@@ -97,6 +97,17 @@ def test_blocks_that_nobody_serves_are_named_and_the_session_goes_on_later() -> 
     run(test)
 
 
+def test_peers_that_cannot_be_reached_come_with_advice() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.add("a", 0, 6)
+        scene.network.kill("a")
+
+        with pytest.raises(RouteError, match=r"reached in time for blocks 0:6: .*; `shoal doctor`"):
+            await scene.open_session().step(draw(1, 3))
+
+    run(test)
+
+
 def test_lost_hop_without_a_replica_is_named_and_the_session_goes_on_later() -> None:
     async def test(scene: Scene) -> None:
         for name, start, stop in (("a", 0, 2), ("b", 2, 4), ("c", 4, 6)):

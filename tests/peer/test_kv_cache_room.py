@@ -98,6 +98,7 @@ def test_what_is_beyond_any_share_is_refused_for_good() -> None:
     with pytest.raises(CacheFullError) as refusal:
         cache.prepare(0, 5 * PAGE_TOKENS)  # 80 pages
     assert refusal.value.retry_after_seconds is None
+    assert "fewer or shorter rows, or a peer with a larger --kv-memory" in str(refusal.value)
     cache.prepare(0, 4 * PAGE_TOKENS)
     other = pool.open(1, 3000, SPAN, Holder("home", "b"))
     with pytest.raises(CacheFullError) as refusal:
