@@ -294,7 +294,7 @@ async def _start_node(
         texts = ", ".join(peer.text for peer in initial_peers)
         raise DirectoryError(
             f"no initial peer answers: {texts}; it may be paused or overloaded: give another "
-            "address, or start it again (`shoal doctor` looks closer)"
+            "address, or start it again"
         ) from error
 
     def forget(key: str, peer_id: str) -> None:
