@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from shoal.client.generation import Settings, plan_generation
+from shoal.protocol.errors import UsageError
 
 
 class OnlyEven(LogitsProcessor):

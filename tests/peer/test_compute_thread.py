@@ -11,7 +11,8 @@ import pytest
 import torch
 from compute_thread_scene import FakeCache, NotingEngine, make_thread, make_work, run
 
-from shoal.peer.engine.scheduler import PART_TOKENS
+from shoal.peer.engine.pace import Pace
+from shoal.peer.engine.scheduler import LEAD_TOKENS, PART_TOKENS
 
 
 def test_step_is_answered_with_its_own_result() -> None:
@@ -79,36 +80,6 @@ def test_step_that_is_cancelled_while_it_is_computed_disturbs_nobody() -> None:
             assert (await compute.submit(make_work(FakeCache(), 4))).hidden_BTH[0, 0, 0] == 5
 
     run(test)
-
-
-def test_step_whose_parts_cannot_be_joined_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
-    class UnevenEngine(NotingEngine):
-        """Stands for a machine without the memory to join the parts of a prompt."""
-
-        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
-            return [work.hidden_BTH.expand(1, -1, 2 + work.position // 64) for work in batch]
-
-    def make_flat(num_tokens: int) -> StepWork:
-        hidden = torch.zeros(1, num_tokens, 1)
-        return replace(make_work(FakeCache()), hidden_BTH=hidden)
-
-    engine = UnevenEngine()
-    broken, whole = make_flat(2 * PART_TOKENS), make_flat(1)
-
-    async def test() -> None:
-        async with make_thread(engine, token_budget=PART_TOKENS) as compute:
-            results = await asyncio.gather(
-                compute.submit(broken), compute.submit(whole), return_exceptions=True
-            )
-            assert isinstance(results[0], BaseException)
-            assert_refused(results[0], ErrorCode.INTERNAL)
-            assert not isinstance(results[1], BaseException)
-            await compute.submit(make_flat(1))
-
-    run(test)
-    assert "the parts of a step could not be joined" in caplog.text
-    cache: Any = broken.cache
-    assert cache.falls == [0]
 
 
 class PausedPace(Pace):

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from compute_thread_scene import (
     FakeCache,
     NotingEngine,
@@ -18,8 +21,7 @@ from compute_thread_scene import (
 from torch import Tensor
 
 from shoal.peer.engine.engine import StepWork
-from shoal.peer.engine.pace import Pace
-from shoal.peer.engine.scheduler import LEAD_TOKENS, PART_TOKENS
+from shoal.peer.engine.scheduler import PART_TOKENS
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 
 
@@ -102,6 +104,36 @@ def test_failed_step_takes_the_cache_back_to_what_is_certain(
     run(test)
     cache: Any = work.cache
     assert cache.falls == [rest]
+
+
+def test_step_whose_parts_cannot_be_joined_fails_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class UnevenEngine(NotingEngine):
+        """Stands for a machine without the memory to join the parts of a prompt."""
+
+        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+            return [work.hidden_BTH.expand(1, -1, 2 + work.position // 64) for work in batch]
+
+    def make_flat(num_tokens: int) -> StepWork:
+        hidden = torch.zeros(1, num_tokens, 1)
+        return replace(make_work(FakeCache()), hidden_BTH=hidden)
+
+    engine = UnevenEngine()
+    broken, whole = make_flat(2 * PART_TOKENS), make_flat(1)
+
+    async def test() -> None:
+        async with make_thread(engine, token_budget=PART_TOKENS) as compute:
+            results = await asyncio.gather(
+                compute.submit(broken), compute.submit(whole), return_exceptions=True
+            )
+            assert isinstance(results[0], BaseException)
+            assert_refused(results[0], ErrorCode.INTERNAL)
+            assert not isinstance(results[1], BaseException)
+            await compute.submit(make_flat(1))
+
+    run(test)
+    assert "the parts of a step could not be joined" in caplog.text
+    cache: Any = broken.cache
+    assert cache.falls == [0]
 
 
 def test_step_that_makes_the_engine_fail_alone_is_not_tried_again() -> None:

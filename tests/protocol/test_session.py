@@ -1,6 +1,7 @@
 """The session table, and single decisions that follow from it."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from session_steps import make_step
