@@ -20,7 +20,7 @@ from ..kernels.norm import Norm, NormKind
 from ..protocol.errors import ModelError, UsageError
 from ..protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
 from .local_families import LOCAL_FAMILIES, LocalFamily
-from .wrapped_layers import WrappedHead, load_wrapped_layers, open_checkpoint_shell
+from .wrapped_layers import Multiplier, WrappedHead, load_wrapped_layers, open_checkpoint_shell
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
@@ -94,7 +94,7 @@ class LocalLayers:
     """
 
     embedding: nn.Embedding
-    embedding_norm: LocalNorm | None
+    embedding_norm: LocalNorm | Multiplier | None
     positions: nn.Embedding | None
     norm: LocalNorm | nn.Identity
     head: LanguageHead | WrappedHead
@@ -181,8 +181,8 @@ def load_local_layers(
     Raises ModelError that names the tensor which is missing, damaged or of a wrong shape.
     """
     if config.model_type not in LOCAL_FAMILIES:
-        embedding, head = load_wrapped_layers(checkpoint, dtype)
-        return LocalLayers(embedding, None, None, nn.Identity(), head)
+        embedding, multiplier, head = load_wrapped_layers(checkpoint, dtype)
+        return LocalLayers(embedding, multiplier, None, nn.Identity(), head)
     family = LOCAL_FAMILIES[config.model_type]
     vocab_size, hidden_size = cast(int, config.vocab_size), cast(int, config.hidden_size)
     reader = _Reader(checkpoint, dtype)

@@ -15,6 +15,18 @@ _OTHER_HEAD_NAMES = ("embed_out",)
 """What checkpoints call a head that is called otherwise in transformers (GPT-NeoX)."""
 
 
+class Multiplier(nn.Module):
+    """Multiplies what the embedding returns, in families that do so (Granite)."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:
+        """Return the product, in the same dtype."""
+        return hidden_BTH * self.factor
+
+
 class WrappedHead(nn.Module):
     """Hidden states behind the last block to logits, with everything that the family does there.
 
@@ -49,16 +61,19 @@ def open_checkpoint_shell(checkpoint: Checkpoint) -> Shell:
 
 def load_wrapped_layers(
     checkpoint: Checkpoint, dtype: torch.dtype | None
-) -> tuple[nn.Embedding, WrappedHead]:
-    """Read embedding and head; `dtype` None keeps the embedding's stored dtype."""
+) -> tuple[nn.Embedding, Multiplier | None, WrappedHead]:
+    """Read embedding, what follows it and head; `dtype` None keeps the embedding's stored dtype."""
     shell = open_checkpoint_shell(checkpoint)
     model = copy.copy(shell.model)
     model._modules = dict(shell.model._modules)
     setattr(model, model.base_model_prefix, shell.cut([], has_norm=True))
     try:
-        return _load(shell, model, ConvertedCheckpoint(checkpoint, shell.model), dtype)
+        tensors = ConvertedCheckpoint(checkpoint, shell.model)
+        embedding, head = _load(shell, model, tensors, dtype)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
+    factor = shell.embedding_multiplier
+    return embedding, None if factor == 1.0 else Multiplier(factor), head
 
 
 def _load(

@@ -104,7 +104,8 @@ class StepCache(DynamicCache):
 class Shell:
     """A causal language model without memory for weights, taken apart at its blocks.
 
-    A block keeps `num_kv_heads` keys and as many values of size `head_dim` of each token.
+    A block keeps `num_kv_heads` keys and as many values of size `head_dim` of each token. What the
+    embedding returns is to be multiplied by `embedding_multiplier` before the first block.
     """
 
     model: PreTrainedModel
@@ -112,6 +113,7 @@ class Shell:
     norm_name: str
     num_kv_heads: int = 0
     head_dim: int = 0
+    embedding_multiplier: float = 1.0
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -210,12 +212,21 @@ def _open(model: PreTrainedModel) -> Shell:
     ]
     if decoder is model or len(lists) != 1 or len(norms) != 1:
         raise _UnfitError("it is not a list of blocks between an embedding and a norm")
-    shell = Shell(model, lists[0], norms[0])
+    multiplier = _take_multiplier(decoder)
+    shell = Shell(model, lists[0], norms[0], embedding_multiplier=multiplier)
     _check_parts(shell)
     num_kv_heads, head_dim = _probe_cache_shape(shell)
     _fill_tables(shell)
     _check_nothing_is_around_blocks(shell)
     return replace(shell, num_kv_heads=num_kv_heads, head_dim=head_dim)
+
+
+def _take_multiplier(decoder: Any) -> float:
+    """Return by what a decoder multiplies its input (Granite), and have it do so no longer."""
+    multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
+    if multiplier != 1.0:
+        decoder.embedding_multiplier = 1.0
+    return multiplier
 
 
 def _check_parts(shell: Shell) -> None:

@@ -220,6 +220,10 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
                 "logits_scaling": 2.0,
             },
         ),
+        "wrapped-granite": (
+            "granite",
+            {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 8.0},
+        ),
     }
 )
 

@@ -243,7 +243,6 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
         ({"model_type": "nonsense"}, "; supported are bloom, falcon, .*, qwen3_moe, and others"),
         ({"model_type": "mamba"}, "its blocks do not keep keys and values"),
         ({"model_type": "opt"}, "not a list of blocks between an embedding and a norm"),
-        ({"model_type": "granite", "embedding_multiplier": 12.0}, "changes hidden states before"),
         ({"model_type": "stablelm", "num_hidden_layers": 10**9}, "num_hidden_layers must be"),
         ({"model_type": "stablelm", "quantization_config": {"bits": 4}}, "quantized already"),
         (
