@@ -15,8 +15,9 @@ from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .config import ClientConfig, make_whole
 from .inference_session import InferenceSession
-from .live_hops import LiveHops, SessionFacts
+from .live_hops import LiveHops
 from .portal import Portal
+from .route_opening import SessionFacts
 from .session import RemoteSession
 from .swarm import Swarm
 

@@ -1,9 +1,7 @@
-"""The hops of one session: opening them, asking them, and rebuilding a lost one from its log."""
+"""The hops of one session: asking them, and rebuilding a lost one from its log."""
 
 import asyncio
 import contextlib
-import hashlib
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,17 +16,9 @@ from ..protocol.errors import (
     RouteError,
     UnavailableError,
 )
-from ..protocol.ids import (
-    NO_CLIENT,
-    SESSION_ID_BYTES,
-    ClientToken,
-    ModelId,
-    PeerId,
-    SessionId,
-    make_client_token,
-)
+from ..protocol.ids import PeerId, SessionId
 from ..protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES
-from ..protocol.messages import Open, Step
+from ..protocol.messages import Step
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
@@ -36,59 +26,16 @@ from ..protocol.spans import Span
 from ..protocol.tensors import ELEMENT_BYTES, WireDtype
 from .blame import LostHopError, Refusals, blame
 from .config import ClientConfig
-from .deadlines import choose_open_timeout_seconds
-from .hop_link import HopLink
 from .replay import merge_pieces
-from .router import Hop, Route
+from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting, invert
+from .router import Route
 from .swarm import Fault, Swarm
 from .tensors import from_wire, to_wire
 
-_logger = logging.getLogger(__name__)
-
 _MAX_PIECE_TOKENS = 2048
-
-_SHORT_SECONDS = 0.5
-"""What a peer gets to open a session even when time is up."""
 
 _RETRY_VIEW_SECONDS = 1.0
 """How old the view may be once a peer that was found in it has failed."""
-
-
-@dataclass(frozen=True)
-class SessionFacts:
-    """What a session is opened with.
-
-    `session` never leaves the client: the id at each hop is derived from it. So no peer can step
-    the session at another peer, and one that serves two spans of a route holds two sessions.
-    """
-
-    session: SessionId
-    model_id: ModelId
-    span: Span
-    hidden_size: int
-    max_tokens: int
-    client_secret: bytes = b""
-    """What the client's name at each peer is made of; empty: it has none."""
-
-
-@dataclass(eq=False)
-class LiveHop:
-    """A hop in use: its link, None once lost, and a log of everything that was sent to it."""
-
-    hop: Hop
-    link: HopLink | None
-    log: RecoveryLog[Tensor]
-
-
-@dataclass(frozen=True)
-class Waiting:
-    """A session waits for room at a peer, which expects that to take `seconds`."""
-
-    hop: Hop
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"room at peer …{self.hop.peer.peer_id[-6:]}, about {self.seconds:.0f} s"
 
 
 @dataclass(frozen=True)
@@ -116,14 +63,15 @@ class LiveHops:
         self.facts = facts
         self.clock = clock
         self._swarm = swarm
-        self._transport = transport
         self._config = config
-        self._epoch = 0
+        self._opener = RouteOpener(facts, swarm, transport, clock, config)
         self._sequence = 0
-        self._wire_dtype: WireDtype | None = None
         self._num_rows = 0
-        self._forgiven: set[PeerId] = set()
-        self.waiting: Waiting | None = None  # for whoever watches
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The peer that has no room for the session yet, for whoever watches."""
+        return self._opener.waiting
 
     def make_deadline(self) -> float:
         """Return until when lost hops may be replaced, from now."""
@@ -135,7 +83,7 @@ class LiveHops:
 
     def max_piece_tokens(self, num_rows: int) -> int:
         """Return how many tokens per row one frame should carry."""
-        element_bytes = ELEMENT_BYTES[self._wire_dtype or WireDtype.FP32]
+        element_bytes = ELEMENT_BYTES[self._opener.wire_dtype or WireDtype.FP32]
         token_bytes = num_rows * self.facts.hidden_size * element_bytes
         piece_bytes = min(self._config.max_step_bytes, MAX_FRAME_BYTES - MAX_CONTROL_BYTES)
         return max(1, min(piece_bytes // token_bytes, _MAX_PIECE_TOKENS))
@@ -153,8 +101,8 @@ class LiveHops:
         num_tokens = step.hidden.rows * step.hidden.tokens
         timeout_seconds = times.choose_timeout_seconds(
             num_tokens,
-            _invert(peer.decode_steps_per_second),
-            _invert(peer.prefill_tokens_per_second),
+            invert(peer.decode_steps_per_second),
+            invert(peer.prefill_tokens_per_second),
             peer.queue_seconds,
         )
         asked_at = self.clock.now()
@@ -164,7 +112,7 @@ class LiveHops:
                 raise RemoteProtocolError(f"{live.link.name} answered with NaN or infinity")
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             await self.hang_up(live)
-            raise blame(self._swarm, live.hop, error, self._forgiven) from error
+            raise blame(self._swarm, live.hop, error, self._opener.forgiven) from error
         except asyncio.CancelledError:
             await self.hang_up(live)  # a late answer would be taken for that of the next question
             raise
@@ -186,8 +134,8 @@ class LiveHops:
 
     def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
         """Round hidden states to what travels, so that a log holds exactly what was sent."""
-        assert self._wire_dtype is not None  # chosen with the first route
-        return hidden_BTH.to(DTYPES[self._wire_dtype.name])
+        assert self._opener.wire_dtype is not None  # chosen with the first route
+        return hidden_BTH.to(DTYPES[self._opener.wire_dtype.name])
 
     async def cover(
         self,
@@ -218,8 +166,7 @@ class LiveHops:
             if len(tried) < num_tried:
                 # Everybody was asked once. Who is full may take us into its queue now.
                 max_wait_seconds = max(0.0, deadline - self.clock.now())
-            self._epoch += 1
-            self._choose_wire_dtype(route)
+            self._opener.begin(route)
             try:
                 return await self._open_route(route, log, deadline, max_wait_seconds)
             except LostHopError as lost:
@@ -281,65 +228,12 @@ class LiveHops:
         hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
         hops[0].log = log
         try:
-            results = await asyncio.gather(
-                *(self._open_link(live, deadline, max_wait_seconds) for live in hops),
-                return_exceptions=True,
-            )
-            for result in results:
-                if isinstance(result, BaseException):
-                    raise result
+            await self._opener.open(hops, self._num_rows, deadline, max_wait_seconds)
             await self._replay(hops)
         except BaseException:
             await self.hang_up(*hops)
             raise
         return hops
-
-    async def _open_link(self, live: LiveHop, deadline: float, max_wait_seconds: float) -> None:
-        """Open the session of one hop, under an id of its own."""
-        assert self._wire_dtype is not None
-        hop = live.hop
-        opening = Open(
-            _derive_session_id(self.facts.session, self._epoch, hop.span),
-            self._epoch,
-            self.facts.model_id,
-            hop.span,
-            self._num_rows,
-            self.facts.max_tokens,
-            self._wire_dtype,
-            max_wait_seconds,
-        )
-
-        def note_queued(seconds: float) -> None:
-            self.waiting = Waiting(hop, seconds)
-            _logger.info("waiting for %s", self.waiting)
-
-        timeout_seconds = choose_open_timeout_seconds(
-            hop.peer.queue_seconds,
-            _invert(hop.peer.prefill_tokens_per_second),
-            min(
-                self._config.connect_timeout_seconds,
-                max(deadline - self.clock.now(), _SHORT_SECONDS),
-            ),
-        )
-        try:
-            live.link, facts = await HopLink.open(
-                self._transport,
-                self.clock,
-                hop,
-                opening,
-                self._name_for(hop),
-                timeout_seconds,
-                note_queued,
-            )
-        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            raise blame(self._swarm, hop, error, self._forgiven) from error
-        finally:
-            self.waiting = None
-        self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
-
-    def _name_for(self, hop: Hop) -> ClientToken:
-        secret = self.facts.client_secret
-        return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
 
     async def _replay(self, hops: list[LiveHop]) -> None:
         """Send the first hop's log through all of them; each output is the next one's log."""
@@ -360,36 +254,15 @@ class LiveHops:
                     )
 
     def _make_step(self, session: SessionId, question: Question) -> Step:
-        assert self._wire_dtype is not None
+        assert self._opener.wire_dtype is not None
         self._sequence += 1
         return Step(
             session,
-            self._epoch,
+            self._opener.epoch,
             self._sequence,
             question.position,
-            to_wire(question.hidden_BTH, self._wire_dtype),
+            to_wire(question.hidden_BTH, self._opener.wire_dtype),
             question.row_map,
             question.is_decoded,
             question.last_token_only,
         )
-
-    def _choose_wire_dtype(self, route: Route) -> None:
-        """Settle the dtype with the first route; replacements have to speak the same."""
-        if self._wire_dtype is not None:
-            return
-        if self._config.wire_dtype != "auto":
-            self._wire_dtype = WireDtype[self._config.wire_dtype.upper()]
-        elif all(hop.peer.weights == "fp32" for hop in route.hops):
-            self._wire_dtype = WireDtype.FP32
-        else:
-            self._wire_dtype = WireDtype.BF16
-
-
-def _derive_session_id(secret: SessionId, epoch: int, span: Span) -> SessionId:
-    """Return the id of a session at one hop; it tells nothing of the others."""
-    text = f"{epoch}/{span}".encode()
-    return SessionId(hashlib.blake2b(text, key=secret, digest_size=SESSION_ID_BYTES).digest())
-
-
-def _invert(speed: float | None) -> float | None:
-    return 1.0 / speed if speed else None

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from .blame import LostHopError, Refusals
-from .live_hops import LiveHop, LiveHops, Question
+from .live_hops import LiveHops, Question
+from .route_opening import LiveHop
 
 _LEAST_PIECE_TOKENS = 128
 """Rows times tokens below which a piece is not worth its frame."""

@@ -19,8 +19,9 @@ from ..protocol.errors import UsageError
 from ..protocol.limits import MAX_BATCH_ROWS
 from ..protocol.recovery_log import RecoveryLog
 from .blame import LostHopError, Refusals
-from .live_hops import LiveHop, LiveHops, Question, Waiting
+from .live_hops import LiveHops, Question
 from .pipeline import Pipeline, choose_piece_tokens
+from .route_opening import LiveHop, Waiting
 from .router import Hop
 
 _logger = logging.getLogger(__name__)

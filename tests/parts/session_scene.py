@@ -17,7 +17,8 @@ from announcements import describe_peer
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
-from shoal.client.live_hops import LiveHops, SessionFacts
+from shoal.client.live_hops import LiveHops
+from shoal.client.route_opening import SessionFacts
 from shoal.client.session import RemoteSession
 from shoal.client.swarm import Swarm
 from shoal.client.tensors import from_wire, to_wire

@@ -11,7 +11,8 @@ from service_scene import HoldingComputeThread
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
-from shoal.client.live_hops import LiveHops, SessionFacts
+from shoal.client.live_hops import LiveHops
+from shoal.client.route_opening import SessionFacts
 from shoal.client.session import RemoteSession
 from shoal.client.swarm import Swarm
 from shoal.kernels.quantize import WeightFormat

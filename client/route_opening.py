@@ -1,0 +1,182 @@
+"""Opens the hops of a route for one session: all of them at once, each under an id of its own."""
+
+import asyncio
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ..protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
+from ..protocol.ids import (
+    NO_CLIENT,
+    SESSION_ID_BYTES,
+    ClientToken,
+    ModelId,
+    PeerId,
+    SessionId,
+    make_client_token,
+)
+from ..protocol.messages import Open
+from ..protocol.net.clock import Clock
+from ..protocol.net.transport import Transport
+from ..protocol.recovery_log import RecoveryLog
+from ..protocol.spans import Span
+from ..protocol.tensors import WireDtype
+from .blame import blame
+from .config import ClientConfig
+from .deadlines import choose_open_timeout_seconds
+from .hop_link import HopLink
+from .router import Hop, Route
+from .swarm import Swarm
+
+_logger = logging.getLogger(__name__)
+
+_SHORT_SECONDS = 0.5
+"""What a peer gets to open a session even when time is up."""
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """What a session is opened with.
+
+    `session` never leaves the client: the id at each hop is derived from it. So no peer can step
+    the session at another peer, and one that serves two spans of a route holds two sessions.
+    """
+
+    session: SessionId
+    model_id: ModelId
+    span: Span
+    hidden_size: int
+    max_tokens: int
+    client_secret: bytes = b""
+    """What the client's name at each peer is made of; empty: it has none."""
+
+
+@dataclass(eq=False)
+class LiveHop:
+    """A hop in use: its link, None once lost, and a log of everything that was sent to it."""
+
+    hop: Hop
+    link: HopLink | None
+    log: RecoveryLog[Tensor]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A session waits for room at a peer, which expects that to take `seconds`."""
+
+    hop: Hop
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"room at peer …{self.hop.peer.peer_id[-6:]}, about {self.seconds:.0f} s"
+
+
+class RouteOpener:
+    """Opens routes for one session and settles what all of its hops have in common.
+
+    `epoch` counts the routes, `wire_dtype` is None before the first one.
+    """
+
+    def __init__(
+        self,
+        facts: SessionFacts,
+        swarm: Swarm,
+        transport: Transport,
+        clock: Clock,
+        config: ClientConfig,
+    ) -> None:
+        self._facts = facts
+        self._swarm = swarm
+        self._transport = transport
+        self._clock = clock
+        self._config = config
+        self.epoch = 0
+        self.wire_dtype: WireDtype | None = None
+        self.forgiven: set[PeerId] = set()
+        self.waiting: Waiting | None = None  # for whoever watches
+
+    def begin(self, route: Route) -> None:
+        """Count a route; the first one settles the dtype, which replacements have to speak."""
+        self.epoch += 1
+        if self.wire_dtype is not None:
+            return
+        if self._config.wire_dtype != "auto":
+            self.wire_dtype = WireDtype[self._config.wire_dtype.upper()]
+        elif all(hop.peer.weights == "fp32" for hop in route.hops):
+            self.wire_dtype = WireDtype.FP32
+        else:
+            self.wire_dtype = WireDtype.BF16
+
+    async def open(
+        self, hops: Sequence[LiveHop], num_rows: int, deadline: float, max_wait_seconds: float
+    ) -> None:
+        """Open the links of hops; some are open even when it raises what the first failure was."""
+        results = await asyncio.gather(
+            *(self._open_link(live, num_rows, deadline, max_wait_seconds) for live in hops),
+            return_exceptions=True,
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _open_link(
+        self, live: LiveHop, num_rows: int, deadline: float, max_wait_seconds: float
+    ) -> None:
+        """Open the session of one hop, under an id of its own."""
+        assert self.wire_dtype is not None
+        hop = live.hop
+        opening = Open(
+            _derive_session_id(self._facts.session, self.epoch, hop.span),
+            self.epoch,
+            self._facts.model_id,
+            hop.span,
+            num_rows,
+            self._facts.max_tokens,
+            self.wire_dtype,
+            max_wait_seconds,
+        )
+
+        def note_queued(seconds: float) -> None:
+            self.waiting = Waiting(hop, seconds)
+            _logger.info("waiting for %s", self.waiting)
+
+        timeout_seconds = choose_open_timeout_seconds(
+            hop.peer.queue_seconds,
+            invert(hop.peer.prefill_tokens_per_second),
+            min(
+                self._config.connect_timeout_seconds,
+                max(deadline - self._clock.now(), _SHORT_SECONDS),
+            ),
+        )
+        try:
+            live.link, facts = await HopLink.open(
+                self._transport,
+                self._clock,
+                hop,
+                opening,
+                self._name_for(hop),
+                timeout_seconds,
+                note_queued,
+            )
+        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            raise blame(self._swarm, hop, error, self.forgiven) from error
+        finally:
+            self.waiting = None
+        self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
+
+    def _name_for(self, hop: Hop) -> ClientToken:
+        secret = self._facts.client_secret
+        return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
+
+
+def _derive_session_id(secret: SessionId, epoch: int, span: Span) -> SessionId:
+    """Return the id of a session at one hop; it tells nothing of the others."""
+    text = f"{epoch}/{span}".encode()
+    return SessionId(hashlib.blake2b(text, key=secret, digest_size=SESSION_ID_BYTES).digest())
+
+
+def invert(speed: float | None) -> float | None:
+    return 1.0 / speed if speed else None
