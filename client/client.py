@@ -14,6 +14,7 @@ from ..protocol.net.transport import Transport
 from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .config import ClientConfig, make_whole
+from .farewells import Farewells
 from .inference_session import InferenceSession
 from .live_hops import LiveHops
 from .portal import Portal
@@ -60,6 +61,7 @@ class Client:
         self._directory = directory
         self._hidden_size = hidden_size
         self._config = config
+        self._farewells = Farewells()
         self._secret = secrets.token_bytes(16)
         portal.run_last(self._leave)
 
@@ -125,7 +127,14 @@ class Client:
                 max_length,
                 self._secret,
             )
-            hops = LiveHops(facts, self._swarm, self._transport, SystemClock(), self._config)
+            hops = LiveHops(
+                facts,
+                self._swarm,
+                self._transport,
+                SystemClock(),
+                self._config,
+                self._farewells,
+            )
             return RemoteSession(hops)
 
         return InferenceSession(open_remote, self._portal)
@@ -149,6 +158,7 @@ class Client:
 
     async def _leave(self) -> None:
         try:
+            await self._farewells.finish()
             await self._transport.close()
         finally:
             await self._directory.close()

@@ -26,6 +26,7 @@ from ..protocol.spans import Span
 from ..protocol.tensors import ELEMENT_BYTES, WireDtype
 from .blame import LostHopError, Refusals, blame
 from .config import ClientConfig
+from .farewells import Farewells
 from .replay import merge_pieces
 from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting, invert
 from .router import Route
@@ -59,11 +60,13 @@ class LiveHops:
         transport: Transport,
         clock: Clock,
         config: ClientConfig,
+        farewells: Farewells,
     ) -> None:
         self.facts = facts
         self.clock = clock
         self._swarm = swarm
         self._config = config
+        self._farewells = farewells
         self._opener = RouteOpener(facts, swarm, transport, clock, config)
         self._sequence = 0
         self._num_rows = 0
@@ -121,11 +124,14 @@ class LiveHops:
         return output_BTH
 
     async def hang_up(self, *lives: LiveHop) -> None:
-        """Drop the links of hops, all of them before the first wait; their logs stay."""
+        """Drop the links of hops, all of them before the first wait; their logs stay.
+
+        The links are closed even when the caller is cancelled meanwhile.
+        """
         links = [live.link for live in lives if live.link is not None]
         for live in lives:
             live.link = None
-        await asyncio.gather(*(link.close() for link in links))
+        await self._farewells.hang_up(links)
 
     def accuse(self, refusals: Refusals) -> None:
         """Avoid the peers that declined what another one has taken by now."""

@@ -31,9 +31,11 @@ def test_hops_are_dropped_together_even_if_hanging_up_is_cancelled() -> None:
     not asked yet.
     """
 
+    may_close = asyncio.Event()
+
     class SlowLink:
         async def close(self) -> None:
-            await asyncio.Event().wait()
+            await may_close.wait()
 
     async def test(scene: Scene) -> None:
         await add_two_rows_of_peers(scene)
@@ -51,6 +53,30 @@ def test_hops_are_dropped_together_even_if_hanging_up_is_cancelled() -> None:
         assert [live.link for live in session._hops] == [None] * 3
         for link in links:
             await link.close()
+        may_close.set()
+
+    run(test)
+
+
+def test_link_is_closed_even_if_its_caller_is_cancelled_as_hanging_up_begins() -> None:
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session = scene.open_session()
+        await session.step(draw(1, 3))
+        live, *_ = session._hops
+
+        task = asyncio.create_task(session._driver.hang_up(live))
+        await asyncio.sleep(0)  # the task gave the link up and waits; nothing was closed yet
+        assert live.link is None
+        task.cancel()
+        await asyncio.wait([task])
+        await scene.farewells.finish()
+        await asyncio.sleep(1)
+
+        assert task.cancelled()
+        assert [name for name, peer in scene.peers.items() if peer.caches] == scene.names_of(
+            session
+        )[1:]
 
     run(test)
 

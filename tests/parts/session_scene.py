@@ -17,6 +17,7 @@ from announcements import describe_peer
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
+from shoal.client.farewells import Farewells
 from shoal.client.live_hops import LiveHops
 from shoal.client.route_opening import SessionFacts
 from shoal.client.session import RemoteSession
@@ -155,6 +156,7 @@ class Scene:
         self.client = LoopbackTransport(self.network, "client")
         self.transports: list[LoopbackTransport] = [self.client]
         self.swarm = self.make_swarm()
+        self.farewells = Farewells()
         self.sessions: list[RemoteSession] = []
 
     def make_swarm(self) -> Swarm:
@@ -192,7 +194,7 @@ class Scene:
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:
         facts = SessionFacts(secret, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens)
         session = RemoteSession(
-            LiveHops(facts, self.swarm, self.client, VirtualClock(), self.config)
+            LiveHops(facts, self.swarm, self.client, VirtualClock(), self.config, self.farewells)
         )
         self.sessions.append(session)
         return session

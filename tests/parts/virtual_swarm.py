@@ -11,6 +11,7 @@ from service_scene import HoldingComputeThread
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
+from shoal.client.farewells import Farewells
 from shoal.client.live_hops import LiveHops
 from shoal.client.route_opening import SessionFacts
 from shoal.client.session import RemoteSession
@@ -90,7 +91,9 @@ class Scene:
         self._num_sessions += 1
         name = self._num_sessions.to_bytes(16, "big")
         facts = SessionFacts(SessionId(name), MODEL_ID, WHOLE, HIDDEN, 64, client_secret=name)
-        return RemoteSession(LiveHops(facts, swarm, transport, VirtualClock(), self._config))
+        return RemoteSession(
+            LiveHops(facts, swarm, transport, VirtualClock(), self._config, Farewells())
+        )
 
 
 def draw(seed: int, num_tokens: int) -> Tensor:

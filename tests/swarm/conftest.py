@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from shoal.client.config import ClientConfig
+from shoal.client.farewells import Farewells
 from shoal.client.live_hops import LiveHops
 from shoal.client.route_opening import SessionFacts
 from shoal.client.session import RemoteSession
@@ -168,7 +169,7 @@ class World:
             SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
         )
         session = RemoteSession(
-            LiveHops(facts, self.swarm, self.transport, SystemClock(), self.config)
+            LiveHops(facts, self.swarm, self.transport, SystemClock(), self.config, Farewells())
         )
         self._sessions.append(session)
         return session
