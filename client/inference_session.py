@@ -28,6 +28,7 @@ class InferenceSession:
         self._remote = open_remote()
         self._portal = portal
         self._thread_lock = threading.RLock()
+        self._closing_lock = threading.Lock()  # nothing is opened behind the back of `close`
         self._num_rows: int | None = None
         self._row_map: tuple[int, ...] | None = None
         self._earlier_failovers: list[Failover] = []
@@ -199,18 +200,25 @@ class InferenceSession:
                     f"step has {num_rows}; set session.position = 0 to begin anew with other "
                     "rows, or open another session"
                 )
-            used, self._remote = self._remote, self._open_remote()
+            with self._closing_lock:
+                if self.closed:
+                    raise UsageError("the session is closed; open a new one")
+                used, self._remote = self._remote, self._open_remote()
             self._earlier_failovers += used.failovers
             self._row_map = None
             self._portal.run(used.close())
         self._num_rows = num_rows
 
     def close(self) -> None:
-        """Free the caches on all peers; safe to call twice."""
-        if not self.closed:
+        """Free the caches on all peers; safe to call twice, and on any thread.
+
+        A step that another thread has under way ends with UsageError.
+        """
+        with self._closing_lock:
+            if self.closed:
+                return
             self.closed = True
-            if self._portal.is_closed:
-                return  # the client hung up on everybody already
+        if not self._portal.is_closed:  # it hung up on everybody already
             self._portal.run(self._remote.close())
 
     def _compose(self, hypo_ids: Tensor | None) -> tuple[int, ...] | None:

@@ -7,7 +7,8 @@ failed goes on where it stopped.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -68,6 +69,8 @@ class RemoteSession:
         self._position = 0
         self._num_rows = 0
         self._is_closed = False
+        self._in_use = asyncio.Lock()
+        self._cutoff: asyncio.Timeout | None = None  # of the step under way
         self.failovers: list[Failover] = []
 
     def __repr__(self) -> str:
@@ -115,9 +118,34 @@ class RemoteSession:
         session, RefusedError when the peers decline, RouteError when nobody serves their blocks in
         time, or what the last of many peers did
         that were found and lost again. After an error the session is where it was and the same
-        step may be tried again.
+        step may be tried again. UsageError, too, when the session is closed meanwhile.
         """
         self._check_input(hidden_BTH, row_map)
+        async with self._until_closed():
+            return await self._step(hidden_BTH, row_map, is_decoded, last_token_only)
+
+    @asynccontextmanager
+    async def _until_closed(self) -> AsyncIterator[None]:
+        """Cut short what runs inside when the session is closed; nobody is blamed for that."""
+        async with self._in_use:
+            self._check_open()
+            try:
+                async with asyncio.timeout(None) as self._cutoff:
+                    yield
+            except TimeoutError:
+                raise UsageError("the session was closed meanwhile; open a new one") from None
+            finally:
+                self._cutoff = None
+                if self._is_closed:
+                    await self._hang_up()
+
+    async def _step(
+        self,
+        hidden_BTH: Tensor,
+        row_map: Sequence[int] | None,
+        is_decoded: bool,
+        last_token_only: bool,
+    ) -> Tensor:
         await self._open(hidden_BTH.shape[0])
         before = [] if row_map is None else [(live, live.log.copy()) for live in self._hops]
         moves = None if row_map is None else tuple(row_map)
@@ -167,8 +195,18 @@ class RemoteSession:
         await self._driver.hang_up(*used, *self._hops)
 
     async def close(self) -> None:
-        """Free the caches on all hops. Never raises; the session cannot be used afterwards."""
+        """End a step that is under way, then free the caches on all hops.
+
+        Never raises; the session cannot be used afterwards.
+        """
         self._is_closed = True
+        if self._cutoff is not None:
+            self._cutoff.reschedule(asyncio.get_running_loop().time())
+            self._cutoff = None
+        async with self._in_use:
+            await self._hang_up()
+
+    async def _hang_up(self) -> None:
         hops, self._hops = self._hops, []
         await self._driver.hang_up(*hops)
 
@@ -183,9 +221,12 @@ class RemoteSession:
         ):
             raise UsageError(f"a row map for {num_rows} rows cannot be {list(row_map)}")
 
-    def _check_input(self, hidden_BTH: Tensor, row_map: Sequence[int] | None) -> None:
+    def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError("the session is closed; open a new one")
+
+    def _check_input(self, hidden_BTH: Tensor, row_map: Sequence[int] | None) -> None:
+        self._check_open()
         if hidden_BTH.dim() != 3 or hidden_BTH.shape[2] != self._facts.hidden_size:
             raise UsageError(
                 f"hidden states have shape [rows, tokens, {self._facts.hidden_size}], "
