@@ -1,7 +1,9 @@
 """How long to wait for a peer's answer: from what it announced and what was measured since."""
 
 from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 
 FLOOR_SECONDS = 1.0
 """Below this a busy machine looks dead: schedulers and garbage collectors pause that long."""
@@ -16,6 +18,10 @@ _UNKNOWN_SECONDS = 4.0
 
 _LONGEST_ON_TRUST_SECONDS = 30.0
 """A peer that announced to be slow gets no more than this until it has shown it: it may lie."""
+
+_SLOWEST_OF_ALL = 4.0
+"""How many times slower than what is usual among other peers a peer may be at ease: beyond half a
+minute it gets no more than that."""
 
 _FEW_TOKENS = 16
 """Steps of up to so many tokens cost about as much as one: the weights are read once."""
@@ -47,14 +53,37 @@ class AnswerTimes:
         announced_decode_seconds: float | None,
         announced_prefill_seconds_per_token: float | None,
         announced_queue_seconds: float = 0.0,
+        others: Iterable["AnswerTimes"] = (),
     ) -> float:
         """Return how long the answer to a step of `num_tokens` may take.
+
+        What `others` took tells how much slowness is plausible.
 
         >>> times = AnswerTimes()
         >>> times.note(1, 0.5)
         >>> times.choose_timeout_seconds(1, None, None)
         4.0
         """
+        shown = FLOOR_SECONDS + _PATIENCE * self._expect_seconds(num_tokens, max)
+        told = self._trust_seconds(
+            num_tokens,
+            announced_decode_seconds,
+            announced_prefill_seconds_per_token,
+            announced_queue_seconds,
+        )
+        seconds = max(shown, told)
+        if seconds > _LONGEST_ON_TRUST_SECONDS:
+            seconds = min(seconds, self._find_ceiling_seconds(num_tokens, others))
+        return seconds * 2**self.num_silences
+
+    def _trust_seconds(
+        self,
+        num_tokens: int,
+        announced_decode_seconds: float | None,
+        announced_prefill_seconds_per_token: float | None,
+        announced_queue_seconds: float,
+    ) -> float:
+        """Return how long to wait where an announcement stands in for what was not measured."""
         decode = max(self.decode_seconds, default=announced_decode_seconds)
         per_token = max(self.prefill_seconds_per_token, default=announced_prefill_seconds_per_token)
         expected = decode or 0.0
@@ -67,9 +96,26 @@ class AnswerTimes:
         if not (
             self.decode_seconds if num_tokens <= _FEW_TOKENS else self.prefill_seconds_per_token
         ):
-            # What was measured has waited in the queue as well.
-            seconds = min(seconds + announced_queue_seconds, _LONGEST_ON_TRUST_SECONDS)
-        return seconds * 2**self.num_silences
+            seconds += announced_queue_seconds  # what was measured has waited there as well
+        return min(seconds, _LONGEST_ON_TRUST_SECONDS)
+
+    def _expect_seconds(self, num_tokens: int, choose: Callable[[Sequence[float]], float]) -> float:
+        """Return what `choose` makes of the measured times; 0 where nothing was measured."""
+        expected = choose(self.decode_seconds) if self.decode_seconds else 0.0
+        if num_tokens > _FEW_TOKENS and self.prefill_seconds_per_token:
+            expected = max(num_tokens * choose(self.prefill_seconds_per_token), expected)
+        return expected
+
+    def _find_ceiling_seconds(self, num_tokens: int, others: Iterable["AnswerTimes"]) -> float:
+        """Return what no slow answer extends the deadline beyond.
+
+        From the worst answer alone, a peer that stalls would get six times as long every time.
+        """
+        ceilings = [FLOOR_SECONDS + _PATIENCE * self._expect_seconds(num_tokens, median_low)]
+        usual = [other._expect_seconds(num_tokens, median_low) for other in others]
+        if known := [seconds for seconds in usual if seconds > 0]:
+            ceilings.append(FLOOR_SECONDS + _PATIENCE * _SLOWEST_OF_ALL * median_low(known))
+        return max(_LONGEST_ON_TRUST_SECONDS, min(ceilings))
 
 
 _LONGEST_STEP_TOKENS = 2048

@@ -107,6 +107,7 @@ class LiveHops:
             invert(peer.decode_steps_per_second),
             invert(peer.prefill_tokens_per_second),
             peer.queue_seconds,
+            self._swarm.times_of_others(peer.peer_id),
         )
         asked_at = self.clock.now()
         try:

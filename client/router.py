@@ -121,8 +121,13 @@ def _draw_offers(
 
 
 def _estimate_block_seconds(peer: Announcement) -> float | None:
-    """Return the compute time of one block for one token; None if never measured."""
-    speed = peer.loaded_decode_steps_per_second or peer.decode_steps_per_second
+    """Return the compute time of one block for one token; None if never measured.
+
+    Nobody is quicker under load than alone: of two speeds that say so, the lower one counts. It
+    is what the deadline is made from, and must not be slower than what the route was chosen for.
+    """
+    speeds = peer.loaded_decode_steps_per_second, peer.decode_steps_per_second
+    speed = min((speed for speed in speeds if speed), default=None)
     return 1.0 / (speed * (peer.span.stop - peer.span.start)) if speed else None
 
 

@@ -183,3 +183,7 @@ class Swarm:
     def times(self, peer_id: PeerId) -> AnswerTimes:
         """Return the record of a peer's answer times."""
         return self._times.setdefault(peer_id, AnswerTimes())
+
+    def times_of_others(self, peer_id: PeerId) -> list[AnswerTimes]:
+        """Return the records of all peers but one."""
+        return [times for other, times in self._times.items() if other != peer_id]

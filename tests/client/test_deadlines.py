@@ -85,6 +85,40 @@ def test_announced_slowness_is_trusted_only_so_far(num_tokens: int) -> None:
     assert shown.choose_timeout_seconds(num_tokens, None, None) > 100.0
 
 
+@pytest.mark.parametrize(("shown", "num_tokens"), [(1, 300), (300, 1), (300, 300)])
+def test_announced_slowness_is_not_trusted_because_something_else_was_measured(
+    shown: int, num_tokens: int
+) -> None:
+    times = make_times((shown, 0.2))
+
+    assert times.choose_timeout_seconds(num_tokens, 1e9, 1e9, 1e9) == 30.0
+
+
+@pytest.mark.parametrize("num_tokens", [1, 100])
+def test_peer_that_stalls_more_each_time_waits_for_no_more_than_others_would_need(
+    num_tokens: int,
+) -> None:
+    others = [make_times((1, seconds), (100, 100 * seconds)) for seconds in (0.1, 0.2, 5.0)]
+    tar_pit, alone = AnswerTimes(), AnswerTimes()
+    seconds = 0.0
+    for _ in range(12):
+        seconds = tar_pit.choose_timeout_seconds(num_tokens, 1e9, 1e9, 0.0, others)
+        tar_pit.note(num_tokens, 0.99 * seconds)
+        alone.note(num_tokens, 0.99 * alone.choose_timeout_seconds(num_tokens, 1e9, 1e9))
+
+    usual_seconds = 0.2 * num_tokens
+    assert seconds <= max(30.0, FLOOR_SECONDS + 24 * usual_seconds)
+    # With nobody to compare with, its own usual time holds it back: not six times more each time.
+    assert alone.choose_timeout_seconds(num_tokens, None, None) < 30 * 6**4
+
+
+def test_slow_peer_keeps_its_patience_among_slow_ones() -> None:
+    slow, others = make_times((1000, 100.0)), [make_times((1000, 60.0)) for _ in range(3)]
+
+    assert slow.choose_timeout_seconds(1000, None, None, 0.0, others) > 500.0
+    assert slow.choose_timeout_seconds(1000, None, None, 0.0, [AnswerTimes()]) > 500.0
+
+
 def test_small_steps_say_nothing_of_long_prompts() -> None:
     """A prompt of two tokens, or a step of three beams, takes as long as one token."""
     times = make_times((2, 0.03), (3, 0.03))

@@ -211,6 +211,15 @@ def test_speed_under_load_counts_before_the_speed_alone() -> None:
     assert show(plan(make_view(loaded, other), (0, 8))) == [("other", "0:8")]
 
 
+def test_speed_under_load_that_is_above_the_speed_alone_does_not_count() -> None:
+    boasting = make_peer(
+        "boasting", (0, 8), loaded_decode_steps_per_second=1e9, decode_steps_per_second=1e-9
+    )
+    other = make_peer("other", (0, 8), decode_steps_per_second=5.0)
+
+    assert show(plan(make_view(boasting, other), (0, 8))) == [("other", "0:8")]
+
+
 def test_peer_without_a_measured_speed_is_taken_for_an_average_one() -> None:
     unknown = make_peer("unknown", (0, 8), decode_steps_per_second=None)
     slow = make_peer("slow", (0, 8), decode_steps_per_second=1.0)

@@ -200,6 +200,23 @@ def test_newcomer_is_found_when_everybody_known_is_silent() -> None:
     run(test)
 
 
+def test_peer_that_announced_to_take_for_ever_is_left_in_half_a_minute() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.add("liar", 0, 6, decode_steps_per_second=1e-9)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1, 20)), oracle.step(draw(1, 20)))
+        await scene.add("honest", 0, 6)
+        scene.network.pause("liar")
+        started_at = now()
+
+        assert torch.equal(await session.step(draw(2, 20)), oracle.step(draw(2, 20)))
+
+        assert scene.names_of(session) == ["honest"]
+        assert now() - started_at < 35
+
+    run(test)
+
+
 def test_silent_peer_that_goes_on_after_its_replacement_disturbs_nobody() -> None:
     async def test(scene: Scene) -> None:
         await add_two_rows_of_peers(scene)
