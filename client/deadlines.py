@@ -29,21 +29,33 @@ _FEW_TOKENS = 16
 
 @dataclass
 class AnswerTimes:
-    """Recent answer times of one peer, apart for few tokens and for prompts (per token)."""
+    """Recent answer times of one peer, apart for few tokens and for prompts (per token).
+
+    `block_seconds` are those for few tokens without the way there and back, per block.
+    """
 
     decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=64))
     prefill_seconds_per_token: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    block_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     num_silences: int = 0
+
+    @property
+    def has_answered(self) -> bool:
+        """Return whether the peer has ever taken a step."""
+        return bool(self.decode_seconds or self.prefill_seconds_per_token)
 
     def note_silence(self) -> None:
         """Note that a deadline passed: if the peer is only slow, the next one is twice as long."""
         self.num_silences = min(self.num_silences + 1, _MAX_SILENCES)
 
-    def note(self, num_tokens: int, seconds: float) -> None:
+    def note(
+        self, num_tokens: int, seconds: float, rtt_seconds: float = 0.0, num_blocks: int = 1
+    ) -> None:
         """Note that a step of so many tokens (rows times length) was answered."""
         self.num_silences = 0
         if num_tokens <= _FEW_TOKENS:
             self.decode_seconds.append(seconds)
+            self.block_seconds.append(max(0.0, seconds - rtt_seconds) / num_blocks)
         else:
             self.prefill_seconds_per_token.append(seconds / num_tokens)
 

@@ -120,8 +120,7 @@ class LiveHops:
         except asyncio.CancelledError:
             await self.hang_up(live)  # a late answer would be taken for that of the next question
             raise
-        times.note(num_tokens, self.clock.now() - asked_at)
-        self._swarm.note_success(peer.peer_id)
+        self._swarm.note_answer(live.hop, num_tokens, self.clock.now() - asked_at)
         return output_BTH
 
     async def hang_up(self, *lives: LiveHop) -> None:
@@ -173,6 +172,7 @@ class LiveHops:
             if len(tried) < num_tried:
                 # Everybody was asked once. Who is full may take us into its queue now.
                 max_wait_seconds = max(0.0, deadline - self.clock.now())
+                pause_seconds = min(2 * pause_seconds, 1.0)  # nobody is to be stormed
             self._opener.begin(route)
             try:
                 return await self._open_route(route, log, deadline, max_wait_seconds)
@@ -190,7 +190,6 @@ class LiveHops:
                         (lost.hop.span,),
                     ) from error
             await asyncio.sleep(min(pause_seconds, remaining_seconds))
-            pause_seconds = min(2 * pause_seconds, 1.0)
 
     async def _find_route(
         self,

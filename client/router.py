@@ -18,6 +18,9 @@ from ..protocol.ids import PeerId
 from ..protocol.spans import Span, find_gaps
 from ..protocol.swarm_view import SwarmView
 
+_MOST_SPEEDUP = 4.0
+"""How many times faster than others a peer is believed to be that has not shown it."""
+
 _MAX_RIVALS = 32
 """With how many offers each one is compared before the search."""
 
@@ -52,6 +55,8 @@ class RoutingCosts:
     unknown_rtt_seconds: float = 0.05
     """What a hop is taken to cost before any round trip was measured: free hops would make a
     route of a hop per block."""
+    block_seconds: Mapping[PeerId, float] = field(default_factory=dict)
+    """Of peers that have worked for us; all others are strangers, whose word counts for less."""
 
     def estimate_unknown_rtt_seconds(self) -> float:
         """Return what to expect of a peer that was never measured."""
@@ -103,21 +108,42 @@ def _draw_offers(
     span: Span, peers: Sequence[Announcement], costs: RoutingCosts, rng: random.Random
 ) -> list[_Offer]:
     """Return what each peer that serves blocks of `span` costs, with noise."""
-    measured = [_estimate_block_seconds(peer) for peer in peers]
-    known = [seconds for seconds in measured if seconds is not None]
-    unknown = median(known) if known else 1e-3  # all alike: only ratios matter then
     typical_rtt_seconds = costs.estimate_unknown_rtt_seconds()
     offers: list[_Offer] = []
-    for peer, block_seconds in zip(peers, measured, strict=True):
+    for peer, block_seconds in zip(peers, _estimate_blocks(peers, costs), strict=True):
         start, stop = max(peer.span.start, span.start), min(peer.span.stop, span.stop)
         if start >= stop:
             continue
         noise = math.exp(rng.gauss(0.0, costs.noise_fraction))
         rtt_seconds = costs.rtt_seconds.get(peer.peer_id, typical_rtt_seconds)
+        if peer.peer_id not in costs.block_seconds:
+            rtt_seconds += typical_rtt_seconds  # who is known to work is preferred
         hop_seconds = noise * (rtt_seconds + peer.queue_seconds)
-        block_seconds = noise * (unknown if block_seconds is None else block_seconds)
-        offers.append(_Offer(peer, start, stop, hop_seconds, block_seconds))
+        offers.append(_Offer(peer, start, stop, hop_seconds, noise * block_seconds))
     return offers
+
+
+def _estimate_blocks(peers: Sequence[Announcement], costs: RoutingCosts) -> list[float]:
+    """Return what a block takes at each peer.
+
+    An announcement may be slower than what was measured, for a peer may be busy by now, but not
+    faster; and a stranger is taken to be only so much faster than those who have shown it, or
+    than most announce: or else whoever announces the most gets every session.
+    """
+    announced = [_estimate_block_seconds(peer) for peer in peers]
+    known = [seconds for seconds in announced if seconds is not None]
+    unknown = median(known) if known else 1e-3  # all alike: only ratios matter then
+    seconds = [
+        max(unknown if given is None else given, costs.block_seconds.get(peer.peer_id, 0.0))
+        for peer, given in zip(peers, announced, strict=True)
+    ]
+    is_stranger = [peer.peer_id not in costs.block_seconds for peer in peers]
+    shown = [given for given, is_new in zip(seconds, is_stranger, strict=True) if not is_new]
+    least = min(shown, default=unknown) / _MOST_SPEEDUP
+    return [
+        max(given, least) if is_new else given
+        for given, is_new in zip(seconds, is_stranger, strict=True)
+    ]
 
 
 def _estimate_block_seconds(peer: Announcement) -> float | None:

@@ -5,6 +5,7 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum
+from statistics import median
 
 from ..protocol.announcements import Announcement
 from ..protocol.errors import DirectoryError, RouteError
@@ -14,10 +15,13 @@ from ..protocol.net.directory import Directory
 from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .deadlines import AnswerTimes
-from .router import Route, RoutingCosts, plan_route
+from .router import Hop, Route, RoutingCosts, plan_route
 
 _FIRST_QUARANTINE_SECONDS = 15.0
 _LONGEST_QUARANTINE_SECONDS = 600.0
+
+_NO_DOUBT, _UNPROVEN = -1, 0
+"""What is wrong with peers in no quarantine: nothing, or that they failed us and never worked."""
 
 _SHORT_SECONDS = 0.5
 """What the directory gets to answer even when time is up: a look is worth that much."""
@@ -122,13 +126,11 @@ class Swarm:
     def _plan(
         self, span: Span, weights: Collection[str | None], exclude: Collection[PeerId]
     ) -> Route:
-        costs = RoutingCosts(self._rtt_seconds)
-        suspects = (self.view.find(peer_id) for peer_id in self._quarantines)
-        avoided = {peer.peer_id for peer in suspects if peer and self.is_quarantined(peer)}
-        faults = sorted({self._quarantines[peer].fault for peer in avoided} - {Fault.LYING})
+        costs = self._measure_costs()
+        doubts = self._list_doubts()
         error: RouteError | None = None
-        for tolerated in (0, *faults):
-            unwanted = {peer for peer in avoided if self._quarantines[peer].fault > tolerated}
+        for tolerated in sorted({_NO_DOUBT, *doubts.values()} - {Fault.LYING}):
+            unwanted = {peer_id for peer_id, doubt in doubts.items() if doubt > tolerated}
             for kind in weights:
                 try:
                     return plan_route(
@@ -139,21 +141,49 @@ class Swarm:
         assert error is not None
         raise error
 
+    def _measure_costs(self) -> RoutingCosts:
+        used = ((peer_id, times.block_seconds) for peer_id, times in self._times.items())
+        block_seconds = {peer_id: median(seconds) for peer_id, seconds in used if seconds}
+        return RoutingCosts(self._rtt_seconds, block_seconds=block_seconds)
+
+    def _list_doubts(self) -> dict[PeerId, int]:
+        """Return whom to use only if nobody else is there, and how reluctantly.
+
+        Somebody who failed us and never worked stays among them when the quarantine is over: it
+        may be a black hole, of which there can be as many as somebody likes.
+        """
+        doubts: dict[PeerId, int] = {}
+        for peer_id, quarantine in self._quarantines.items():
+            peer = self.view.find(peer_id)
+            if peer is not None and self.is_quarantined(peer):
+                doubts[peer_id] = quarantine.fault
+            elif peer is not None and not self._has_worked(peer_id):
+                doubts[peer_id] = _UNPROVEN
+        return doubts
+
+    def _has_worked(self, peer_id: PeerId) -> bool:
+        times = self._times.get(peer_id)
+        return times is not None and times.has_answered
+
     def is_quarantined(self, peer: Announcement) -> bool:
         """Return whether a peer is to be avoided: not for ever, and not once it has come back."""
         quarantine = self._quarantines.get(peer.peer_id)
         return (
             quarantine is not None
             and self._clock.now() < quarantine.until
-            and (quarantine.fault is Fault.LYING or peer.sequence <= quarantine.sequence)
+            and not self._has_come_back(peer, quarantine)
         )
+
+    def _has_come_back(self, peer: Announcement, quarantine: _Quarantine) -> bool:
+        is_new = peer.sequence > quarantine.sequence
+        return is_new and quarantine.fault is not Fault.LYING and self._has_worked(peer.peer_id)
 
     def quarantine(self, peer: Announcement, fault: Fault) -> None:
         """Avoid a peer that failed us, at once and for longer each time it comes back.
 
-        A newer announcement ends it: the peer was restarted or is alive after all. Not so for one
-        that lied: announcing costs it nothing. Many sessions may tell of one failure; it counts
-        once.
+        A newer announcement ends it if the peer has worked before: it was restarted or is alive
+        after all. Not so for one that lied or never worked: announcing costs nothing. Many sessions
+        may tell of one failure; it counts once.
         """
         previous = self._quarantines.get(peer.peer_id)
         newest = self.view.find(peer.peer_id) or peer
@@ -168,8 +198,12 @@ class Swarm:
             self._clock.now() + seconds, seconds, newest.sequence, fault
         )
 
-    def note_success(self, peer_id: PeerId) -> None:
-        """Forget what a peer did wrong: it works."""
+    def note_answer(self, hop: Hop, num_tokens: int, seconds: float) -> None:
+        """Note that a hop took a step of so many tokens: forget what its peer did wrong."""
+        peer_id = hop.peer.peer_id
+        self.times(peer_id).note(
+            num_tokens, seconds, self._rtt_seconds.get(peer_id, 0.0), len(hop.span)
+        )
         self._quarantines.pop(peer_id, None)
 
     def note_rtt(self, peer_id: PeerId, seconds: float) -> None:

@@ -3,7 +3,7 @@
 import math
 import random
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from types import FrameType
 from typing import Any
@@ -56,6 +56,18 @@ def show(route: Route) -> list[tuple[str, str]]:
     return [(hop.peer.peer_id, str(hop.span)) for hop in route.hops]
 
 
+def make_known_costs(peers: Collection[Announcement], rtts: Sequence[float]) -> RoutingCosts:
+    """Return the costs of a client for which every peer has worked as quickly as it announced."""
+    return RoutingCosts(
+        {peer.peer_id: rtt for peer, rtt in zip(peers, rtts, strict=True)},
+        0.0,
+        block_seconds={
+            peer.peer_id: 1 / ((peer.decode_steps_per_second or 0) * len(peer.span))
+            for peer in peers
+        },
+    )
+
+
 def compute_cost(route: Collection[Hop], costs: RoutingCosts) -> float:
     """What the module's docstring says that a route costs, for peers with measured speeds."""
     return sum(
@@ -97,7 +109,7 @@ def test_route_is_the_cheapest_of_all(seed: int) -> None:
     view = make_view(*peers)
     start = rng.randrange(5)
     span = Span(start, rng.randint(start + 1, 6))
-    costs = RoutingCosts({peer.peer_id: rng.uniform(0, 0.2) for peer in peers}, 0.0)
+    costs = make_known_costs(peers, [rng.uniform(0, 0.2) for _ in peers])
     routes = list_routes(view, span)
 
     if not routes:
@@ -146,7 +158,7 @@ def test_route_through_a_crowd_with_ties_is_the_cheapest(seed: int) -> None:
             "state": rng.choice((PeerState.ONLINE, PeerState.ONLINE, PeerState.DRAINING)),
         }
         peers.append(make_peer(f"p{index}", (start, rng.randint(start + 1, 12)), **changes))
-    costs = RoutingCosts({p.peer_id: rng.choice((0.0, 0.05, 0.2)) for p in peers}, 0.0)
+    costs = make_known_costs(peers, [rng.choice((0.0, 0.05, 0.2)) for _ in peers])
     weights = rng.choice((None, "int8"))
     exclude = {peer.peer_id for peer in peers if rng.random() < 0.1}
     start = rng.randrange(12)
@@ -218,6 +230,43 @@ def test_speed_under_load_that_is_above_the_speed_alone_does_not_count() -> None
     other = make_peer("other", (0, 8), decode_steps_per_second=5.0)
 
     assert show(plan(make_view(boasting, other), (0, 8))) == [("other", "0:8")]
+
+
+def test_measured_time_counts_before_a_faster_announcement_but_not_before_a_slower_one() -> None:
+    first = make_peer("first", (0, 8), decode_steps_per_second=1e3)
+    second = make_peer("second", (0, 8), decode_steps_per_second=10.0)
+
+    def choose(first_seconds: float) -> str:
+        costs = RoutingCosts(
+            {}, 0.0, block_seconds={first.peer_id: first_seconds, second.peer_id: 0.001}
+        )
+        return plan(make_view(first, second), (0, 8), costs=costs).hops[0].peer.peer_id
+
+    assert choose(0.001) == "first"
+    assert choose(0.1) == "second"
+
+
+def test_stranger_is_taken_to_be_only_so_much_faster_than_those_who_have_shown_it() -> None:
+    known = make_peer("known", (0, 8), decode_steps_per_second=10.0)
+    boasting = [make_peer(f"b{i}", (0, 8), decode_steps_per_second=1e9) for i in range(5)]
+
+    def choose(rtt: float) -> str:
+        costs = RoutingCosts({known.peer_id: rtt}, 0.0, block_seconds={known.peer_id: 0.0125})
+        return plan(make_view(known, *boasting), (0, 8), costs=costs).hops[0].peer.peer_id
+
+    # Getting to know somebody costs a round trip; all blocks may take a quarter of 0.1 s there.
+    assert choose(0.07) != "known"
+    assert choose(0.08) == "known"
+
+
+def test_among_strangers_nobody_is_taken_to_be_much_faster_than_most() -> None:
+    near = make_peer("near", (0, 8), decode_steps_per_second=10.0)
+    others = [make_peer(f"p{i}", (0, 8), decode_steps_per_second=10.0) for i in range(2)]
+    boasting = make_peer("boasting", (0, 8), decode_steps_per_second=1e9)
+    rtts = {peer.peer_id: 0.1 for peer in (*others, boasting)} | {near.peer_id: 0.01}
+    costs = RoutingCosts(rtts, 0.0)
+
+    assert show(plan(make_view(near, *others, boasting), (0, 8), costs=costs)) == [("near", "0:8")]
 
 
 def test_peer_without_a_measured_speed_is_taken_for_an_average_one() -> None:

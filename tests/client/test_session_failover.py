@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from session_scene import (
 )
 
 from shoal.protocol.errors import ErrorCode
+from shoal.protocol.ids import SessionId
 from shoal.protocol.messages import Step
 from shoal.protocol.net.loopback import Link
 
@@ -213,6 +215,34 @@ def test_peer_that_announced_to_take_for_ever_is_left_in_half_a_minute() -> None
 
         assert scene.names_of(session) == ["honest"]
         assert now() - started_at < 35
+
+    run(test)
+
+
+def test_black_holes_that_announce_wonders_do_not_keep_a_session_from_opening() -> None:
+    async def test(scene: Scene) -> None:
+        holes = [f"hole{number}" for number in range(8)]
+        wonders: dict[str, Any] = {
+            "decode_steps_per_second": 1e9,
+            "prefill_tokens_per_second": None,
+        }
+        endpoints: dict[str, Any] = {}
+        for name in holes:
+            await scene.add(name, 0, 6, **wonders)
+            scene.network.pause(name)
+        await scene.add("honest", 0, 6)
+        for peer in (await scene.swarm.refresh()).peers:
+            endpoints[peer.peer_id] = peer.endpoints
+
+        for index in range(4):
+            session, oracle = scene.open_session(secret=SessionId(bytes([index]) * 16)), Oracle()
+            started_at = now()
+            assert torch.equal(await session.step(draw(1)), oracle.step(draw(1)))
+            assert now() - started_at < (CONFIG.failover_timeout_seconds if index == 0 else 5)
+            await asyncio.sleep(60)
+            for name in holes:
+                hole = scene.peers[name]
+                await scene.announce(hole, endpoints=endpoints[hole.identity.peer_id], **wonders)
 
     run(test)
 

@@ -26,16 +26,43 @@ def test_quarantine_ends_with_time() -> None:
     in_world(story)
 
 
-def test_quarantine_ends_with_a_newer_announcement() -> None:
+def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_worked() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
         await world.swarm.refresh()
+        world.note_answer(peer)
         world.swarm.quarantine(peer, Fault.BROKEN)
         newer = await world.announce(1)
         await asyncio.sleep(0.1)
 
         assert not world.swarm.is_quarantined(newer)
         assert await world.route() == [peer.peer_id]
+
+    in_world(story)
+
+
+def test_newer_announcement_of_a_peer_that_never_worked_ends_no_quarantine() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        await world.swarm.refresh()
+        world.swarm.quarantine(peer, Fault.SILENT)
+
+        assert world.swarm.is_quarantined(await world.announce(1))
+
+    in_world(story)
+
+
+def test_peer_that_failed_and_never_worked_comes_after_all_others_for_good() -> None:
+    async def story(world: World) -> None:
+        hole = await world.announce(1, decode_steps_per_second=1e9)
+        await world.swarm.refresh()
+        world.swarm.quarantine(hole, Fault.SILENT)
+        await asyncio.sleep(LONGEST_SECONDS)
+
+        await world.announce(1, decode_steps_per_second=1e9)
+        slow = await world.announce(2, decode_steps_per_second=0.1)
+        assert {(await world.route())[0] for _ in range(20)} == {slow.peer_id}
+        assert await world.route(exclude={slow.peer_id}) == [hole.peer_id]
 
     in_world(story)
 
@@ -68,7 +95,7 @@ def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it() -> N
 
         for seconds in (15.0, 30.0, 60.0, 120.0, 240.0, 480.0, LONGEST_SECONDS, LONGEST_SECONDS):
             await check_lasts(world, peer, seconds)
-        world.swarm.note_success(peer.peer_id)
+        world.note_answer(peer)
         await check_lasts(world, peer, FIRST_SECONDS)
 
     in_world(story)
@@ -92,7 +119,7 @@ def test_success_ends_a_quarantine() -> None:
         peer = await world.announce(1)
         world.swarm.quarantine(peer, Fault.BROKEN)
 
-        world.swarm.note_success(peer.peer_id)
+        world.note_answer(peer)
 
         assert not world.swarm.is_quarantined(peer)
         assert await world.route() == [peer.peer_id]
@@ -107,7 +134,7 @@ def test_quarantine_of_one_peer_does_not_touch_others() -> None:
         for bad, good in ((first, second), (second, first)):
             world.swarm.quarantine(bad, Fault.BROKEN)
             assert await world.route() == [good.peer_id]
-            world.swarm.note_success(bad.peer_id)
+            world.note_answer(bad)
 
     in_world(story)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from announcements import describe_peer
 
+from shoal.client.router import Hop
 from shoal.client.swarm import Swarm
 from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.identity import Identity
@@ -57,6 +58,10 @@ class World:
         announcement = describe_peer(**(fields | changes))
         await self.directory.announce(sign_announcement(identity, announcement))
         return announcement
+
+    def note_answer(self, peer: Announcement) -> None:
+        """Let a peer have taken a token through all blocks."""
+        self.swarm.note_answer(Hop(peer, WHOLE), 1, 0.1)
 
     async def route(self, patience_seconds: float = 0.0, **options: Any) -> list[str]:
         """Return the peers of a route through all blocks."""
