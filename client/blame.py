@@ -13,8 +13,8 @@ from ..protocol.ids import PeerId
 from .router import Hop
 from .swarm import Fault, Swarm
 
-# Answers that blame the question: no peer could take it. One who says so may lie; when a second
-# one agrees, or there is no second one, the caller hears it.
+# Answers that blame the question: no peer could take it. Any number of those who say so may be one
+# liar, and the client has checked the question: the caller hears it when nobody is left to ask.
 _QUESTION_CODES = frozenset({ErrorCode.BAD_FRAME, ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG})
 # Of the others, answers of a peer that is sound and may be asked again when there is no other.
 _BUSY_CODES = frozenset({ErrorCode.CACHE_FULL, ErrorCode.BUSY, ErrorCode.DRAINING})
@@ -50,17 +50,12 @@ class Refusals:
         return [hop for hop, refusal in self._lost.values() if refusal.code in _QUESTION_CODES]
 
     def note(self, lost: LostHopError) -> None:
-        """Note a refusal, if the hop was lost by one that is for good.
-
-        Raises it when it blames the question and another peer did so before.
-        """
+        """Note a refusal, if the hop was lost by one that is for good."""
         refusal = lost.__cause__
         if not isinstance(refusal, RefusedError):
             return
         if refusal.code in _QUESTION_CODES or _is_hopeless(refusal):
             self._lost[lost.hop.peer.peer_id] = lost.hop, refusal
-        if len(self.contradicted) > 1 and refusal.code in _QUESTION_CODES:
-            raise refusal
 
 
 def blame(

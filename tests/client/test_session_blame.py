@@ -248,6 +248,32 @@ def test_one_peer_that_blames_the_question_is_not_believed(
     run(test)
 
 
+def test_crowd_that_blames_the_question_is_not_believed_either_and_avoided_from_then_on() -> None:
+    async def test(scene: Scene) -> None:
+        crowd = [f"liar{number}" for number in range(5)]
+        for name in crowd:
+            liar = await scene.add(name, 0, 6, decode_steps_per_second=1e6)
+            liar.mischief = decline_when(
+                lambda message: isinstance(message, Step), ErrorCode.BAD_VALUES, None
+            )
+        await scene.add("honest", 0, 6)
+        session, oracle = scene.open_session(), Oracle()
+
+        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+
+        assert scene.names_of(session) == ["honest"]
+        assert now() < 5
+        asked = [name for name in crowd if scene.peers[name].steps]
+        assert len(asked) > 1
+        assert scene.quarantined == asked
+        for index in range(3):
+            session, oracle = scene.open_session(secret=SessionId(bytes([index]) * 16)), Oracle()
+            assert torch.equal(await session.step(draw(2, 3)), oracle.step(draw(2, 3)))
+        assert [name for name in crowd if len(scene.peers[name].steps) > 1] == []
+
+    run(test)
+
+
 @pytest.mark.parametrize("kind", [Open, Step])
 def test_only_peer_that_blames_the_question_is_believed_at_once(kind: type[Message]) -> None:
     async def test(scene: Scene) -> None:
