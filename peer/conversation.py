@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+from collections.abc import AsyncGenerator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -59,6 +61,12 @@ _MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
 """Steps of one stream that wait for the engine, and answers that wait to be sent; no more is read
 until there are less."""
 
+_ROOM_SECONDS = 30.0
+"""How long a large frame that has begun to arrive may wait for room: its sender waits as well."""
+
+_LOOK_AGAIN_SECONDS = 1.0
+"""How soon to ask again whether a stream is idle on which a large frame is on its way."""
+
 _Answer = asyncio.Future[bytes | None]
 """The answer to a step, which is not known yet; None when its session was closed before."""
 
@@ -81,6 +89,8 @@ class Conversation:
         self._answers: asyncio.Queue[bytes | _Answer | None] = asyncio.Queue(_MAX_PENDING_ANSWERS)
         self._idle_seconds = service.facts.session_idle_seconds
         self._is_welcome = False
+        self._frame_arrives_until = 0.0
+        stream.set_gate(self._let_in)
 
     async def run(self) -> None:
         """Serve until the stream ends. A client that vanishes is nobody's error."""
@@ -130,10 +140,31 @@ class Conversation:
         while (seconds := deadline - self._service.clock.now()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    return await self._stream.receive()
+                    frame = await self._stream.receive()
+                    self._frame_arrives_until = 0.0
+                    return frame
             # Its sessions may have been stepped on another stream meanwhile.
             deadline = max(deadline, self._last_used_at() + idle_seconds)
+            next_look = self._service.clock.now() + _LOOK_AGAIN_SECONDS
+            deadline = max(deadline, min(self._frame_arrives_until, next_look))
         raise RefusedError(ErrorCode.UNKNOWN_SESSION, f"nothing was asked for {idle_seconds:.0f} s")
+
+    @contextlib.asynccontextmanager
+    async def _let_in(self, num_bytes: int) -> AsyncGenerator[None]:
+        """Keep room for a large frame while it arrives; its time is bounded by the transport."""
+        if not self._is_welcome:
+            raise _make_no_hello_error()
+        pending, holder = self._service.pending, self.holder
+        self._frame_arrives_until = math.inf
+        try:
+            await pending.wait_for_room(holder, num_bytes, _ROOM_SECONDS)
+            pending.count(holder, num_bytes)
+            try:
+                yield
+            finally:
+                pending.count(holder, -num_bytes)
+        finally:
+            self._frame_arrives_until = self._service.clock.now() + _LOOK_AGAIN_SECONDS
 
     async def _wait_for_room(self) -> None:
         try:
@@ -178,7 +209,7 @@ class Conversation:
         if isinstance(message, Hello):
             await self._answers.put(encode_frame(self._welcome(message)))
         elif not self._is_welcome:
-            raise RemoteProtocolError("the first message of a stream is Hello")
+            raise _make_no_hello_error()
         elif isinstance(message, Step):
             await self._take_step(message)
         elif isinstance(message, Open):
@@ -327,6 +358,10 @@ def _conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep
         return frame
     held.state.fail(step.sequence)
     return _encode_refusal(step.session, step.sequence, refusal)
+
+
+def _make_no_hello_error() -> RefusedError:
+    return RefusedError(ErrorCode.BAD_FRAME, "the first message of a stream is Hello")
 
 
 def _encode_refusal(session: SessionId | None, sequence: int, error: RefusedError) -> bytes:

@@ -5,7 +5,6 @@ nobody is held to a fixed number, only to a part of what others have left.
 """
 
 import ipaddress
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -137,31 +136,3 @@ def may_displace(asker: Holder, idle: Holder, held: Mapping[Holder, int], num_by
         return sum(n for other, n in held.items() if other.address == holder.address)
 
     return count(asker) + num_bytes < count(idle)
-
-
-class SharedBytes:
-    """A budget of memory for what strangers send and do not fetch, and who holds how much of it."""
-
-    def __init__(self, budget_bytes: int) -> None:
-        self._budget_bytes = budget_bytes
-        self._held: Counter[Holder] = Counter()
-
-    def __repr__(self) -> str:
-        return f"<SharedBytes {self.used_bytes}/{self._budget_bytes}, {len(self._held)} holders>"
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes that all holders have together."""
-        return self._held.total()
-
-    def check_room_for(self, holder: Holder, num_bytes: int) -> None:
-        """Raise RefusedError unless a holder may have so many bytes more."""
-        share = compute_share(holder, self._held, self._budget_bytes)
-        if self._held[holder] + num_bytes > share:
-            raise RefusedError(ErrorCode.BUSY, "too many steps wait at this peer", 1.0)
-
-    def count(self, holder: Holder, num_bytes: int) -> None:
-        """Enter bytes of a holder into the account, or strike them if there are less than none."""
-        self._held[holder] += num_bytes
-        if not self._held[holder]:
-            del self._held[holder]

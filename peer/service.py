@@ -12,11 +12,12 @@ from .admission import Admission
 from .conversation import Conversation
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine
-from .fair_share import SharedBytes
 from .held_session import HeldSession
+from .shared_bytes import SharedBytes
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
-"""Steps of all streams that wait for the engine, and answers that wait for their reader."""
+"""Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that
+wait for their reader."""
 
 
 @dataclass(frozen=True)

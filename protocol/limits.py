@@ -7,6 +7,10 @@ one peer together is bounded where it is held, in `peer/conversation.py` and the
 MAX_FRAME_BYTES = 16 * 2**20
 """One frame, header included. Longer prompts are cut into several steps by the client."""
 
+MAX_PIECE_BYTES = 256 * 2**10
+"""The part of a larger frame that one message of the transport carries. Streams are many, and what
+has arrived of a message is not counted; a connection carries about so much in each round trip."""
+
 MAX_CONTROL_BYTES = 64 * 2**10
 """The protobuf part of one frame."""
 

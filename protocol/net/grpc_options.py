@@ -1,16 +1,21 @@
 """How gRPC is set up at both ends: limits, keepalive, and what is switched off."""
 
-from ..limits import MAX_FRAME_BYTES
+from .pieces import MAX_MESSAGE_BYTES
 
 MAX_STREAMS_PER_CONNECTION = 512
 """What one stranger may open; its further streams wait at its own end."""
 
-MAX_STREAMS_PER_LISTENER = 4096
-"""What all strangers together may open; further streams are turned down."""
+MAX_STREAMS_PER_LISTENER = 2048
+"""What all strangers together may open; further streams are turned down. Twice as many as a peer
+serves by default: the others hear why it does not serve them."""
+
+_WINDOW_BYTES = 64 * 2**10
+"""What a client may send on a stream before anybody reads it. While a message is being read, gRPC
+lets its rest come as well; that is all that a stranger's stream holds out of our sight."""
 
 _COMMON_OPTIONS = (
-    ("grpc.max_send_message_length", MAX_FRAME_BYTES),
-    ("grpc.max_receive_message_length", MAX_FRAME_BYTES),
+    ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     # Both ends notice a silent partner within 25 s, also while no stream is open.
     ("grpc.keepalive_time_ms", 15_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -22,6 +27,9 @@ SERVER_OPTIONS = (
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.lookahead_bytes", _WINDOW_BYTES),
+    # It would widen the window of every stream of a fast connection, without a bound.
+    ("grpc.http2.bdp_probe", 0),
 )
 CHANNEL_OPTIONS = (
     *_COMMON_OPTIONS,

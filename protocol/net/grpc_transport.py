@@ -291,9 +291,9 @@ class _AcceptedStream(StreamEnd):
             raise self._fault
         return None
 
-    async def _write(self, frame: bytes) -> None:
+    async def _write(self, message: bytes) -> None:
         try:
-            await self._context.write(frame)
+            await self._context.write(message)
         except grpc.aio.BaseError as error:
             raise UnavailableError("the other end went away") from error
 
@@ -349,7 +349,9 @@ class _DialledStream(StreamEnd):
         try:
             message = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise _translate(error, self.connection.endpoint) from error
+            fault = _translate(error, self.connection.endpoint)
+            self.end(fault)
+            raise fault from error
         except asyncio.CancelledError:
             # Also how gRPC reports that the call, rather than this task, was cancelled.
             task = asyncio.current_task()
@@ -358,10 +360,10 @@ class _DialledStream(StreamEnd):
             raise UnavailableError(f"the stream to {self.connection.endpoint} was cut") from None
         return None if message is _EOF else message
 
-    async def _write(self, frame: bytes) -> None:
+    async def _write(self, message: bytes) -> None:
         endpoint = self.connection.endpoint
         try:
-            await self._call.write(frame)
+            await self._call.write(message)
         except grpc.aio.AioRpcError as error:
             raise _translate(error, endpoint) from error
         except (asyncio.InvalidStateError, grpc.aio.BaseError) as error:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from ..errors import LocalProtocolError, UnavailableError
-from ..limits import MAX_FRAME_BYTES
-from .transport import Lane
+from ..errors import LocalProtocolError, RefusedError, UnavailableError
+from ..limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
+from .transport import FrameGate, Lane, open_gate
 
 WINDOW_BYTES = 4 * 2**20
 """What a stream holds in each direction before `send` waits; one larger frame is let through."""
@@ -145,6 +145,12 @@ class Pipe:
         """Return whether `take` would not wait."""
         return bool(self._arrived) and not self._wire.medium.is_paused(self._target)
 
+    @property
+    def num_bytes_of_next(self) -> int:
+        """How large the frame is that may be taken; 0 where a mark is next."""
+        item = self._arrived[0]
+        return len(item) if isinstance(item, bytes) else 0
+
     async def take(self) -> bytes | Mark:
         """Wait for the next frame or mark and remove it. An end is never removed."""
         await self._wire.wait_until(self.can_take)
@@ -192,10 +198,15 @@ class LoopbackStream:
         self._outgoing = outgoing
         self._incoming = incoming
         self._is_closed = False
+        self._refusal: RefusedError | None = None
+        self._gate: FrameGate = open_gate
 
     @property
     def remote_host(self) -> str:
         return self._incoming.source
+
+    def set_gate(self, gate: FrameGate) -> None:
+        self._gate = gate
 
     async def send(self, frame: bytes) -> None:
         if len(frame) > MAX_FRAME_BYTES:
@@ -213,12 +224,26 @@ class LoopbackStream:
         self._outgoing.push(frame)
 
     async def receive(self) -> bytes | None:
+        if self._refusal is not None:
+            raise self._refusal
         if not self._is_closed:
             await self._wire.wait_until(self._can_receive)
         if self._is_closed:
             return None
+        num_bytes = self._incoming.num_bytes_of_next
+        if num_bytes > MAX_PIECE_BYTES:
+            await self._pass_gate(num_bytes)
         item = await self._incoming.take()
         return item if isinstance(item, bytes) else None
+
+    async def _pass_gate(self, num_bytes: int) -> None:
+        try:
+            async with self._gate(num_bytes):
+                pass  # it is here as a whole already
+        except RefusedError as refusal:
+            await self._incoming.take()
+            self._refusal = refusal
+            raise
 
     async def close(self) -> None:
         if not self._is_closed:

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
-from ..errors import LocalProtocolError, ShoalError, UnavailableError
+from ..errors import (
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+)
 from ..limits import MAX_FRAME_BYTES
+from .pieces import begin_frame, count_missing, cut_frame
+from .transport import FrameGate, open_gate
+
+_FRAME_SECONDS = 60.0
+"""How long a frame may take from its first piece to the last: the largest one needs 54 seconds at
+2.5 megabits a second. Who stops half-way would keep memory that others need."""
 
 
 class StreamEnd:
@@ -14,10 +27,12 @@ class StreamEnd:
 
     For libraries whose reads cannot be cancelled without breaking the stream. A read is a task
     that outlives its reader: a cancelled `receive` leaves it to the next one, and no frame is
-    lost. A subclass brings `_read` and `_write`, which raise errors of ours only, and `close`.
+    lost. Frames travel in pieces. A subclass brings `_read` and `_write` for the messages that
+    carry them, which raise errors of ours only, and `close`.
     """
 
     def __init__(self) -> None:
+        self._gate: FrameGate = open_gate
         self._reading: asyncio.Task[bytes | None] | None = None
         self._is_closed = False
         self._fault: ShoalError | None = None
@@ -27,6 +42,9 @@ class StreamEnd:
     def is_broken(self) -> bool:
         return self._fault is not None
 
+    def set_gate(self, gate: FrameGate) -> None:
+        self._gate = gate
+
     async def send(self, frame: bytes) -> None:
         if len(frame) > MAX_FRAME_BYTES:
             raise LocalProtocolError(f"a frame of {len(frame)} bytes is beyond {MAX_FRAME_BYTES}")
@@ -35,7 +53,8 @@ class StreamEnd:
         if self._fault is not None:
             raise UnavailableError(str(self._fault)) from self._fault
         try:
-            await self._write(frame)
+            for message in cut_frame(frame):
+                await self._write(message)
         except asyncio.CancelledError:
             self.break_off("a send was cancelled half-way")
             raise
@@ -49,14 +68,14 @@ class StreamEnd:
         if self._fault is not None:
             raise self._fault
         if self._reading is None:
-            self._reading = asyncio.create_task(self._read())
+            self._reading = asyncio.create_task(self._read_frame())
             self._reading.add_done_callback(_retrieve)
         await asyncio.wait({self._reading, self._over}, return_when=asyncio.FIRST_COMPLETED)
         if self._over.done():
             return await self.receive()
         try:
             frame = self._reading.result()
-        except ShoalError as error:
+        except UnavailableError as error:
             self.end(error)
             raise
         if frame is not None:
@@ -84,10 +103,42 @@ class StreamEnd:
             self._reading.cancel()
             await asyncio.wait({self._reading})
 
+    async def _read_frame(self) -> bytes | None:
+        """Read one frame, with the gate's consent where it is large."""
+        message = await self._read()
+        if message is None:
+            return None
+        piece, num_missing = begin_frame(message)
+        if not num_missing:
+            return piece
+        pieces = [piece]
+        try:
+            async with self._gate(len(piece) + num_missing):
+                await self._read_rest(num_missing, pieces.append)
+                return b"".join(pieces)
+        except RefusedError:
+            # Who is still busy sending would not hear why.
+            await self._read_rest(num_missing, len)
+            raise
+
+    async def _read_rest(self, num_missing: int, take: Callable[[bytes], object]) -> None:
+        """Read the rest of a frame that has begun."""
+        try:
+            async with asyncio.timeout(_FRAME_SECONDS):
+                while num_missing:
+                    piece = await self._read()
+                    if piece is None:
+                        raise UnavailableError("the other end stopped in the middle of a frame")
+                    num_missing = count_missing(piece, num_missing)
+                    take(piece)
+        except TimeoutError as error:
+            detail = f"a frame was begun and not finished within {_FRAME_SECONDS:g} s"
+            raise RemoteProtocolError(detail) from error
+
     async def _read(self) -> bytes | None:
         raise NotImplementedError
 
-    async def _write(self, frame: bytes) -> None:
+    async def _write(self, message: bytes) -> None:
         raise NotImplementedError
 
 

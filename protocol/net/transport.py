@@ -5,6 +5,7 @@ what is in them. All of them pass the same conformance tests.
 """
 
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from enum import Enum
 from typing import Protocol
 
@@ -16,6 +17,16 @@ class Lane(Enum):
 
     INTERACTIVE = "interactive"
     BULK = "bulk"
+
+
+FrameGate = Callable[[int], AbstractAsyncContextManager[object]]
+"""Lets a frame of so many bytes in: entered when it has begun to arrive, left when it is whole or
+never will be. Entering may wait, and raise RefusedError."""
+
+
+def open_gate(num_bytes: int) -> AbstractAsyncContextManager[object]:
+    """Let every frame in at once."""
+    return nullcontext()
 
 
 class Stream(Protocol):
@@ -33,6 +44,13 @@ class Stream(Protocol):
         """
         ...
 
+    def set_gate(self, gate: FrameGate) -> None:
+        """Have a gate asked about every frame larger than `limits.MAX_PIECE_BYTES`, from now on.
+
+        Those take memory before they are received. Without a gate they all come in.
+        """
+        ...
+
     async def send(self, frame: bytes) -> None:
         """Hand one frame to the network, waiting while it is congested.
 
@@ -47,7 +65,8 @@ class Stream(Protocol):
 
         Cancelling it loses nothing: the next call goes on where it stood. Raises UnavailableError
         when the stream is broken, RemoteProtocolError when the other end sent a frame beyond the
-        limit.
+        limit or did not finish one in time, RefusedError when the gate refuses one. Behind those
+        two nothing more is received, but what is sent still arrives.
         """
         ...
 

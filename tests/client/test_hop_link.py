@@ -40,7 +40,7 @@ from shoal.protocol.errors import (
 from shoal.protocol.messages import Close, Gap, Hello, Open, Opened, Step
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.loopback import LoopbackTransport
-from shoal.protocol.net.transport import Lane
+from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.wire import encode_frame
 
@@ -222,6 +222,9 @@ class StuckStream:
 
     async def send(self, frame: bytes) -> None:
         await asyncio.Event().wait()
+
+    def set_gate(self, gate: FrameGate) -> None:
+        return
 
     async def receive(self) -> bytes | None:
         return await asyncio.Event().wait() and None

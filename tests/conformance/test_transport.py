@@ -1,13 +1,21 @@
 """What every transport promises, whatever carries the frames."""
 
 import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
 
 import pytest
 from transport_seam import Seam, echo, expect_unavailable, send_all
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import LocalProtocolError, RemoteProtocolError, UsageError
-from shoal.protocol.limits import MAX_FRAME_BYTES
+from shoal.protocol.errors import (
+    ErrorCode,
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    UsageError,
+)
+from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
 from shoal.protocol.net.transport import Lane, Stream
 
 SIZES = [0, 1, 16 * 2**10, 5 * 2**20]
@@ -58,6 +66,56 @@ def test_frame_at_the_limit_passes_and_beyond_it_is_refused_here(seam: Seam) -> 
 
         await stream.send(bytes(MAX_FRAME_BYTES))
         assert await stream.receive() == bytes(MAX_FRAME_BYTES)
+        await stream.close()
+
+    seam.run(test)
+
+
+def test_gate_lets_large_frames_in_and_is_not_asked_about_others(seam: Seam) -> None:
+    async def test() -> None:
+        asked: list[int] = []
+
+        @asynccontextmanager
+        async def gate(num_bytes: int) -> AsyncGenerator[None]:
+            asked.append(num_bytes)
+            yield
+
+        async def serve(stream: Stream) -> None:
+            stream.set_gate(gate)
+            await echo(stream)
+
+        listener = await seam.listen(serve)
+        stream = await seam.transport("client").open_stream(listener.endpoint)
+        for size in (MAX_PIECE_BYTES, MAX_PIECE_BYTES + 1, 5, MAX_FRAME_BYTES):
+            await stream.send(bytes(size))
+            assert await stream.receive() == bytes(size)
+
+        assert asked == [MAX_PIECE_BYTES + 1, MAX_FRAME_BYTES]
+        await stream.close()
+
+    seam.run(test)
+
+
+def test_sender_of_a_frame_that_the_gate_refuses_still_hears_an_answer(seam: Seam) -> None:
+    async def test() -> None:
+        @asynccontextmanager
+        async def gate(num_bytes: int) -> AsyncGenerator[None]:
+            raise RefusedError(ErrorCode.BUSY, "no room")
+            yield
+
+        async def serve(stream: Stream) -> None:
+            stream.set_gate(gate)
+            for _ in range(2):
+                with pytest.raises(RefusedError):
+                    await stream.receive()
+            await stream.send(b"no room")
+
+        listener = await seam.listen(serve)
+        stream = await seam.transport("client").open_stream(listener.endpoint)
+        await stream.send(bytes(MAX_FRAME_BYTES))
+
+        assert await stream.receive() == b"no room"
+        assert await stream.receive() is None
         await stream.close()
 
     seam.run(test)

@@ -34,7 +34,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.loopback import LoopbackTransport
-from shoal.protocol.net.transport import Lane
+from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.wire import encode_frame
 
 
@@ -97,6 +97,9 @@ class PatientStream:
         self._frames = [encode_frame(message) for message in messages]
 
     async def send(self, frame: bytes) -> None:
+        return
+
+    def set_gate(self, gate: FrameGate) -> None:
         return
 
     async def receive(self) -> bytes | None:

@@ -29,7 +29,8 @@ from shoal.peer import conversation
 from shoal.peer.config import PeerConfig
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.fair_share import SharedBytes
+from shoal.peer.fair_share import Holder
+from shoal.peer.shared_bytes import SharedBytes
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.ids import ClientToken
@@ -42,10 +43,10 @@ from shoal.protocol.messages import (
     Step,
 )
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.transport import Lane
+from shoal.protocol.net.transport import FrameGate, Lane, open_gate
 from shoal.protocol.session import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
-from shoal.protocol.wire import encode_frame
+from shoal.protocol.wire import decode_frame, encode_frame
 
 
 def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:
@@ -293,6 +294,9 @@ class DeafStream:
     async def send(self, frame: bytes) -> None:
         await asyncio.Future[None]()
 
+    def set_gate(self, gate: FrameGate) -> None:
+        return
+
     async def receive(self) -> bytes | None:
         return self._frames.pop(0) if self._frames else await asyncio.Future[None]()
 
@@ -324,6 +328,104 @@ def test_clients_that_do_not_read_answers_shut_nobody_out_and_are_gone_soon(
         assert peer.service.pending.used_bytes == 0
 
     run(engine, test, max_sessions=40)
+
+
+def make_large_step(sequence: int, position: int) -> Step:
+    """Return a step whose frame travels in pieces."""
+    step = make_step(sequence, position, draw_hidden(1, 16, 80))
+    assert len(step.hidden.data) > limits.MAX_PIECE_BYTES
+    return step
+
+
+def test_large_frame_waits_for_room_and_counts_while_it_arrives(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        pending = peer.service.pending = SharedBytes(2**20)
+        talk = await peer.open(num_rows=16)
+        holder = Holder("client")
+        pending.count(holder, 2**18)
+        await talk.say(make_large_step(1, 0))
+        hearing = asyncio.create_task(talk.hear())
+        await asyncio.sleep(5)
+        assert not hearing.done()
+
+        pending.count(holder, -(2**18))
+
+        expect_output(await hearing)
+        assert pending.used_bytes == 0
+
+    run(engine, test)
+
+
+def test_large_frame_without_room_is_refused_in_the_end(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        peer.service.pending = SharedBytes(2**18)
+        talk = await peer.open(num_rows=16)
+
+        await talk.say(make_large_step(1, 0))
+
+        refusal = assert_declined(await talk.hear(), ErrorCode.BUSY)
+        assert refusal.session is None
+        assert refusal.retry_after_seconds
+        assert await talk.hear() is None
+        assert VirtualClock().now() < 60
+
+    run(engine, test)
+
+
+def test_large_frame_before_hello_is_not_let_in(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.dial()
+
+        await talk.say(make_large_step(1, 0))
+
+        assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
+        assert await talk.hear() is None
+
+    run(engine, test)
+
+
+class SlowStream(DeafStream):
+    """A stream whose last frame takes long to arrive; notes what is sent to it."""
+
+    def __init__(self, seconds: float, *messages: Message) -> None:
+        super().__init__(*messages)
+        self._seconds = seconds
+        self._gate: FrameGate = open_gate
+        self._reading: asyncio.Task[bytes] | None = None
+        self.heard: list[Message] = []
+
+    def set_gate(self, gate: FrameGate) -> None:
+        self._gate = gate
+
+    async def send(self, frame: bytes) -> None:
+        self.heard.append(decode_frame(frame))
+
+    async def receive(self) -> bytes | None:
+        if len(self._frames) == 1:
+            self._reading = asyncio.create_task(self._read_slowly())
+        if self._reading is None:
+            return await super().receive()
+        frame = await asyncio.shield(self._reading)
+        self._reading = None
+        return frame
+
+    async def _read_slowly(self) -> bytes:
+        frame = self._frames.pop()
+        async with self._gate(len(frame)):
+            await asyncio.sleep(self._seconds)
+        return frame
+
+
+def test_stream_is_not_idle_while_a_large_frame_arrives(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        stream = SlowStream(50.0, HELLO, make_large_step(1, 0))
+
+        await peer.service.serve(stream)
+
+        _, refusal, _ = stream.heard
+        assert assert_declined(refusal, ErrorCode.UNKNOWN_SESSION).session == make_session(1)
+
+    run(engine, test)
 
 
 async def let_others_run() -> None:

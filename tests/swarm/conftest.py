@@ -34,7 +34,7 @@ from shoal.protocol.ids import SessionId
 from shoal.protocol.messages import Message
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.loopback import Link
-from shoal.protocol.net.transport import Stream, Transport
+from shoal.protocol.net.transport import FrameGate, Stream, Transport
 from shoal.protocol.spans import Span
 from shoal.protocol.wire import decode_frame, encode_frame
 
@@ -96,6 +96,9 @@ class _LyingStream:
         self._stream = stream
         self._liar = liar
         self._host = host
+
+    def set_gate(self, gate: FrameGate) -> None:
+        self._stream.set_gate(gate)
 
     async def send(self, frame: bytes) -> None:
         await self._stream.send(self._liar.distort(frame, self._host))

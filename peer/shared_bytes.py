@@ -1,0 +1,51 @@
+"""Memory that strangers share: an account of who holds how much of it."""
+
+import asyncio
+import contextlib
+from collections import Counter
+
+from ..protocol.errors import ErrorCode, RefusedError
+from .fair_share import Holder, compute_share
+
+
+class SharedBytes:
+    """A budget of memory for what strangers send and do not fetch, and who holds how much of it."""
+
+    def __init__(self, budget_bytes: int) -> None:
+        self._budget_bytes = budget_bytes
+        self._held: Counter[Holder] = Counter()
+        self._freed = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<SharedBytes {self.used_bytes}/{self._budget_bytes}, {len(self._held)} holders>"
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that all holders have together."""
+        return self._held.total()
+
+    def check_room_for(self, holder: Holder, num_bytes: int) -> None:
+        """Raise RefusedError unless a holder may have so many bytes more."""
+        if not self._has_room_for(holder, num_bytes):
+            raise RefusedError(ErrorCode.BUSY, "too many steps wait at this peer", 1.0)
+
+    async def wait_for_room(self, holder: Holder, num_bytes: int, seconds: float) -> None:
+        """Wait until a holder may have so many bytes more. Raises RefusedError after so long."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not self._has_room_for(holder, num_bytes):
+                    self._freed.clear()
+                    await self._freed.wait()
+        self.check_room_for(holder, num_bytes)
+
+    def count(self, holder: Holder, num_bytes: int) -> None:
+        """Enter bytes of a holder into the account, or strike them if there are less than none."""
+        self._held[holder] += num_bytes
+        if not self._held[holder]:
+            del self._held[holder]
+        if num_bytes < 0:
+            self._freed.set()
+
+    def _has_room_for(self, holder: Holder, num_bytes: int) -> bool:
+        share = compute_share(holder, self._held, self._budget_bytes)
+        return self._held[holder] + num_bytes <= share
