@@ -89,6 +89,7 @@ class Conversation:
         self._answers: asyncio.Queue[bytes | _Answer | None] = asyncio.Queue(_MAX_PENDING_ANSWERS)
         self._idle_seconds = service.facts.session_idle_seconds
         self._is_welcome = False
+        self._active_at = service.clock.now()
         self._frame_arrives_until = 0.0
         stream.set_gate(self._let_in)
 
@@ -130,24 +131,33 @@ class Conversation:
         service.streams.add(self)
 
     async def _receive(self) -> bytes | None:
-        """Wait for a frame. Raises RefusedError when nothing came for too long."""
+        """Wait for a frame. Raises RefusedError when nothing was done here for too long."""
         await self._wait_for_room()
-        idle_seconds = self._idle_seconds
-        self._used &= self._service.sessions.keys()
-        if not self._used and not self._waiting:
-            idle_seconds = min(idle_seconds, _HELLO_SECONDS)
-        deadline = self._service.clock.now() + idle_seconds
-        while (seconds := deadline - self._service.clock.now()) > 0:
+        clock = self._service.clock
+        while (seconds := self._find_deadline() - clock.now()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     frame = await self._stream.receive()
                     self._frame_arrives_until = 0.0
                     return frame
-            # Its sessions may have been stepped on another stream meanwhile.
-            deadline = max(deadline, self._last_used_at() + idle_seconds)
-            next_look = self._service.clock.now() + _LOOK_AGAIN_SECONDS
-            deadline = max(deadline, min(self._frame_arrives_until, next_look))
-        raise RefusedError(ErrorCode.UNKNOWN_SESSION, f"nothing was asked for {idle_seconds:.0f} s")
+        raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the stream was idle for too long")
+
+    def _find_deadline(self) -> float:
+        """Return when the stream is idle for too long: what is refused or unknown does not count.
+
+        Sessions opened or stepped here may be stepped on another stream, too.
+        """
+        sessions, now = self._service.sessions, self._service.clock.now()
+        held = [sessions[session] for session in self._used if session in sessions]
+        if len(held) < len(self._used):
+            self._used &= sessions.keys()
+            self._active_at = now
+        idle_seconds = self._idle_seconds
+        if not self._used and not self._waiting:
+            idle_seconds = min(idle_seconds, _HELLO_SECONDS)
+        active_at = max([self._active_at, *(session.used_at for session in held)])
+        arrives_until = min(self._frame_arrives_until, now + _LOOK_AGAIN_SECONDS)
+        return max(active_at + idle_seconds, arrives_until)
 
     @contextlib.asynccontextmanager
     async def _let_in(self, num_bytes: int) -> AsyncGenerator[None]:
@@ -175,11 +185,6 @@ class Conversation:
         except TimeoutError as error:
             detail = f"the engine computed nothing for {self._idle_seconds:.0f} s"
             raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS) from error
-
-    def _last_used_at(self) -> float:
-        sessions = self._service.sessions
-        used = (sessions.get(session) for session in self._used)
-        return max((held.used_at for held in used if held is not None), default=0.0)
 
     async def _end_stream(self, error: RefusedError) -> None:
         _logger.info("closing a stream: %s", error)
@@ -228,10 +233,12 @@ class Conversation:
             self._service.close_session(session, held)
 
     def _welcome(self, hello: Hello) -> Welcome:
+        if self._is_welcome:  # bytes count under the first name, and time passes
+            raise RemoteProtocolError("Hello is said once")
         version = agree_on_version(hello.min_version, hello.max_version)
-        if not self._is_welcome:  # who says it twice keeps the first name: bytes count under it
-            self._is_welcome = True
-            self.holder = self.holder._replace(client=hello.client.hex())
+        self._is_welcome = True
+        self._active_at = self._service.clock.now()
+        self.holder = self.holder._replace(client=hello.client.hex())
         facts, engine = self._service.facts, self._service.engine
         wall = self._service.clock.wall()
         return Welcome(version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
@@ -272,6 +279,7 @@ class Conversation:
 
         assert self._tasks is not None
         answer: _Answer = asyncio.Future()
+        self._active_at = self._service.clock.now()
         self._waiting[message.session] = task = self._tasks.create_task(wait())
         task.add_done_callback(settle)
         await self._answers.put(encode_frame(Queued(message.session, message.epoch, seconds)))
@@ -280,6 +288,7 @@ class Conversation:
     def _note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
         self._opened[message.session] = held
         self._used.add(message.session)
+        self._active_at = self._service.clock.now()
         queue_seconds = self._service.compute.queue_seconds
         return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
 

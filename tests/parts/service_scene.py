@@ -42,6 +42,7 @@ PEER_ID = Identity(bytes(32)).peer_id
 SPAN = Span(1, 3)
 IDLE_SECONDS = 600.0
 HELLO = Hello(1, 1, "a test")
+NOBODYS_NUMBER = 2**16 - 1
 
 
 class HoldingComputeThread(ComputeThread):
@@ -136,6 +137,11 @@ class Talk:
     async def ask(self, message: Message) -> Message | None:
         await self.say(message)
         return await self.hear()
+
+    async def wait_until_read(self) -> None:
+        """Wait until the peer has read what was said: it answers in order."""
+        unknown = make_step(1, 0, draw_hidden(0), NOBODYS_NUMBER)
+        assert_declined(await self.ask(unknown), ErrorCode.UNKNOWN_SESSION)
 
 
 @dataclass

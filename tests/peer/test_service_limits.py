@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:
         refusal = assert_declined(await talks[0].ask(make_open(4)), ErrorCode.BUSY)
         assert refusal.retry_after_seconds
         await talks[1].say(Close(make_session(2), 1))
-        await talks[1].ask(HELLO)  # its answer says that the Close was read
+        await talks[1].wait_until_read()
 
         assert isinstance(await talks[0].ask(make_open(4)), Opened)
 
@@ -184,7 +185,7 @@ def test_step_that_outgrows_the_kv_budget_is_refused_and_can_be_tried_again(
         assert (refusal.session, refusal.sequence) == (make_session(2), 1)
         assert refusal.retry_after_seconds
         await first.say(Close(make_session(1), 1))
-        await first.ask(HELLO)
+        await first.wait_until_read()
         output = expect_output(await second.ask(make_step(2, 0, prompt[:, :100], number=2)))
 
         assert torch.equal(output, wanted)
@@ -264,6 +265,59 @@ def test_stream_without_a_session_is_ended_soon(engine: Engine, says_hello: bool
         assert await talk.hear() is None
 
     run(engine, test, idle_seconds=24 * 3600)
+
+
+def test_second_hello_ends_the_stream(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+
+        assert_declined(await talk.ask(HELLO), ErrorCode.BAD_FRAME)
+
+        assert await talk.hear() is None
+        await peer.wait_until_empty()
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("holds_session", [False, True])
+def test_questions_that_are_refused_keep_no_stream_alive(
+    engine: Engine, holds_session: bool
+) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open() if holds_session else await peer.greet()
+        hidden = draw_hidden(1)
+        answers: list[Message | None] = []
+        while answers[-1:] != [None]:
+            await asyncio.sleep(15)
+            assert VirtualClock().now() < (150 if holds_session else 60)
+            for question in (
+                make_step(1, 0, hidden, number=9),  # unknown
+                make_step(1, 7, hidden, number=1),  # unknown, or a gap
+                make_step(0, 0, hidden, number=1),  # unknown, or dropped
+                Close(make_session(9), 1),
+                make_open(9, max_tokens=10**6),
+            ):
+                with contextlib.suppress(UnavailableError):
+                    await talk.say(question)
+            async with asyncio.timeout(1):
+                answers += [await talk.hear() for _ in range(3)]
+
+    run(engine, test, idle_seconds=100.0)
+
+
+def test_stream_lives_on_when_its_session_is_closed(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        for sequence in range(1, 4):
+            await asyncio.sleep(60)
+            expect_output(await talk.ask(make_step(sequence, 0, draw_hidden(1))))
+        await asyncio.sleep(60)
+        await talk.say(Close(make_session(1), 1))
+        await asyncio.sleep(15)
+
+        assert isinstance(await talk.ask(make_open(2)), Opened)
+
+    run(engine, test, idle_seconds=100.0)
 
 
 def test_client_that_never_reads_its_answers_is_dropped(engine: Engine) -> None:

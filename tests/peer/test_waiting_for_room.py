@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 
 from service_scene import (
-    HELLO,
     Peer,
     Talk,
     assert_declined,
@@ -215,7 +214,7 @@ def test_late_end_of_a_stream_leaves_a_new_session_of_the_same_id_alone(engine: 
         await peer.at_host("newcomer").open(3)
         assert make_session(1) not in peer.service.sessions, "it was the oldest"
         await close(first, 2)
-        await first.ask(HELLO)  # its answer says that the Close was read
+        await first.wait_until_read()
         again = await peer.at_host("idle").greet()
         assert isinstance(await again.ask(make_open(1)), Opened)
 
