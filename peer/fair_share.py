@@ -70,7 +70,7 @@ def check_room_for_client(
     """Do the same twice: for the address, and for the client within what its address may hold.
 
     So clients behind one address do not shut each other out, and who makes up names gets no more
-    than an address gets. Who gives no name is held to the first rule only.
+    than an address gets. All of an address that give no name count as one client.
 
     >>> greedy = Holder("home", "greedy")
     >>> check_room_for_client(Holder("home", "other"), [greedy] * 3, 8, "sessions")
@@ -80,8 +80,6 @@ def check_room_for_client(
     """
     addresses = [other.address for other in holders]
     check_room_for(holder.address, addresses, num_places, of_what)
-    if not holder.client:
-        return
     num_of_others = len(addresses) - addresses.count(holder.address)
     num_places_here = (num_places - num_of_others) // 2 + 1
     clients = [other.client for other in holders if other.address == holder.address]
@@ -97,9 +95,9 @@ def compute_share(
     addresses, and for a client within what its address may hold.
 
     >>> compute_share(Holder("a"), {}, 100), compute_share(Holder("a"), {}, 100, times_free=3)
-    (50, 75)
+    (25, 56)
     >>> compute_share(Holder("b"), {Holder("a"): 60}, 100)
-    20
+    10
     >>> compute_share(Holder("a", "other"), {Holder("a", "greedy"): 30}, 100)
     10
     """
@@ -109,10 +107,8 @@ def compute_share(
             strangers += num_held
         elif other.client != holder.client:
             neighbours += num_held
-    left = (num_bytes - strangers) * times_free // (times_free + 1) - neighbours
-    if holder.client:
-        left = left * times_free // (times_free + 1)
-    return max(0, left)
+    of_address = (num_bytes - strangers) * times_free // (times_free + 1)
+    return max(0, (of_address - neighbours) * times_free // (times_free + 1))
 
 
 def may_displace(asker: Holder, idle: Holder, held: Mapping[Holder, int], num_bytes: int) -> bool:

@@ -4,11 +4,12 @@ import pytest
 
 from shoal.peer.fair_share import (
     Holder,
-    SharedBytes,
     check_room_for,
     check_room_for_client,
+    compute_share,
     name_holder,
 )
+from shoal.peer.shared_bytes import SharedBytes
 from shoal.protocol.errors import ErrorCode, RefusedError
 
 
@@ -97,9 +98,17 @@ def test_names_that_are_made_up_get_no_more_than_one_address() -> None:
     liars: list[Holder] = []
     for number in range(300):
         count_taken(Holder("home", f"liar {number}"), liars, 256)
-    nameless: list[Holder] = []
 
-    assert len(liars) == count_taken(Holder("home"), nameless, 256) == 129
+    assert len(liars) == 129
+
+
+def test_those_of_an_address_that_give_no_name_count_as_one_client() -> None:
+    holders: list[Holder] = []
+
+    assert count_taken(Holder("home"), holders, 256) == 65
+    assert count_taken(Holder("home", "honest"), holders, 256) == 33
+    assert compute_share(Holder("home", "honest"), {Holder("home"): 25}, 100) == 12
+    assert compute_share(Holder("home"), {Holder("home"): 25}, 100) == 25
 
 
 def test_places_that_are_given_back_are_for_everybody_again() -> None:

@@ -37,17 +37,17 @@ def grow(cache: SessionCache, num_pages: int) -> None:
 
 
 def test_idle_session_gives_its_pages_to_one_that_needs_them() -> None:
-    scene = Pool(14)
+    scene = Pool(18)
     idle, other = scene.open(Holder("a"), 10), scene.open(Holder("b"), 2)
     scene.seconds = IDLE_SECONDS
     other.touch()
 
     grow(other, 1)
     assert idle.is_open
-    grow(other, 2)
+    grow(other, 6)
 
     assert not idle.is_open
-    assert scene.pool.used_bytes == 5 * PAGE_BYTES
+    assert scene.pool.used_bytes == 9 * PAGE_BYTES
     scene.pool.check_integrity()
     with pytest.raises(RefusedError) as refused:
         idle.prepare(10 * PAGE_TOKENS, 1)

@@ -66,20 +66,22 @@ def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:
 
 def test_one_address_holds_no_more_sessions_than_it_leaves_free(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        greedy = await peer.greet()
-        for number in range(5):
-            assert isinstance(await greedy.ask(make_open(number)), Opened)
+        talks = [await peer.dial() for _ in range(6)]
+        for number, talk in enumerate(talks):
+            await talk.ask(replace(HELLO, client=ClientToken(bytes([number] * 16))))
+        for number, talk in enumerate(talks[:5]):
+            assert isinstance(await talk.ask(make_open(number)), Opened)
 
-        refusal = assert_declined(await greedy.ask(make_open(5)), ErrorCode.BUSY)
-        elsewhere = await peer.greet()
-        assert_declined(await elsewhere.ask(make_open(5)), ErrorCode.BUSY)
+        refusal = assert_declined(await talks[0].ask(make_open(5)), ErrorCode.BUSY)
+        assert_declined(await talks[5].ask(make_open(5)), ErrorCode.BUSY)
         neighbour = await peer.at_host("neighbour").open(6)
         assert isinstance(await neighbour.ask(make_open(7)), Opened)
         assert_declined(await neighbour.ask(make_open(8)), ErrorCode.BUSY)
         await peer.at_host("newcomer").open(9)
 
         assert refusal.retry_after_seconds
-        await greedy.stream.close()
+        for talk in talks:
+            await talk.stream.close()
         await peer.at_host("newcomer").open(10)
 
     run(engine, test, max_sessions=8)
@@ -201,7 +203,7 @@ def test_one_address_leaves_some_of_the_kv_budget_to_the_next(engine: Engine) ->
             await greedy.ask(make_step(1, 0, everything)), ErrorCode.CACHE_FULL
         )
         assert refusal.retry_after_seconds is None  # not even when the peer is empty
-        expect_output(await greedy.ask(make_step(2, 0, everything[:, :192])))
+        expect_output(await greedy.ask(make_step(2, 0, everything[:, :128])))
         refusal = assert_declined(await greedy.ask(make_open(2, num_rows=32)), ErrorCode.CACHE_FULL)
         assert refusal.retry_after_seconds
 
@@ -322,8 +324,8 @@ def test_stream_lives_on_when_its_session_is_closed(engine: Engine) -> None:
 
 def test_client_that_never_reads_its_answers_is_dropped(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        talk = await peer.open(max_tokens=512, num_rows=24)
-        hidden = draw_hidden(1, 24, 256)  # 1.5 MB each way; the network holds 4 MB
+        talk = await peer.open(max_tokens=512, num_rows=16)
+        hidden = draw_hidden(1, 16, 256)  # 1 MB each way; the network holds 4 MB
 
         async def flood() -> None:
             for sequence in range(1, 100):
@@ -365,7 +367,7 @@ def test_clients_that_do_not_read_answers_shut_nobody_out_and_are_gone_soon(
     monkeypatch.setattr(conversation, "_MAX_STREAM_PENDING_BYTES", 2 * prompt.nbytes)
 
     async def test(peer: Peer) -> None:
-        peer.service.pending = SharedBytes(32 * prompt.nbytes)
+        peer.service.pending = SharedBytes(64 * prompt.nbytes)
         async with asyncio.TaskGroup() as tasks:
             for number in range(14):
                 steps = [make_step(sequence, 0, prompt, number) for sequence in range(1, 5)]
@@ -393,7 +395,7 @@ def make_large_step(sequence: int, position: int) -> Step:
 
 def test_large_frame_waits_for_room_and_counts_while_it_arrives(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        pending = peer.service.pending = SharedBytes(2**20)
+        pending = peer.service.pending = SharedBytes(2**21)
         talk = await peer.open(num_rows=16)
         holder = Holder("client")
         pending.count(holder, 2**18)
@@ -493,7 +495,7 @@ def test_steps_of_a_stream_that_broke_count_until_they_are_computed(engine: Engi
     prompt = draw_hidden(1, 1, 100)
 
     async def test(peer: Peer) -> None:
-        peer.service.pending = SharedBytes(8 * prompt.nbytes)
+        peer.service.pending = SharedBytes(16 * prompt.nbytes)
         talk = await peer.open()
         held = peer.service.sessions[make_session(1)]
         for number in range(6):
