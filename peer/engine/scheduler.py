@@ -34,8 +34,14 @@ class WaitingStep:
     is_decoding: bool
 
 
+_FORGETTING = 1 / 32
+"""The part of what somebody is ahead by that an iteration without him forgets. Who decodes misses
+some between two tokens, and should not pay for a prompt that is done for long."""
+
 Usage = Mapping[tuple[str, ...], float]
-"""Rows times tokens that were computed lately, for each address, holder and session."""
+"""Rows times tokens by which each address, each holder beside others of its address and each
+session beside others of its holder is ahead: of the one that waited and had had the least when the
+last batch was chosen. Who is not in it is not ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +116,8 @@ def _find_least(usage: Usage, waiting: Iterable[WaitingStep]) -> dict[tuple[str,
     """Return the least that any of those had who wait beside each other, by what they share."""
     least: dict[tuple[str, ...], float] = {}
     for key in {key for step in waiting for key in _keys_of(step)}:
-        if key in usage:
-            least[key[:-1]] = min(usage[key], least.get(key[:-1], usage[key]))
+        used = usage.get(key, 0.0)
+        least[key[:-1]] = min(used, least.get(key[:-1], used))
     return least
 
 
@@ -164,18 +170,26 @@ def _count_next(step: WaitingStep, num_taken: int) -> int:
 def renew_usage(
     usage: Usage, waiting: Sequence[WaitingStep], batch: Sequence[Take]
 ) -> dict[tuple[str, ...], float]:
-    """Return what everybody who waits has had, after a batch.
+    """Return by how much everybody is ahead, after a batch.
 
     Who was away is not owed for it: one comes in with as much as the least of those that wait
-    beside it (start-time fair queueing; Goyal, Vin and Cheng, 1996).
+    beside it (start-time fair queueing; Goyal, Vin and Cheng, 1996). What one is ahead by is
+    remembered while one is away, though less and less, until others have caught up.
 
     >>> step = WaitingStep(1, ("home", "new"), 1, 1, True)
-    >>> renew_usage({("home",): 90.0, ("home", "old"): 90.0}, [step], [Take(0, 1)])
-    {('home',): 91.0, ('home', 'new'): 1.0, ('home', 'new', '1'): 1.0}
+    >>> renew_usage({("home",): 90.0, ("home", "old"): 64.0}, [step], [Take(0, 1)])
+    {('home', 'old'): 62.0, ('home',): 1.0, ('home', 'new'): 1.0, ('home', 'new', '1'): 1.0}
     """
-    keys = dict.fromkeys(key for step in waiting for key in _keys_of(step))
+    present = dict.fromkeys(key for step in waiting for key in _keys_of(step))
     least = _find_least(usage, waiting)
-    renewed = {key: usage.get(key, least.get(key[:-1], 0.0)) for key in keys}
+    renewed: dict[tuple[str, ...], float] = {}
+    for key, ahead in usage.items():
+        if key not in present:
+            left = ahead * (1 - _FORGETTING) - least.get(key[:-1], 0.0)
+            if left >= 1:
+                renewed[key] = left
+    for key in present:
+        renewed[key] = usage.get(key, 0.0) - least[key[:-1]]
     for take in batch:
         step = waiting[take.index]
         for key in _keys_of(step):

@@ -141,22 +141,52 @@ def test_usage_follows_what_was_taken() -> None:
     renewed = renew_usage(usage, waiting, [Take(0, 1), Take(1, 64)])
 
     assert renewed == {
-        ("a",): 79.0,
-        ("a", "x"): 8.0,
+        ("a",): 12.0 + 67.0,
+        ("a", "x"): 3.0,
         ("a", "x", "1"): 3.0,
-        ("a", "y"): 71.0,
+        ("a", "y"): 2.0 + 64.0,
         ("a", "y", "2"): 64.0,
-        ("c",): 12.0,
+        ("c",): 0.0,
         ("c", ""): 0.0,
         ("c", "", "3"): 0.0,
     }
 
 
-def test_client_that_was_away_is_neither_owed_nor_remembered() -> None:
-    usage = renew_usage(use(gone=3.0, here=900.0), [token(1, "here"), token(2, "back")], [])
+def test_client_that_was_away_is_not_owed_for_it() -> None:
+    usage = renew_usage(use(gone=3.0, here=900.0), [token(1, "here")], [])
+    usage = renew_usage(usage, [token(1, "here"), token(2, "gone")], [])
 
-    sessions = {("here", "", "1"): 0.0, ("back", "", "2"): 0.0}
-    assert usage == {**use(here=900.0), ("back",): 900.0, ("back", ""): 0.0, **sessions}
+    assert set(usage.values()) == {0.0}
+
+
+def test_client_that_misses_an_iteration_is_still_ahead() -> None:
+    waiting = [token(1, "here")]
+    usage = renew_usage(use(here=0.0, away=3200.0), waiting, [])
+
+    assert usage["away",] == 3100.0
+    assert choose_batch([*waiting, token(2, "away")], usage, 512, 0) == [Take(0, 1)]
+
+
+def test_what_somebody_was_ahead_by_is_forgotten_in_time() -> None:
+    waiting = [token(1, "here")]
+    usage = renew_usage(use(away=10.0**6), waiting, [])
+    num_iterations = 1
+    while len(usage) > 3:
+        usage = renew_usage(usage, waiting, [])
+        num_iterations += 1
+
+    assert num_iterations < 1000
+
+
+def test_names_that_come_and_go_are_forgotten() -> None:
+    usage: dict[tuple[str, ...], float] = {}
+    largest = 0
+    for number in range(5000):
+        waiting = [token(0, "here"), token(1, f"liar/{number}", num_rows=256)]
+        usage = renew_usage(usage, waiting, [Take(0, 1), Take(1, 1)])
+        largest = max(largest, len(usage))
+
+    assert largest < 600
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -277,21 +307,26 @@ def test_flood_of_sessions_of_one_client_leaves_others_their_share() -> None:
     assert served["flood"] >= 3 * 200
 
 
-def test_many_rows_that_decode_get_no_more_than_a_prompt() -> None:
+@pytest.mark.parametrize("misses", [False, True])
+def test_many_rows_that_decode_get_no_more_than_a_prompt(misses: bool) -> None:
+    """Also where they miss an iteration between their steps, as a client far away does."""
     queue = Queue(token_budget=512, prompt_budget=PART_TOKENS)
     served: Counter[str] = Counter()
     queue.waiting.append(prompt(0, 10**6, "victim"))
     queue.waiting += [token(session, "flood", num_rows=256) for session in (1, 2)]
+    away: list[WaitingStep] = []
 
-    for _ in range(400):
+    for _ in range(800):
         before = {step.session: step for step in queue.waiting}
         done = queue.run()
         after = {step.session: step.num_tokens for step in queue.waiting}
         for name, step in before.items():
             served[step.holder[0]] += step.num_rows * (step.num_tokens - after.get(name, 0))
-        queue.waiting += [token(s.session, "flood", num_rows=256) for s in done]
+        back = [token(s.session, "flood", num_rows=256) for s in done]
+        queue.waiting += away if misses else back
+        away = back
 
-    assert served["flood"] <= 1.2 * served["victim"] + LEAD_TOKENS
+    assert served["flood"] <= 1.2 * served["victim"] + 2 * LEAD_TOKENS
 
 
 def test_some_who_decode_go_before_a_prompt_for_as_long_as_it_lasts() -> None:
