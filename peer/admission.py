@@ -111,6 +111,7 @@ class Admission:
                     return await self._try_again(message, holder)
         finally:
             del self._waiting[woken]
+            self._service.note_change()
         return await self.open(message, holder)
 
     def estimate_wait_seconds(self) -> float:
@@ -143,6 +144,7 @@ class Admission:
             cache, free_tokens = await self._open_cache(message, holder)
         finally:
             del self._opening[message.session]
+            service.note_change()
         state = SessionState(message.num_rows, message.max_tokens, message.epoch)
         held = HeldSession(state, cache, message.span, message.dtype, service.clock.now(), holder)
         service.sessions[message.session] = held

@@ -331,7 +331,13 @@ class Conversation:
         held.running.discard(future)
         frame = None if future.cancelled() else _conclude(step, held, future)
         self._deliver(answer, frame)
-        self._count_pending(-len(step.hidden.data))
+        num_bytes = len(step.hidden.data)
+        if not future.cancelled():
+            self._count_pending(-num_bytes)
+            return
+        # The engine may be at it still, and has it in its queue until the next iteration.
+        dropped = self._service.compute.call(_do_nothing)
+        dropped.add_done_callback(lambda _: self._count_pending(-num_bytes))
 
     def _deliver(self, answer: _Answer, frame: bytes | None) -> None:
         """Give the sender an answer that it waits for; the frame counts until it is sent."""
@@ -367,6 +373,10 @@ def _conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep
         return frame
     held.state.fail(step.sequence)
     return _encode_refusal(step.session, step.sequence, refusal)
+
+
+def _do_nothing() -> None:
+    """Be called between two iterations."""
 
 
 def _make_no_hello_error() -> RefusedError:

@@ -242,7 +242,7 @@ def _describe_online(
 async def _drain(service: Service, announcer: Announcer, drain_seconds: float) -> None:
     """Take no new sessions and give the running ones their time."""
     service.begin_draining()
-    if service.sessions and drain_seconds > 0:
+    if not service.is_empty and drain_seconds > 0:
         try:
             await announcer.announce(PeerState.DRAINING)
         except DirectoryError as error:

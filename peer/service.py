@@ -43,7 +43,7 @@ class Service:
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
     streams: set[Conversation] = field(default_factory=set)
     admission: Admission = field(init=False)
-    _closed: asyncio.Event = field(default_factory=asyncio.Event)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self)
@@ -66,13 +66,26 @@ class Service:
         self.admission.look_again()
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Wait until no session is left; return whether that happened in time."""
+        """Wait until no session is left, being opened or waiting; return whether that came in time.
+
+        With those that wait the end only comes once they have had their turn, unless it drains.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
-                while self.sessions:
-                    self._closed.clear()
-                    await self._closed.wait()
-        return not self.sessions
+                while not self.is_empty:
+                    self._changed.clear()
+                    await self._changed.wait()
+        return self.is_empty
+
+    def note_change(self) -> None:
+        """Note that a session was closed, or is no longer being opened, or does not wait now."""
+        self._changed.set()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no session is held, being opened or waiting."""
+        admission = self.admission
+        return not (self.sessions or admission.num_opening or admission.num_waiting)
 
     def close_session(self, session: SessionId, held: HeldSession) -> None:
         """Drop what a session still waits for and free its cache, unless that was done.
@@ -86,4 +99,4 @@ class Service:
             future.cancel()
         closing = self.compute.call(held.cache.close)
         closing.add_done_callback(lambda _: self.admission.note_closed(held))
-        self._closed.set()
+        self.note_change()

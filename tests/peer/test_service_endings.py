@@ -135,12 +135,15 @@ def test_steps_that_wait_when_their_session_is_closed_are_never_computed(engine:
         await gated.wait_entered()
         await talk.say(Close(make_session(1), 1))
         assert await peer.service.wait_until_empty(60)
+        await asyncio.wait_for(talk.wait_until_read(), 60)
+        assert peer.service.pending.used_bytes == 3 * draw_hidden(0).nbytes, "still in memory"
         gated.leave.set()
 
         # None of the three is answered any more; what comes later is.
         assert isinstance(await talk.ask(make_open(2)), Opened)
         await peer.count_used_bytes()
         assert gated.num_steps == 1
+        assert peer.service.pending.used_bytes == 0
 
     run(gated, test)
 
@@ -223,6 +226,27 @@ def test_draining_peer_serves_old_sessions_and_takes_no_new_ones(engine: Engine)
         assert await waiting
 
     run(engine, test)
+
+
+def test_draining_waits_for_a_session_that_is_being_opened(engine: Engine) -> None:
+    gated = GatedEngine(engine, "open")
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_open(1))
+        await gated.wait_entered()
+        peer.service.begin_draining()
+        waiting = asyncio.create_task(peer.service.wait_until_empty(1000))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        gated.leave.set()
+
+        assert isinstance(await talk.hear(), Opened)
+        assert not waiting.done()
+        await talk.say(Close(make_session(1), 1))
+        assert await waiting
+
+    run(gated, test)
 
 
 def test_idle_stream_is_ended_and_its_session_freed(engine: Engine) -> None:

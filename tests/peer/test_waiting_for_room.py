@@ -163,6 +163,9 @@ def test_peer_that_drains_lets_nobody_wait(engine: Engine) -> None:
         started_at = now()
 
         peer.service.begin_draining()
+        peer.network.kill("holder 0")
+        assert await peer.service.wait_until_empty(60)
+        assert peer.service.admission.num_waiting == 0
 
         assert_declined(await talk.hear(), ErrorCode.DRAINING)
         assert now() - started_at < 0.5
