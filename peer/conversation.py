@@ -98,11 +98,14 @@ class Conversation:
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                tasks.create_task(self._send_answers())
+                watching = tasks.create_task(self._watch())
+                sending = tasks.create_task(self._send_answers())
                 await self._read_questions()
                 for waiting in self._waiting.values():
                     waiting.cancel()
                 await self._answers.put(None)
+                await sending
+                watching.cancel()
         except* UnavailableError as group:
             _logger.debug("a client went away: %s", group.exceptions[0])
         finally:
@@ -111,6 +114,11 @@ class Conversation:
             self._count_pending(-self._unsent_bytes)
             for session, held in self._opened.items():
                 self._service.close_session(session, held)
+
+    async def _watch(self) -> None:
+        """End everything as soon as the stream breaks, whatever it waits for."""
+        await self._stream.wait_over()
+        raise UnavailableError("the stream broke")
 
     async def _read_questions(self) -> None:
         """Read until the client ends the stream, breaks the protocol or falls silent."""
@@ -305,8 +313,7 @@ class Conversation:
         if decision.action is Action.RESEND:
             await self._answers.put(decision.answer)
         elif decision.action is Action.GAP:
-            gap = Gap(step.session, step.epoch, step.sequence, held.state.length)
-            await self._answers.put(encode_frame(gap))
+            await self._answers.put(_encode_gap(step, held))
         elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
             held.used_at = self._service.clock.now()
             held.cache.touch()
@@ -362,7 +369,12 @@ class Conversation:
 def _conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]) -> bytes:
     """Tell the session's state how a step ended, and return the answer to it."""
     try:
-        frame = encode_frame(make_output(step, held.dtype, future.result()))
+        computed = future.result()
+        if held.state.is_lost(step.sequence):
+            # The engine does not know that the answer before this one could not be sent.
+            held.state.fail(step.sequence)
+            return _encode_gap(step, held)
+        frame = encode_frame(make_output(step, held.dtype, computed))
     except RefusedError as error:
         refusal = error
     except Exception:
@@ -373,6 +385,10 @@ def _conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep
         return frame
     held.state.fail(step.sequence)
     return _encode_refusal(step.session, step.sequence, refusal)
+
+
+def _encode_gap(step: Step, held: HeldSession) -> bytes:
+    return encode_frame(Gap(step.session, step.epoch, step.sequence, held.state.length))
 
 
 def _do_nothing() -> None:

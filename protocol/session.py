@@ -141,6 +141,7 @@ class SessionState:
         # Steps in the engine by sequence: where each begins, where the prefix ends after it, and
         # where if it fails.
         self._running: dict[int, tuple[int, int, int]] = {}
+        self._lost: set[int] = set()  # those in the engine that need tokens which were taken back
 
     def __repr__(self) -> str:
         return (
@@ -179,6 +180,7 @@ class SessionState:
         """Note the answer to an accepted step, so that a repeat can be answered again."""
         # The engine takes steps in order: how the ones before this ended has no say any more.
         self._running = {n: extent for n, extent in self._running.items() if n > sequence}
+        self._lost = {n for n in self._lost if n > sequence}
         if len(answer) > MAX_CACHED_ANSWER_BYTES:
             return
         self._answers[sequence] = answer
@@ -186,18 +188,27 @@ class SessionState:
             self._answers.popitem(last=False)
 
     def fail(self, sequence: int) -> None:
-        """Note that the engine refused an accepted step: the prefix ends at its `find_rest`.
+        """Note that an accepted step has no answer: the prefix ends at its `find_rest`.
 
         Steps behind it that need its tokens fail as well; one that rolls back further stands.
         """
+        self._lost.discard(sequence)
         if sequence not in self._running:
-            return  # a later step is done, and says where the prefix ends
+            return  # it is lost, or a later step is done, and says where the prefix ends
         _, _, rest = self._running.pop(sequence)
         self.length = min(self.length, rest)
         for later in sorted(number for number in self._running if number > sequence):
-            position, stop, _ = self._running[later]
+            position, stop, rest = self._running[later]
             if position <= self.length:
                 self.length = stop
+            else:
+                self.length = min(self.length, rest)
+                del self._running[later]
+                self._lost.add(later)
+
+    def is_lost(self, sequence: int) -> bool:
+        """Return whether a step stood on tokens that were taken back, whatever came out of it."""
+        return sequence in self._lost
 
     def _order_epoch(self, epoch: int) -> EpochOrder:
         if epoch == self.epoch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -244,6 +245,10 @@ class LoopbackStream:
             await self._incoming.take()
             self._refusal = refusal
             raise
+
+    async def wait_over(self) -> None:
+        with contextlib.suppress(UnavailableError):
+            await self._wire.wait_until(lambda: self._is_closed)
 
     async def close(self) -> None:
         if not self._is_closed:

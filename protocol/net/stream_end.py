@@ -83,7 +83,6 @@ class StreamEnd:
         return frame
 
     async def wait_over(self) -> None:
-        """Wait until the stream is closed at this end, or broken."""
         await asyncio.wait({self._over})
 
     def break_off(self, reason: str) -> None:

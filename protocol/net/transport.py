@@ -70,6 +70,13 @@ class Stream(Protocol):
         """
         ...
 
+    async def wait_over(self) -> None:
+        """Wait until the stream is closed at this end, or broken. Never raises.
+
+        Also tells of a break while nobody sends or receives.
+        """
+        ...
+
     async def close(self) -> None:
         """End the stream: what was sent still arrives, what was not received is dropped.
 

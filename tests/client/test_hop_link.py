@@ -226,6 +226,9 @@ class StuckStream:
     def set_gate(self, gate: FrameGate) -> None:
         return
 
+    async def wait_over(self) -> None:
+        await asyncio.Future[None]()
+
     async def receive(self) -> bytes | None:
         return await asyncio.Event().wait() and None
 

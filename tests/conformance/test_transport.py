@@ -121,6 +121,35 @@ def test_sender_of_a_frame_that_the_gate_refuses_still_hears_an_answer(seam: Sea
     seam.run(test)
 
 
+def test_end_of_a_stream_is_told_to_who_neither_sends_nor_receives(seam: Seam) -> None:
+    async def test() -> None:
+        is_over = asyncio.Event()
+
+        async def serve(stream: Stream) -> None:
+            await stream.wait_over()
+            await expect_unavailable(stream.receive())
+            is_over.set()
+
+        listener = await seam.listen(serve)
+        closing, staying = seam.transport("client"), seam.transport("client")
+        stream = await closing.open_stream(listener.endpoint)
+        mine = await staying.open_stream((await seam.listen(echo)).endpoint)
+        waiting = asyncio.create_task(mine.wait_over())
+        await asyncio.sleep(0.01)
+        assert not is_over.is_set()
+        assert not waiting.done()
+
+        await closing.close()
+        await mine.close()
+
+        async with asyncio.timeout(5):
+            await is_over.wait()
+            await waiting
+            await stream.wait_over()
+
+    seam.run(test)
+
+
 def test_concurrent_streams_do_not_mix(seam: Seam) -> None:
     async def test() -> None:
         listener = await seam.listen(echo)

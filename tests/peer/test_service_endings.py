@@ -8,6 +8,7 @@ import pytest
 import torch
 from service_scene import (
     HELLO,
+    HIDDEN,
     IDLE_SECONDS,
     SPAN,
     FailingEngine,
@@ -29,12 +30,14 @@ from shoal.peer.engine.engine import Engine, StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.messages import (
     Close,
+    Gap,
     Message,
     Opened,
 )
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.loopback import LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane
+from shoal.protocol.tensors import WireDtype
 from shoal.protocol.wire import encode_frame
 
 
@@ -101,6 +104,9 @@ class PatientStream:
 
     def set_gate(self, gate: FrameGate) -> None:
         return
+
+    async def wait_over(self) -> None:
+        await asyncio.Future[None]()
 
     async def receive(self) -> bytes | None:
         return self._frames.pop(0) if self._frames else await asyncio.Future[None]()
@@ -197,6 +203,32 @@ def test_engine_that_fails_answers_internal_and_goes_on(engine: Engine) -> None:
         assert torch.equal(output, wanted)
 
     run(FailingEngine(engine, "execute"), test)
+
+
+def test_steps_behind_one_whose_answer_fp16_cannot_hold_fall_with_it(engine: Engine) -> None:
+    gated = GatedEngine(engine, "execute")
+    first, fourth = draw_hidden(1, 1, 3), draw_hidden(4)
+    _, wanted = compute_alone(engine, first, fourth)
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open(dtype=WireDtype.FP16)
+        await talk.say(
+            make_step(1, 0, first),
+            make_step(2, 3, torch.full((1, 1, HIDDEN), 1e5)),
+            make_step(3, 4, draw_hidden(3)),
+        )
+        await gated.wait_entered()
+        gated.leave.set()
+
+        expect_output(await talk.hear())
+        assert_declined(await talk.hear(), ErrorCode.BAD_VALUES)
+        gap = await talk.hear()
+        assert isinstance(gap, Gap)
+        assert (gap.sequence, gap.length) == (3, 3)
+        output = expect_output(await talk.ask(make_step(4, 3, fourth)))
+        assert torch.equal(output, wanted.to(torch.float16))
+
+    run(gated, test)
 
 
 def test_cache_that_cannot_be_opened_answers_internal_and_goes_on(engine: Engine) -> None:

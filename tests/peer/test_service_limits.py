@@ -353,6 +353,9 @@ class DeafStream:
     def set_gate(self, gate: FrameGate) -> None:
         return
 
+    async def wait_over(self) -> None:
+        await asyncio.Future[None]()
+
     async def receive(self) -> bytes | None:
         return self._frames.pop(0) if self._frames else await asyncio.Future[None]()
 
@@ -515,6 +518,30 @@ def test_steps_of_a_stream_that_broke_count_until_they_are_computed(engine: Engi
         expect_output(await talk.ask(make_step(9, 0, prompt)))
         assert peer.service.pending.used_bytes == 0
         assert not held.running
+
+    run(gated, test)
+
+
+def test_break_of_a_stream_is_noticed_while_it_waits_for_the_engine(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gated = GatedEngine(engine, "execute")
+    prompt = draw_hidden(1, 1, 50)
+    monkeypatch.setattr(conversation, "_MAX_STREAM_PENDING_BYTES", prompt.nbytes)
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        await talk.say(*(make_step(1 + n, 0, prompt) for n in range(3)))
+        await gated.wait_entered()
+        await let_others_run()
+
+        peer.network.kill("client")
+        await let_others_run()
+
+        assert not peer.service.streams
+        assert not peer.service.sessions
+        gated.leave.set()
+        peer.network.revive("client")
 
     run(gated, test)
 

@@ -247,6 +247,20 @@ def test_steps_behind_a_failed_one_fall_with_it() -> None:
     assert state.length == 5
 
 
+def test_steps_that_stood_on_a_failed_one_are_known() -> None:
+    state = make_state(length=5)
+    for sequence, position in ((2, 5), (3, 6), (4, 5)):
+        state.accept(make_step(sequence, position))
+
+    state.fail(2)
+
+    assert [state.is_lost(sequence) for sequence in (2, 3, 4)] == [False, True, False]
+    state.fail(3)
+    state.complete(4, b"4")
+    assert not state.is_lost(3)
+    assert state.length == 6
+
+
 def test_failure_does_not_take_back_a_later_rollback() -> None:
     state = make_state(length=5)
     state.accept(make_step(2, 5))

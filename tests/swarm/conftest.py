@@ -106,6 +106,9 @@ class _LyingStream:
     async def receive(self) -> bytes | None:
         return await self._stream.receive()
 
+    async def wait_over(self) -> None:
+        await self._stream.wait_over()
+
     async def close(self) -> None:
         await self._stream.close()
 
