@@ -10,14 +10,22 @@ from ..protocol.errors import (
     UnavailableError,
 )
 from ..protocol.ids import PeerId
+from .hop_link import StaleAnnouncementError
 from .router import Hop
 from .swarm import Fault, Swarm
 
 # Answers that blame the question: no peer could take it. Any number of those who say so may be one
 # liar, and the client has checked the question: the caller hears it when nobody is left to ask.
 _QUESTION_CODES = frozenset({ErrorCode.BAD_FRAME, ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG})
-# Of the others, answers of a peer that is sound and may be asked again when there is no other.
-_BUSY_CODES = frozenset({ErrorCode.CACHE_FULL, ErrorCode.BUSY, ErrorCode.DRAINING})
+# Of the others, answers of a peer that is sound and may be asked again when there is no other, or
+# that serves something else by now. Whoever gives another answer is broken.
+_FAULTS = {
+    ErrorCode.CACHE_FULL: Fault.SILENT,
+    ErrorCode.BUSY: Fault.SILENT,
+    ErrorCode.DRAINING: Fault.SILENT,
+    ErrorCode.WRONG_MODEL: Fault.STALE,
+    ErrorCode.WRONG_SPAN: Fault.STALE,
+}
 
 
 class LostHopError(UnavailableError):
@@ -73,9 +81,11 @@ def blame(
         if is_forgiven:
             forgiven.add(hop.peer.peer_id)
         elif error.code not in _QUESTION_CODES:  # those are not the peer's doing
-            swarm.quarantine(hop.peer, Fault.SILENT if error.code in _BUSY_CODES else Fault.BROKEN)
+            swarm.quarantine(hop.peer, _FAULTS.get(error.code, Fault.BROKEN))
     elif isinstance(error, RemoteProtocolError):
         swarm.quarantine(hop.peer, Fault.LYING)
+    elif isinstance(error, StaleAnnouncementError):
+        swarm.quarantine(hop.peer, Fault.STALE)
     elif isinstance(error, SilentError):
         swarm.times(hop.peer.peer_id).note_silence()
         swarm.quarantine(hop.peer, Fault.SILENT)

@@ -42,6 +42,13 @@ _GOODBYE_SECONDS = 1.0
 """How long saying Close may take: a stream that is stuck is hung up on without."""
 
 
+class StaleAnnouncementError(UnavailableError):
+    """What a peer announced is not, or no longer, what is found there.
+
+    That need not be its fault: it was restarted with other blocks, or its port went to another.
+    """
+
+
 @dataclass(frozen=True)
 class LinkFacts:
     """What was learned while opening."""
@@ -115,8 +122,8 @@ class HopLink:
         """Dial a peer and open a session for the hop's span, under the name of `client`.
 
         A peer without room may take as long as `opening` allows; `on_queued` gets its estimate in
-        seconds. Raises UnavailableError, RefusedError or RemoteProtocolError; nothing is left open
-        then.
+        seconds. Raises UnavailableError (StaleAnnouncementError where the peer is not what it
+        announced), RefusedError or RemoteProtocolError; nothing is left open then.
         """
         opening = replace(opening, span=hop.span)
         async with AsyncExitStack() as undo:
@@ -205,8 +212,11 @@ async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: flo
     for endpoint in hop.peer.endpoints:
         try:
             return await transport.open_stream(endpoint, lane, timeout_seconds)
-        except (UnavailableError, RemoteProtocolError) as failure:
+        except UnavailableError as failure:
             error = failure
+        except RemoteProtocolError as failure:  # another certificate, or another program
+            error = StaleAnnouncementError(str(failure))
+            error.__cause__ = failure
         except UsageError as failure:
             error = RemoteProtocolError(f"an endpoint that cannot be used: {failure}")
             error.__cause__ = failure
@@ -215,12 +225,12 @@ async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: flo
 
 def _check_welcome(welcome: Welcome, hop: Hop, opening: Open) -> None:
     if welcome.peer_id != hop.peer.peer_id:
-        raise RemoteProtocolError(f"another peer answers for …{hop.peer.peer_id[-6:]}")
+        raise StaleAnnouncementError(f"another peer answers for …{hop.peer.peer_id[-6:]}")
     if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
         raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} chose a version of its own")
     if welcome.model_id == opening.model_id and not welcome.span.covers(hop.span):
-        raise RemoteProtocolError(
+        raise StaleAnnouncementError(
             f"peer …{hop.peer.peer_id[-6:]} announced blocks {hop.span} and serves {welcome.span}"
         )
     if welcome.model_id != opening.model_id:
-        raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} serves another model by now")
+        raise StaleAnnouncementError(f"peer …{hop.peer.peer_id[-6:]} serves another model by now")

@@ -36,7 +36,10 @@ class Fault(IntEnum):
     BROKEN = 2
     """It hung up, could not be reached, or failed to compute."""
 
-    LYING = 3
+    STALE = 3
+    """It is not what that announcement says; it is asked again once there is a newer one."""
+
+    LYING = 4
     """It broke the protocol; it is not asked at all."""
 
 
@@ -129,7 +132,7 @@ class Swarm:
         costs = self._measure_costs()
         doubts = self._list_doubts()
         error: RouteError | None = None
-        for tolerated in sorted({_NO_DOUBT, *doubts.values()} - {Fault.LYING}):
+        for tolerated in sorted({_NO_DOUBT, *doubts.values()} - {Fault.STALE, Fault.LYING}):
             unwanted = {peer_id for peer_id, doubt in doubts.items() if doubt > tolerated}
             for kind in weights:
                 try:
@@ -175,18 +178,21 @@ class Swarm:
         )
 
     def _has_come_back(self, peer: Announcement, quarantine: _Quarantine) -> bool:
-        is_new = peer.sequence > quarantine.sequence
-        return is_new and quarantine.fault is not Fault.LYING and self._has_worked(peer.peer_id)
+        if peer.sequence <= quarantine.sequence or quarantine.fault is Fault.LYING:
+            return False
+        return quarantine.fault is Fault.STALE or self._has_worked(peer.peer_id)
 
     def quarantine(self, peer: Announcement, fault: Fault) -> None:
         """Avoid a peer that failed us, at once and for longer each time it comes back.
 
-        A newer announcement ends it if the peer has worked before: it was restarted or is alive
-        after all. Not so for one that lied or never worked: announcing costs nothing. Many sessions
-        may tell of one failure; it counts once.
+        What is stale is one announcement, not the next. Otherwise a newer one ends it if the peer
+        has worked before: it was restarted or is alive after all. Not so for one that lied or never
+        worked: announcing costs nothing. Many sessions may tell of one failure; it counts once.
         """
         previous = self._quarantines.get(peer.peer_id)
         newest = self.view.find(peer.peer_id) or peer
+        if fault is Fault.STALE and peer.sequence < newest.sequence:
+            return
         if previous is None:
             seconds = _FIRST_QUARANTINE_SECONDS
         elif self.is_quarantined(newest):

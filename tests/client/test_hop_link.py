@@ -27,7 +27,7 @@ from hop_scene import (
     run,
 )
 
-from shoal.client.hop_link import BULK_FRAME_BYTES, HopLink
+from shoal.client.hop_link import BULK_FRAME_BYTES, HopLink, StaleAnnouncementError
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
     CacheFullError,
@@ -180,7 +180,7 @@ def test_bulk_lane_has_to_lead_to_the_same_peer() -> None:
         large = make_step(BULK_FRAME_BYTES // (4 * WIDTH) // 2)
         large = replace(large, hidden=make_tensor(large.hidden.tokens, width=4 * WIDTH))
 
-        with pytest.raises(RemoteProtocolError, match="another peer"):
+        with pytest.raises(StaleAnnouncementError, match="another peer"):
             await link.step(large, TIMEOUT)
 
         await link.close()

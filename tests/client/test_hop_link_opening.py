@@ -29,7 +29,7 @@ from hop_scene import (
     run,
 )
 
-from shoal.client.hop_link import BULK_FRAME_BYTES
+from shoal.client.hop_link import BULK_FRAME_BYTES, StaleAnnouncementError
 from shoal.client.router import Hop
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
@@ -88,10 +88,10 @@ def test_hello_and_open_take_one_round_trip_together() -> None:
 @pytest.mark.parametrize(
     ("script", "error"),
     [
-        (change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID)), RemoteProtocolError),
+        (change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID)), StaleAnnouncementError),
         (
             change(Hello, lambda _: replace(WELCOME, model_id=ModelId("b" * 32))),
-            RemoteProtocolError,
+            StaleAnnouncementError,
         ),
         (change(Hello, lambda _: Opened(SESSION, 3, 0.0, 0)), RemoteProtocolError),
         (change(Hello, lambda _: b"HTTP/1.1 400 Bad Request"), RemoteProtocolError),

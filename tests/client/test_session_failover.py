@@ -12,6 +12,7 @@ import torch
 from session_scene import (
     CONFIG,
     WIDTH,
+    FakePeer,
     Oracle,
     Scene,
     add_two_rows_of_peers,
@@ -22,9 +23,11 @@ from session_scene import (
 )
 
 from shoal.protocol.errors import ErrorCode
+from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages import Step
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.loopback import Link, LoopbackTransport
+from shoal.protocol.spans import Span
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -167,6 +170,40 @@ def test_restarted_peer_is_used_again_and_not_blamed() -> None:
         assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
         assert len(session.failovers) == 1
         assert scene.quarantined == []
+
+    run(test)
+
+
+@pytest.mark.parametrize("becomes", ["other blocks", "another peer"])
+def test_peer_that_is_not_what_an_old_view_says_is_used_as_soon_as_it_announces_itself(
+    becomes: str,
+) -> None:
+    async def test(scene: Scene) -> None:
+        peer = await scene.add("a", 0, 6)
+        await scene.add("tail", 5, 6, decode_steps_per_second=0.1)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1)), oracle.step(draw(1)))
+        assert scene.names_of(session) == ["a"]
+        (endpoint,) = session.hops[0].peer.endpoints
+        scene.network.kill("a")
+        scene.network.revive("a")
+        stranger = FakePeer("b", Identity(bytes([9]) * 32), Span(0, 6))
+        if becomes == "other blocks":
+            peer.span = Span(0, 5)
+        transport = LoopbackTransport(scene.network, "a")
+        scene.transports.append(transport)
+        at_old_port = stranger if becomes == "another peer" else peer
+        await transport.listen("a", endpoint.port, at_old_port.serve)
+        moved = await transport.listen("a", 0, peer.serve)
+        step = asyncio.create_task(session.step(draw(2)))
+        await asyncio.sleep(0.5)
+        assert not step.done()
+
+        await scene.announce(peer, endpoints=(moved.endpoint,))
+
+        assert torch.equal(await step, oracle.step(draw(2)))
+        assert scene.names_of(session)[0] == "a"
+        assert now() < 3
 
     run(test)
 

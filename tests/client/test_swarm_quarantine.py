@@ -155,6 +155,23 @@ def test_who_did_not_lie_is_a_last_resort_the_silent_first() -> None:
     in_world(story)
 
 
+def test_stale_announcement_is_not_used_and_the_next_one_is() -> None:
+    async def story(world: World) -> None:
+        peer = await world.announce(1)
+        await world.swarm.refresh()
+        world.swarm.quarantine(peer, Fault.STALE)
+        with pytest.raises(RouteError):
+            await world.route()
+
+        newer = await world.announce(1)
+        await asyncio.sleep(0.1)
+        assert await world.route() == [peer.peer_id]
+        world.swarm.quarantine(peer, Fault.STALE)  # a session that still has the old one
+        assert not world.swarm.is_quarantined(newer)
+
+    in_world(story)
+
+
 def test_lesser_fault_does_not_make_up_for_a_worse_one() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)

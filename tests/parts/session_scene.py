@@ -121,7 +121,8 @@ class FakePeer:
             return Welcome(1, "fake", self.identity.peer_id, MODEL_ID, self.span, 0.0)
         if isinstance(message, Open):
             assert message.session not in self.caches
-            assert self.span.covers(message.span)
+            if not self.span.covers(message.span):
+                return Declined(message.session, 0, ErrorCode.WRONG_SPAN, f"only {self.span}")
             self.opens.append(message)
             mine.add(message.session)
             empty = torch.zeros(message.num_rows, 0, WIDTH)
