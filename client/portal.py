@@ -19,9 +19,6 @@ _logger = logging.getLogger(__name__)
 
 _CLOSED = "the client is closed; join again"
 _FORKED = "this client belongs to the process before the fork; join again in this one"
-_LAST_WORDS_SECONDS = 5.0
-"""How long an interrupted coroutine may clean up before the interrupt goes on without it."""
-
 _FAREWELL_SECONDS = 10.0
 """How long the last coroutine may take; a directory that ends in good order takes four."""
 
@@ -53,6 +50,11 @@ class _Run(Generic[Result]):
         self._coroutine.close()
         self.outcome.set_exception(error)
 
+    def give_up(self, error: Exception) -> None:
+        """Fail while the coroutine clings to life; called once the loop stands still for good."""
+        if not self.outcome.done():
+            self.outcome.set_exception(error)
+
     def cancel(self) -> None:
         """Cancel; called on the loop, also before `start` or instead of it."""
         if self.task is not None:
@@ -77,7 +79,9 @@ class _Run(Generic[Result]):
 class Portal:
     """Runs coroutines for other threads. Owned by one `Client`; close it to end the thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, last_words_seconds: float = 5.0) -> None:
+        """`last_words_seconds` is how long what was cancelled may clean up; then it is left."""
+        self._last_words_seconds = last_words_seconds
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()
         self._runs: set[_Run[Any]] = set()
@@ -135,7 +139,7 @@ class Portal:
             if not run.outcome.done():
                 with contextlib.suppress(RuntimeError):  # closed meanwhile
                     self._loop.call_soon_threadsafe(run.cancel)
-                    concurrent.futures.wait([run.outcome], timeout=_LAST_WORDS_SECONDS)
+                    concurrent.futures.wait([run.outcome], timeout=self._last_words_seconds)
             raise
 
     def _start(self, run: _Run[Any]) -> None:
@@ -170,23 +174,24 @@ class Portal:
             self._loop.run_until_complete(self._end())
             self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         finally:
+            for run in list(self._runs):
+                run.give_up(UsageError(_CLOSED))
             self._loop.close()
 
     async def _end(self) -> None:
         """Cancel the callers' coroutines, say the farewell, cancel what others left behind."""
-        await _cancel([run.task for run in self._runs])
+        await self._cancel([run.task for run in self._runs])
         if self._farewell is not None:
             try:
                 async with asyncio.timeout(_FAREWELL_SECONDS):
                     await self._farewell()
             except Exception as error:  # noqa: BLE001 - nobody is left who could do anything
                 _logger.debug("the client did not leave in good order: %r", error)
-        await _cancel(asyncio.all_tasks() - {asyncio.current_task()})
+        await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
-
-async def _cancel(tasks: Iterable[asyncio.Task[Any] | None]) -> None:
-    """Cancel tasks and wait for their end, within reason."""
-    cancelled = [task for task in tasks if task is not None and task.cancel()]
-    if cancelled:
-        ending = asyncio.gather(*cancelled, return_exceptions=True)
-        await asyncio.wait([ending], timeout=_LAST_WORDS_SECONDS)
+    async def _cancel(self, tasks: Iterable[asyncio.Task[Any] | None]) -> None:
+        """Cancel tasks and wait for their end, within reason."""
+        cancelled = [task for task in tasks if task is not None and task.cancel()]
+        if cancelled:
+            ending = asyncio.gather(*cancelled, return_exceptions=True)
+            await asyncio.wait([ending], timeout=self._last_words_seconds)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import gc
 import signal
 import subprocess
@@ -203,6 +204,25 @@ def test_close_ends_what_still_runs_and_says_so_to_its_caller() -> None:
         assert cleaned_up.is_set()
         with pytest.raises(UsageError, match="closed"):
             running.result(PATIENCE_SECONDS)
+
+
+def test_close_lets_go_of_a_caller_whose_coroutine_does_not_end() -> None:
+    portal = Portal(last_words_seconds=0.01)
+    begun, may_end = threading.Event(), False
+
+    async def cling() -> None:
+        begun.set()
+        while not may_end:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads:
+        running = threads.submit(portal.run, cling())
+        assert begun.wait(PATIENCE_SECONDS)
+        portal.close()
+        with pytest.raises(UsageError, match="closed"):
+            running.result(PATIENCE_SECONDS)
+    may_end = True
 
 
 def test_close_also_ends_tasks_that_a_coroutine_left_behind() -> None:
