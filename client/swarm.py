@@ -20,6 +20,9 @@ from .router import Hop, Route, RoutingCosts, plan_route
 _FIRST_QUARANTINE_SECONDS = 15.0
 _LONGEST_QUARANTINE_SECONDS = 600.0
 
+_MEMORY_SECONDS = 3600.0
+"""How long a peer is remembered that is not announced any more; longer than any quarantine."""
+
 _NO_DOUBT, _UNPROVEN = -1, 0
 """What is wrong with peers in no quarantine: nothing, or that they failed us and never worked."""
 
@@ -71,6 +74,7 @@ class Swarm:
         self._quarantines: dict[PeerId, _Quarantine] = {}
         self._times: dict[PeerId, AnswerTimes] = {}
         self._rtt_seconds: dict[PeerId, float] = {}
+        self._seen_at: dict[PeerId, float] = {}
         self.view = SwarmView.from_announcements(model_id, (), clock.wall(), num_blocks)
 
     def __repr__(self) -> str:
@@ -87,7 +91,20 @@ class Swarm:
                 self.view.model_id, announcements, self._clock.wall(), self.view.num_blocks
             )
             self._refreshed_at = self._clock.now()
+            self._forget_absent()
         return self.view
+
+    def _forget_absent(self) -> None:
+        """Drop what is known of peers that left long ago: identities are free and many."""
+        now = self._clock.now()
+        self._seen_at |= {peer.peer_id: now for peer in self.view.peers}
+        for peer_id in {*self._times, *self._rtt_seconds, *self._quarantines}:
+            self._seen_at.setdefault(peer_id, now)
+        for peer_id in [p for p, at in self._seen_at.items() if now - at > _MEMORY_SECONDS]:
+            del self._seen_at[peer_id]
+            self._times.pop(peer_id, None)
+            self._rtt_seconds.pop(peer_id, None)
+            self._quarantines.pop(peer_id, None)
 
     async def wait_for_route(
         self,

@@ -94,6 +94,26 @@ def test_answer_times_are_kept_by_peer() -> None:
     in_world(story)
 
 
+def test_peers_that_left_long_ago_are_forgotten_and_others_are_not() -> None:
+    async def story(world: World) -> None:
+        stays = await world.announce(200)
+        for number in range(100):
+            peer = await world.announce(number)
+            await world.swarm.refresh()
+            world.swarm.note_rtt(peer.peer_id, 0.1)
+            world.swarm.times(peer.peer_id)
+            world.swarm.quarantine(peer, Fault.BROKEN)
+            world.note_answer(stays)
+            await asyncio.sleep(400)  # an announcement lasts for 500
+            await world.announce(200)
+
+        records = world.swarm._times, world.swarm._rtt_seconds, world.swarm._quarantines
+        assert all(len(record) < 15 for record in (*records, world.swarm._seen_at))
+        assert len(world.swarm.times(stays.peer_id).decode_seconds) == 64
+
+    in_world(story)
+
+
 # ---- waiting for a route
 
 
