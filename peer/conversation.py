@@ -19,8 +19,6 @@ from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, Unav
 from ..protocol.ids import SessionId
 from ..protocol.messages import (
     Close,
-    Declined,
-    Gap,
     Hello,
     Message,
     Open,
@@ -33,10 +31,11 @@ from ..protocol.net.transport import Stream
 from ..protocol.session import Action
 from ..protocol.versions import SOFTWARE, agree_on_version
 from ..protocol.wire import decode_frame, encode_frame
+from .answers import conclude, encode_gap, encode_refusal
 from .engine.compute_thread import ComputedStep
 from .fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from .held_session import HeldSession
-from .step_work import check_step_size, make_output, make_work
+from .step_work import check_step_size, make_work
 
 if TYPE_CHECKING:
     from .service import Service
@@ -196,7 +195,7 @@ class Conversation:
 
     async def _end_stream(self, error: RefusedError) -> None:
         _logger.info("closing a stream: %s", error)
-        await self._answers.put(_encode_refusal(None, 0, error))
+        await self._answers.put(encode_refusal(None, 0, error))
 
     async def _send_answers(self) -> None:
         while (answer := await self._answers.get()) is not None:
@@ -266,7 +265,7 @@ class Conversation:
             if may_wait and seconds is not None and self._service.admission.may_wait(self.holder):
                 await self._wait_for_session(message, seconds)
             else:
-                await self._answers.put(_encode_refusal(message.session, 0, error))
+                await self._answers.put(encode_refusal(message.session, 0, error))
         else:
             await self._answers.put(self._note_opened(message, *opened))
 
@@ -277,7 +276,7 @@ class Conversation:
             try:
                 opened = await self._service.admission.wait(message, self.holder)
             except RefusedError as error:
-                return _encode_refusal(message.session, 0, error)
+                return encode_refusal(message.session, 0, error)
             return self._note_opened(message, *opened)
 
         def settle(task: asyncio.Task[bytes]) -> None:
@@ -308,12 +307,12 @@ class Conversation:
             decision = held.state.decide(step)
             self._check_size(step, held)
         except RefusedError as error:
-            await self._answers.put(_encode_refusal(step.session, step.sequence, error))
+            await self._answers.put(encode_refusal(step.session, step.sequence, error))
             return
         if decision.action is Action.RESEND:
             await self._answers.put(decision.answer)
         elif decision.action is Action.GAP:
-            await self._answers.put(_encode_gap(step, held))
+            await self._answers.put(encode_gap(step, held))
         elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
             held.used_at = self._service.clock.now()
             held.cache.touch()
@@ -336,7 +335,7 @@ class Conversation:
         session, and the memory of the step is free.
         """
         held.running.discard(future)
-        frame = None if future.cancelled() else _conclude(step, held, future)
+        frame = None if future.cancelled() else conclude(step, held, future)
         self._deliver(answer, frame)
         num_bytes = len(step.hidden.data)
         if not future.cancelled():
@@ -366,40 +365,9 @@ class Conversation:
         self._service.pending.check_room_for(self.holder, len(step.hidden.data))
 
 
-def _conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]) -> bytes:
-    """Tell the session's state how a step ended, and return the answer to it."""
-    try:
-        computed = future.result()
-        if held.state.is_lost(step.sequence):
-            # The engine does not know that the answer before this one could not be sent.
-            held.state.fail(step.sequence)
-            return _encode_gap(step, held)
-        frame = encode_frame(make_output(step, held.dtype, computed))
-    except RefusedError as error:
-        refusal = error
-    except Exception:
-        _logger.exception("a step has no answer")
-        refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the step")
-    else:
-        held.state.complete(step.sequence, frame)
-        return frame
-    held.state.fail(step.sequence)
-    return _encode_refusal(step.session, step.sequence, refusal)
-
-
-def _encode_gap(step: Step, held: HeldSession) -> bytes:
-    return encode_frame(Gap(step.session, step.epoch, step.sequence, held.state.length))
-
-
 def _do_nothing() -> None:
     """Be called between two iterations."""
 
 
 def _make_no_hello_error() -> RefusedError:
     return RefusedError(ErrorCode.BAD_FRAME, "the first message of a stream is Hello")
-
-
-def _encode_refusal(session: SessionId | None, sequence: int, error: RefusedError) -> bytes:
-    return encode_frame(
-        Declined(session, sequence, error.code, str(error), error.retry_after_seconds)
-    )
