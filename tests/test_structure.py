@@ -28,7 +28,7 @@ ARROWS = {
 
 DOORS = {
     "hivemind": {"protocol/net/hivemind_directory.py", "protocol/net/p2p_daemon.py"},
-    "grpc": {"protocol/net/grpc_transport.py"},
+    "grpc": {"protocol/net/grpc_transport.py", "protocol/net/grpc_listener.py"},
     "google": {"protocol/wire.py", "protocol/proto/"},
     "bitsandbytes": {"kernels/"},
     "uvloop": {"cli/"},

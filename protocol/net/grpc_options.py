@@ -36,6 +36,8 @@ CHANNEL_OPTIONS = (
     # Channels to one address share their TCP connection otherwise, and bulk would delay tokens.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+    # A channel without a stream hangs up, and dials again for the next one.
+    ("grpc.client_idle_timeout_ms", 60_000),
     ("grpc.service_config_disable_resolution", 1),
     ("grpc.enable_http_proxy", 0),
 )

@@ -1,6 +1,7 @@
 """Transport over `grpc.aio`: one bidirectional method that carries raw frames, under pinned TLS.
 
-The only file that imports grpc. There is no generated code: the method takes and gives bytes.
+Only this file, the dialling half, and grpc_listener import grpc. There is no generated code: the
+method takes and gives bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
-from .addresses import check_can_bind, host_in, is_loopback
+from .addresses import check_can_bind, is_loopback
+from .grpc_listener import ACCEPTED, EOF, METHOD, SERVICE, GrpcListener
 from .grpc_options import CHANNEL_OPTIONS, MAX_STREAMS_PER_LISTENER, SERVER_OPTIONS
 from .stream_end import StreamEnd
 from .tls import TlsIdentity, fetch_pinned_certificate, fingerprint_of, make_tls_identity, name_in
@@ -33,27 +35,15 @@ from .transport import Lane, StreamServer
 
 log = logging.getLogger(__name__)
 
-_SERVICE = "shoal.v1.Peer"
-_METHOD = "Exchange"
-# gRPC reports "headers received" for a call that failed at once, too; this header is the proof
-# that our method runs at the other end.
-_ACCEPTED = (("shoal-accepted", "1"),)
-
-_EOF: object = grpc.aio.EOF  # type: ignore[attr-defined]  # missing in the type stubs
-
 _LINGER_SECONDS = 5.0
 """How long a closed stream waits for the other end to read what was sent and to close as well."""
 
-_LAST_WORDS_SECONDS = 1.0
-"""How long the servers of broken streams may clean up before they are cancelled."""
+_MAX_IDLE_CONNECTIONS = 32
+"""Those without a stream that are kept for the next one; of more, the longest unused are closed."""
 
 _SETTLING_SECONDS = 0.05
 """How long gRPC's own thread has to report the end of calls that were cut. What it reports to a
 loop that is gone by then becomes a traceback in the log of the next loop."""
-
-_ORDERLY_SECONDS = 0.05
-"""gRPC ends the messages of a vanished client like those of one that closed, and cancels the call
-in the same breath. This long we listen for the cancellation before we believe in good order."""
 
 
 class GrpcTransport:
@@ -71,16 +61,17 @@ class GrpcTransport:
         self._certificates: dict[Endpoint, bytes] = {}
         self._connections: dict[tuple[Endpoint, Lane], _Connection] = {}
         self._streams: set[_DialledStream] = set()
-        self._listeners: set[_GrpcListener] = set()
+        self._listeners: set[GrpcListener] = set()
         self._is_closed = False
 
     def __repr__(self) -> str:
         return (
             f"GrpcTransport(streams={len(self._streams)}, connections={len(self._connections)}, "
+            f"certificates={len(self._certificates)}, "
             f"listeners={len(self._listeners)}, closed={self._is_closed})"
         )
 
-    async def listen(self, host: str, port: int, serve: StreamServer) -> _GrpcListener:
+    async def listen(self, host: str, port: int, serve: StreamServer) -> GrpcListener:
         self._check_open()
         if self._identity is None and not is_loopback(host):
             raise UsageError(f"plain text is for loopback addresses only, not for {host}")
@@ -99,7 +90,7 @@ class GrpcTransport:
                 port = server.add_secure_port(str(Endpoint(host, port)), credentials)
         except (RuntimeError, ValueError) as error:
             raise UsageError(f"cannot listen on {Endpoint(host, port)}: {error}") from error
-        listener = _GrpcListener(server, Endpoint(host, port, fingerprint), serve)
+        listener = GrpcListener(server, Endpoint(host, port, fingerprint), serve)
         await listener.start()
         self._listeners.add(listener)
         return listener
@@ -149,7 +140,7 @@ class GrpcTransport:
 
     async def _open_on(self, connection: _Connection) -> _DialledStream:
         connection.num_streams += 1
-        call: Any = connection.channel.stream_stream(f"/{_SERVICE}/{_METHOD}")()
+        call: Any = connection.channel.stream_stream(f"/{SERVICE}/{METHOD}")()
         try:
             await _wait_accepted(call, connection.endpoint)
         except BaseException:
@@ -182,15 +173,23 @@ class GrpcTransport:
             await connection.channel.close()
 
     async def _release(self, stream: _DialledStream) -> None:
-        """Take back a stream that ended; its connection stays unless it is broken or replaced."""
+        """Take back a stream that ended; its connection stays for a while if it is in order."""
         if stream not in self._streams:
             return
         self._streams.discard(stream)
         connection = stream.connection
         connection.num_streams -= 1
-        is_current = self._connections.get((connection.endpoint, connection.lane)) is connection
-        if not connection.num_streams and (stream.is_broken or not is_current):
+        key = (connection.endpoint, connection.lane)
+        is_current = self._connections.get(key) is connection
+        if connection.num_streams:
+            return
+        if stream.is_broken or not is_current:
             await self._forget(connection)
+            return
+        self._connections[key] = self._connections.pop(key)  # the last one is the last one used
+        idle = [known for known in self._connections.values() if not known.num_streams]
+        for unused in idle[:-_MAX_IDLE_CONNECTIONS]:
+            await self._forget(unused)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -205,97 +204,6 @@ class _Connection:
     lane: Lane
     channel: grpc.aio.Channel
     num_streams: int = 0
-
-
-class _GrpcListener:
-    """A gRPC server and the tasks that serve its streams."""
-
-    def __init__(self, server: grpc.aio.Server, endpoint: Endpoint, serve: StreamServer) -> None:
-        self._server = server
-        self._endpoint = endpoint
-        self._serve = serve
-        self._tasks: set[asyncio.Task[None]] = set()
-        handler: Any = grpc.stream_stream_rpc_method_handler(self._exchange)
-        server.add_generic_rpc_handlers(
-            [grpc.method_handlers_generic_handler(_SERVICE, {_METHOD: handler})]
-        )
-
-    @property
-    def endpoint(self) -> Endpoint:
-        return self._endpoint
-
-    async def start(self) -> None:
-        await self._server.start()
-
-    async def close(self, grace_seconds: float = 0.0) -> None:
-        await self._server.stop(grace_seconds or None)
-        tasks = self._tasks - {asyncio.current_task()}
-        if tasks:
-            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
-
-    async def _exchange(self, _: object, context: Any) -> None:
-        """Be the gRPC method: ends when the stream is closed here, broken, or cancelled there."""
-        await context.send_initial_metadata(_ACCEPTED)
-        stream = _AcceptedStream(context)
-        # A task of its own: gRPC cancels this one when the client vanishes, and whoever serves
-        # the stream shall learn it from the stream.
-        task = asyncio.create_task(self._serve_stream(stream), name=f"serve {context.peer()}")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        try:
-            await stream.wait_over()
-        except asyncio.CancelledError:
-            stream.break_off("the other end went away")
-            raise
-        if stream.is_broken:
-            await context.abort(grpc.StatusCode.ABORTED, "the stream was broken off")
-
-    async def _serve_stream(self, stream: _AcceptedStream) -> None:
-        try:
-            await self._serve(stream)
-        except ShoalError as error:
-            log.debug("a stream at %s ended: %s", self._endpoint, error)
-            stream.break_off(str(error))
-        except Exception:
-            log.exception("serving a stream at %s failed", self._endpoint)
-            stream.break_off("serving it failed")
-        finally:
-            await stream.close()
-
-
-class _AcceptedStream(StreamEnd):
-    """The listener's end."""
-
-    def __init__(self, context: Any) -> None:
-        super().__init__()
-        self.remote_host = host_in(context.peer())
-        self._context = context
-
-    async def close(self) -> None:
-        self.end()
-        await self.stop_reading()
-
-    async def _read(self) -> bytes | None:
-        try:
-            message = await self._context.read()
-        except grpc.aio.BaseError as error:
-            raise UnavailableError("the other end went away") from error
-        if message is not _EOF:
-            return message
-        await asyncio.wait({self._over}, timeout=_ORDERLY_SECONDS)
-        if self._fault is not None:
-            raise self._fault
-        return None
-
-    async def _write(self, message: bytes) -> None:
-        try:
-            await self._context.write(message)
-        except grpc.aio.BaseError as error:
-            raise UnavailableError("the other end went away") from error
 
 
 class _DialledStream(StreamEnd):
@@ -358,7 +266,7 @@ class _DialledStream(StreamEnd):
             if task is None or task.cancelling():
                 raise
             raise UnavailableError(f"the stream to {self.connection.endpoint} was cut") from None
-        return None if message is _EOF else message
+        return None if message is EOF else message
 
     async def _write(self, message: bytes) -> None:
         endpoint = self.connection.endpoint
@@ -384,11 +292,11 @@ def _open_channel(endpoint: Endpoint, certificate: bytes | None) -> grpc.aio.Cha
 
 async def _wait_accepted(call: Any, endpoint: Endpoint) -> None:
     headers = await call.initial_metadata()
-    if _ACCEPTED[0][0] in headers:
+    if ACCEPTED[0][0] in headers:
         return
     code = await call.code()
     if code in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.OK):
-        raise RemoteProtocolError(f"{endpoint} answers, but does not speak {_SERVICE}")
+        raise RemoteProtocolError(f"{endpoint} answers, but does not speak {SERVICE}")
     if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
         raise UnavailableError(f"{endpoint} has too many streams open")
     raise UnavailableError(f"nobody answers at {endpoint}: {await call.details()}")

@@ -21,6 +21,7 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_FRAME_BYTES
+from shoal.protocol.net import grpc_transport
 from shoal.protocol.net.grpc_transport import GrpcTransport
 from shoal.protocol.net.tls import make_tls_identity
 from shoal.protocol.net.transport import Lane, Stream
@@ -342,6 +343,31 @@ def test_lanes_use_connections_of_their_own_and_streams_share_them(plaintext: bo
         assert count_connections(endpoint.port) == 2
         for stream in streams:
             await stream.close()
+        await client.close()
+        await server.close()
+
+    asyncio.run(test())
+
+
+def test_connections_that_nobody_uses_are_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_transport, "_MAX_IDLE_CONNECTIONS", 3)
+
+    async def test() -> None:
+        server, client = GrpcTransport(), GrpcTransport()
+        endpoints = [(await server.listen("127.0.0.1", 0, echo)).endpoint for _ in range(8)]
+        used = await client.open_stream(endpoints[0])
+        for endpoint in endpoints[1:] * 2:
+            stream = await client.open_stream(endpoint)
+            await stream.send(b"x")
+            assert await stream.receive() == b"x"
+            await stream.close()
+
+        async with asyncio.timeout(5):
+            while "connections=4, certificates=4" not in repr(client):  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        await used.send(b"here")
+        assert await used.receive() == b"here"
+        await used.close()
         await client.close()
         await server.close()
 
