@@ -1,7 +1,7 @@
 """A transport that keeps the last frame of each direction for whoever measures."""
 
 from ...protocol.endpoints import Endpoint
-from ...protocol.net.transport import Lane, Listener, Stream, StreamServer, Transport
+from ...protocol.net.transport import FrameGate, Lane, Listener, Stream, StreamServer, Transport
 
 
 class WatchedTransport:
@@ -32,6 +32,12 @@ class _WatchedStream:
     @property
     def remote_host(self) -> str | None:
         return self._inner.remote_host
+
+    def set_gate(self, gate: FrameGate) -> None:
+        self._inner.set_gate(gate)
+
+    async def wait_over(self) -> None:
+        await self._inner.wait_over()
 
     async def send(self, frame: bytes) -> None:
         self._transport.last_sent = frame
