@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from ...client.client import connect_over_network
 from ...client.config import ClientConfig
+from ...client.farewells import Farewells
 from ...client.live_hops import LiveHops, SessionFacts
 from ...client.session import RemoteSession
 from ...client.swarm import Swarm
@@ -49,6 +50,7 @@ class Clients:
         self._config = config
         self._swarm = swarm
         self._transport = transport
+        self._farewells = Farewells()
         self._sessions: list[RemoteSession] = []
 
     def open(self, max_tokens: int, client: str = "one", span: Span | None = None) -> RemoteSession:
@@ -61,7 +63,9 @@ class Clients:
             max_tokens,
             hashlib.sha256(client.encode()).digest()[:16],
         )
-        hops = LiveHops(facts, self._swarm, self._transport, SystemClock(), self._config)
+        hops = LiveHops(
+            facts, self._swarm, self._transport, SystemClock(), self._config, self._farewells
+        )
         session = RemoteSession(hops)
         self._sessions.append(session)
         return session
@@ -70,6 +74,7 @@ class Clients:
         """Close every session that was opened so far."""
         sessions, self._sessions = self._sessions, []
         await asyncio.gather(*(session.close() for session in sessions))
+        await self._farewells.finish()
 
     def check_nothing_was_lost(self) -> None:
         """Raise UnavailableError when a session had to change its peer: its times are no good."""
