@@ -98,8 +98,9 @@ def test_attack_harms_nobody_else(target: Target, carry_out: Attack) -> None:
 def test_memory_does_not_keep_growing_under_attack(target: Target) -> None:
     """The first round may teach the allocators how much is needed; later ones need no more."""
     memory_bytes: list[int] = []
-    for _ in range(3):
+    for _ in range(4):
         asyncio.run(attack(target, ATTACKS))
         memory_bytes.append(target.memory_bytes)
 
-    assert memory_bytes[2] - memory_bytes[1] < MAX_GROWTH_BYTES, memory_bytes
+    # The least of two: the allocators may keep a frame of 16 MiB and its pieces for a round.
+    assert min(memory_bytes[2:]) - min(memory_bytes[:2]) < MAX_GROWTH_BYTES, memory_bytes
