@@ -148,22 +148,27 @@ class HopLink:
             undo.pop_all()
             return link, LinkFacts(rtt_seconds, opened.queue_seconds, opened.free_kv_tokens)
 
-    async def step(self, step: Step, timeout_seconds: float) -> Output:
+    async def step(
+        self, step: Step, timeout_seconds: float, carrying_seconds: float = 0.0
+    ) -> Output:
         """Ask one step and return its checked answer.
 
-        Raises SilentError after the timeout, UnavailableError when the stream broke or the peer
-        lost the prefix, RefusedError when the peer declined, RemoteProtocolError when its answer
-        does not fit the question.
+        The timeout begins when the transport has taken the step; what it has still to carry then,
+        and the answer, may take `carrying_seconds` more. Raises SilentError after that,
+        UnavailableError when the stream broke or the peer lost the prefix, RefusedError when the
+        peer declined, RemoteProtocolError when its answer does not fit the question.
         """
         frame = encode_frame(step)
         try:
-            async with asyncio.timeout(timeout_seconds):
+            async with asyncio.timeout(timeout_seconds + carrying_seconds) as timeout:
                 stream = await self._choose_stream(len(frame))
                 await stream.send(frame)
+                now = asyncio.get_running_loop().time()
+                timeout.reschedule(now + timeout_seconds + carrying_seconds)
                 answer = await _receive(stream, self.name, step.session)
         except TimeoutError as error:
             raise SilentError(
-                f"{self.name} did not answer within {timeout_seconds:.1f} s"
+                f"{self.name} did not answer within {timeout_seconds + carrying_seconds:.1f} s"
             ) from error
         if isinstance(answer, Gap):
             raise UnavailableError(f"{self.name} lost the prefix of the session")

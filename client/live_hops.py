@@ -14,6 +14,7 @@ from ..protocol.errors import (
     RefusedError,
     RemoteProtocolError,
     RouteError,
+    SilentError,
     UnavailableError,
 )
 from ..protocol.ids import PeerId, SessionId
@@ -27,6 +28,7 @@ from ..protocol.tensors import ELEMENT_BYTES, WireDtype
 from .blame import LostHopError, Refusals, blame
 from .config import ClientConfig
 from .farewells import Farewells
+from .hop_link import HopLink
 from .replay import merge_pieces
 from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting, invert
 from .router import Route
@@ -111,9 +113,7 @@ class LiveHops:
         )
         asked_at = self.clock.now()
         try:
-            output_BTH = from_wire((await live.link.step(step, timeout_seconds)).hidden)
-            if not has_only_finite(output_BTH):
-                raise RemoteProtocolError(f"{live.link.name} answered with NaN or infinity")
+            output_BTH = await self._exchange(live.link, step, timeout_seconds)
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             await self.hang_up(live)
             raise blame(self._swarm, live.hop, error, self._opener.forgiven) from error
@@ -121,6 +121,23 @@ class LiveHops:
             await self.hang_up(live)  # a late answer would be taken for that of the next question
             raise
         self._swarm.note_answer(live.hop, num_tokens, self.clock.now() - asked_at)
+        return output_BTH
+
+    async def _exchange(self, link: HopLink, step: Step, timeout_seconds: float) -> Tensor:
+        """Return the checked answer to a step; the timeout is for what the peer does."""
+        num_bytes = _count_bytes(step)
+        line = self._swarm.line
+        asked_at = self.clock.now()
+        try:
+            with line.carry(num_bytes) as carrying_seconds:
+                output = await link.step(step, timeout_seconds, carrying_seconds)
+        except SilentError:
+            line.note_silence(num_bytes)
+            raise
+        line.note_answer(num_bytes, self.clock.now() - asked_at)
+        output_BTH = from_wire(output.hidden)
+        if not has_only_finite(output_BTH):
+            raise RemoteProtocolError(f"{link.name} answered with NaN or infinity")
         return output_BTH
 
     async def hang_up(self, *lives: LiveHop) -> None:
@@ -272,3 +289,9 @@ class LiveHops:
             question.is_decoded,
             question.last_token_only,
         )
+
+
+def _count_bytes(step: Step) -> int:
+    """Return how many bytes of hidden states a step brings to a peer and back."""
+    num_bytes = len(step.hidden.data)
+    return num_bytes + (num_bytes // step.hidden.tokens if step.last_token_only else num_bytes)

@@ -15,6 +15,7 @@ from ..protocol.net.directory import Directory
 from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .deadlines import AnswerTimes
+from .line import Line
 from .router import Hop, Route, RoutingCosts, plan_route
 
 _FIRST_QUARANTINE_SECONDS = 15.0
@@ -75,6 +76,7 @@ class Swarm:
         self._times: dict[PeerId, AnswerTimes] = {}
         self._rtt_seconds: dict[PeerId, float] = {}
         self._seen_at: dict[PeerId, float] = {}
+        self.line = Line()
         self.view = SwarmView.from_announcements(model_id, (), clock.wall(), num_blocks)
 
     def __repr__(self) -> str:

@@ -39,7 +39,7 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.messages import Close, Gap, Hello, Open, Opened, Step
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.wire import encode_frame
@@ -168,6 +168,21 @@ def test_large_steps_take_the_bulk_lane_and_small_ones_do_not() -> None:
         assert lanes == [Lane.INTERACTIVE, Lane.BULK]
         assert [type(message) for message in scene.heard[1]] == [Hello, Step, Step]
         assert [type(message) for message in scene.heard[0]] == [Hello, Open, Step, Step]
+        await link.close()
+
+    run(test)
+
+
+def test_what_a_step_takes_to_be_carried_does_not_count_as_silence() -> None:
+    async def test(scene: Scene) -> None:
+        link, _ = await scene.open()
+        step = make_step(2**11)  # 64 KiB, on their way for 4 seconds
+        uplink = Link(bandwidth_bytes_per_second=2**14)
+        scene.network.set_link("client", "peer", uplink)
+
+        assert await link.step(step, 1.0, 3.5) == make_output(step)
+        with pytest.raises(SilentError, match=r"within 3\.5 s"):
+            await link.step(replace(step, sequence=2), 1.0, 2.5)
         await link.close()
 
     run(test)

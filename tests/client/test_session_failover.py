@@ -256,6 +256,27 @@ def test_peer_that_announced_to_take_for_ever_is_left_in_half_a_minute() -> None
     run(test)
 
 
+@pytest.mark.parametrize("kilobits_per_second", [5000, 1000])
+def test_slow_uplink_is_not_the_fault_of_the_peers(kilobits_per_second: int) -> None:
+    async def test(scene: Scene) -> None:
+        uplink = Link(0.02, kilobits_per_second * 1e3 / 8)
+        for name in ("a", "b", "c"):
+            await scene.add(name, 0, 6, prefill_tokens_per_second=1e6)
+            scene.network.set_link("client", name, uplink)
+        session, oracle = scene.open_session(max_tokens=1100), Oracle()
+        prompt = draw(1, 1024, num_rows=256)  # 4 MiB, of which 5 Mbit/s carry 0.6 a second
+
+        num_bytes = 0
+        for part in prompt.split(128 if kilobits_per_second < 5000 else 1024, dim=1):
+            assert torch.equal(await session.step(part), oracle.step(part))
+            num_bytes += part.numel() * 4
+
+        assert now() > num_bytes / uplink.bandwidth_bytes_per_second
+        assert (session.failovers, scene.quarantined) == ([], [])
+
+    run(test)
+
+
 def test_black_holes_that_announce_wonders_do_not_keep_a_session_from_opening() -> None:
     async def test(scene: Scene) -> None:
         holes = [f"hole{number}" for number in range(8)]
