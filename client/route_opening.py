@@ -161,7 +161,8 @@ class RouteOpener:
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             raise blame(self._swarm, hop, error, self.forgiven) from error
         finally:
-            self.waiting = None
+            if self.waiting is not None and self.waiting.hop is hop:
+                self.waiting = None  # not that of another hop
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
     def _choose_timeout_seconds(self, hop: Hop, deadline: float, is_first_look: bool) -> float:
