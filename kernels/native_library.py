@@ -11,6 +11,7 @@ from pathlib import Path
 _INT8_VERSION = 2
 _ATTENTION_VERSION = 1
 _NORM_VERSION = 1
+_PROMPT_ATTENTION_VERSION = 1
 """Of the functions in native/. A library of other versions is as good as none."""
 
 
@@ -34,15 +35,22 @@ def _declare(library: ctypes.CDLL) -> bool:
     try:
         library.shoal_int8_pack.argtypes = [pointer, size, size, pointer]
         library.shoal_int8_multiply.argtypes = [*[pointer] * 4, size, *[number] * 4]
-        library.shoal_attention_attend.argtypes = [
-            pointer, pointer, size, size, pointer, pointer, number, number,
-        ]  # fmt: skip
+        for attend in (library.shoal_attention_attend, library.shoal_prompt_attention_attend):
+            attend.argtypes = [
+                pointer, pointer, size, size, pointer, pointer, number, number,
+            ]  # fmt: skip
         library.shoal_norm_rms.argtypes = [pointer, pointer, pointer, size, size, ctypes.c_float]
         versions = (
             library.shoal_int8_version(),
             library.shoal_attention_version(),
             library.shoal_norm_version(),
+            library.shoal_prompt_attention_version(),
         )
     except AttributeError:
         return False
-    return versions == (_INT8_VERSION, _ATTENTION_VERSION, _NORM_VERSION)
+    return versions == (
+        _INT8_VERSION,
+        _ATTENTION_VERSION,
+        _NORM_VERSION,
+        _PROMPT_ATTENTION_VERSION,
+    )

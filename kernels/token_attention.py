@@ -55,14 +55,18 @@ class TokenShape:
     window: int | None = None
     norm_eps: float = 0.0
 
+    @property
+    def is_small(self) -> bool:
+        """Whether C has room for it."""
+        return (
+            self.head_dim <= MAX_HEAD_DIM
+            and self.num_heads // self.num_groups <= MAX_HEADS_PER_GROUP
+        )
+
 
 def can_attend(shape: TokenShape) -> bool:
     """Return whether blocks of this shape can be computed here."""
-    is_small = (
-        shape.head_dim <= MAX_HEAD_DIM
-        and shape.num_heads // shape.num_groups <= MAX_HEADS_PER_GROUP
-    )
-    return is_small and choose_instruction_set() is not None
+    return shape.is_small and choose_instruction_set() is not None
 
 
 class _Shape(ctypes.Structure):
@@ -126,6 +130,9 @@ class TokenBatch:
 class TokenAttention:
     """One block's attention of generated tokens. Raises ValueError for what it cannot compute."""
 
+    function = "shoal_attention_attend"
+    choose = staticmethod(choose_instruction_set)
+
     def __init__(
         self,
         block: int,
@@ -134,7 +141,9 @@ class TokenAttention:
         instruction_set: int | None = None,
     ) -> None:
         library = load_library()
-        if library is None or not can_attend(shape):
+        if instruction_set is None:
+            instruction_set = self.choose()
+        if library is None or instruction_set is None or not shape.is_small:
             raise ValueError(f"there is no kernel for {shape}")
         self._block = block
         self._result_size = shape.num_heads * shape.head_dim
@@ -150,10 +159,8 @@ class TokenAttention:
             None if self._norm_JD is None else self._norm_JD.data_ptr(),
         )
         self._shape_address = ctypes.addressof(self._shape)
-        self._instruction_set = (
-            choose_instruction_set() if instruction_set is None else instruction_set
-        )
-        self._attend = library.shoal_attention_attend
+        self._instruction_set = instruction_set
+        self._attend = getattr(library, self.function)
 
     def __call__(self, fused_NO: Tensor, batch: TokenBatch, attended_NO: Tensor) -> None:
         """Write the segments' rows of `attended_NO` [N, heads * D] from those of `fused_NO`, the

@@ -252,6 +252,7 @@ INLINE void attend_token(
             results[i * head_dim + column] /= sums[i];
 }
 
+#ifdef ATTEND /* not where somebody borrows what is above */
 /* See `Attend`. */
 void ATTEND(
     const Batch *batch, const Segment *segment, size_t index, size_t scratch_keys, float *scratch
@@ -276,3 +277,4 @@ void ATTEND(
             batch->result + (place * num_heads + group * (num_heads / num_groups)) * head_dim);
     }
 }
+#endif

@@ -16,6 +16,7 @@ from ...kernels.alibi import Alibi
 from ...kernels.attention import attention
 from ...kernels.linear import Linear
 from ...kernels.norm import rms_norm
+from ...kernels.prompt_attention import PromptAttention, can_attend_prompts
 from ...kernels.rotary import apply_rotary
 from ...kernels.token_attention import TokenAttention, TokenShape, can_attend
 from .rows import RowRange, Segment, Segments, apply_linear
@@ -87,7 +88,17 @@ class Attention:
         self._query_key_value = query_key_value
         self._output = output
         self._query_key_norm_JD = query_key_norm_JD
-        self._token_attention = _make_token_attention(block, options, query_key_norm_JD)
+        shape = _find_plain_shape(options)
+        self._token_attention = (
+            TokenAttention(block, shape, query_key_norm_JD)
+            if shape is not None and can_attend(shape)
+            else None
+        )
+        self._prompt_attention = (
+            PromptAttention(block, shape, query_key_norm_JD)
+            if shape is not None and can_attend_prompts(shape)
+            else None
+        )
 
     def __call__(
         self, normed_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
@@ -97,14 +108,18 @@ class Attention:
         return apply_linear(self._output, self._attend_all(fused_NO, segments), ranges)
 
     def _attend_all(self, fused_NO: torch.Tensor, segments: Segments) -> torch.Tensor:
-        """Attention of all rows: generated tokens together where there is a kernel for that."""
-        options, attend_tokens = self.options, self._token_attention
-        has_tokens = len(segments.prompts) < len(segments.all)
-        if attend_tokens is None or options.rope is None or not has_tokens:
+        """Attention of all rows: generated tokens and prompts each together, where C can do it."""
+        options = self.options
+        attend_tokens, attend_prompts = self._token_attention, self._prompt_attention
+        if attend_tokens is None or options.rope is None:
             attended = [self._attend(fused_NO, segment) for segment in segments.all]
             return attended[0] if len(attended) == 1 else torch.cat(attended)
         attended_NO = fused_NO.new_empty(len(fused_NO), options.num_heads * options.head_dim)
-        attend_tokens(fused_NO, segments.token_batches[options.rope], attended_NO)
+        if segments.decoded:
+            attend_tokens(fused_NO, segments.token_batches[options.rope], attended_NO)
+        if segments.prompts and attend_prompts is not None:
+            attend_prompts(fused_NO, segments.prompt_batches[options.rope], attended_NO)
+            return attended_NO
         for segment in segments.prompts:
             attended_NO[segment.start : segment.stop] = self._attend(fused_NO, segment)
         return attended_NO
@@ -127,7 +142,7 @@ class Attention:
         keys_BGSD, values_BGSD = segment.cache.keys_values(self._block)
         keys_BGSD[:, :, position:stop] = keys_BGTD
         values_BGSD[:, :, position:stop] = values_BTGD.transpose(1, 2)
-        # How many queries attend together decides how their sums are rounded. So it follows from
+        # How many queries attend together decides how torch rounds their sums. So it follows from
         # the step alone: parts of a prompt of one size however it was scheduled, and generated
         # tokens one by one, also in a replay, which then rebuilds the lost cache to the bit.
         stride = 1 if segment.is_decoded else count_part_tokens(num_rows)
@@ -161,10 +176,8 @@ class Attention:
         return apply_rotary(query_key_BJTD, *segment.rotations[self.options.rope])
 
 
-def _make_token_attention(
-    block: int, options: AttentionOptions, query_key_norm_JD: torch.Tensor | None
-) -> TokenAttention | None:
-    """Return the kernel for generated tokens, None where it cannot compute this block."""
+def _find_plain_shape(options: AttentionOptions) -> TokenShape | None:
+    """Return what the kernels in C have to know, None where a block does what they cannot."""
     is_plain = (
         options.dtype is torch.float32
         and options.rope is not None
@@ -179,6 +192,4 @@ def _make_token_attention(
         options.sliding_window,
         options.norm_eps,
     )
-    return (
-        TokenAttention(block, shape, query_key_norm_JD) if is_plain and can_attend(shape) else None
-    )
+    return shape if is_plain else None

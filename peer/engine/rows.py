@@ -48,13 +48,24 @@ class Segments:
         return [segment for segment in self.all if not segment.is_decoded]
 
     @cached_property
-    def token_batches(self) -> list[TokenBatch]:
-        """The others, laid out for the kernel that takes them at once: one for each rope."""
-        num_ropes = len(self.all[0].rotations)
-        return [self._lay_out_tokens(rope) for rope in range(num_ropes)]
+    def decoded(self) -> list[Segment]:
+        """The others."""
+        return [segment for segment in self.all if segment.is_decoded]
 
-    def _lay_out_tokens(self, rope: int) -> TokenBatch:
-        return TokenBatch(
+    @cached_property
+    def prompt_batches(self) -> list[TokenBatch]:
+        """Prompts, laid out for the kernel that takes them at once: one for each rope."""
+        return _lay_out(self.prompts)
+
+    @cached_property
+    def token_batches(self) -> list[TokenBatch]:
+        """The others, laid out for theirs."""
+        return _lay_out(self.decoded)
+
+
+def _lay_out(segments: Sequence[Segment]) -> list[TokenBatch]:
+    return [
+        TokenBatch(
             [
                 TokenSegment(
                     segment.cache.states_LCBGSD,
@@ -63,10 +74,11 @@ class Segments:
                     segment.position,
                     *segment.rotations[rope],
                 )
-                for segment in self.all
-                if segment.is_decoded
+                for segment in segments
             ]
         )
+        for rope in range(len(segments[0].rotations))
+    ]
 
 
 @dataclass(frozen=True, slots=True)
