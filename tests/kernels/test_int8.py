@@ -290,11 +290,12 @@ def test_forked_child_multiplies_on_its_own_threads() -> None:
 
 
 @pytest.mark.slow
-def test_native_code_touches_no_byte_outside_its_arrays(tmp_path: Path) -> None:
+@pytest.mark.parametrize("driver", ["int8_driver.c", "prompt_attention_driver.c"])
+def test_native_code_touches_no_byte_outside_its_arrays(tmp_path: Path, driver: str) -> None:
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler")
-    sources = [Path(__file__).parent / "int8_driver.c", *(ROOT / "kernels/native").glob("*.c")]
+    sources = [Path(__file__).parent / driver, *(ROOT / "kernels/native").glob("*.c")]
     program = tmp_path / "driver"
     flags = "-std=c11 -O1 -ffp-contract=off -pthread -fsanitize=address,undefined".split()
     flags += ["-fno-sanitize-recover=all", "-o", str(program)]

@@ -1,9 +1,11 @@
 from dataclasses import replace
+from itertools import pairwise
 from typing import cast
 
 import pytest
 import torch
 
+from shoal.kernels.prompt_attention import choose_prompt_instruction_set
 from shoal.kernels.quantize import WeightFormat
 from shoal.kernels.rotary import RotaryTable
 from shoal.peer.engine.block import Block
@@ -347,6 +349,22 @@ def test_int8_results_do_not_depend_on_how_a_prompt_was_cut_into_steps(tiny_mode
     first = make_work(engine, prompt[:, :128], max_tokens=200)
     outputs = [run(engine, first)]
     outputs.append(run(engine, replace(first, position=128, hidden_BTH=prompt[:, 128:])))
+
+    assert torch.equal(torch.cat(outputs, dim=1), expected)
+
+
+@pytest.mark.skipif(
+    choose_prompt_instruction_set() is None, reason="prompts attend in torch, part by part"
+)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_int8_results_do_not_depend_on_the_size_of_parts(tiny_models, num_rows: int) -> None:
+    engine = load_engine(tiny_models, WeightFormat.INT8)
+    prompt = draw_hidden(1, num_rows, 130)
+    expected = run(engine, make_work(engine, prompt, max_tokens=200))
+
+    work = make_work(engine, prompt, max_tokens=200)
+    edges = [0, 1, 2, 7, 71, 130]
+    outputs = [run(engine, work.cut(first, stop - first)) for first, stop in pairwise(edges)]
 
     assert torch.equal(torch.cat(outputs, dim=1), expected)
 
