@@ -100,6 +100,11 @@ class Attention:
             else None
         )
 
+    @property
+    def is_cut_anywhere(self) -> bool:
+        """Whether attention gives the same wherever a prompt is cut into parts."""
+        return self._prompt_attention is not None
+
     def __call__(
         self, normed_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
     ) -> torch.Tensor:

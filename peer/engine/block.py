@@ -15,7 +15,10 @@ from .spec import Residual
 
 
 class Block:
-    """One decoder block; `norms` are those that the spec names, and the others do nothing."""
+    """One decoder block; `norms` are those that the spec names, and the others do nothing.
+
+    `is_cut_anywhere`: where a prompt is cut into parts makes no difference to its attention.
+    """
 
     def __init__(
         self, residual: Residual, norms: Mapping[str, Norm], attention: Attention, mlp: Mlp
@@ -23,6 +26,7 @@ class Block:
         parts = (*norms.values(), attention, mlp)
         self.num_bytes = sum(part.num_bytes for part in parts)
         self.num_parameters = sum(part.num_parameters for part in parts)
+        self.is_cut_anywhere = attention.is_cut_anywhere
         self._residual = residual
         self._norms = norms
         self._attention = attention

@@ -17,7 +17,7 @@ from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, Shoa
 from ...protocol.session import find_rest
 from .engine import Engine, StepWork
 from .pace import Pace
-from .scheduler import PART_TOKENS, Take, Usage, WaitingStep, choose_batch, renew_usage
+from .scheduler import Take, Usage, WaitingStep, choose_batch, renew_usage
 
 _logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class ComputeThread:
     def __init__(self, engine: Engine, token_budget: int = 512) -> None:
         self._engine = engine
         self._token_budget = token_budget
-        self._pace = Pace(token_budget, PART_TOKENS)
+        self._pace = Pace(token_budget, engine.part_tokens)
         self._usage: Usage = {}
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
@@ -252,7 +252,9 @@ class ComputeThread:
     def _choose(self, jobs: list[_Job], prompt_budget: int) -> list[Take]:
         """Return what the policy takes of these jobs."""
         waiting = [job.describe() for job in jobs]
-        return choose_batch(waiting, self._usage, self._token_budget, prompt_budget)
+        return choose_batch(
+            waiting, self._usage, self._token_budget, prompt_budget, self._engine.part_tokens
+        )
 
     def _deliver(
         self,

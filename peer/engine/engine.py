@@ -29,6 +29,7 @@ from .kv_cache import PAGE_TOKENS, SessionCache
 from .kv_pool import KVCachePool
 from .loader import ReportProgress, load_span
 from .rows import Rotation, RowRange, Segment, Segments
+from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
 from .spec import ModelShape
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ class StepWork:
         """Return a part of the step: `num_tokens` tokens from `first` on.
 
         Parts are to be executed in order. The result of the step is that of its parts joined, to
-        the bit if each but the last is a multiple of `scheduler.count_part_tokens`.
+        the bit if each but the last is a multiple of what `scheduler.count_part_tokens` makes of
+        `Engine.part_tokens`.
         """
         if num_tokens == self.num_tokens:
             return self
@@ -105,7 +107,10 @@ class _Step:
 
 
 class Engine:
-    """The blocks of one span, ready to compute, and the KV cache of their sessions."""
+    """The blocks of one span, ready to compute, and the KV cache of their sessions.
+
+    `part_tokens` are the rows times tokens of the shortest parts into which prompts may be cut.
+    """
 
     def __init__(
         self,
@@ -122,6 +127,8 @@ class Engine:
         self.num_weight_bytes = sum(block.num_bytes for block in blocks)
         self.num_parameters = sum(block.num_parameters for block in blocks)
         self._blocks = blocks
+        can_cut = all(block.is_cut_anywhere for block in blocks)
+        self.part_tokens = SHORT_PART_TOKENS if can_cut else PART_TOKENS
         self._rotary = rotary
 
     def __repr__(self) -> str:

@@ -10,7 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 PART_TOKENS = 64
-"""Rows times tokens of one part of a prompt: the least that is worth reading the weights for."""
+"""Rows times tokens of one part of a prompt where its size makes a difference: large enough for
+torch's attention to be quick."""
+
+SHORT_PART_TOKENS = 16
+"""The same where a prompt may be cut anywhere: the least that is worth reading the weights for."""
 
 
 LEAD_TOKENS = 1024
@@ -52,13 +56,13 @@ class Take:
     num_tokens: int
 
 
-def count_part_tokens(num_rows: int) -> int:
+def count_part_tokens(num_rows: int, part_tokens: int = PART_TOKENS) -> int:
     """Return how many tokens per row make one part of a prompt: a power of two.
 
     >>> [count_part_tokens(num_rows) for num_rows in (1, 2, 3, 100)]
     [64, 32, 16, 1]
     """
-    return 2 ** (max(1, PART_TOKENS // num_rows).bit_length() - 1)
+    return 2 ** (max(1, part_tokens // num_rows).bit_length() - 1)
 
 
 def choose_batch(
@@ -66,6 +70,7 @@ def choose_batch(
     usage: Usage,
     token_budget: int,
     prompt_budget: int,
+    part_tokens: int = PART_TOKENS,
 ) -> list[Take]:
     """Return what to compute together; empty only while prompts wait and have no budget.
 
@@ -95,7 +100,7 @@ def choose_batch(
         candidates = [i for i in heads.values() if is_first[i] is goes_first]
         left = budget
         for index in _in_fair_order(waiting, candidates, shares, taken):
-            size = _count_next(waiting[index], taken.get(index, 0))
+            size = _count_next(waiting[index], taken.get(index, 0), part_tokens)
             if left <= 0 or (size > left and left < budget):
                 break
             left -= size
@@ -161,9 +166,10 @@ def _in_fair_order(
         heapq.heapreplace(heap, (shares.get(key, 0.0), first, key))
 
 
-def _count_next(step: WaitingStep, num_taken: int) -> int:
+def _count_next(step: WaitingStep, num_taken: int, part_tokens: int) -> int:
     """Return the rows times tokens of a step's next part."""
-    num_tokens = min(count_part_tokens(step.num_rows), step.num_tokens - num_taken)
+    part = count_part_tokens(step.num_rows, part_tokens)
+    num_tokens = min(part, step.num_tokens - num_taken)
     return step.num_rows * num_tokens
 
 

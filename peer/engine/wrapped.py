@@ -43,6 +43,8 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
 class WrappedBlock:
     """One decoder layer of transformers, with the memory of a session as its cache."""
 
+    is_cut_anywhere = False
+
     def __init__(self, decoder: PreTrainedModel, index: int) -> None:
         weights = [weight for weight in decoder.parameters() if not weight.is_meta]
         self.num_bytes = sum(weight.nbytes for weight in weights)

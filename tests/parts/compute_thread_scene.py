@@ -13,6 +13,7 @@ from torch import Tensor
 
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import StepWork
+from shoal.peer.engine.scheduler import PART_TOKENS
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 from shoal.protocol.spans import Span
 
@@ -32,6 +33,8 @@ class FakeCache:
 
 class NotingEngine:
     """Answers every step with its hidden states plus one; notes the batches, may be held up."""
+
+    part_tokens = PART_TOKENS
 
     def __init__(self) -> None:
         self.batches: list[list[StepWork]] = []
