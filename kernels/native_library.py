@@ -12,6 +12,7 @@ _INT8_VERSION = 2
 _ATTENTION_VERSION = 1
 _NORM_VERSION = 1
 _PROMPT_ATTENTION_VERSION = 1
+_GATE_VERSION = 1
 """Of the functions in native/. A library of other versions is as good as none."""
 
 
@@ -40,11 +41,13 @@ def _declare(library: ctypes.CDLL) -> bool:
                 pointer, pointer, size, size, pointer, pointer, number, number,
             ]  # fmt: skip
         library.shoal_norm_rms.argtypes = [pointer, pointer, pointer, size, size, ctypes.c_float]
+        library.shoal_gate_silu.argtypes = [pointer, pointer, size, size, number, number]
         versions = (
             library.shoal_int8_version(),
             library.shoal_attention_version(),
             library.shoal_norm_version(),
             library.shoal_prompt_attention_version(),
+            library.shoal_gate_version(),
         )
     except AttributeError:
         return False
@@ -53,4 +56,5 @@ def _declare(library: ctypes.CDLL) -> bool:
         _ATTENTION_VERSION,
         _NORM_VERSION,
         _PROMPT_ATTENTION_VERSION,
+        _GATE_VERSION,
     )

@@ -8,7 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 
+from ...kernels.gate import gate_silu
 from ...kernels.linear import Linear, RowPrecision
 from ...kernels.routing import Router
 from .rows import RowRange, apply_linear
@@ -39,9 +41,11 @@ class GatedMlp(Mlp):
         self._activation = activation
 
     def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
-        gate_NO, up_NO = apply_linear(self._gate_up, normed_NH, ranges).chunk(2, dim=-1)
-        gated_NO = self._activation(gate_NO).mul_(up_NO)
-        return apply_linear(self._down, gated_NO, ranges)
+        fused_NO = apply_linear(self._gate_up, normed_NH, ranges)
+        if self._activation is F.silu:
+            return apply_linear(self._down, gate_silu(fused_NO), ranges)
+        gate_NO, up_NO = fused_NO.chunk(2, dim=-1)
+        return apply_linear(self._down, self._activation(gate_NO).mul_(up_NO), ranges)
 
 
 class PlainMlp(Mlp):

@@ -1,0 +1,13 @@
+/* Shared by the instruction sets: what the middle of a gated MLP does. */
+
+#ifndef SHOAL_GATE_H
+#define SHOAL_GATE_H
+
+#include <stddef.h>
+
+/* Writes silu(gate) * up, number by number. */
+typedef void Gate(const float *gates, const float *ups, float *result, size_t count);
+
+Gate gate_portable, gate_avx2, gate_avx512;
+
+#endif

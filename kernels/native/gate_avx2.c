@@ -1,0 +1,7 @@
+/* The computation in registers of AVX2. */
+
+#define TARGET "avx2,fma"
+#define WIDTH 8
+#define GATE gate_avx2
+#define BODY "gate_body.h"
+#include "attention_x86.h"
