@@ -187,8 +187,11 @@ class LiveHops:
                 span, weights, deadline, refusals, tried, is_failover=log.length > 0
             )
             if len(tried) < num_tried:
-                # Everybody was asked once. Who is full may take us into its queue now.
-                max_wait_seconds = max(0.0, deadline - self.clock.now())
+                # Everybody was asked once. Who is full may take us into its queue now; with some
+                # time left for the others, who may have room sooner.
+                remaining_seconds = max(0.0, deadline - self.clock.now())
+                is_alone = num_tried == 1
+                max_wait_seconds = remaining_seconds / (1 if is_alone else 2 * num_tried)
                 pause_seconds = min(2 * pause_seconds, 1.0)  # nobody is to be stormed
             self._opener.begin(route)
             try:
