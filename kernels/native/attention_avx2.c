@@ -3,4 +3,4 @@
 #define TARGET "avx2"
 #define WIDTH 8
 #define ATTEND attend_avx2
-#include "attention_x86.h"
+#include "for_x86.h"

@@ -3,4 +3,4 @@
 #define TARGET "avx512f"
 #define WIDTH 16
 #define ATTEND attend_avx512
-#include "attention_x86.h"
+#include "for_x86.h"

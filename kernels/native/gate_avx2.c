@@ -4,4 +4,4 @@
 #define WIDTH 8
 #define GATE gate_avx2
 #define BODY "gate_body.h"
-#include "attention_x86.h"
+#include "for_x86.h"

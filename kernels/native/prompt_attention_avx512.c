@@ -4,4 +4,4 @@
 #define WIDTH 16
 #define ATTEND_TILE attend_tile_avx512
 #define BODY "prompt_attention_body.h"
-#include "attention_x86.h"
+#include "for_x86.h"

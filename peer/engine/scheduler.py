@@ -1,8 +1,8 @@
 """Which waiting work the compute thread takes next: pure decisions.
 
-One iteration carries every step that decodes and, while its budget lasts, parts of prompts. A
-prompt is cut into parts at fixed places, whatever else goes on: so nobody's results depend on the
-company.
+One iteration carries every step that decodes and, while its budget lasts, parts of prompts. Where
+it matters to the last bit how a prompt is cut, parts are of a fixed size, whatever else goes on: so
+nobody's results depend on the company.
 """
 
 import heapq
