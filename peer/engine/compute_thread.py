@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -104,8 +104,8 @@ class ComputeThread:
         self._usage: Usage = {}
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
-        self._jobs: deque[_Job] = deque()
-        self._calls: deque[_Call] = deque()
+        self._jobs: Final[deque[_Job]] = deque()
+        self._calls: Final[deque[_Call]] = deque()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
@@ -243,7 +243,9 @@ class ComputeThread:
             takes = self._choose(jobs, self._pace.choose_budget(time.monotonic()))
             self._usage = renew_usage(self._usage, [job.describe() for job in jobs], takes)
             taken = {take.index for take in takes}
-            self._jobs = deque(job for index, job in enumerate(jobs) if index not in taken)
+            # In place: somebody may wait for the lock to append to this very queue.
+            self._jobs.clear()
+            self._jobs.extend(job for index, job in enumerate(jobs) if index not in taken)
             return [(jobs[take.index], jobs[take.index].take(take.num_tokens)) for take in takes]
 
     def _list_jobs(self) -> list[_Job]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -80,6 +81,35 @@ def test_step_that_is_cancelled_while_it_is_computed_disturbs_nobody() -> None:
             assert (await compute.submit(make_work(FakeCache(), 4))).hidden_BTH[0, 0, 0] == 5
 
     run(test)
+
+
+class LateCondition(threading.Condition):
+    """Lets something happen before the lock is taken, once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Callable[[], object] = bool
+
+    def __enter__(self) -> bool:
+        before, self.before = self.before, bool
+        before()
+        return super().__enter__()
+
+
+def test_no_step_is_lost_that_comes_while_a_batch_is_chosen() -> None:
+    engine, wake = NotingEngine(), LateCondition()
+
+    async def test() -> None:
+        compute = make_thread(engine)  # not entered: the test is the thread
+        compute._wake = wake
+        early = compute.submit(make_work(FakeCache()))
+        wake.before = compute.step
+        late = compute.submit(make_work(FakeCache()))
+        compute.step()
+        await asyncio.gather(early, late)
+
+    run(test)
+    assert [len(batch) for batch in engine.batches] == [1, 1]
 
 
 class PausedPace(Pace):

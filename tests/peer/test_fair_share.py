@@ -76,22 +76,22 @@ def test_clients_share_only_what_strangers_leave_to_their_address() -> None:
 
 def test_bytes_are_shared_like_places_and_free_again_when_they_are_gone() -> None:
     shared, greedy, other = SharedBytes(100), Holder("greedy"), Holder("other")
-    shared.check_room_for(greedy, 50)
-    shared.count(greedy, 50)
+    shared.check_room_for(greedy, 25)
+    shared.count(greedy, 25)
 
     with pytest.raises(RefusedError) as refusal:
         shared.check_room_for(greedy, 1)
     assert refusal.value.code is ErrorCode.BUSY
     assert refusal.value.retry_after_seconds
-    shared.check_room_for(other, 25)
+    shared.check_room_for(other, 18)
     with pytest.raises(RefusedError):
-        shared.check_room_for(other, 26)
+        shared.check_room_for(other, 19)
 
-    shared.count(other, 25)
-    assert shared.used_bytes == 75
-    shared.count(greedy, -50)
-    assert repr(shared) == "<SharedBytes 25/100, 1 holders>"
-    shared.check_room_for(greedy, 37)
+    shared.count(other, 18)
+    assert shared.used_bytes == 43
+    shared.count(greedy, -25)
+    assert repr(shared) == "<SharedBytes 18/100, 1 holders>"
+    shared.check_room_for(greedy, 20)
 
 
 def test_names_that_are_made_up_get_no_more_than_one_address() -> None:
