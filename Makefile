@@ -6,6 +6,7 @@ PYTHON ?=
 MODEL ?= models/shoal-stories
 PEERS ?= 3
 TESTS ?= tests
+JOBS ?= 2
 ARGS ?=
 PARTS ?=
 BENCHMARKS ?=
@@ -31,8 +32,11 @@ demo: .venv/installed  ## watch a swarm on this machine survive the kill of a pe
 swarm: .venv/installed  ## run PEERS=3 peers of MODEL on this machine until Ctrl-C
 	@.venv/bin/shoal swarm "$(MODEL)" --peers $(PEERS) $(ARGS)
 
+# Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
+TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+
 test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/protocol for a part
-	@HF_HUB_OFFLINE=1 $(RUN) -m pytest -q -m "not gpu" $(TESTS) $(ARGS)
+	@$(TEST_ENVIRONMENT) $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "not gpu" $(TESTS) $(ARGS)
 
 check: .venv/installed-dev  ## check format, lint, types, structure and generated code
 	@$(RUN) -m ruff format --check .
