@@ -1,26 +1,14 @@
-"""Messages to frames and back: one fixed header, a protobuf part, raw tensor bytes.
-
-    0  magic "sh"   2  frame version   3  kind        4  flags
-    6  dtype        7  codec           8  session (16 bytes)
-   24  epoch       28  sequence       36  position
-   40  rows        44  tokens         48  width
-   52  control length                 56  tensor length
-   60  control (protobuf)             60 + control length  tensor
-
-Numbers are unsigned and little-endian. Fields that a message has no use for are zero. Every
-length is checked against the frame and against the shape before anything is read or allocated.
-"""
+"""Messages to frames and back: which field and which protobuf part holds what."""
 
 import struct
 from collections.abc import Callable
-from enum import IntEnum, IntFlag
 from typing import Any, NamedTuple, TypeVar
 
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
-from . import limits
 from .errors import ErrorCode, LocalProtocolError, RemoteProtocolError
+from .frames import Flag, Kind, Parts, join_frame, split_frame
 from .ids import ClientToken, ModelId, PeerId, SessionId
 from .message_checks import NO_SESSION, check_message, check_text, clean_text
 from .messages import (
@@ -38,48 +26,7 @@ from .messages import (
 )
 from .proto import wire_pb2 as pb
 from .spans import Span
-from .tensors import WireDtype, WireTensor, read_tensor
-
-FRAME_VERSION = 1
-_MAGIC = b"sh"
-_HEADER = struct.Struct("<2sBBHBB16sIQIIIIII")
-HEADER_BYTES = _HEADER.size
-
-
-class Kind(IntEnum):
-    """Which message a frame carries."""
-
-    HELLO = 1
-    WELCOME = 2
-    OPEN = 3
-    OPENED = 4
-    STEP = 5
-    OUTPUT = 6
-    GAP = 7
-    CLOSE = 8
-    DECLINED = 9
-    QUEUED = 10
-
-
-class _Flag(IntFlag):
-    LAST_TOKEN_ONLY = 1
-    IS_DECODED = 2
-
-
-_ALL_FLAGS = int(_Flag.LAST_TOKEN_ONLY | _Flag.IS_DECODED)  # ~ of an IntFlag knows no others
-
-
-class _Parts(NamedTuple):
-    """The fields of a frame; `control` is protobuf, `tensor` a whole tensor or None."""
-
-    kind: Kind
-    session: bytes = NO_SESSION
-    epoch: int = 0
-    sequence: int = 0
-    position: int = 0
-    flags: int = 0
-    control: bytes | memoryview = b""
-    tensor: WireTensor | None = None
+from .tensors import WireDtype, WireTensor
 
 
 def encode_frame(message: Message) -> bytes:
@@ -90,7 +37,7 @@ def encode_frame(message: Message) -> bytes:
     try:
         check_message(message)
         parts = _CODEC_OF_TYPE[type(message)].encode(message)
-        return _join(parts)
+        return join_frame(parts)
     except (ValueError, struct.error) as error:
         name = type(message).__name__
         raise LocalProtocolError(f"this {name} cannot be sent: {error}") from error
@@ -101,102 +48,52 @@ def decode_frame(frame: bytes) -> Message:
 
     Raises RemoteProtocolError, and nothing else, for whatever a stranger may have sent.
     """
-    parts = _split(frame)
+    parts = split_frame(frame)
+    codec = _CODEC_OF_KIND[parts.kind]
+    for name in codec.unused:
+        if getattr(parts, name) != Parts._field_defaults[name]:
+            raise RemoteProtocolError(f"a {parts.kind.name} frame has no {name}")
     try:
-        message = _CODEC_OF_KIND[parts.kind].decode(parts)
+        message = codec.decode(parts)
         check_message(message)
     except (DecodeError, ValueError) as error:
         raise RemoteProtocolError(f"damaged {parts.kind.name} frame: {error}") from None
     return message
 
 
-def _join(parts: _Parts) -> bytes:
-    tensor = parts.tensor
-    codes, shape, data = (0, 0), (0, 0, 0), b""
-    if tensor is not None:
-        codes, shape, data = (tensor.dtype, tensor.codec), tensor.shape, memoryview(tensor.data)
-    num_bytes = memoryview(data).nbytes
-    if HEADER_BYTES + len(parts.control) + num_bytes > limits.MAX_FRAME_BYTES:
-        raise ValueError(
-            f"{num_bytes} tensor bytes do not fit into one frame of "
-            f"{limits.MAX_FRAME_BYTES} bytes; send fewer tokens at once"
-        )
-    header = _HEADER.pack(
-        _MAGIC, FRAME_VERSION, parts.kind, parts.flags, *codes, parts.session,
-        parts.epoch, parts.sequence, parts.position, *shape, len(parts.control), num_bytes,
-    )  # fmt: skip
-    return b"".join((header, parts.control, data))
-
-
-def _split(frame: bytes) -> _Parts:
-    if not HEADER_BYTES <= len(frame) <= limits.MAX_FRAME_BYTES:
-        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is outside the allowed sizes")
-    (magic, version, kind, flags, dtype, codec, session, epoch, sequence, position,
-     rows, tokens, width, control_length, tensor_length) = _HEADER.unpack_from(frame)  # fmt: skip
-    if magic != _MAGIC:
-        raise RemoteProtocolError("the frame does not begin like one of shoal's")
-    if version != FRAME_VERSION:
-        raise RemoteProtocolError(f"frame version {version} is not {FRAME_VERSION}")
-    if flags & ~_ALL_FLAGS:
-        raise RemoteProtocolError(f"unknown frame flags {flags:#x}")
-    if control_length > limits.MAX_CONTROL_BYTES:
-        raise RemoteProtocolError(f"a control part of {control_length} bytes is too large")
-    if HEADER_BYTES + control_length + tensor_length != len(frame):
-        raise RemoteProtocolError(
-            f"the header speaks of {control_length} + {tensor_length} bytes, "
-            f"{len(frame) - HEADER_BYTES} follow"
-        )
-    try:
-        kind = Kind(kind)
-    except ValueError:
-        raise RemoteProtocolError(f"unknown frame kind {kind}") from None
-    view = memoryview(frame)[HEADER_BYTES:]
-    tensor = None
-    if kind in (Kind.STEP, Kind.OUTPUT):
-        tensor = read_tensor(dtype, codec, (rows, tokens, width), view[control_length:])
-    elif tensor_length or rows or tokens or width or dtype or codec:
-        raise RemoteProtocolError(f"a {kind.name} frame carries no tensor")
-    control = view[:control_length]
-    parts = _Parts(kind, session, epoch, sequence, position, flags, control, tensor)
-    for name in _CODEC_OF_KIND[kind].unused:
-        if getattr(parts, name) != _Parts._field_defaults[name]:
-            raise RemoteProtocolError(f"a {kind.name} frame has no {name}")
-    return parts
-
-
 _Body = TypeVar("_Body", bound=ProtobufMessage)
 
 
-def _parse(body: _Body, parts: _Parts) -> _Body:
+def _parse(body: _Body, parts: Parts) -> _Body:
     body.ParseFromString(bytes(parts.control))
     return body
 
 
-def _session(parts: _Parts) -> SessionId:
+def _session(parts: Parts) -> SessionId:
     return SessionId(parts.session)
 
 
-def _tensor(parts: _Parts) -> WireTensor:
-    assert parts.tensor is not None  # _split made sure
+def _tensor(parts: Parts) -> WireTensor:
+    assert parts.tensor is not None  # split_frame made sure
     return parts.tensor
 
 
-def _encode_hello(message: Hello) -> _Parts:
+def _encode_hello(message: Hello) -> Parts:
     body = pb.HelloBody(
         min_version=message.min_version,
         max_version=message.max_version,
         software=message.software,
         client=message.client,
     )
-    return _Parts(Kind.HELLO, control=body.SerializeToString())
+    return Parts(Kind.HELLO, control=body.SerializeToString())
 
 
-def _decode_hello(parts: _Parts) -> Hello:
+def _decode_hello(parts: Parts) -> Hello:
     body = _parse(pb.HelloBody(), parts)
     return Hello(body.min_version, body.max_version, body.software, ClientToken(body.client))
 
 
-def _encode_welcome(message: Welcome) -> _Parts:
+def _encode_welcome(message: Welcome) -> Parts:
     body = pb.WelcomeBody(
         version=message.version,
         software=message.software,
@@ -206,10 +103,10 @@ def _encode_welcome(message: Welcome) -> _Parts:
         span_stop=message.span.stop,
         wall_seconds=message.wall_seconds,
     )
-    return _Parts(Kind.WELCOME, control=body.SerializeToString())
+    return Parts(Kind.WELCOME, control=body.SerializeToString())
 
 
-def _decode_welcome(parts: _Parts) -> Welcome:
+def _decode_welcome(parts: Parts) -> Welcome:
     body = _parse(pb.WelcomeBody(), parts)
     return Welcome(
         body.version,
@@ -221,7 +118,7 @@ def _decode_welcome(parts: _Parts) -> Welcome:
     )
 
 
-def _encode_open(message: Open) -> _Parts:
+def _encode_open(message: Open) -> Parts:
     body = pb.OpenBody(
         model_id=message.model_id,
         span_start=message.span.start,
@@ -231,10 +128,10 @@ def _encode_open(message: Open) -> _Parts:
         dtype=message.dtype,
         max_wait_seconds=message.max_wait_seconds,
     )
-    return _Parts(Kind.OPEN, message.session, message.epoch, control=body.SerializeToString())
+    return Parts(Kind.OPEN, message.session, message.epoch, control=body.SerializeToString())
 
 
-def _decode_open(parts: _Parts) -> Open:
+def _decode_open(parts: Parts) -> Open:
     body = _parse(pb.OpenBody(), parts)
     return Open(
         _session(parts),
@@ -248,42 +145,42 @@ def _decode_open(parts: _Parts) -> Open:
     )
 
 
-def _encode_queued(message: Queued) -> _Parts:
+def _encode_queued(message: Queued) -> Parts:
     body = pb.QueuedBody(wait_seconds=message.wait_seconds)
-    return _Parts(Kind.QUEUED, message.session, message.epoch, control=body.SerializeToString())
+    return Parts(Kind.QUEUED, message.session, message.epoch, control=body.SerializeToString())
 
 
-def _decode_queued(parts: _Parts) -> Queued:
+def _decode_queued(parts: Parts) -> Queued:
     body = _parse(pb.QueuedBody(), parts)
     return Queued(_session(parts), parts.epoch, body.wait_seconds)
 
 
-def _encode_opened(message: Opened) -> _Parts:
+def _encode_opened(message: Opened) -> Parts:
     body = pb.OpenedBody(queue_seconds=message.queue_seconds, free_kv_tokens=message.free_kv_tokens)
-    return _Parts(Kind.OPENED, message.session, message.epoch, control=body.SerializeToString())
+    return Parts(Kind.OPENED, message.session, message.epoch, control=body.SerializeToString())
 
 
-def _decode_opened(parts: _Parts) -> Opened:
+def _decode_opened(parts: Parts) -> Opened:
     body = _parse(pb.OpenedBody(), parts)
     return Opened(_session(parts), parts.epoch, body.queue_seconds, body.free_kv_tokens)
 
 
-def _encode_step(message: Step) -> _Parts:
-    flags = _Flag(0)
+def _encode_step(message: Step) -> Parts:
+    flags = Flag(0)
     if message.last_token_only:
-        flags |= _Flag.LAST_TOKEN_ONLY
+        flags |= Flag.LAST_TOKEN_ONLY
     if message.is_decoded:
-        flags |= _Flag.IS_DECODED
+        flags |= Flag.IS_DECODED
     control = b""
     if message.row_map is not None:
         control = pb.StepBody(row_map=message.row_map).SerializeToString()
-    return _Parts(
+    return Parts(
         Kind.STEP, message.session, message.epoch, message.sequence, message.position,
         flags, control, message.hidden,
     )  # fmt: skip
 
 
-def _decode_step(parts: _Parts) -> Step:
+def _decode_step(parts: Parts) -> Step:
     hidden = _tensor(parts)
     row_map = None
     if parts.control:
@@ -295,22 +192,22 @@ def _decode_step(parts: _Parts) -> Step:
         parts.position,
         hidden,
         row_map,
-        is_decoded=bool(parts.flags & _Flag.IS_DECODED),
-        last_token_only=bool(parts.flags & _Flag.LAST_TOKEN_ONLY),
+        is_decoded=bool(parts.flags & Flag.IS_DECODED),
+        last_token_only=bool(parts.flags & Flag.LAST_TOKEN_ONLY),
     )
 
 
-def _encode_output(message: Output) -> _Parts:
+def _encode_output(message: Output) -> Parts:
     body = pb.OutputBody(
         queue_seconds=message.queue_seconds, compute_seconds=message.compute_seconds
     )
-    return _Parts(
+    return Parts(
         Kind.OUTPUT, message.session, message.epoch, message.sequence, message.position,
         control=body.SerializeToString(), tensor=message.hidden,
     )  # fmt: skip
 
 
-def _decode_output(parts: _Parts) -> Output:
+def _decode_output(parts: Parts) -> Output:
     body = _parse(pb.OutputBody(), parts)
     return Output(
         _session(parts),
@@ -323,23 +220,23 @@ def _decode_output(parts: _Parts) -> Output:
     )
 
 
-def _encode_gap(message: Gap) -> _Parts:
-    return _Parts(Kind.GAP, message.session, message.epoch, message.sequence, message.length)
+def _encode_gap(message: Gap) -> Parts:
+    return Parts(Kind.GAP, message.session, message.epoch, message.sequence, message.length)
 
 
-def _decode_gap(parts: _Parts) -> Gap:
+def _decode_gap(parts: Parts) -> Gap:
     return Gap(_session(parts), parts.epoch, parts.sequence, parts.position)
 
 
-def _encode_close(message: Close) -> _Parts:
-    return _Parts(Kind.CLOSE, message.session, message.epoch)
+def _encode_close(message: Close) -> Parts:
+    return Parts(Kind.CLOSE, message.session, message.epoch)
 
 
-def _decode_close(parts: _Parts) -> Close:
+def _decode_close(parts: Parts) -> Close:
     return Close(_session(parts), parts.epoch)
 
 
-def _encode_declined(message: Declined) -> _Parts:
+def _encode_declined(message: Declined) -> Parts:
     body = pb.DeclinedBody(
         code=message.code,
         detail=clean_text(message.detail),
@@ -347,12 +244,12 @@ def _encode_declined(message: Declined) -> _Parts:
         whole_stream=message.session is None,
     )
     session = message.session if message.session is not None else NO_SESSION
-    return _Parts(
+    return Parts(
         Kind.DECLINED, session, sequence=message.sequence, control=body.SerializeToString()
     )
 
 
-def _decode_declined(parts: _Parts) -> Declined:
+def _decode_declined(parts: Parts) -> Declined:
     body = _parse(pb.DeclinedBody(), parts)
     if body.whole_stream and parts.session != NO_SESSION:
         raise ValueError("it speaks of one session and of the whole stream")
@@ -371,8 +268,8 @@ class _Codec(NamedTuple):
 
     kind: Kind
     type: type[Message]
-    encode: Callable[[Any], _Parts]
-    decode: Callable[[_Parts], Message]
+    encode: Callable[[Any], Parts]
+    decode: Callable[[Parts], Message]
     unused: tuple[str, ...]
 
 

@@ -69,7 +69,7 @@ def test_greedy_text_equals_transformers_for_every_kind_of_client(any_pair: Any)
         {"stopping_criteria": StoppingCriteriaList([StopAtLength()])},
         {"prefill_chunk_size": 3},
     ],
-    ids=str,
+    ids=lambda options: "-".join(options),
 )
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_text_with_options_equals_transformers(

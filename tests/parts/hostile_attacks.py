@@ -25,9 +25,10 @@ from hostile_strangers import (
 
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
+from shoal.protocol.frames import HEADER_BYTES
 from shoal.protocol.messages import Close, Declined, Hello, Message
 from shoal.protocol.net.tls import fetch_pinned_certificate, name_in
-from shoal.protocol.wire import HEADER_BYTES, encode_frame
+from shoal.protocol.wire import encode_frame
 
 SEED = 7
 METHOD = "/shoal.v1.Peer/Exchange"

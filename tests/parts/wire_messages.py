@@ -7,6 +7,7 @@ from typing import Any
 
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
+from shoal.protocol.frames import HEADER_BYTES, Kind
 from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
 from shoal.protocol.messages import (
     Close,
@@ -23,7 +24,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import ELEMENT_BYTES, WireCodec, WireDtype, WireTensor
-from shoal.protocol.wire import HEADER_BYTES, Kind, decode_frame, encode_frame
+from shoal.protocol.wire import decode_frame, encode_frame
 
 SESSION = SessionId(bytes(range(16)))
 MODEL = ModelId("0123456789abcdef" * 2)

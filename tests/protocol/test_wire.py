@@ -19,6 +19,7 @@ from wire_messages import (
 
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, LocalProtocolError
+from shoal.protocol.frames import HEADER_BYTES, Kind
 from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
 from shoal.protocol.messages import (
     Close,
@@ -33,7 +34,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
-from shoal.protocol.wire import HEADER_BYTES, Kind, decode_frame, encode_frame
+from shoal.protocol.wire import decode_frame, encode_frame
 
 # ---- what is honest
 

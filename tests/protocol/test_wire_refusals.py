@@ -22,10 +22,11 @@ from wire_messages import (
 
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
+from shoal.protocol.frames import HEADER_BYTES, Kind
 from shoal.protocol.messages import Step
 from shoal.protocol.proto import wire_pb2 as pb
 from shoal.protocol.tensors import WireDtype
-from shoal.protocol.wire import HEADER_BYTES, Kind, decode_frame, encode_frame
+from shoal.protocol.wire import decode_frame, encode_frame
 
 
 @pytest.mark.parametrize("kind", list(Kind))
