@@ -141,8 +141,9 @@ class ComputeThread:
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
         job = _Job(work, holder, future, time.monotonic())
-        if job.is_decoding:
-            self._pace.note_decoding(job.submitted_at)
+        with self._wake:
+            if job.is_decoding:
+                self._pace.note_decoding(job.submitted_at, holder)
         self._enqueue(self._jobs, job)
         return future
 
@@ -254,8 +255,14 @@ class ComputeThread:
     def _choose(self, jobs: list[_Job], prompt_budget: int) -> list[Take]:
         """Return what the policy takes of these jobs."""
         waiting = [job.describe() for job in jobs]
+        in_company = self._pace.find_in_company({job.holder for job in jobs}, time.monotonic())
         return choose_batch(
-            waiting, self._usage, self._token_budget, prompt_budget, self._engine.part_tokens
+            waiting,
+            self._usage,
+            self._token_budget,
+            prompt_budget,
+            self._engine.part_tokens,
+            in_company,
         )
 
     def _deliver(

@@ -1,4 +1,6 @@
-"""How much of a prompt one iteration may carry, so that those who decode hardly notice it."""
+"""How much one iteration may carry, so that those who decode hardly notice each other."""
+
+from collections.abc import Collection
 
 _IDLE_SECONDS = 0.03
 """How long an iteration may be when nobody decodes: a newcomer waits for one to open its session
@@ -31,7 +33,7 @@ class Pace:
         self._decode_seconds = 0.0
         self._token_seconds = 0.0
         self._iteration_seconds = 0.0
-        self._decoded_at = float("-inf")
+        self._decoded_at: dict[tuple[str, str], float] = {}
         self._resume_at = float("-inf")
 
     @property
@@ -41,11 +43,19 @@ class Pace:
 
     def is_shared(self, now: float) -> bool:
         """Return whether somebody decodes."""
-        return now - self._decoded_at < _RECENT_SECONDS
+        return bool(self._find_decoding(now))
 
-    def note_decoding(self, now: float) -> None:
-        """Note that a step that decodes has come in."""
-        self._decoded_at = max(self._decoded_at, now)
+    def note_decoding(self, now: float, holder: tuple[str, str] = ("", "")) -> None:
+        """Note that a step of a holder that decodes has come in."""
+        self._decoded_at.pop(holder, None)
+        self._decoded_at[holder] = now
+
+    def find_in_company(
+        self, holders: Collection[tuple[str, str]], now: float
+    ) -> set[tuple[str, str]]:
+        """Return those of the holders beside whom others decode."""
+        decoding = self._find_decoding(now)
+        return {holder for holder in holders if decoding - {holder}}
 
     def choose_budget(self, now: float) -> int:
         """Return how many tokens of prompts the next iteration may carry."""
@@ -62,6 +72,14 @@ class Pace:
     def resume_in(self, now: float) -> float:
         """Return the seconds for which prompts have to wait, 0 when they need not."""
         return max(0.0, self._resume_at - now) if self.is_shared(now) else 0.0
+
+    def _find_decoding(self, now: float) -> set[tuple[str, str]]:
+        """Return who decodes, and forget who did so long ago: the first are the oldest."""
+        for holder, decoded_at in list(self._decoded_at.items()):
+            if now - decoded_at < _RECENT_SECONDS:
+                break
+            del self._decoded_at[holder]
+        return set(self._decoded_at)
 
     def note(self, now: float, seconds: float, num_decoding: int, num_prompt_tokens: int) -> None:
         """Note an iteration that ended now: its length, and what it carried."""

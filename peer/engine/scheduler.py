@@ -6,8 +6,8 @@ nobody's results depend on the company.
 """
 
 import heapq
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 PART_TOKENS = 64
 """Rows times tokens of one part of a prompt where its size makes a difference: large enough for
@@ -17,9 +17,12 @@ SHORT_PART_TOKENS = 16
 """The same where a prompt may be cut anywhere: the least that is worth reading the weights for."""
 
 
-LEAD_TOKENS = 1024
+LEAD_TOKENS = 8192
 """How much more than others who wait somebody may have had and still decode before them: many rows
 that decode can take as much time as a prompt."""
+
+DECODED_TOKENS = 8
+"""Tokens of a prompt that take about as long as a row that decodes, with few rows at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +46,9 @@ _FORGETTING = 1 / 32
 some between two tokens, and should not pay for a prompt that is done for long."""
 
 Usage = Mapping[tuple[str, ...], float]
-"""Rows times tokens by which each address, each holder beside others of its address and each
-session beside others of its holder is ahead: of the one that waited and had had the least when the
-last batch was chosen. Who is not in it is not ahead."""
+"""Tokens of prompts, or as much, by which each address, each holder beside others of its address
+and each session beside others of its holder is ahead: of the one that waited and had had the least
+when the last batch was chosen. Who is not in it is not ahead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,7 @@ def choose_batch(
     token_budget: int,
     prompt_budget: int,
     part_tokens: int = PART_TOKENS,
+    in_company: Collection[tuple[str, str]] = (),
 ) -> list[Take]:
     """Return what to compute together; empty only while prompts wait and have no budget.
 
@@ -80,7 +84,9 @@ def choose_batch(
     there to the client and of its sessions to the one that has: so nobody is passed over for ever,
     nobody gets more by making up names, and a short prompt does not wait for a long one of the same
     client. Who is ahead of others by more than LEAD_TOKENS has to decode on the budget of prompts.
-    The first part is taken whatever its size.
+    The first part is taken whatever its size. Holders who are `in_company` of others that decode
+    bring one step or one part of a prompt, their sessions in turn: with everything that a flood has
+    waiting, an iteration would take many times as long for those others.
 
     >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
     >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
@@ -96,18 +102,55 @@ def choose_batch(
     shares = dict(usage)
     taken: dict[int, int] = {}
     is_first = {i: _goes_first(waiting[i], usage, least) for i in heads.values()}
+    can_go = [i for i in heads.values() if is_first[i] or prompt_budget > 0]
+    chosen = _choose_turns(waiting, can_go, usage, in_company)
+    offered = [_cut_to_turn(step, part_tokens, in_company) for step in waiting]
     for goes_first, budget in ((True, token_budget), (False, prompt_budget)):
-        candidates = [i for i in heads.values() if is_first[i] is goes_first]
+        candidates = [i for i in chosen if is_first[i] is goes_first]
         left = budget
-        for index in _in_fair_order(waiting, candidates, shares, taken):
-            size = _count_next(waiting[index], taken.get(index, 0), part_tokens)
+        for index in _in_fair_order(offered, candidates, shares, taken):
+            size = _count_next(offered[index], taken.get(index, 0), part_tokens)
             if left <= 0 or (size > left and left < budget):
                 break
             left -= size
             taken[index] = taken.get(index, 0) + size // waiting[index].num_rows
             for key in _keys_of(waiting[index]):
-                shares[key] = shares.get(key, 0.0) + size
+                shares[key] = shares.get(key, 0.0) + _count_cost(waiting[index], size)
     return [Take(index, num_tokens) for index, num_tokens in taken.items()]
+
+
+def _choose_turns(
+    waiting: Sequence[WaitingStep],
+    candidates: Sequence[int],
+    usage: Usage,
+    in_company: Collection[tuple[str, str]],
+) -> list[int]:
+    """Return whose turn it is: of a holder in company, the session that has had the least."""
+    turns: dict[tuple[str, str], int] = {}
+    chosen: list[int] = []
+    for index in candidates:
+        holder = waiting[index].holder
+        if holder not in in_company:
+            chosen.append(index)
+        elif holder not in turns or _used(waiting[index], usage) < _used(
+            waiting[turns[holder]], usage
+        ):
+            turns[holder] = index
+    return sorted([*chosen, *turns.values()])
+
+
+def _used(step: WaitingStep, usage: Usage) -> float:
+    return usage.get(_keys_of(step)[-1], 0.0)
+
+
+def _cut_to_turn(
+    step: WaitingStep, part_tokens: int, in_company: Collection[tuple[str, str]]
+) -> WaitingStep:
+    """Return what of a step may come along at once: one part where its holder is in company."""
+    if step.holder not in in_company:
+        return step
+    num_tokens = min(step.num_tokens, count_part_tokens(step.num_rows, part_tokens))
+    return replace(step, num_tokens=num_tokens)
 
 
 def _goes_first(step: WaitingStep, usage: Usage, least: Usage) -> bool:
@@ -173,6 +216,11 @@ def _count_next(step: WaitingStep, num_taken: int, part_tokens: int) -> int:
     return step.num_rows * num_tokens
 
 
+def _count_cost(step: WaitingStep, size: int) -> int:
+    """Return what rows times tokens of a step count for, in tokens of a prompt."""
+    return size * DECODED_TOKENS if step.is_decoding else size
+
+
 def renew_usage(
     usage: Usage, waiting: Sequence[WaitingStep], batch: Sequence[Take]
 ) -> dict[tuple[str, ...], float]:
@@ -184,7 +232,7 @@ def renew_usage(
 
     >>> step = WaitingStep(1, ("home", "new"), 1, 1, True)
     >>> renew_usage({("home",): 90.0, ("home", "old"): 64.0}, [step], [Take(0, 1)])
-    {('home', 'old'): 62.0, ('home',): 1.0, ('home', 'new'): 1.0, ('home', 'new', '1'): 1.0}
+    {('home', 'old'): 62.0, ('home',): 8.0, ('home', 'new'): 8.0, ('home', 'new', '1'): 8.0}
     """
     present = dict.fromkeys(key for step in waiting for key in _keys_of(step))
     least = _find_least(usage, waiting)
@@ -199,5 +247,5 @@ def renew_usage(
     for take in batch:
         step = waiting[take.index]
         for key in _keys_of(step):
-            renewed[key] += step.num_rows * take.num_tokens
+            renewed[key] += _count_cost(step, step.num_rows * take.num_tokens)
     return renewed

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 
 import pytest
@@ -110,6 +110,31 @@ def test_no_step_is_lost_that_comes_while_a_batch_is_chosen() -> None:
 
     run(test)
     assert [len(batch) for batch in engine.batches] == [1, 1]
+
+
+class CrowdedPace(Pace):
+    """Knows of others that decode beside everybody."""
+
+    def find_in_company(
+        self, holders: Collection[tuple[str, str]], now: float
+    ) -> set[tuple[str, str]]:
+        return set(holders)
+
+
+def test_flood_travels_one_step_at_a_time_beside_others() -> None:
+    engine = NotingEngine()
+
+    async def test() -> None:
+        compute = make_thread(engine)  # not entered: the test is the thread
+        compute._pace = CrowdedPace(512, PART_TOKENS)
+        holders = [*[("home", "flood")] * 3, ("home", "one")]
+        futures = [compute.submit(make_work(FakeCache()), holder) for holder in holders]
+        for _ in range(3):
+            compute.step()
+        await asyncio.gather(*futures)
+
+    run(test)
+    assert [len(batch) for batch in engine.batches] == [2, 1, 1]
 
 
 class PausedPace(Pace):

@@ -75,3 +75,18 @@ def test_length_of_iterations_is_followed() -> None:
     for index in range(50):
         pace.note(100.0 + index, 0.2, 1, 64)
     assert pace.iteration_seconds == pytest.approx(0.2, rel=0.01)
+
+
+def test_holders_are_in_company_while_others_decode() -> None:
+    pace = Pace(MOST, LEAST)
+    one, flood, quiet = ("home", "one"), ("home", "flood"), ("away", "")
+    pace.note_decoding(100.0, one)
+    assert pace.find_in_company({one, flood}, 100.1) == {flood}
+
+    pace.note_decoding(100.2, flood)
+    assert pace.find_in_company({one, flood, quiet}, 100.2) == {one, flood, quiet}
+    assert pace.find_in_company({one, flood, quiet}, 100.4) == {one, quiet}
+
+    pace.note_decoding(100.4, one)
+    assert pace.find_in_company({one, flood}, 100.5) == {flood}
+    assert pace.find_in_company({one, flood}, 200.0) == set()

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.peer.engine.scheduler import (
+    DECODED_TOKENS,
     LEAD_TOKENS,
     PART_TOKENS,
     Take,
@@ -141,9 +142,9 @@ def test_usage_follows_what_was_taken() -> None:
     renewed = renew_usage(usage, waiting, [Take(0, 1), Take(1, 64)])
 
     assert renewed == {
-        ("a",): 12.0 + 67.0,
-        ("a", "x"): 3.0,
-        ("a", "x", "1"): 3.0,
+        ("a",): 12.0 + 3 * DECODED_TOKENS + 64.0,
+        ("a", "x"): 3 * DECODED_TOKENS,
+        ("a", "x", "1"): 3 * DECODED_TOKENS,
         ("a", "y"): 2.0 + 64.0,
         ("a", "y", "2"): 64.0,
         ("c",): 0.0,
@@ -161,9 +162,9 @@ def test_client_that_was_away_is_not_owed_for_it() -> None:
 
 def test_client_that_misses_an_iteration_is_still_ahead() -> None:
     waiting = [token(1, "here")]
-    usage = renew_usage(use(here=0.0, away=3200.0), waiting, [])
+    usage = renew_usage(use(here=0.0, away=32000.0), waiting, [])
 
-    assert usage["away",] == 3100.0
+    assert usage["away",] == 31000.0
     assert choose_batch([*waiting, token(2, "away")], usage, 512, 0) == [Take(0, 1)]
 
 
@@ -253,6 +254,43 @@ class Queue:
         taken = {take.index for take in batch}
         self.waiting = left + [s for i, s in enumerate(self.waiting) if i not in taken]
         return done
+
+
+def test_holder_in_company_brings_one_step_its_sessions_in_turn() -> None:
+    flood = [token(session, "home/flood") for session in range(1, 4)]
+    waiting = [*flood, token(4, "home/one"), token(5, "home/other")]
+    holders = {step.holder for step in waiting}
+    usage: dict[tuple[str, ...], float] = {}
+    turns: list[list[int]] = []
+    for _ in range(3):
+        batch = choose_batch(waiting, usage, 512, 512, in_company=holders)
+        usage = renew_usage(usage, waiting, batch)
+        turns.append([take.index for take in batch])
+
+    assert turns == [[0, 3, 4], [1, 3, 4], [2, 3, 4]]
+
+
+def test_prompts_and_tokens_of_a_holder_in_company_take_turns() -> None:
+    waiting = [token(1, "flood"), prompt(2, 10_000, "flood"), token(3, "one")]
+    company = {step.holder for step in waiting}
+    usage: dict[tuple[str, ...], float] = {}
+    taken: Counter[int] = Counter()
+    for _ in range(90):
+        batch = choose_batch(waiting, usage, 512, 512, 16, company)
+        usage = renew_usage(usage, waiting, batch)
+        assert len(batch) == 2
+        taken.update(take.index for take in batch)
+        assert all(take.num_tokens == (16 if take.index == 1 else 1) for take in batch)
+
+    assert taken == {0: 60, 1: 30, 2: 90}
+
+
+def test_holder_in_company_decodes_while_prompts_pause() -> None:
+    waiting = [prompt(1, 100, "flood"), token(2, "flood")]
+
+    batch = choose_batch(waiting, {}, 512, 0, in_company={("flood", "")})
+
+    assert batch == [Take(1, 1)]
 
 
 def test_prompt_goes_on_beside_a_stream_of_decode_steps() -> None:
