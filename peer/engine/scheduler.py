@@ -16,6 +16,8 @@ torch's attention to be quick."""
 SHORT_PART_TOKENS = 16
 """The same where a prompt may be cut anywhere: the least that is worth reading the weights for."""
 
+TURN_TOKENS = 8
+"""The same for who is in company: about the time of a step that decodes."""
 
 LEAD_TOKENS = 8192
 """How much more than others who wait somebody may have had and still decode before them: many rows
@@ -149,6 +151,8 @@ def _cut_to_turn(
     """Return what of a step may come along at once: one part where its holder is in company."""
     if step.holder not in in_company:
         return step
+    if part_tokens == SHORT_PART_TOKENS:
+        part_tokens = TURN_TOKENS
     num_tokens = min(step.num_tokens, count_part_tokens(step.num_rows, part_tokens))
     return replace(step, num_tokens=num_tokens)
 

@@ -10,6 +10,8 @@ from shoal.peer.engine.scheduler import (
     DECODED_TOKENS,
     LEAD_TOKENS,
     PART_TOKENS,
+    SHORT_PART_TOKENS,
+    TURN_TOKENS,
     Take,
     WaitingStep,
     choose_batch,
@@ -270,19 +272,25 @@ def test_holder_in_company_brings_one_step_its_sessions_in_turn() -> None:
     assert turns == [[0, 3, 4], [1, 3, 4], [2, 3, 4]]
 
 
-def test_prompts_and_tokens_of_a_holder_in_company_take_turns() -> None:
+@pytest.mark.parametrize(
+    ("part_tokens", "expected", "num_parts"),
+    [(SHORT_PART_TOKENS, TURN_TOKENS, 45), (PART_TOKENS, PART_TOKENS, 10)],
+)
+def test_prompts_and_tokens_of_a_holder_in_company_take_turns(
+    part_tokens: int, expected: int, num_parts: int
+) -> None:
     waiting = [token(1, "flood"), prompt(2, 10_000, "flood"), token(3, "one")]
     company = {step.holder for step in waiting}
     usage: dict[tuple[str, ...], float] = {}
     taken: Counter[int] = Counter()
     for _ in range(90):
-        batch = choose_batch(waiting, usage, 512, 512, 16, company)
+        batch = choose_batch(waiting, usage, 512, 512, part_tokens, company)
         usage = renew_usage(usage, waiting, batch)
         assert len(batch) == 2
         taken.update(take.index for take in batch)
-        assert all(take.num_tokens == (16 if take.index == 1 else 1) for take in batch)
+        assert all(take.num_tokens == (expected if take.index == 1 else 1) for take in batch)
 
-    assert taken == {0: 60, 1: 30, 2: 90}
+    assert taken == {0: 90 - num_parts, 1: num_parts, 2: 90}
 
 
 def test_holder_in_company_decodes_while_prompts_pause() -> None:
