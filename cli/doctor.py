@@ -197,6 +197,7 @@ def _make_json(diagnosis: "Diagnosis") -> dict[str, object]:
                 "span": str(peer.span),
                 "state": str(peer.state),
                 "weights": peer.weights,
+                "kernels": peer.kernels,
                 "endpoints": [str(endpoint) for endpoint in peer.endpoints],
                 "decode_steps_per_second": peer.decode_steps_per_second,
                 "age_seconds": round(now - peer.issued_at, 3),

@@ -212,5 +212,6 @@ def _print_for_people(event: "PeerEvent") -> None:
             f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
             f"{facts['decode_steps_per_second']} steps/s. Ctrl-C to leave."
         )
+        terminal.print(f"Computing with {facts['kernels']}.")
     elif event.name == "left":
         terminal.print("Left the swarm.")

@@ -45,6 +45,11 @@ def choose_instruction_set() -> int | None:
     return next(iter(list_instruction_sets().values()), None)
 
 
+def describe_instruction_set() -> str:
+    """Return the name of what attention is computed with, for people."""
+    return next(iter(list_instruction_sets()), "torch")
+
+
 @dataclass(frozen=True, slots=True)
 class TokenShape:
     """What a block does with every token; `window` is the most keys that one sees, None for all."""

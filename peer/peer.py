@@ -9,7 +9,7 @@ from typing import Any
 
 from ..kernels.checkpoint import Checkpoint
 from ..kernels.quantize import WeightFormat
-from ..protocol.announcements import PeerState
+from ..protocol.announcements import Announcement, PeerState
 from ..protocol.endpoints import Endpoint
 from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.identity import Identity
@@ -95,7 +95,8 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         ready.set_result(service)
         description.begin_serving(engine, compute, throughput)
         await announcer.announce(PeerState.ONLINE)
-        report(PeerEvent("online", _describe_online(service, endpoint, throughput, directory)))
+        facts_online = _describe_online(service, template, throughput, directory)
+        report(PeerEvent("online", facts_online))
 
         await chores.run_until(stop)
         await _drain(service, announcer, config.drain_seconds)
@@ -223,7 +224,7 @@ def _choose_endpoint(config: PeerConfig, listening: Endpoint) -> Endpoint:
 
 
 def _describe_online(
-    service: Service, endpoint: Endpoint, throughput: Throughput, directory: Directory
+    service: Service, template: Announcement, throughput: Throughput, directory: Directory
 ) -> dict[str, object]:
     engine = service.engine
     return {
@@ -232,7 +233,8 @@ def _describe_online(
         "span": str(engine.span),
         "num_blocks": engine.spec.num_blocks,
         "weights_bytes": engine.num_weight_bytes,
-        "endpoint": str(endpoint),
+        "kernels": template.kernels,
+        "endpoint": str(template.endpoints[0]),
         "addresses": list(directory.addresses),
         "decode_steps_per_second": round(throughput.decode_steps_per_second, 1),
         "prefill_tokens_per_second": round(throughput.prefill_tokens_per_second, 1),

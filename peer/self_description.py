@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from ..kernels.quantize import WeightFormat
+from ..kernels.select import describe_kernels
 from ..protocol.announcements import Announcement, ComputeDtype, PeerState
 from ..protocol.endpoints import Endpoint
 from ..protocol.errors import LocalProtocolError
@@ -49,6 +50,7 @@ def make_template(
         min_version=MIN_VERSION,
         max_version=MAX_VERSION,
         software=SOFTWARE,
+        kernels=describe_kernels(weights),
         weights=weights.value,
         compute_dtype=_DTYPE_NAMES[COMPUTE_DTYPES[weights]],
         sequence=0,

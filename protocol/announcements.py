@@ -119,6 +119,8 @@ class Announcement:
     """Measured round-trip times in seconds to likely neighbours."""
     software: Annotated[str, Field(max_length=64)] = ""
     """Name and version of the software, for people to read."""
+    kernels: Annotated[str, Field(max_length=64)] = ""
+    """What the peer found fastest to compute with, for people to read."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:

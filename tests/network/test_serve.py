@@ -96,9 +96,10 @@ def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm, number: int)
     assert peer.wait(60) == 0
     wait_until_dead(children)
     records = asyncio.run(look_up(swarm, peer.facts["model_id"]))
-    states = {record.peer_id: record.state for record in records}
-    assert states[peer.peer_id] is PeerState.OFFLINE
-    assert states[swarm.peers[0].peer_id] is PeerState.ONLINE
+    known = {record.peer_id: record for record in records}
+    assert known[peer.peer_id].state is PeerState.OFFLINE
+    assert known[swarm.peers[0].peer_id].state is PeerState.ONLINE
+    assert known[peer.peer_id].kernels == peer.facts["kernels"] != ""
 
 
 def test_peer_that_is_stopped_before_it_says_it_is_online_says_goodbye(swarm: LocalSwarm) -> None:

@@ -1,0 +1,94 @@
+"""Which kernel a process takes, with kernels whose times are only numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.kernels.int8 import Int8Kernel
+from shoal.kernels.quantize import Int8Weight, WeightFormat
+from shoal.kernels.select import (
+    choose_fastest,
+    choose_int8_kernel,
+    describe_kernels,
+    list_int8_kernels,
+)
+
+
+class Clock:
+    """Stands still but for what products take."""
+
+    seconds = 0.0
+
+    def read(self) -> float:
+        return self.seconds
+
+
+class TimedProduct:
+    """Takes so many seconds for few rows and for many; other programs disturb all but one trial."""
+
+    num_bytes = 0
+
+    def __init__(
+        self, clock: Clock, few: float, many: float, weight: Int8Weight, bias_O: Tensor | None
+    ) -> None:
+        self._clock = clock
+        self._seconds = {1: few, 64: many}
+        self._disturbances = self._disturb()
+
+    def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
+        self._clock.seconds += self._seconds[len(hidden_NI)] + next(self._disturbances)
+        return hidden_NI
+
+    def multiply_roughly(self, hidden_NI: Tensor) -> tuple[Tensor, Tensor]:
+        return hidden_NI, torch.zeros(len(hidden_NI), dtype=torch.int32)
+
+    def _disturb(self) -> Iterator[float]:
+        while True:
+            yield from (9.0, 0.0, 7.0)
+
+
+@pytest.mark.parametrize(
+    ("times", "expected"),
+    [
+        ({"a": (1.0, 5.0), "b": (1.0, 4.0)}, "b"),
+        ({"a": (1.0, 5.0), "b": (2.0, 5.0)}, "a"),
+        ({"a": (0.5, 60.0), "b": (1.0, 40.0)}, "a"),
+        ({"a": (1.0, 4.0), "b": (1.0, 4.0)}, "a"),
+    ],
+)
+def test_fastest_for_few_rows_and_for_many_is_taken(
+    times: dict[str, tuple[float, float]], expected: str
+) -> None:
+    clock = Clock()
+    kernels = [
+        Int8Kernel(name, partial(TimedProduct, clock, few, many))
+        for name, (few, many) in times.items()
+    ]
+
+    assert choose_fastest(kernels, clock.read).name == expected
+
+
+def test_choice_is_one_of_those_of_this_machine_and_stays() -> None:
+    assert choose_int8_kernel().name in [kernel.name for kernel in list_int8_kernels()]
+    assert choose_int8_kernel() is choose_int8_kernel()
+
+
+@pytest.mark.parametrize(
+    ("weights", "start"),
+    [
+        (WeightFormat.INT8, "int8: "),
+        (WeightFormat.FP32, "fp32: torch, "),
+        (WeightFormat.BF16, "bf16: "),
+    ],
+)
+def test_kernels_are_described_in_one_short_line(weights: WeightFormat, start: str) -> None:
+    text = describe_kernels(weights)
+
+    assert text.startswith(start)
+    assert ", attention: " in text
+    assert len(text) <= 64
