@@ -17,15 +17,13 @@ import pytest
 from directory_processes import (
     CLOCK,
     MODEL,
-    children_of,
     identity_of,
-    is_running,
-    kill_if_running,
     look_up,
     make_announcement,
     sign,
     start,
 )
+from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.net.hivemind_directory import HivemindDirectory

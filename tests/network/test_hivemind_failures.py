@@ -15,12 +15,10 @@ import pytest
 from directory_processes import (
     CLOCK,
     MODEL,
-    children_of,
-    is_running,
-    kill_if_running,
     look_up,
     start,
 )
+from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.net.hivemind_directory import HivemindDirectory

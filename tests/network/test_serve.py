@@ -11,12 +11,12 @@ import socket
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from processes import children_of, wait_until_dead
 
 from shoal.peer.local_swarm import LocalSwarm, PeerProcessError
 from shoal.protocol.announcements import Announcement, PeerState
@@ -48,33 +48,6 @@ def run_shoal(*arguments: str, program: Sequence[str] = ("-m", "shoal.cli")) -> 
     return done.returncode, done.stderr
 
 
-def find_children(pid: int) -> list[int]:
-    """Return the processes that a process started and that still exist."""
-    children = []
-    for entry in Path("/proc").iterdir():
-        try:
-            fields = (entry / "stat").read_text().rpartition(")")[2].split()
-        except (OSError, IndexError):
-            continue
-        if entry.name.isdecimal() and int(fields[1]) == pid and fields[0] != "Z":
-            children.append(int(entry.name))
-    return children
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until_dead(pids: Sequence[int], timeout_seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + timeout_seconds
-    while any(is_alive(pid) for pid in pids):
-        assert time.monotonic() < deadline, f"still alive: {pids}"
-        time.sleep(0.05)  # there is nothing to wait on: they are not our children
-
-
 async def look_up(swarm: LocalSwarm, model_id: str) -> list[Announcement]:
     directory = await HivemindDirectory.join(
         swarm.initial_peers, identity=None, clock=SystemClock(), client_mode=True
@@ -88,7 +61,7 @@ async def look_up(swarm: LocalSwarm, model_id: str) -> list[Announcement]:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm, number: int) -> None:
     peer = swarm.add((2, 4))
-    children = find_children(peer.pid)
+    children = children_of(peer.pid)
     assert children, "the peer has a p2pd"
 
     peer.terminate(number)
@@ -117,7 +90,7 @@ def test_peer_that_is_stopped_before_it_says_it_is_online_says_goodbye(swarm: Lo
 def test_interrupt_from_a_terminal_spares_p2pd_and_is_quiet(swarm: LocalSwarm) -> None:
     """Ctrl-C goes to the whole process group that owns the terminal."""
     peer = swarm.add((2, 4))
-    (p2pd,) = find_children(peer.pid)
+    (p2pd,) = children_of(peer.pid)
     assert os.getpgid(peer.pid) == peer.pid
     assert os.getpgid(p2pd) == p2pd
 
@@ -148,7 +121,7 @@ def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any
 @pytest.mark.parametrize("paused", [False, True])
 def test_p2pd_ends_with_its_peer(swarm: LocalSwarm, paused: bool) -> None:
     peer = swarm.add((2, 4))
-    (p2pd,) = find_children(peer.pid)
+    (p2pd,) = children_of(peer.pid)
     if paused:
         os.kill(p2pd, signal.SIGSTOP)
 
@@ -181,7 +154,7 @@ def test_peer_ends_with_the_program_that_started_it(tiny_models: Any, tmp_path: 
     pids = json.loads(done.stdout)
 
     assert done.returncode == -signal.SIGKILL
-    wait_until_dead([*pids, *(child for pid in pids for child in find_children(pid))])
+    wait_until_dead([*pids, *(child for pid in pids for child in children_of(pid))])
     assert os.listdir(temporary) == []
 
 
@@ -301,12 +274,12 @@ def test_swarm_that_runs_is_not_started_again(swarm: LocalSwarm) -> None:
 
 
 def test_swarm_whose_peer_cannot_start_says_why_and_leaves_nothing(tiny_models: Any) -> None:
-    children = find_children(os.getpid())
+    children = children_of(os.getpid())
 
     with pytest.raises(PeerProcessError, match="blocks 0:4"):
         LocalSwarm(tiny_models.get().directory, spans=[(0, 2), (2, 9)]).__enter__()
 
-    assert find_children(os.getpid()) == children
+    assert children_of(os.getpid()) == children
 
 
 def test_swarm_that_is_not_running_refuses_new_peers(tiny_models: Any) -> None:

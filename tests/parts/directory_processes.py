@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+from processes import children_of
 
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.endpoints import Endpoint
@@ -105,29 +105,6 @@ def start(peers: contextlib.ExitStack, number: int, *initial_peers: str, port: i
     peer = Peer(number, *initial_peers, port=port)
     peers.callback(peer.close)
     return peer
-
-
-def children_of(parent: int) -> list[int]:
-    """Return the living children of a process, from Linux's /proc/PID/stat."""
-    children: list[int] = []
-    for file in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent_text = file.read_text().rpartition(")")[2].split()[:2]
-            if int(parent_text) == parent and state != "Z":
-                children.append(int(file.parent.name))
-    return children
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def kill_if_running(pid: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)
 
 
 async def look_up(directory: HivemindDirectory) -> tuple[set[str], float]:
