@@ -77,6 +77,27 @@ class InferenceSession:
         if self.output_ids is not None and self.output_ids.shape[1] > position:
             self.output_ids = self.output_ids[:, :position]
 
+    def fork(self, position: int | None = None) -> "InferenceSession":
+        """Return a new session on the same hops that begins with the same tokens.
+
+        Or with the first `position` of them, as after a rollback. Peers copy what they hold, so
+        nothing is computed again; a peer that cannot gets a replay with the fork's first step. Both
+        sessions go on independently, also on other threads, and each is closed on its own. Raises
+        UsageError for a session that is closed or in use, or has fewer tokens.
+        """
+        with self.claim():
+            self.check_is_idle()
+            self._check_open()
+            at = self.position if position is None else make_whole("position", position)
+            twin = InferenceSession(self._open_remote, self._portal)
+            self._portal.run(self._remote.fork_into(twin._remote, at))
+            twin.output_ids = self.output_ids
+            if at > 0:
+                twin._num_rows, twin._row_map = self._num_rows, self._row_map
+            if position is not None:
+                twin.rollback(at)
+        return twin
+
     @property
     def num_rows(self) -> int | None:
         """Rows that the peers hold caches for, None before the first step.
@@ -172,8 +193,7 @@ class InferenceSession:
         is_decoded: bool | None,
     ) -> Tensor:
         """Do what `step` does, as whoever has claimed the session."""
-        if self.closed:
-            raise UsageError("the session is closed; open a new one")
+        self._check_open()
         _check_is_tensor("hidden states", hidden_BTH)
         if hypo_ids is not None:
             _check_is_tensor("hypo_ids", hypo_ids)
@@ -201,13 +221,16 @@ class InferenceSession:
                     "rows, or open another session"
                 )
             with self._closing_lock:
-                if self.closed:
-                    raise UsageError("the session is closed; open a new one")
+                self._check_open()
                 used, self._remote = self._remote, self._open_remote()
             self._earlier_failovers += used.failovers
             self._row_map = None
             self._portal.run(used.close())
         self._num_rows = num_rows
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UsageError("the session is closed; open a new one")
 
     def close(self) -> None:
         """Free the caches on all peers; safe to call twice, and on any thread.

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting, invert
 from .router import Route
 from .swarm import Fault, Swarm
 from .tensors import from_wire, to_wire
+
+_logger = logging.getLogger(__name__)
 
 _MAX_PIECE_TOKENS = 2048
 
@@ -210,6 +213,37 @@ class LiveHops:
                         (lost.hop.span,),
                     ) from error
             await asyncio.sleep(min(pause_seconds, remaining_seconds))
+
+    async def fork(
+        self, parent: "LiveHops", hops: Sequence[LiveHop], position: int, num_rows: int
+    ) -> list[LiveHop]:
+        """Open the hops of another session for one that begins with its first tokens.
+
+        The logs share their tensors. A hop that cannot go on from what its peer holds has no link:
+        the first step puts one there that gets the log in a replay.
+        """
+        self._num_rows = num_rows
+        self._opener.begin_fork(parent._opener)
+        twins = [LiveHop(live.hop, None, live.log.copy()) for live in hops]
+        for twin in twins:
+            twin.log.rollback(position)
+        deadline = self.make_deadline()
+
+        async def open_twin(twin: LiveHop, link: HopLink) -> None:
+            try:
+                await self._opener.open_link(twin, num_rows, deadline, parent=link.session)
+            except LostHopError as lost:
+                _logger.info("blocks %s get a replay: %s", twin.hop.span, lost)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for twin, live in zip(twins, hops, strict=True):
+                    if live.link is not None:
+                        tasks.create_task(open_twin(twin, live.link))
+        except BaseException:
+            await self.hang_up(*twins)
+            raise
+        return twins
 
     async def _find_route(
         self,

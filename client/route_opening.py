@@ -114,22 +114,35 @@ class RouteOpener:
         else:
             self.wire_dtype = WireDtype.BF16
 
+    def begin_fork(self, parent: "RouteOpener") -> None:
+        """Count the route of another session as the first one of this, with its dtype."""
+        self.epoch += 1
+        self.wire_dtype = parent.wire_dtype
+
     async def open(
         self, hops: Sequence[LiveHop], num_rows: int, deadline: float, max_wait_seconds: float
     ) -> None:
         """Open the links of hops; some are open even when it raises what the first failure was."""
         results = await asyncio.gather(
-            *(self._open_link(live, num_rows, deadline, max_wait_seconds) for live in hops),
+            *(self.open_link(live, num_rows, deadline, max_wait_seconds) for live in hops),
             return_exceptions=True,
         )
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _open_link(
-        self, live: LiveHop, num_rows: int, deadline: float, max_wait_seconds: float
+    async def open_link(
+        self,
+        live: LiveHop,
+        num_rows: int,
+        deadline: float,
+        max_wait_seconds: float = 0.0,
+        parent: SessionId | None = None,
     ) -> None:
-        """Open the session of one hop, under an id of its own."""
+        """Open the session of one hop, under an id of its own; LostHopError if that fails.
+
+        With a `parent`, it begins with as many tokens of that one as are in the log.
+        """
         assert self.wire_dtype is not None
         hop = live.hop
         opening = Open(
@@ -141,6 +154,8 @@ class RouteOpener:
             self._facts.max_tokens,
             self.wire_dtype,
             max_wait_seconds,
+            parent=parent,
+            prefix_tokens=0 if parent is None else live.log.length,
         )
 
         def note_queued(seconds: float) -> None:

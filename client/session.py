@@ -105,6 +105,23 @@ class RemoteSession:
             )
         self._position = position
 
+    async def fork_into(self, twin: "RemoteSession", position: int) -> None:
+        """Let a session that has not begun begin with the first `position` tokens of this one.
+
+        Its hops are those of this one, where the peers copy what they hold; where one does not,
+        the first step replays the log. Raises UsageError when there are fewer tokens, and when this
+        session is closed, or is meanwhile.
+        """
+        async with self._until_closed():
+            if not 0 <= position <= self._position:
+                raise UsageError(
+                    f"cannot fork at token {position}: the session is at {self._position}"
+                )
+            if position == 0:
+                return
+            twin._hops = await twin._driver.fork(self._driver, self._hops, position, self._num_rows)
+            twin._num_rows, twin._position = self._num_rows, position
+
     async def step(
         self,
         hidden_BTH: Tensor,

@@ -45,6 +45,8 @@ class Admission:
         self._service = service
         self._opening: dict[SessionId, Holder] = {}
         self._waiting: dict[asyncio.Event, Holder] = {}
+        # One prefix between two iterations: a client that copies many must not stop the others.
+        self._copying = asyncio.Lock()
         self._lifetime_seconds: float | None = None
 
     def __repr__(self) -> str:
@@ -138,14 +140,17 @@ class Admission:
     async def _open(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
         service = self._service
         self._check(message)
+        parent = self._find_parent(message, holder)
         self._make_place(holder)
         self._opening[message.session] = holder
         try:
-            cache, free_tokens = await self._open_cache(message, holder)
+            cache, free_tokens = await self._open_cache(message, holder, parent)
         finally:
             del self._opening[message.session]
             service.note_change()
-        state = SessionState(message.num_rows, message.max_tokens, message.epoch)
+        state = SessionState(
+            message.num_rows, message.max_tokens, message.epoch, message.prefix_tokens
+        )
         held = HeldSession(state, cache, message.span, message.dtype, service.clock.now(), holder)
         service.sessions[message.session] = held
         return held, free_tokens
@@ -167,6 +172,17 @@ class Admission:
             raise RefusedError(ErrorCode.TOO_LONG, detail)
         if message.session in service.sessions or message.session in self._opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
+
+    def _find_parent(self, message: Open, holder: Holder) -> HeldSession | None:
+        """Return the session whose prefix is asked for; nobody learns of those of others."""
+        if message.parent is None:
+            return None
+        parent = self._service.sessions.get(message.parent)
+        if parent is None or parent.holder != holder:
+            raise RefusedError(ErrorCode.UNKNOWN_SESSION, "you have no such parent open here")
+        parent.used_at = self._service.clock.now()
+        parent.cache.touch()
+        return parent
 
     def _make_place(self, holder: Holder) -> None:
         """See that `holder` may have one more session, if need be in place of an idle one."""
@@ -198,15 +214,23 @@ class Admission:
         }
         return min(candidates, key=candidates.__getitem__, default=None)
 
-    async def _open_cache(self, message: Open, holder: Holder) -> tuple[SessionCache, int]:
+    async def _open_cache(
+        self, message: Open, holder: Holder, parent: HeldSession | None
+    ) -> tuple[SessionCache, int]:
         """Return a new cache and how many tokens its holder may have beside it."""
         compute, engine = self._service.compute, self._service.engine
 
         def open_on_thread() -> tuple[SessionCache, int]:
             cache = engine.open_cache(message.num_rows, message.max_tokens, message.span, holder)
+            if parent is not None:
+                _copy_prefix(parent.cache, cache, message.prefix_tokens)
             return cache, engine.pool.count_free_tokens(holder)
 
+        if parent is not None:
+            await self._copying.acquire()
         opening = compute.call(open_on_thread)
+        if parent is not None:
+            opening.add_done_callback(lambda _: self._copying.release())
         try:
             return await asyncio.shield(opening)
         except RefusedError:
@@ -232,6 +256,15 @@ def _with_retry(refusal: RefusedError, seconds: float) -> RefusedError:
     if isinstance(refusal, CacheFullError):
         return CacheFullError(str(refusal), seconds)
     return RefusedError(refusal.code, str(refusal), seconds)
+
+
+def _copy_prefix(parent: SessionCache, cache: SessionCache, num_tokens: int) -> None:
+    """Let a new cache begin with the prefix of its parent, or close it again."""
+    try:
+        cache.begin_with(parent, num_tokens)
+    except BaseException:
+        cache.close()
+        raise
 
 
 def _discard_cache(

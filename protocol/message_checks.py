@@ -115,6 +115,18 @@ def _check_open(message: Open) -> None:
     _check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
     _check_count(message.max_tokens, limits.MAX_SESSION_TOKENS, "session length")
     _check_seconds(message.max_wait_seconds)
+    _check_parent(message)
+
+
+def _check_parent(message: Open) -> None:
+    if message.parent is None:
+        if message.prefix_tokens:
+            raise ValueError("a prefix has a parent")
+        return
+    _check_session(message.parent)
+    if message.parent == message.session:
+        raise ValueError("a session cannot be its own parent")
+    _check_count(message.prefix_tokens, message.max_tokens, "prefix length")
 
 
 def _check_queued(message: Queued) -> None:

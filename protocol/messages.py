@@ -46,6 +46,9 @@ class Open:
     `max_tokens` bounds the session's length per row; the peer commits memory only as it grows.
     Where there is no room now, the peer declines at once, or, if `max_wait_seconds` are given,
     answers `Queued` and decides within that time.
+
+    With a `parent`, a session of the same client with the same span and rows, the new one begins
+    with the first `prefix_tokens` tokens that the peer holds of it.
     """
 
     session: SessionId
@@ -56,6 +59,8 @@ class Open:
     max_tokens: int
     dtype: WireDtype
     max_wait_seconds: float = 0.0
+    parent: SessionId | None = None
+    prefix_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,14 +128,14 @@ class SessionState:
     """What a peer remembers of one session, owned by the stream that opened it.
 
     `length` counts tokens of accepted steps, also while the last of them is being computed, so
-    that a client may send the next one early.
+    that a client may send the next one early. A fork begins with those of its prefix.
     """
 
-    def __init__(self, num_rows: int, max_tokens: int, epoch: int) -> None:
+    def __init__(self, num_rows: int, max_tokens: int, epoch: int, prefix_tokens: int = 0) -> None:
         self.num_rows = num_rows
         self.max_tokens = max_tokens
         self.epoch = epoch
-        self.length = 0
+        self.length = prefix_tokens
         self._last_sequence = 0
         self._answers: OrderedDict[int, bytes] = OrderedDict()
         # Steps in the engine by sequence: where each begins, where the prefix ends after it, and

@@ -127,6 +127,8 @@ def _encode_open(message: Open) -> Parts:
         max_tokens=message.max_tokens,
         dtype=message.dtype,
         max_wait_seconds=message.max_wait_seconds,
+        parent=message.parent or b"",
+        prefix_tokens=message.prefix_tokens,
     )
     return Parts(Kind.OPEN, message.session, message.epoch, control=body.SerializeToString())
 
@@ -142,6 +144,8 @@ def _decode_open(parts: Parts) -> Open:
         body.max_tokens,
         WireDtype(body.dtype),
         body.max_wait_seconds,
+        parent=SessionId(body.parent) if body.parent else None,
+        prefix_tokens=body.prefix_tokens,
     )
 
 

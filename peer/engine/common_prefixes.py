@@ -18,6 +18,12 @@ class CommonPrefixes:
     def __init__(self, num_rows: int) -> None:
         self._lengths_BB = np.zeros((num_rows, num_rows), dtype=np.int32)
 
+    def copy(self, length: int) -> "CommonPrefixes":
+        """Return what is known of the first `length` tokens, for rows that are copies of these."""
+        twin = CommonPrefixes(len(self._lengths_BB))
+        twin._lengths_BB = np.minimum(self._lengths_BB, length)
+        return twin
+
     def truncate(self, length: int) -> None:
         """Note that all rows end at `length`, for whatever follows there may differ."""
         np.minimum(self._lengths_BB, length, out=self._lengths_BB)

@@ -94,6 +94,33 @@ class SessionCache:
         if row_map is not None and list(row_map) != list(range(self.num_rows)):
             self._reorder(row_map)
 
+    def begin_with(self, parent: "SessionCache", num_tokens: int) -> None:
+        """Begin with a copy of the first tokens of another cache, which stays as it is.
+
+        Raises RefusedError, before anything is changed, when there is no such prefix, or no room.
+        """
+        if not parent.is_open:
+            detail = "the parent was closed; it was idle, and others needed its memory"
+            raise RefusedError(ErrorCode.UNKNOWN_SESSION, detail)
+        if (parent.span, parent.num_rows) != (self.span, self.num_rows):
+            raise RefusedError(
+                ErrorCode.BAD_VALUES,
+                f"the parent has {parent.num_rows} rows of blocks {parent.span}, "
+                f"not {self.num_rows} of {self.span}",
+            )
+        if num_tokens > parent.length:
+            raise RefusedError(
+                ErrorCode.BAD_VALUES,
+                f"a prefix of {num_tokens} tokens is more than the {parent.length} of the parent",
+            )
+        parent.touch()  # or it might have to make room
+        self.prepare(0, num_tokens)
+        prefix_LCBGSD = parent.states_LCBGSD[..., :num_tokens, :]
+        self.states_LCBGSD[..., :num_tokens, :].copy_(prefix_LCBGSD)
+        if parent._common_prefixes is not None:
+            self._common_prefixes = parent._common_prefixes.copy(num_tokens)
+        self.commit(num_tokens)
+
     def touch(self) -> None:
         """Note that the session is in use; its pages stay."""
         self.used_at = self._pool.now()

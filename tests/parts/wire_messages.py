@@ -60,6 +60,7 @@ def make_tensor(
 
 STEP = Step(SESSION, 1, 2, 3, make_tensor(1, 1, 8))
 OUTPUT = Output(SESSION, 1, 2, 3, make_tensor(1, 1, 8), 0.25, 0.5)
+PARENT = SessionId(b"the session from")
 OPEN = Open(SESSION, 1, MODEL, Span(2, 5), 2, 128, WireDtype.BF16)
 WELCOME = Welcome(1, "shoal", PeerId("12D3KooW"), MODEL, Span(0, 4), 1_700_000_000.25)
 
@@ -82,6 +83,8 @@ HONEST: list[Message] = [
     ),
     Open(SESSION, 0, MODEL, Span(0, 1), 1, 1, WireDtype.FP16),
     replace(OPEN, max_wait_seconds=12.5),
+    replace(OPEN, parent=PARENT, prefix_tokens=1),
+    replace(OPEN, parent=PARENT, prefix_tokens=OPEN.max_tokens),
     Queued(SESSION, 1, 0.0),
     Queued(SESSION, U32, 1234.5),
     Opened(SESSION, 1, 0.5, 1000),

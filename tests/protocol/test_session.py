@@ -136,6 +136,21 @@ def test_step_of_the_wrong_size_is_refused_and_leaves_no_trace(step: Step, code:
     assert describe(state) == before
 
 
+def test_fork_begins_behind_its_prefix_with_sequences_of_its_own() -> None:
+    state = SessionState(num_rows=1, max_tokens=8, epoch=1, prefix_tokens=5)
+
+    assert state.length == 5
+    assert state.decide(make_step(1, 5)).action is Action.EXECUTE
+    assert state.decide(make_step(1, 2)).action is Action.ROLLBACK
+    assert state.decide(make_step(1, 6)).action is Action.GAP
+    assert state.decide(make_step(0, 5)).action is Action.DROP
+    with pytest.raises(RefusedError):
+        state.decide(make_step(1, 5, num_tokens=4))
+    state.accept(make_step(1, 5))
+    state.fail(1)
+    assert state.length == 5
+
+
 def test_session_can_be_filled_to_its_limit() -> None:
     state = make_state(length=5, max_tokens=8)
 

@@ -32,9 +32,11 @@ class Pending:
 class Peer:
     """Follows SessionState, over the plainest KV cache there is: a list of tokens."""
 
-    def __init__(self, tokens_of: dict[int, tuple[int, ...]], rng: random.Random) -> None:
-        self.state = SessionState(1, 10_000, epoch=1)
-        self.cache: list[int] = []
+    def __init__(
+        self, tokens_of: dict[int, tuple[int, ...]], rng: random.Random, prefix: tuple[int, ...]
+    ) -> None:
+        self.state = SessionState(1, 10_000, epoch=1, prefix_tokens=len(prefix))
+        self.cache = list(prefix)
         self.executed: list[int] = []
         self._queue: deque[Pending] = deque()
         self._computed: deque[Pending] = deque()
@@ -89,14 +91,14 @@ class Peer:
 class HonestClient:
     """Appends, rolls back and sends early; knows for every step which tokens it stands on."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(self, rng: random.Random, prefix: tuple[int, ...]) -> None:
         self.tokens_of: dict[int, tuple[int, ...]] = {}
         self.streams = [Stream(epoch=1)]
         self.num_confirmed_steps = 0
         self._meant: dict[int, tuple[int, ...]] = {}  # sequence: the cache after it
         self._waiting: deque[Step] = deque()
-        self._intended: tuple[int, ...] = ()
-        self._confirmed: tuple[int, ...] = ()
+        self._intended = prefix
+        self._confirmed = prefix
         self._sequence = 0
         self._rng = rng
 
@@ -169,10 +171,11 @@ class HonestClient:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_peer_computes_only_what_an_honest_client_means(seed: int) -> None:
+@pytest.mark.parametrize("prefix", [(), (3, 1, 4, 1, 5, 9, 2, 6)], ids=["new", "fork"])
+def test_peer_computes_only_what_an_honest_client_means(seed: int, prefix: tuple[int, ...]) -> None:
     rng = random.Random(seed)
-    client = HonestClient(rng)
-    peer = Peer(client.tokens_of, rng)
+    client = HonestClient(rng, prefix)
+    peer = Peer(client.tokens_of, rng, prefix)
 
     for _ in range(1500):
         event = rng.random()

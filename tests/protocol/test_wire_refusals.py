@@ -9,6 +9,7 @@ from wire_messages import (
     MODEL,
     ONE_OF_EACH,
     OUTPUT,
+    PARENT,
     SESSION,
     STEP,
     U32,
@@ -196,6 +197,30 @@ BAD_BODIES: list[tuple[Kind, Any]] = [
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=U32, dtype=1)),
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=1, dtype=0)),
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=1, dtype=9)),
+    *(
+        (
+            Kind.OPEN,
+            pb.OpenBody(
+                model_id=MODEL,
+                span_stop=4,
+                num_rows=1,
+                max_tokens=9,
+                dtype=1,
+                parent=parent,
+                prefix_tokens=prefix_tokens,
+            ),
+        )
+        for parent, prefix_tokens in (
+            (PARENT, 0),
+            (PARENT, 10),
+            (PARENT, U32),
+            (b"", 1),
+            (bytes(16), 1),
+            (PARENT[1:], 1),
+            (PARENT + b"!", 1),
+            (SESSION, 1),  # of itself
+        )
+    ),
     (Kind.DECLINED, pb.DeclinedBody(code=0)),
     (Kind.DECLINED, pb.DeclinedBody(code=max(ErrorCode) + 1)),
     (Kind.DECLINED, pb.DeclinedBody(code=U32)),

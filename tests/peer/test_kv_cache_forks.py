@@ -1,0 +1,142 @@
+"""Caches that begin with the prefix of another one, and engines that go on from there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from kv_cache_scene import ROW_PAGE_BYTES, SPAN, assert_holds, make_pool, take_step
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.kv_cache import PAGE_TOKENS
+from shoal.peer.engine.kv_pool import IDLE_SECONDS
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.fair_share import Holder
+from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
+from shoal.protocol.spans import Span
+
+HIDDEN = 64
+WHOLE = Span(0, 4)
+
+
+def count(num_rows: int, num_tokens: int, start: float = 0.0) -> torch.Tensor:
+    return torch.arange(num_rows * num_tokens).view(num_rows, num_tokens) + start
+
+
+def test_fork_and_parent_go_on_independently() -> None:
+    pool = make_pool(20)
+    parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
+    take_step(parent, 0, count(2, 70))
+
+    fork.begin_with(parent, 66)
+    take_step(fork, 66, count(2, 3, 1000))
+    take_step(parent, 70, count(2, 4, 2000))
+
+    assert_holds(fork, torch.cat([count(2, 70)[:, :66], count(2, 3, 1000)], dim=1))
+    assert_holds(parent, torch.cat([count(2, 70), count(2, 4, 2000)], dim=1))
+    parent.close()
+    assert pool.used_bytes == fork.committed_bytes == 2 * 2 * ROW_PAGE_BYTES
+    assert_holds(fork, torch.cat([count(2, 70)[:, :66], count(2, 3, 1000)], dim=1))
+    pool.check_integrity()
+
+
+def test_fork_of_beams_knows_what_they_have_in_common() -> None:
+    pool = make_pool(20)
+    parent, fork = pool.open(2, 100, SPAN), pool.open(2, 100, SPAN)
+    take_step(parent, 0, count(2, 10))
+    take_step(parent, 10, count(2, 5, 100), row_map=(1, 1))
+
+    fork.begin_with(parent, 12)
+    take_step(parent, 15, count(2, 1, 200), row_map=(0, 0))
+    take_step(fork, 12, count(2, 1, 300), row_map=(1, 0))
+
+    prefix = torch.cat([count(2, 10)[[1, 1]], count(2, 5, 100)[:, :2]], dim=1)
+    assert_holds(fork, torch.cat([prefix[[1, 0]], count(2, 1, 300)], dim=1))
+    assert fork._common_prefixes is not None
+    assert fork._common_prefixes.find_first_difference([1, 0]) == 10
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "span", "num_tokens", "code"),
+    [
+        (2, SPAN, 11, ErrorCode.BAD_VALUES),
+        (1, SPAN, 5, ErrorCode.BAD_VALUES),
+        (3, SPAN, 5, ErrorCode.BAD_VALUES),
+        (2, Span(SPAN.start, SPAN.stop - 1), 5, ErrorCode.BAD_VALUES),
+        (2, Span(SPAN.start - 1, SPAN.stop - 1), 5, ErrorCode.BAD_VALUES),
+    ],
+    ids=["longer than the parent", "fewer rows", "more rows", "fewer blocks", "other blocks"],
+)
+def test_prefix_that_is_not_there_is_refused(
+    num_rows: int, span: Span, num_tokens: int, code: ErrorCode
+) -> None:
+    pool = make_pool(20)
+    parent, fork = pool.open(2, 100, SPAN), pool.open(num_rows, 100, span)
+    take_step(parent, 0, count(2, 10))
+
+    with pytest.raises(RefusedError) as refusal:
+        fork.begin_with(parent, num_tokens)
+
+    assert refusal.value.code is code
+    assert (fork.length, fork.committed_bytes) == (0, 0)
+    assert_holds(parent, count(2, 10))
+    pool.check_integrity()
+
+
+def test_parent_whose_memory_was_taken_is_gone() -> None:
+    pool = make_pool(20)
+    parent, fork = pool.open(1, 100, SPAN), pool.open(1, 100, SPAN)
+    take_step(parent, 0, count(1, 10))
+    parent.close()
+
+    with pytest.raises(RefusedError) as refusal:
+        fork.begin_with(parent, 5)
+
+    assert refusal.value.code is ErrorCode.UNKNOWN_SESSION
+
+
+def test_copied_tokens_count_in_the_budget_of_their_holder() -> None:
+    pool, holder = make_pool(8), Holder("home")
+    now = 0.0
+    pool.now = lambda: now
+    parent = pool.open(1, 8 * PAGE_TOKENS, SPAN, holder)
+    take_step(parent, 0, count(1, 4 * PAGE_TOKENS))
+    now = 2 * IDLE_SECONDS
+    fork = pool.open(1, 8 * PAGE_TOKENS, SPAN, holder)
+
+    with pytest.raises(CacheFullError):
+        fork.begin_with(parent, 4 * PAGE_TOKENS)
+    assert_holds(parent, count(1, 4 * PAGE_TOKENS))  # it made no room, although it was idle
+    fork.begin_with(parent, PAGE_TOKENS)
+
+    assert pool.used_bytes == 5 * ROW_PAGE_BYTES
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
+@pytest.mark.parametrize("position", [9, 5])
+def test_fork_computes_to_the_bit_what_the_session_would(
+    tiny_models: Any, weights: WeightFormat, position: int
+) -> None:
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+    engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
+    generator = torch.Generator().manual_seed(7)
+    prompt = torch.randn(2, 9, HIDDEN, generator=generator)
+    token = torch.randn(2, 1, HIDDEN, generator=generator)
+    parent, alone, fork = (engine.open_cache(2, 50, WHOLE) for _ in range(3))
+    engine.execute([StepWork(cache, WHOLE, 0, prompt) for cache in (parent, alone)])
+
+    fork.begin_with(parent, position)
+    results = engine.execute(
+        [
+            StepWork(cache, WHOLE, position, token, row_map=(1, 0), decoded=True)
+            for cache in (alone, fork)
+        ]
+    )
+
+    expected, output = results
+    assert isinstance(expected, torch.Tensor)
+    assert isinstance(output, torch.Tensor)
+    assert torch.equal(output, expected)

@@ -1,0 +1,197 @@
+"""Sessions that begin with the prefix of another one, at a service."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from service_scene import (
+    HELLO,
+    SPAN,
+    FailingEngine,
+    GatedEngine,
+    Peer,
+    assert_declined,
+    compute_alone,
+    draw_hidden,
+    expect_output,
+    make_open,
+    make_session,
+    make_step,
+    run,
+)
+
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.kv_pool import IDLE_SECONDS
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.ids import ClientToken
+from shoal.protocol.messages import Close, Gap, Opened, Welcome
+from shoal.protocol.spans import Span
+
+PROMPT = draw_hidden(1, num_tokens=7)
+TOKEN = draw_hidden(2)
+
+
+def make_fork(number: int = 2, prefix_tokens: int = 7, parent: int = 1, **changes: Any) -> Any:
+    return make_open(number, parent=make_session(parent), prefix_tokens=prefix_tokens, **changes)
+
+
+async def begin(peer: Peer) -> Any:
+    """Return the stream of a session that holds a prompt."""
+    talk = await peer.open()
+    expect_output(await talk.ask(make_step(1, 0, PROMPT)))
+    return talk
+
+
+def test_fork_goes_on_from_the_prefix_without_computing_it(engine: Engine) -> None:
+    counting = GatedEngine(engine, "no gate")
+    expected = compute_alone(engine, PROMPT, TOKEN)[1]
+    of_five = compute_alone(engine, PROMPT[:, :5], TOKEN)[1]
+
+    async def test(peer: Peer) -> None:
+        talk = await begin(peer)
+        used_bytes = await peer.count_used_bytes()
+
+        assert isinstance(await talk.ask(make_fork(2)), Opened)
+        assert await peer.count_used_bytes() == 2 * used_bytes
+        other = await peer.greet()
+        assert isinstance(await other.ask(make_fork(3, 5)), Opened)
+
+        assert counting.num_steps == 1
+        assert torch.equal(expect_output(await talk.ask(make_step(1, 7, TOKEN, 2))), expected)
+        gap = await other.ask(make_step(1, 6, TOKEN, 3))
+        assert isinstance(gap, Gap)
+        assert gap.length == 5
+        torch.testing.assert_close(
+            expect_output(await other.ask(make_step(2, 5, TOKEN, 3))), of_five
+        )
+        assert torch.equal(expect_output(await talk.ask(make_step(2, 7, TOKEN, 1))), expected)
+
+    run(counting, test)
+
+
+def test_fork_outlives_its_parent_and_may_be_forked_itself(engine: Engine) -> None:
+    expected = compute_alone(engine, PROMPT, TOKEN)[1]
+
+    async def test(peer: Peer) -> None:
+        parent, child = await begin(peer), await peer.greet()
+        assert isinstance(await child.ask(make_fork(2)), Opened)
+        await parent.say(Close(make_session(1), 1))
+        await parent.stream.close()
+
+        assert isinstance(await child.ask(make_fork(3, parent=2)), Opened)
+
+        for number in (2, 3):
+            output = expect_output(await child.ask(make_step(1, 7, TOKEN, number)))
+            assert torch.equal(output, expected)
+
+    run(engine, test)
+
+
+def test_parents_of_others_look_like_parents_that_do_not_exist(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        await begin(peer)
+        at_home = await peer.dial()
+        name = ClientToken(b"somebody's name!")
+        assert isinstance(await at_home.ask(replace(HELLO, client=name)), Welcome)
+        elsewhere = await peer.at_host("elsewhere").greet()
+
+        answers = [
+            assert_declined(await talk.ask(make_fork(2, parent=parent)), ErrorCode.UNKNOWN_SESSION)
+            for talk in (at_home, elsewhere)
+            for parent in (1, 77)
+        ]
+
+        assert len({(answer.detail, answer.retry_after_seconds) for answer in answers}) == 1
+        assert set(peer.service.sessions) == {make_session(1)}
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prefix_tokens": 8}, {"num_rows": 2}, {"span": Span(SPAN.start, SPAN.start + 1)}],
+    ids=["longer than the parent", "other rows", "other blocks"],
+)
+def test_prefix_that_does_not_fit_is_refused_and_leaves_nothing(
+    engine: Engine, changes: dict[str, Any]
+) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await begin(peer)
+        used_bytes = await peer.count_used_bytes()
+
+        assert_declined(await talk.ask(make_fork(**changes)), ErrorCode.BAD_VALUES)
+
+        assert set(peer.service.sessions) == {make_session(1)}
+        assert await peer.count_used_bytes() == used_bytes
+        assert isinstance(await talk.ask(make_fork()), Opened)
+
+    run(engine, test)
+
+
+def test_parent_that_was_closed_is_gone(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await begin(peer)
+        await talk.say(Close(make_session(1), 1))
+
+        assert_declined(await talk.ask(make_fork()), ErrorCode.UNKNOWN_SESSION)
+
+    run(engine, test)
+
+
+def test_fork_counts_as_use_of_its_parent(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await begin(peer)
+        number = 2
+        while isinstance(await talk.ask(make_open(number)), Opened):
+            number += 1  # until the client has all the places that it may have
+        held = peer.service.sessions[make_session(1)]
+        held.used_at -= 2 * IDLE_SECONDS
+        held.cache.used_at -= 2 * IDLE_SECONDS
+
+        refusal = assert_declined(await talk.ask(make_fork(number)), ErrorCode.BUSY)
+
+        assert refusal.retry_after_seconds is not None
+        assert make_session(1) in peer.service.sessions
+        expect_output(await talk.ask(make_step(2, 7, TOKEN)))
+
+    run(engine, test, max_sessions=4)
+
+
+def test_prefixes_are_copied_one_at_a_time(engine: Engine) -> None:
+    gated = GatedEngine(engine, "open")
+
+    async def test(peer: Peer) -> None:
+        gated.leave.set()
+        await begin(peer)
+        talks = [await peer.greet() for _ in range(3)]
+        gated.leave.clear()
+        gated.entered.clear()
+        for number, talk in enumerate(talks, start=2):
+            await talk.say(make_fork(number))
+        await gated.wait_entered()
+
+        assert len(peer.compute._calls) == 0  # the others wait where they hold nobody up
+        await talks[0].stream.close()  # and are not forgotten when the first one leaves
+        gated.leave.set()
+
+        for talk in talks[1:]:
+            assert isinstance(await talk.hear(), Opened)
+
+    run(gated, test)
+
+
+def test_failure_to_open_a_fork_does_not_keep_the_next_one_waiting(engine: Engine) -> None:
+    failing = FailingEngine(engine, "open", num_failures=0)
+
+    async def test(peer: Peer) -> None:
+        talk = await begin(peer)
+        failing._num_failures = 1
+
+        assert_declined(await talk.ask(make_fork()), ErrorCode.INTERNAL)
+
+        assert isinstance(await talk.ask(make_fork()), Opened)
+
+    run(failing, test)
