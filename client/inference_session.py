@@ -90,7 +90,11 @@ class InferenceSession:
             self._check_open()
             at = self.position if position is None else make_whole("position", position)
             twin = InferenceSession(self._open_remote, self._portal)
-            self._portal.run(self._remote.fork_into(twin._remote, at))
+            try:
+                self._portal.run(self._remote.fork_into(twin._remote, at))
+            except BaseException:
+                twin.close()  # interrupted, perhaps when the peers had just opened it
+                raise
             twin.output_ids = self.output_ids
             if at > 0:
                 twin._num_rows, twin._row_map = self._num_rows, self._row_map

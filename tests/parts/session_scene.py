@@ -125,8 +125,15 @@ class FakePeer:
                 return Declined(message.session, 0, ErrorCode.WRONG_SPAN, f"only {self.span}")
             self.opens.append(message)
             mine.add(message.session)
-            empty = torch.zeros(message.num_rows, 0, WIDTH)
-            self.caches[message.session] = FakeCache(message, empty)
+            prefix_BSH = torch.zeros(message.num_rows, 0, WIDTH)
+            if message.parent is not None:
+                parent = self.caches.get(message.parent)
+                if parent is None:
+                    return Declined(message.session, 0, ErrorCode.UNKNOWN_SESSION, "no parent")
+                assert parent.opening.span == message.span
+                assert message.prefix_tokens <= parent.tokens_BSH.shape[1]
+                prefix_BSH = parent.tokens_BSH[:, : message.prefix_tokens]
+            self.caches[message.session] = FakeCache(message, prefix_BSH)
             return Opened(message.session, message.epoch, 0.0, 1000)
         if isinstance(message, Step):
             return self._step(message)

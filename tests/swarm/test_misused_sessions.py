@@ -62,7 +62,7 @@ class Meddler:
 
 
 @pytest.mark.parametrize("is_other_thread", [True, False])
-@pytest.mark.parametrize("deed", ["generate", "forward", "step", "rollback"])
+@pytest.mark.parametrize("deed", ["generate", "forward", "step", "rollback", "fork"])
 def test_session_is_left_alone_while_a_text_is_generated(
     model: Any, tiny_models: Any, deed: str, is_other_thread: bool
 ) -> None:
@@ -83,6 +83,7 @@ def test_session_is_left_alone_while_a_text_is_generated(
             "forward": forward,
             "step": lambda: session.step(torch.zeros(1, 1, 64)),
             "rollback": roll_back,
+            "fork": session.fork,
         }
         meddler = Meddler(deeds[deed], is_other_thread)
         text = model.generate(ids, streamer=meddler, **GREEDY)
