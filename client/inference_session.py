@@ -87,7 +87,6 @@ class InferenceSession:
         """
         with self.claim():
             self.check_is_idle()
-            self._check_open()
             at = self.position if position is None else make_whole("position", position)
             twin = InferenceSession(self._open_remote, self._portal)
             try:
@@ -197,7 +196,8 @@ class InferenceSession:
         is_decoded: bool | None,
     ) -> Tensor:
         """Do what `step` does, as whoever has claimed the session."""
-        self._check_open()
+        if self.closed:
+            raise UsageError("the session is closed; open a new one")
         _check_is_tensor("hidden states", hidden_BTH)
         if hypo_ids is not None:
             _check_is_tensor("hypo_ids", hypo_ids)
@@ -225,16 +225,13 @@ class InferenceSession:
                     "rows, or open another session"
                 )
             with self._closing_lock:
-                self._check_open()
+                if self.closed:
+                    raise UsageError("the session is closed; open a new one")
                 used, self._remote = self._remote, self._open_remote()
             self._earlier_failovers += used.failovers
             self._row_map = None
             self._portal.run(used.close())
         self._num_rows = num_rows
-
-    def _check_open(self) -> None:
-        if self.closed:
-            raise UsageError("the session is closed; open a new one")
 
     def close(self) -> None:
         """Free the caches on all peers; safe to call twice, and on any thread.

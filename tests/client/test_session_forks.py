@@ -203,6 +203,27 @@ def test_fork_that_is_cut_short_leaves_nothing(seconds: float, is_closed: bool) 
     run(test, SLOW)
 
 
+def test_fork_that_is_cut_short_hangs_up_on_those_who_had_opened_it() -> None:
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, twin = scene.open_session(), open_twin(scene)
+        await session.step(draw(1, 6))
+        *others, silent = (scene.peer_of(session, hop) for hop in range(3))
+        scene.network.pause(silent.name)
+        forking = asyncio.create_task(session.fork_into(twin, 6))
+        await asyncio.sleep(0.3)
+        assert [len(peer.caches) for peer in others] == [2, 2]
+
+        forking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+
+        await asyncio.sleep(1)
+        assert [len(peer.caches) for peer in others] == [1, 1]
+
+    run(test, SLOW)
+
+
 def test_sessions_of_a_fork_have_ids_of_their_own() -> None:
     async def test(scene: Scene) -> None:
         peer = await scene.add("a", 0, 6)
