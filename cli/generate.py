@@ -68,6 +68,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dtype", choices=tuple(_DTYPES), default="auto",
         help="how embedding and head are held on this machine (default: as stored)",
     )  # fmt: skip
+    parser.add_argument(
+        "--kv", choices=("float", "int8"), default="float",
+        help="how peers keep keys and values; int8 takes a quarter to a half of the room, for a "
+        "little precision (default: %(default)s)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
@@ -90,7 +95,12 @@ def run(options: argparse.Namespace) -> int:
         with quitting_at_once():
             tokenizer = load_tokenizer(name)
         model = TextModel.open(
-            name, options.initial_peers, _DTYPES[options.dtype], options.wait, tokenizer
+            name,
+            options.initial_peers,
+            _DTYPES[options.dtype],
+            options.wait,
+            tokenizer,
+            options.kv,
         )
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []

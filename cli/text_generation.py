@@ -154,15 +154,19 @@ class TextModel:
         dtype: str | None = None,
         wait_seconds: float | None = None,
         tokenizer: Any = None,
+        kv_format: str = "float",
     ) -> "TextModel":
         """Load a tokenizer (None: the model's) and the client's layers, and join the swarm.
 
-        Steps wait `wait_seconds` for blocks that nobody serves (None: the client's default).
+        Steps wait `wait_seconds` for blocks that nobody serves (None: the client's default); peers
+        keep keys and values in `kv_format`.
         Raises ModelError when there is no tokenizer, else as from_pretrained does.
         """
         client = import_client()
         tokenizer = tokenizer or load_tokenizer(name)
-        settings = {} if wait_seconds is None else {"failover_timeout_seconds": wait_seconds}
+        settings: dict[str, Any] = {"kv_format": kv_format}
+        if wait_seconds is not None:
+            settings["failover_timeout_seconds"] = wait_seconds
         model = client.AutoDistributedModelForCausalLM.from_pretrained(
             name, initial_peers=list(initial_peers), torch_dtype=dtype, **settings
         )

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..kernels.quantize import WeightFormat
 from ..protocol.errors import UsageError
-from ..protocol.tensors import WireDtype
+from ..protocol.tensors import KVFormat, WireDtype
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,9 @@ class ClientConfig:
     wire_dtype: str = "auto"
     """Type of hidden states on the wire: fp32, bf16, fp16, or auto: fp32 between fp32 peers, else
     bf16."""
+
+    kv_format: str = "float"
+    """How peers keep keys and values of a session: float, as they compute, or int8, in less room."""
 
     weights: str | None = None
     """Use only peers that hold their weights like this (int8, bf16, fp32); None: any."""
@@ -44,6 +47,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         """Raise UsageError that names the setting which cannot be."""
         _check_choice("wire_dtype", self.wire_dtype, ("auto", *(d.name.lower() for d in WireDtype)))
+        _check_choice("kv_format", self.kv_format, [known.name.lower() for known in KVFormat])
         if self.weights is not None:
             _check_choice("weights", self.weights, [known.value for known in WeightFormat])
         if not _is_seconds(self.connect_timeout_seconds) or self.connect_timeout_seconds == 0:

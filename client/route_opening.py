@@ -23,7 +23,7 @@ from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.spans import Span
-from ..protocol.tensors import WireDtype
+from ..protocol.tensors import KVFormat, WireDtype
 from .blame import blame
 from .config import ClientConfig
 from .deadlines import choose_open_timeout_seconds
@@ -154,6 +154,7 @@ class RouteOpener:
             self._facts.max_tokens,
             self.wire_dtype,
             max_wait_seconds,
+            KVFormat[self._config.kv_format.upper()],
             parent=parent,
             prefix_tokens=0 if parent is None else live.log.length,
         )

@@ -9,9 +9,9 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
 _INT8_VERSION = 2
-_ATTENTION_VERSION = 1
+_ATTENTION_VERSION = 2
 _NORM_VERSION = 1
-_PROMPT_ATTENTION_VERSION = 1
+_PROMPT_ATTENTION_VERSION = 2
 _GATE_VERSION = 1
 """Of the functions in native/. A library of other versions is as good as none."""
 

@@ -5,7 +5,7 @@ Serves families that have no implementation here. Builds the model without memor
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -65,31 +65,31 @@ class _UnfitError(Exception):
     """A family cannot run block by block; half a sentence says why."""
 
 
+Put = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Writes keys and values [B, G, T, D] at a position; returns all up to them."""
+
+
 class StepCache(DynamicCache):
     """Keys and values of one step in one block, for transformers' attention.
 
-    Writes at `position` of memory that it is given and shows everything before. Without memory
-    it only remembers what shape would be written.
+    `put` writes at `position` of some memory and returns everything up to there. Without it, this
+    only remembers what shape would be written.
     """
 
-    def __init__(self, position: int, memory: tuple[Tensor, Tensor] | None = None) -> None:
+    def __init__(self, position: int, put: Put | None = None) -> None:
         super().__init__()
         self.shapes: list[tuple[torch.Size, torch.Size]] = []
         self._position = position
-        self._memory = memory
+        self._put = put
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values [B, G, T, D] and return all up to them."""
         self.shapes.append((key_states.shape, value_states.shape))
-        if self._memory is None:
+        if self._put is None:
             return key_states, value_states
-        keys_BGSD, values_BGSD = self._memory
-        stop = self._position + key_states.shape[2]
-        keys_BGSD[:, :, self._position : stop] = key_states
-        values_BGSD[:, :, self._position : stop] = value_states
-        return keys_BGSD[:, :, :stop], values_BGSD[:, :, :stop]
+        return self._put(self._position, key_states, value_states)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return how many tokens lie before the step."""

@@ -3,7 +3,7 @@
 Takes a block's queries, keys and values as they come out of their linear: norms and rotates,
 writes the new keys and values into the caches, and attends. A token's result depends on its own
 session alone, and is the same to the bit on every instruction set, in any batch and in a replay.
-Computes in C, for float32 states; where there is no library, `choose_instruction_set` is None and
+Computes in C, for states in float32 or kept as int8; where there is no library, `choose_instruction_set` is None and
 `kernels.attention` does the same one token at a time.
 
 Tensor suffixes: N tokens of all sessions, T tokens of one row, J query and key heads, D head size,
@@ -102,6 +102,7 @@ class _Segment(ctypes.Structure):
         ("num_rows", ctypes.c_int64),
         ("num_tokens", ctypes.c_int64),
         ("position", ctypes.c_int64),
+        ("is_int8", ctypes.c_int64),
     )
 
 
@@ -109,7 +110,8 @@ class _Segment(ctypes.Structure):
 class TokenSegment:
     """The tokens of one session: rows `[first_row, first_row + num_rows * num_tokens)` of N.
 
-    `states_LCBGSD` is the session's memory (C: keys, values), whose first block is `first_block`;
+    `states_LCBGSD` is the session's memory (C: keys, values), whose first block is `first_block`:
+    float32, or int8 with the records of `int8_states` for D;
     tokens are written from `position` on. `cos_TR` and `sin_TR` are the tables of their positions.
     """
 
@@ -195,7 +197,8 @@ def _check(tensor: Tensor, width: int) -> None:
 
 def _lay_out(segment: TokenSegment) -> _Segment:
     states_LCBGSD = segment.states_LCBGSD
-    for tensor in (states_LCBGSD, segment.cos_TR, segment.sin_TR):
+    is_int8 = states_LCBGSD.dtype is torch.int8
+    for tensor in (segment.cos_TR, segment.sin_TR, *([] if is_int8 else [states_LCBGSD])):
         _check(tensor, tensor.shape[-1])
     num_rows, capacity = states_LCBGSD.shape[2], states_LCBGSD.shape[4]
     return _Segment(
@@ -209,4 +212,5 @@ def _lay_out(segment: TokenSegment) -> _Segment:
         num_rows,
         segment.cos_TR.shape[0],
         segment.position,
+        is_int8,
     )

@@ -221,10 +221,13 @@ class Admission:
         compute, engine = self._service.compute, self._service.engine
 
         def open_on_thread() -> tuple[SessionCache, int]:
-            cache = engine.open_cache(message.num_rows, message.max_tokens, message.span, holder)
+            kv_format = message.kv_format
+            cache = engine.open_cache(
+                message.num_rows, message.max_tokens, message.span, holder, kv_format
+            )
             if parent is not None:
                 _copy_prefix(parent.cache, cache, message.prefix_tokens)
-            return cache, engine.pool.count_free_tokens(holder)
+            return cache, engine.pool.count_free_tokens(holder, kv_format)
 
         if parent is not None:
             await self._copying.acquire()

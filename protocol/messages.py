@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from .errors import ErrorCode
 from .ids import NO_CLIENT, ClientToken, ModelId, PeerId, SessionId
 from .spans import Span
-from .tensors import WireDtype, WireTensor
+from .tensors import KVFormat, WireDtype, WireTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,10 +45,11 @@ class Open:
 
     `max_tokens` bounds the session's length per row; the peer commits memory only as it grows.
     Where there is no room now, the peer declines at once, or, if `max_wait_seconds` are given,
-    answers `Queued` and decides within that time.
+    answers `Queued` and decides within that time. `kv_format` is how the session's keys and values
+    are kept, to the end.
 
-    With a `parent`, a session of the same client with the same span and rows, the new one begins
-    with the first `prefix_tokens` tokens that the peer holds of it.
+    With a `parent`, a session of the same client with the same span, rows and `kv_format`, the new
+    one begins with the first `prefix_tokens` tokens that the peer holds of it.
     """
 
     session: SessionId
@@ -59,6 +60,7 @@ class Open:
     max_tokens: int
     dtype: WireDtype
     max_wait_seconds: float = 0.0
+    kv_format: KVFormat = KVFormat.FLOAT
     parent: SessionId | None = None
     prefix_tokens: int = 0
 

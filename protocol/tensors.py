@@ -22,6 +22,16 @@ class WireCodec(IntEnum):
     """C-contiguous, little-endian, nothing else."""
 
 
+class KVFormat(IntEnum):
+    """How a peer keeps the keys and values of a session."""
+
+    FLOAT = 0
+    """In the dtype of the peer's activations; what is meant where nothing is said."""
+
+    INT8 = 1
+    """As 8-bit integers, with one scale for each token, key-value head and side."""
+
+
 ELEMENT_BYTES = {WireDtype.FP32: 4, WireDtype.FP16: 2, WireDtype.BF16: 2}
 
 

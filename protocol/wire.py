@@ -26,7 +26,7 @@ from .messages import (
 )
 from .proto import wire_pb2 as pb
 from .spans import Span
-from .tensors import WireDtype, WireTensor
+from .tensors import KVFormat, WireDtype, WireTensor
 
 
 def encode_frame(message: Message) -> bytes:
@@ -127,6 +127,7 @@ def _encode_open(message: Open) -> Parts:
         max_tokens=message.max_tokens,
         dtype=message.dtype,
         max_wait_seconds=message.max_wait_seconds,
+        kv_format=message.kv_format,
         parent=message.parent or b"",
         prefix_tokens=message.prefix_tokens,
     )
@@ -144,6 +145,7 @@ def _decode_open(parts: Parts) -> Open:
         body.max_tokens,
         WireDtype(body.dtype),
         body.max_wait_seconds,
+        KVFormat(body.kv_format),
         parent=SessionId(body.parent) if body.parent else None,
         prefix_tokens=body.prefix_tokens,
     )

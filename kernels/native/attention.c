@@ -28,7 +28,7 @@ static Attend *find_attend(int32_t instruction_set) {
 }
 
 /* To be raised whenever a function below or its structures change: Python compares it. */
-int32_t shoal_attention_version(void) { return 1; }
+int32_t shoal_attention_version(void) { return 2; }
 
 int32_t shoal_attention_has(int32_t instruction_set) {
     return find_attend(instruction_set) != NULL;
@@ -50,8 +50,9 @@ static void attend_some(void *context, size_t index) {
         index -= (size_t)segment->num_rows * num_groups;
     const size_t heads_per_group = (size_t)shape->num_heads / num_groups;
     const size_t num_keys = (size_t)(segment->position + segment->num_tokens);
-    float *scratch =
-        malloc(heads_per_group * (num_keys + (size_t)shape->head_dim) * sizeof(float));
+    size_t num_floats = heads_per_group * (num_keys + (size_t)shape->head_dim);
+    if (segment->is_int8) num_floats += KEYS_PER_BLOCK * (size_t)shape->head_dim;
+    float *scratch = malloc(num_floats * sizeof(float));
     if (scratch == NULL) {
         atomic_store(&work->is_out_of_memory, 1);
         return;

@@ -21,14 +21,20 @@ typedef struct {
 
 /* The tokens of one session: `num_tokens` in each of its rows. */
 typedef struct {
-    float *cache;           /* [blocks, 2, rows, groups, capacity, head_dim]: keys and values */
+    char *cache;            /* [blocks, 2, rows, groups, capacity, head]: keys and values */
     const float *cos, *sin; /* [tokens, rotary_dim] */
     int64_t rotary_dim;
     int64_t first_block;    /* the first one in the cache */
     int64_t capacity;
     int64_t first_row; /* where its tokens begin among those of the batch */
     int64_t num_rows, num_tokens, position;
+    int64_t is_int8; /* whether the cache keeps records of integers, not floats */
 } Segment;
+
+/* Bytes of one token's key or value in one head of the cache. */
+static inline size_t count_token_bytes(const Segment *segment, size_t head_dim) {
+    return segment->is_int8 ? sizeof(float) + (head_dim + 3) / 4 * 4 : head_dim * sizeof(float);
+}
 
 /* One block's share of a batch. */
 typedef struct {
@@ -40,7 +46,8 @@ typedef struct {
 } Batch;
 
 /* Computes one row and one key-value head of a segment: all its tokens, in order. `index` counts
-   rows and groups, `scratch` holds a query and the scores of `scratch_keys` keys for every head. */
+   rows and groups, `scratch` holds a query and the scores of `scratch_keys` keys for every head,
+   and then, where they are integers, a block of keys or values. */
 typedef void Attend(
     const Batch *batch, const Segment *segment, size_t index, size_t scratch_keys, float *scratch);
 

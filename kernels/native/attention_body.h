@@ -109,6 +109,10 @@ INLINE float multiply_add_up(const float *a, const float *b, size_t count) {
     return add_lanes(sums);
 }
 
+/* ---- Keys and values ----------------------------------------------------------------------------- */
+
+#include "states.h"
+
 /* ---- One token ---------------------------------------------------------------------------------- */
 
 /* Normalizes (if the model does) and rotates one head's query or key. */
@@ -209,21 +213,22 @@ INLINE void add_block(
 /* One token of a row: the queries of one group over the keys up to its own, which is written. */
 INLINE void attend_token(
     const Shape *shape, const Segment *segment, size_t token, const float *fused, size_t group,
-    float *keys, float *values, size_t scratch_keys, float *scratch, float *results
+    char *keys, char *values, size_t scratch_keys, float *scratch, float *results
 ) {
     const size_t position = (size_t)segment->position + token;
     const size_t head_dim = (size_t)shape->head_dim, num_heads = (size_t)shape->num_heads;
     const size_t num_groups = (size_t)shape->num_groups, window = (size_t)shape->window;
     const size_t heads_per_group = num_heads / num_groups;
     const size_t first_head = group * heads_per_group, key_head = num_heads + group;
+    const size_t token_bytes = count_token_bytes(segment, head_dim);
     float *queries = scratch + heads_per_group * scratch_keys;
+    float *room = queries + heads_per_group * head_dim, key[MAX_HEAD_DIM];
 
-    prepare_head(
-        shape, segment, token, fused + key_head * head_dim, key_head, 1.0f,
-        keys + position * head_dim);
-    memcpy(
-        values + position * head_dim, fused + (key_head + num_groups) * head_dim,
-        head_dim * sizeof(float));
+    prepare_head(shape, segment, token, fused + key_head * head_dim, key_head, 1.0f, key);
+    write_state(segment, key, head_dim, keys + position * token_bytes);
+    write_state(
+        segment, fused + (key_head + num_groups) * head_dim, head_dim,
+        values + position * token_bytes);
     for (size_t i = 0; i < heads_per_group; i++)
         prepare_head(
             shape, segment, token, fused + (first_head + i) * head_dim, first_head + i,
@@ -231,21 +236,26 @@ INLINE void attend_token(
 
     const size_t first = window > 0 && position >= window ? position + 1 - window : 0;
     const size_t num_keys = position + 1 - first;
-    for (size_t key = 0; key < num_keys; key++)
-        for (size_t i = 0; i < heads_per_group; i++)
-            scratch[i * scratch_keys + key] =
-                multiply_add_up(queries + i * head_dim, keys + (first + key) * head_dim, head_dim);
+    for (size_t start = 0; start < num_keys; start += KEYS_PER_BLOCK) {
+        const size_t rest = num_keys - start, count = rest < KEYS_PER_BLOCK ? rest : KEYS_PER_BLOCK;
+        const float *block =
+            read_states(segment, keys + (first + start) * token_bytes, head_dim, count, room);
+        for (size_t k = 0; k < count; k++)
+            for (size_t i = 0; i < heads_per_group; i++)
+                scratch[i * scratch_keys + start + k] =
+                    multiply_add_up(queries + i * head_dim, block + k * head_dim, head_dim);
+    }
     float sums[MAX_HEADS_PER_GROUP];
     for (size_t i = 0; i < heads_per_group; i++)
         sums[i] = weigh(scratch + i * scratch_keys, num_keys);
 
     memset(results, 0, heads_per_group * head_dim * sizeof(float));
     for (size_t start = 0; start < num_keys; start += KEYS_PER_BLOCK) {
-        const size_t rest = num_keys - start;
+        const size_t rest = num_keys - start, count = rest < KEYS_PER_BLOCK ? rest : KEYS_PER_BLOCK;
+        const float *block =
+            read_states(segment, values + (first + start) * token_bytes, head_dim, count, room);
         add_block(
-            values + (first + start) * head_dim, head_dim,
-            rest < KEYS_PER_BLOCK ? rest : KEYS_PER_BLOCK, scratch + start, scratch_keys,
-            heads_per_group, results);
+            block, head_dim, count, scratch + start, scratch_keys, heads_per_group, results);
     }
     for (size_t i = 0; i < heads_per_group; i++)
         for (size_t column = 0; column < head_dim; column++)
@@ -262,11 +272,11 @@ void ATTEND(
     const size_t num_heads = (size_t)shape->num_heads;
     const size_t num_tokens = (size_t)segment->num_tokens;
     const size_t row = index / num_groups, group = index % num_groups;
-    const size_t head_size = (size_t)segment->capacity * head_dim;
+    const size_t head_size = (size_t)segment->capacity * count_token_bytes(segment, head_dim);
     const size_t half_size = (size_t)segment->num_rows * num_groups * head_size;
-    float *keys = segment->cache
-                  + 2 * (size_t)(batch->block - segment->first_block) * half_size
-                  + index * head_size;
+    char *keys = segment->cache
+                 + 2 * (size_t)(batch->block - segment->first_block) * half_size
+                 + index * head_size;
 
     for (size_t token = 0; token < num_tokens; token++) {
         const size_t place = (size_t)segment->first_row + row * num_tokens + token;

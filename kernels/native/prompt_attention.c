@@ -69,17 +69,20 @@ static void write_some(void *context, size_t index) {
     const size_t num_heads = (size_t)shape->num_heads, num_groups = (size_t)shape->num_groups;
     const size_t heads_per_group = num_heads / num_groups, head_dim = (size_t)shape->head_dim;
     const size_t row = tile.index / num_groups, key_head = num_heads + tile.index % num_groups;
+    const size_t token_bytes = count_token_bytes(segment, head_dim);
     size_t half_size;
-    float *keys = find_keys(batch, &tile, &half_size);
+    char *keys = find_keys(batch, &tile, &half_size);
     for (size_t query = tile.first; query < tile.stop; query++) {
         if (query % heads_per_group > 0) continue;
         const size_t token = query / heads_per_group;
         const size_t place = (size_t)(segment->first_row + row * segment->num_tokens) + token;
-        const float *key =
+        const float *source =
             batch->fused + (place * (num_heads + 2 * num_groups) + key_head) * head_dim;
-        float *target = keys + ((size_t)segment->position + token) * head_dim;
-        prepare_head(shape, segment, token, key, key_head, 1.0f, target);
-        memcpy(target + half_size, key + num_groups * head_dim, head_dim * sizeof(float));
+        char *target = keys + ((size_t)segment->position + token) * token_bytes;
+        float key[MAX_HEAD_DIM];
+        prepare_head(shape, segment, token, source, key_head, 1.0f, key);
+        write_state(segment, key, head_dim, target);
+        write_state(segment, source + num_groups * head_dim, head_dim, target + half_size);
     }
 }
 
@@ -102,7 +105,7 @@ static void attend_some(void *context, size_t index) {
 /* ---- What Python calls ------------------------------------------------------------------------ */
 
 /* To be raised whenever a function below or its structures change: Python compares it. */
-int32_t shoal_prompt_attention_version(void) { return 1; }
+int32_t shoal_prompt_attention_version(void) { return 2; }
 
 int32_t shoal_prompt_attention_has(int32_t instruction_set) {
     return find_attend(instruction_set) != NULL;

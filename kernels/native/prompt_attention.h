@@ -13,10 +13,11 @@ typedef struct {
     size_t first, stop;
 } Tile;
 
-/* The keys of a head, in the cache; as many values follow after those of all heads. */
-static inline float *find_keys(const Batch *batch, const Tile *tile, size_t *half_size) {
+/* The keys of a head, in the cache; as many values follow, `half_size` bytes behind them. */
+static inline char *find_keys(const Batch *batch, const Tile *tile, size_t *half_size) {
     const Segment *segment = tile->segment;
-    const size_t head_size = (size_t)(segment->capacity * batch->shape->head_dim);
+    const size_t token_bytes = count_token_bytes(segment, (size_t)batch->shape->head_dim);
+    const size_t head_size = (size_t)segment->capacity * token_bytes;
     *half_size = (size_t)(segment->num_rows * batch->shape->num_groups) * head_size;
     return segment->cache + 2 * (size_t)(batch->block - segment->first_block) * *half_size
            + tile->index * head_size;

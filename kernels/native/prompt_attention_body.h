@@ -249,8 +249,9 @@ void ATTEND_TILE(const Batch *batch, const Tile *tile, float *scratch) {
     const size_t num_queries = tile->stop - tile->first;
     const size_t row = tile->index / num_groups, group = tile->index % num_groups;
     const size_t first_place = (size_t)(segment->first_row + row * segment->num_tokens);
+    const size_t token_bytes = count_token_bytes(segment, head_dim);
     size_t half_size;
-    const float *keys = find_keys(batch, tile, &half_size), *values = keys + half_size;
+    const char *keys = find_keys(batch, tile, &half_size), *values = keys + half_size;
 
     float *columns = scratch, *padded = columns + head_dim * KEYS_PER_BLOCK;
     float *results = padded + KEYS_PER_BLOCK * width, *queries = results + num_queries * width;
@@ -274,14 +275,16 @@ void ATTEND_TILE(const Batch *batch, const Tile *tile, float *scratch) {
     for (size_t start = first_key / KEYS_PER_BLOCK * KEYS_PER_BLOCK; start < stop_key;
          start += KEYS_PER_BLOCK) {
         const size_t num_keys = at_most(stop_key - start, KEYS_PER_BLOCK);
-        Block block = {columns, values + start * head_dim, head_dim};
-        transpose(keys + start * head_dim, num_keys, head_dim, columns);
-        if (width > head_dim) { /* reading whole registers could leave the cache */
-            for (size_t i = 0; i < num_keys; i++)
-                memcpy(padded + i * width, block.values + i * head_dim, head_dim * sizeof(float));
-            block.values = padded;
-            block.values_stride = width;
-        }
+        const char *block_keys = keys + start * token_bytes;
+        const char *block_values = values + start * token_bytes;
+        transpose(
+            read_states(segment, block_keys, head_dim, num_keys, padded), num_keys, head_dim,
+            columns);
+        Block block = {columns, padded, width};
+        if (width > head_dim) /* reading whole registers could leave the cache */
+            copy_states(segment, block_values, head_dim, num_keys, width, padded);
+        else
+            block.values = read_states(segment, block_values, head_dim, num_keys, padded);
         for (size_t query = 0; query < num_queries; query += QUERIES_AT_ONCE) {
             const size_t count = at_most(num_queries - query, QUERIES_AT_ONCE);
             Range seen[QUERIES_AT_ONCE];

@@ -133,7 +133,7 @@ class Attention:
         """Attention of one segment's rows [B*T, J*D + G*D] -> [B*T, queries]."""
         options = self.options
         num_rows, num_tokens = segment.num_rows, segment.num_tokens
-        position, stop = segment.position, segment.position + num_tokens
+        position = segment.position
         fused_BTXD = fused_NO[segment.start : segment.stop].view(
             num_rows, num_tokens, -1, options.head_dim
         )
@@ -144,9 +144,9 @@ class Attention:
 
         #   cache    0 .......... position ...... stop ....... capacity
         #            [ the prefix ][ this step    )[ not touched
-        keys_BGSD, values_BGSD = segment.cache.keys_values(self._block)
-        keys_BGSD[:, :, position:stop] = keys_BGTD
-        values_BGSD[:, :, position:stop] = values_BTGD.transpose(1, 2)
+        keys_BGSD, values_BGSD = segment.cache.put(
+            self._block, position, keys_BGTD, values_BTGD.transpose(1, 2)
+        )
         # How many queries attend together decides how torch rounds their sums. So it follows from
         # the step alone: parts of a prompt of one size however it was scheduled, and generated
         # tokens one by one, also in a replay, which then rebuilds the lost cache to the bit.

@@ -20,6 +20,7 @@ from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
 from ...protocol.spans import Span
+from ...protocol.tensors import KVFormat
 from ..fair_share import Holder
 from .block import Block
 from .block_cache import BlockCache
@@ -165,7 +166,12 @@ class Engine:
         return cls(spec, span, blocks, rotary, pool)
 
     def open_cache(
-        self, num_rows: int, max_tokens: int, span: Span, holder: Holder | None = None
+        self,
+        num_rows: int,
+        max_tokens: int,
+        span: Span,
+        holder: Holder | None = None,
+        kv_format: KVFormat = KVFormat.FLOAT,
     ) -> SessionCache:
         """Lease KV memory for a session; raises RefusedError when it cannot be."""
         if not self.span.covers(span):
@@ -177,7 +183,7 @@ class Engine:
                 ErrorCode.TOO_LONG,
                 f"the model handles {self.spec.max_positions} tokens, not {max_tokens}",
             )
-        return self.pool.open(num_rows, max_tokens, span, holder)
+        return self.pool.open(num_rows, max_tokens, span, holder, kv_format)
 
     @torch.inference_mode()
     def execute(self, batch: Sequence[StepWork]) -> list[torch.Tensor | ShoalError]:

@@ -4,7 +4,8 @@ A session maps as much memory as it may ever need. The operating system commits 
 first touched, so the budget of `kv_pool` counts what is really committed, in pages of
 `PAGE_TOKENS` tokens, and no session pays for its maximum length.
 
-Tensor suffixes: L blocks, B rows of the session, G key-value heads, S tokens, D head size.
+Tensor suffixes: L blocks, B rows of the session, G key-value heads, S tokens, T tokens of a step,
+D head size (or, in memory, whatever `kv_layouts` keeps of that many numbers).
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, Re
 from ...protocol.spans import Span
 from ..fair_share import Holder
 from .common_prefixes import CommonPrefixes
+from .kv_layouts import Layout
 from .lazy_memory import LazyMemory
 
 if TYPE_CHECKING:
@@ -27,8 +29,9 @@ PAGE_TOKENS = 64
 class SessionCache:
     """One session's lease: keys and values of its rows in every block of its span.
 
-    The first `length` tokens are valid. A step is `prepare`, then writing and reading through
-    `keys_values`, then `commit`; without the commit the length stays where `prepare` put it.
+    The first `length` tokens are valid. A step is `prepare`, then writing and reading with `put`,
+    or through `states_LCBGSD`, then `commit`; without the commit the length stays where `prepare`
+    put it.
     `used_at` is when a step last came in; whoever takes one in may set it, on any thread.
     """
 
@@ -38,6 +41,7 @@ class SessionCache:
         span: Span,
         max_tokens: int,
         memory: LazyMemory,
+        layout: Layout,
         holder: Holder | None,
     ) -> None:
         self.span = span
@@ -49,10 +53,11 @@ class SessionCache:
         self._pool = pool
         self.used_at = pool.now()
         self._memory: LazyMemory | None = memory
+        self._layout = layout
         self._keys_values = [
             (keys_BGSD, values_BGSD) for keys_BGSD, values_BGSD in memory.states_LCBGSD
         ]
-        self._page_bytes = PAGE_TOKENS * self.num_rows * len(span) * pool.token_bytes
+        self._page_bytes = PAGE_TOKENS * self.num_rows * len(span) * layout.token_bytes
         self._capacity = memory.states_LCBGSD.shape[4]
         self._num_pages = 0
         # Tokens that must stay addressable: the length, and the step being computed.
@@ -132,8 +137,23 @@ class SessionCache:
         return self._memory.states_LCBGSD
 
     def keys_values(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views (keys_BGSD, values_BGSD) of a block; only reserved tokens may be touched."""
+        """Return views of a block as it is kept; only reserved tokens may be touched."""
         return self._keys_values[block - self.span.start]
+
+    def put(
+        self, block: int, position: int, keys_BGTD: torch.Tensor, values_BGTD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values of a block from `position` on; return all up to them.
+
+        What comes back is what was kept, also of the newest tokens: so it does not matter when
+        they are read.
+        """
+        stop = position + keys_BGTD.shape[2]
+        kept = self.keys_values(block)
+        for kept_BGSD, new_BGTD in zip(kept, (keys_BGTD, values_BGTD), strict=True):
+            kept_BGSD[:, :, position:stop] = self._layout.pack(new_BGTD)
+        keys_BGSD, values_BGSD = (self._layout.unpack(states[:, :, :stop]) for states in kept)
+        return keys_BGSD, values_BGSD
 
     def commit(self, num_tokens: int) -> None:
         """Count the tokens that were written at `length` as valid."""

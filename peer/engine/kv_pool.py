@@ -19,8 +19,10 @@ from ...protocol.errors import (
 )
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ...protocol.spans import Span
+from ...protocol.tensors import KVFormat
 from ..fair_share import Holder, compute_share, may_displace
 from .kv_cache import PAGE_TOKENS, SessionCache
+from .kv_layouts import LAYOUTS
 from .lazy_memory import LazyMemory
 
 TIMES_FREE = 6
@@ -38,7 +40,7 @@ rebuild it from its log, at the price of a prompt; tokens of a text come much cl
 
 @dataclass(frozen=True)
 class KVCacheStatistics:
-    """What a pool holds; `free_tokens` is for one row through all blocks of the peer."""
+    """What a pool holds; `free_tokens` is for one row of floats through all blocks of the peer."""
 
     budget_bytes: int
     used_bytes: int
@@ -67,8 +69,11 @@ class KVCachePool:
         self.used_bytes = 0
         self._num_blocks = num_blocks
         self._num_kv_heads = num_kv_heads
-        self._head_dim = head_dim
         self.dtype = dtype
+        self._layouts = {
+            kv_format: layout(num_kv_heads, head_dim, dtype)
+            for kv_format, layout in LAYOUTS.items()
+        }
         self.now = now
         self._caches: set[SessionCache] = set()
 
@@ -80,11 +85,16 @@ class KVCachePool:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes of keys and values of one token of one row in one block."""
-        return 2 * self._num_kv_heads * self._head_dim * self.dtype.itemsize
+        """Bytes of keys and values of one token of one row in one block, kept as floats."""
+        return self._layouts[KVFormat.FLOAT].token_bytes
 
     def open(
-        self, num_rows: int, max_tokens: int, span: Span, holder: Holder | None = None
+        self,
+        num_rows: int,
+        max_tokens: int,
+        span: Span,
+        holder: Holder | None = None,
+        kv_format: KVFormat = KVFormat.FLOAT,
     ) -> SessionCache:
         """Lease room for a session of `num_rows` rows that may grow to `max_tokens` tokens each.
 
@@ -97,13 +107,15 @@ class KVCachePool:
                 f"a session may have 1..{MAX_BATCH_ROWS} rows of 1..{MAX_SESSION_TOKENS} tokens, "
                 f"not {num_rows} of {max_tokens}",
             )
-        page_bytes = PAGE_TOKENS * num_rows * len(span) * self.token_bytes
+        layout = self._layouts[kv_format]
+        page_bytes = PAGE_TOKENS * num_rows * len(span) * layout.token_bytes
         self._make_room(holder, page_bytes, largest_bytes=page_bytes)
         # No session can outgrow the budget, so neither need the memory that it may address.
         num_pages = min(-(-max_tokens // PAGE_TOKENS), self.budget_bytes // page_bytes)
         capacity = num_pages * PAGE_TOKENS
-        shape = (len(span), 2, num_rows, self._num_kv_heads, capacity, self._head_dim)
-        cache = SessionCache(self, span, max_tokens, LazyMemory(shape, self.dtype), holder)
+        shape = (len(span), 2, num_rows, self._num_kv_heads, capacity, layout.width)
+        memory = LazyMemory(shape, layout.dtype)
+        cache = SessionCache(self, span, max_tokens, memory, layout, holder)
         self._caches.add(cache)
         return cache
 
@@ -119,13 +131,14 @@ class KVCachePool:
             free_tokens=self.count_free_tokens(Holder("a newcomer", "a new client")),
         )
 
-    def count_free_tokens(self, holder: Holder) -> int:
+    def count_free_tokens(self, holder: Holder, kv_format: KVFormat = KVFormat.FLOAT) -> int:
         """Return how many more tokens of one row, through all blocks, a holder may have now."""
         spare_bytes = sum(cache.spare_bytes for cache in self._caches)
         free_bytes = self.budget_bytes - self.used_bytes + spare_bytes
         held = self._count_held()
         left_bytes = max(0, self._compute_share(holder, held) - held[holder])
-        num_pages = min(free_bytes, left_bytes) // self._row_page_bytes
+        token_bytes = self._num_blocks * self._layouts[kv_format].token_bytes
+        num_pages = min(free_bytes, left_bytes) // (PAGE_TOKENS * token_bytes)
         return num_pages * PAGE_TOKENS
 
     def check_integrity(self) -> None:

@@ -9,6 +9,7 @@ H hidden.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -62,14 +63,14 @@ class WrappedBlock:
         hidden_BTH = hidden_NH[segment.start : segment.stop].view(
             segment.num_rows, segment.num_tokens, -1
         )
-        memory = segment.cache.keys_values(self._index)
+        put = partial(segment.cache.put, self._index)
         # As in our own attention: the stride follows from the step alone, so that a replay
         # computes what was computed.
         stride = 1 if segment.is_decoded else count_part_tokens(segment.num_rows)
         parts = [
             self._decoder(
                 inputs_embeds=hidden_BTH[:, first : first + stride],
-                past_key_values=StepCache(segment.position + first, memory),
+                past_key_values=StepCache(segment.position + first, put),
                 use_cache=True,
             ).last_hidden_state
             for first in range(0, segment.num_tokens, stride)

@@ -1,0 +1,53 @@
+"""Keys and values as 8-bit integers: what an int8 KV cache keeps of a token in one head.
+
+A record is a float32 scale, then the numbers, then zeros up to a multiple of four bytes. The
+kernels in C (native/states.h) write and read the same records to the bit.
+
+Tensor suffixes: D head size, R bytes of a record.
+"""
+
+import torch
+from torch import Tensor
+
+SCALE_BYTES = 4
+LARGEST = 127.0
+
+_TINY = 1e-30
+"""Below, all is zero: the inverse of a scale could not be told apart from infinity."""
+
+
+def count_record_bytes(head_dim: int) -> int:
+    """Return the bytes of one token's key or value in one head.
+
+    >>> count_record_bytes(64), count_record_bytes(26)
+    (68, 32)
+    """
+    return SCALE_BYTES + (head_dim + 3) // 4 * 4
+
+
+def quantize_states(states_D: Tensor) -> Tensor:
+    """Return records [..., R] of keys or values [..., D] of any float dtype.
+
+    One that is not finite has a scale that is NaN, so that it shows in whatever is made of it.
+    """
+    head_dim = states_D.shape[-1]
+    records_R = states_D.new_zeros(
+        (*states_D.shape[:-1], count_record_bytes(head_dim)), dtype=torch.int8
+    )
+    states_D = states_D.float()
+    largest = states_D.abs().amax(dim=-1, keepdim=True)
+    is_usual = (largest >= _TINY) & largest.isfinite()
+    odd_scales = torch.where(largest.isfinite(), 0.0, torch.nan)
+    scales = torch.where(is_usual, largest / LARGEST, odd_scales)
+    records_R[..., :SCALE_BYTES].view(torch.float32).copy_(scales)
+    numbers_D = (states_D * (LARGEST / largest)).round()
+    numbers_D = torch.where(is_usual, numbers_D, 0.0)
+    records_R[..., SCALE_BYTES : SCALE_BYTES + head_dim] = numbers_D.to(torch.int8)
+    return records_R
+
+
+def dequantize_states(records_R: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
+    """Return what records stand for, [..., D]."""
+    scales = records_R[..., :SCALE_BYTES].view(torch.float32)
+    numbers_D = records_R[..., SCALE_BYTES : SCALE_BYTES + head_dim]
+    return (numbers_D.float() * scales).to(dtype)
