@@ -23,7 +23,7 @@ class ClientConfig:
     bf16."""
 
     kv_format: str = "float"
-    """How peers keep keys and values of a session: float, as they compute, or int8, in less room."""
+    """How peers keep keys and values of sessions: float, as they compute, or int8, in less room."""
 
     weights: str | None = None
     """Use only peers that hold their weights like this (int8, bf16, fp32); None: any."""

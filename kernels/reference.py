@@ -101,3 +101,14 @@ def attention(
                 weights_S = weights_S / weights_S.sum()
                 result[batch, head, index] = weights_S @ values_SD[first : position + 1]
     return result
+
+
+def round_state(state_D: Tensor) -> tuple[float, list[int]]:
+    """Return the scale and the numbers by which an int8 cache keeps one key or value."""
+    if not state_D.isfinite().all():
+        return float("nan"), [0] * len(state_D)
+    largest = state_D.float().abs().max()
+    if largest < 1e-30:
+        return 0.0, [0] * len(state_D)
+    factor = torch.tensor(127.0) / largest
+    return float(largest / 127.0), [round(float(number * factor)) for number in state_D.float()]

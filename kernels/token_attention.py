@@ -3,8 +3,8 @@
 Takes a block's queries, keys and values as they come out of their linear: norms and rotates,
 writes the new keys and values into the caches, and attends. A token's result depends on its own
 session alone, and is the same to the bit on every instruction set, in any batch and in a replay.
-Computes in C, for states in float32 or kept as int8; where there is no library, `choose_instruction_set` is None and
-`kernels.attention` does the same one token at a time.
+Computes in C, for states in float32 or kept as int8; where there is no library,
+`choose_instruction_set` is None and `kernels.attention` does the same one token at a time.
 
 Tensor suffixes: N tokens of all sessions, T tokens of one row, J query and key heads, D head size,
 R rotated part of it.

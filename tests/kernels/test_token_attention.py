@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.attention import attention
+from shoal.kernels.int8_states import quantize_states
 from shoal.kernels.norm import rms_norm
 from shoal.kernels.rotary import apply_rotary
 from shoal.kernels.token_attention import (
@@ -37,6 +38,7 @@ class Case:
     rotary_dim: int = 64
     window: int | None = None
     has_norm: bool = False
+    is_int8: bool = False
 
     def make(self, block: int, instruction_set: int | None = None) -> TokenAttention:
         shape = TokenShape(
@@ -63,7 +65,15 @@ CASES = {
     "window of one": Case(window=1),
     "norms": Case(has_norm=True, head_dim=48, rotary_dim=48),
 }
+INT8_CASES = {
+    "int8": Case(is_int8=True),
+    "int8 in heads of 26": Case(5, 1, head_dim=26, rotary_dim=26, has_norm=True, is_int8=True),
+    "int8 in large heads": Case(8, 1, head_dim=256, rotary_dim=256, window=70, is_int8=True),
+}
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+every_case_kept = pytest.mark.parametrize(
+    "case", [*CASES.values(), *INT8_CASES.values()], ids=[*CASES, *INT8_CASES]
+)
 every_instruction_set = pytest.mark.parametrize(
     "instruction_set", list_instruction_sets().values(), ids=list_instruction_sets()
 )
@@ -108,8 +118,9 @@ def make_session(
     shape = (NUM_BLOCKS, 2, num_rows, case.num_groups, CAPACITY, case.head_dim)
     width = (case.num_heads + 2 * case.num_groups) * case.head_dim
     angles_TR = torch.randn(num_tokens, case.rotary_dim // 2, generator=draw).repeat(1, 2)
+    states_LCBGSD = torch.randn(shape, generator=draw)
     return Session(
-        torch.randn(shape, generator=draw),
+        quantize_states(states_LCBGSD) if case.is_int8 else states_LCBGSD,
         torch.randn(num_rows * num_tokens, width, generator=draw),
         position,
         num_tokens,
@@ -171,7 +182,7 @@ def test_result_and_cache_equal_those_of_torch(
     torch.testing.assert_close(ours.states_LCBGSD, theirs.states_LCBGSD, rtol=1e-5, atol=1e-6)
 
 
-@every_case
+@every_case_kept
 @pytest.mark.parametrize("position", [0, 63, 250])
 def test_every_instruction_set_computes_the_same_bits(case: Case, position: int) -> None:
     sessions = [make_session(case, position, 2) for _ in list_instruction_sets()]
@@ -186,7 +197,7 @@ def test_every_instruction_set_computes_the_same_bits(case: Case, position: int)
         assert torch.equal(session.states_LCBGSD, sessions[0].states_LCBGSD)
 
 
-@every_case
+@every_case_kept
 def test_token_is_computed_alike_alone_in_a_batch_and_in_a_replay(case: Case) -> None:
     one, other = make_session(case, 100, 5, num_rows=2), make_session(case, 7, 1, seed=2)
     together, company = one.copy(), other.copy()
