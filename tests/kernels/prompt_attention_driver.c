@@ -1,6 +1,7 @@
-/* Attends with prompts of many shapes on every instruction set, with arrays that are as large as
-   they have to be and no larger: built with the address sanitizer, it ends at the first byte out
-   of place. Results must be the same bits in two parts, on other instruction sets and threads. */
+/* Attends with prompts, or with tokens one by one, of many shapes on every instruction set, over
+   caches of floats and of integers. Arrays are as large as they have to be and no larger: built
+   with the address sanitizer, it ends at the first byte out of place. Results must be the same
+   bits in two parts, on other instruction sets and threads. */
 
 #include "../../kernels/native/attention.h"
 
@@ -8,9 +9,13 @@
 #include <stdlib.h>
 #include <string.h>
 
+typedef int32_t Attention(const Shape *, const Segment *, int64_t, int64_t, const float *, float *,
+                          int32_t, int32_t);
 int32_t shoal_prompt_attention_has(int32_t instruction_set);
-int32_t shoal_prompt_attention_attend(const Shape *, const Segment *, int64_t, int64_t,
-                                      const float *, float *, int32_t, int32_t);
+Attention shoal_prompt_attention_attend, shoal_attention_attend;
+
+static Attention *attention;
+static int64_t is_int8;
 
 static unsigned state = 1;
 
@@ -26,6 +31,20 @@ static float *allocate(size_t count) {
     return numbers;
 }
 
+/* Keys and values, as many bytes as they take. */
+static char *allocate_cache(size_t num_states, size_t head_dim) {
+    if (!is_int8) return (char *)allocate(num_states * head_dim);
+    const size_t state_bytes = 4 + (head_dim + 3) / 4 * 4;
+    char *cache = malloc(num_states * state_bytes);
+    if (cache == NULL) exit(2);
+    for (size_t i = 0; i < num_states * state_bytes; i++) cache[i] = (char)(draw() * 127.0f);
+    for (size_t i = 0; i < num_states; i++) {
+        const float scale = 0.01f;
+        memcpy(cache + i * state_bytes, &scale, sizeof scale);
+    }
+    return cache;
+}
+
 /* Attends from `token` on with `count` tokens of one row. */
 static void attend(const Shape *shape, Segment segment, int64_t token, int64_t count,
                    const float *fused, float *result, int set, int threads) {
@@ -34,9 +53,8 @@ static void attend(const Shape *shape, Segment segment, int64_t token, int64_t c
     segment.num_tokens = count;
     segment.cos += token * segment.rotary_dim;
     segment.sin += token * segment.rotary_dim;
-    if (shoal_prompt_attention_attend(shape, &segment, 1, 0, fused + token * width,
-                                      result + token * shape->num_heads * shape->head_dim, set,
-                                      threads))
+    if (attention(shape, &segment, 1, 0, fused + token * width,
+                  result + token * shape->num_heads * shape->head_dim, set, threads))
         exit(2);
 }
 
@@ -46,13 +64,14 @@ static int check_shape(int64_t heads, int64_t groups, int64_t head_dim, int64_t 
     float *norms = allocate((size_t)((heads + groups) * head_dim));
     float *cos = allocate((size_t)(num_tokens * rotary_dim));
     float *sin = allocate((size_t)(num_tokens * rotary_dim));
-    float *cache = allocate((size_t)(2 * groups * capacity * head_dim));
+    char *cache = allocate_cache((size_t)(2 * groups * capacity), (size_t)head_dim);
     float *fused = allocate((size_t)(num_tokens * (heads + 2 * groups) * head_dim));
     const size_t size = (size_t)(num_tokens * heads * head_dim);
     float *expected = allocate(size), *result = allocate(size);
     const Shape shape = {heads, groups, head_dim, window, 0.125f, 1e-5f,
                          position % 2 ? norms : NULL};
-    const Segment segment = {cache, cos, sin, rotary_dim, 0, capacity, 0, 1, num_tokens, position};
+    const Segment segment = {cache, cos, sin, rotary_dim, 0, capacity, 0, 1, num_tokens, position,
+                             is_int8};
     attend(&shape, segment, 0, num_tokens, fused, expected, 0, 1);
     int is_wrong = 0;
     for (int set = 0; set < 3; set++)
@@ -66,12 +85,13 @@ static int check_shape(int64_t heads, int64_t groups, int64_t head_dim, int64_t 
         }
     free(norms), free(cos), free(sin), free(cache), free(fused), free(expected), free(result);
     if (is_wrong)
-        printf("%d heads, %d groups of %d, %d tokens at %d, window %d\n", (int)heads, (int)groups,
-               (int)head_dim, (int)num_tokens, (int)position, (int)window);
+        printf("%d heads, %d groups of %d, %d tokens at %d, window %d%s\n", (int)heads,
+               (int)groups, (int)head_dim, (int)num_tokens, (int)position, (int)window,
+               is_int8 ? ", int8" : "");
     return is_wrong != 0;
 }
 
-int main(void) {
+static int check_shapes(void) {
     static const int64_t head_dims[] = {1, 2, 15, 33, 64, 1024};
     static const int64_t positions[] = {0, 63, 130};
     static const int64_t counts[] = {0, 1, 65};
@@ -85,5 +105,16 @@ int main(void) {
                         num_wrong +=
                             check_shape(7, 1, head_dims[d], positions[p], counts[c], window);
                 }
+    return num_wrong;
+}
+
+int main(void) {
+    int num_wrong = 0;
+    for (is_int8 = 0; is_int8 < 2; is_int8++) {
+        attention = shoal_prompt_attention_attend;
+        num_wrong += check_shapes();
+        attention = shoal_attention_attend;
+        num_wrong += check_shapes();
+    }
     return num_wrong != 0;
 }
