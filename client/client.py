@@ -13,7 +13,7 @@ from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Transport
 from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
-from .config import ClientConfig, make_whole
+from .config import ClientConfig, make_whole, read_kv_format
 from .farewells import Farewells
 from .inference_session import InferenceSession
 from .live_hops import LiveHops
@@ -112,8 +112,14 @@ class Client:
     ) -> None:
         self.close()
 
-    def open_session(self, max_length: int, span: Span) -> InferenceSession:
-        """Return a session over some blocks; its route is chosen with the first step."""
+    def open_session(
+        self, max_length: int, span: Span, kv_format: str | None = None
+    ) -> InferenceSession:
+        """Return a session over some blocks; its route is chosen with the first step.
+
+        `kv_format` is that of all of its hops; None: the client's.
+        """
+        known_format = read_kv_format(self._config.kv_format if kv_format is None else kv_format)
         max_length = make_whole("max_length", max_length)
         if max_length < 1:
             raise UsageError(f"a session needs a length of at least one token, not {max_length}")
@@ -126,6 +132,7 @@ class Client:
                 self._hidden_size,
                 max_length,
                 self._secret,
+                known_format,
             )
             hops = LiveHops(
                 facts,

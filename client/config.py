@@ -23,7 +23,8 @@ class ClientConfig:
     bf16."""
 
     kv_format: str = "float"
-    """How peers keep keys and values of sessions: float, as they compute, or int8, in less room."""
+    """How peers keep keys and values, unless a session says otherwise: float, as they compute, or
+    int8, in a quarter to a half of the room."""
 
     weights: str | None = None
     """Use only peers that hold their weights like this (int8, bf16, fp32); None: any."""
@@ -47,7 +48,7 @@ class ClientConfig:
     def __post_init__(self) -> None:
         """Raise UsageError that names the setting which cannot be."""
         _check_choice("wire_dtype", self.wire_dtype, ("auto", *(d.name.lower() for d in WireDtype)))
-        _check_choice("kv_format", self.kv_format, [known.name.lower() for known in KVFormat])
+        read_kv_format(self.kv_format)
         if self.weights is not None:
             _check_choice("weights", self.weights, [known.value for known in WeightFormat])
         if not _is_seconds(self.connect_timeout_seconds) or self.connect_timeout_seconds == 0:
@@ -69,6 +70,17 @@ class ClientConfig:
 def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
     if given not in choices:
         raise UsageError(f"{name} is one of {', '.join(choices)}, not {given!r}")
+
+
+def read_kv_format(given: object) -> KVFormat:
+    """Return the format of a name; raises UsageError for anything else.
+
+    >>> read_kv_format("int8").name
+    'INT8'
+    """
+    formats = {known.name.lower(): known for known in KVFormat}
+    _check_choice("kv_format", given, list(formats))
+    return formats[str(given)]
 
 
 def _is_seconds(given: object) -> bool:

@@ -140,13 +140,16 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         """The blocks that nobody serves, as far as was heard last; asks nobody."""
         return self._client.missing_blocks
 
-    def inference_session(self, *, max_length: int) -> AbstractContextManager[InferenceSession]:
+    def inference_session(
+        self, *, max_length: int, kv_format: str | None = None
+    ) -> AbstractContextManager[InferenceSession]:
         """Open a session of at most `max_length` tokens per row, for use in a `with`.
 
         Inside, calls of generate() and of the model continue one text: what was computed is
-        remembered, and `session.position = n` rolls back to the first n tokens.
+        remembered, and `session.position = n` rolls back to the first n tokens. `kv_format` says
+        how peers keep keys and values, "float" or "int8"; None: as the model was opened.
         """
-        return self.transformer.h.inference_session(max_length=max_length)
+        return self.transformer.h.inference_session(max_length=max_length, kv_format=kv_format)
 
     def use_session(
         self, session: InferenceSession | None

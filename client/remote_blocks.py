@@ -97,14 +97,16 @@ class RemoteSequential(nn.Module):
         if not hidden_BTH.is_floating_point():
             raise UsageError(f"hidden states are floating point numbers, got {hidden_BTH.dtype}")
 
-    def open_session(self, max_length: int) -> InferenceSession:
+    def open_session(self, max_length: int, kv_format: str | None = None) -> InferenceSession:
         """Open a session over these blocks without making it active; the caller closes it."""
-        return self._client.open_session(max_length, self._span)
+        return self._client.open_session(max_length, self._span, kv_format)
 
     @contextmanager
-    def inference_session(self, *, max_length: int) -> Iterator[InferenceSession]:
+    def inference_session(
+        self, *, max_length: int, kv_format: str | None = None
+    ) -> Iterator[InferenceSession]:
         """Open a session of at most `max_length` tokens per row; it is active until the end."""
-        with self.open_session(max_length) as session, self.use_session(session):
+        with self.open_session(max_length, kv_format) as session, self.use_session(session):
             yield session
 
     @contextmanager

@@ -56,6 +56,7 @@ class SessionFacts:
     max_tokens: int
     client_secret: bytes = b""
     """What the client's name at each peer is made of; empty: it has none."""
+    kv_format: KVFormat = KVFormat.FLOAT
 
 
 @dataclass(eq=False)
@@ -154,7 +155,7 @@ class RouteOpener:
             self._facts.max_tokens,
             self.wire_dtype,
             max_wait_seconds,
-            KVFormat[self._config.kv_format.upper()],
+            self._facts.kv_format,
             parent=parent,
             prefix_tokens=0 if parent is None else live.log.length,
         )

@@ -1,6 +1,7 @@
-"""What int8 weights cost on the bundled model: perplexity, greedy words, and memory.
+"""What int8 weights and caches cost on the bundled model: perplexity, greedy words, and memory.
 
-The engines run in this process, without a network; `--weights` of a peer changes nothing else.
+The engines run in this process, without a network; `--weights` of a peer and `--kv` of a client
+change nothing else.
 """
 
 import math
@@ -17,6 +18,7 @@ from ...kernels.checkpoint import Checkpoint
 from ...kernels.quantize import WeightFormat
 from ...peer.engine.engine import Engine, StepWork
 from ...protocol.spans import Span
+from ...protocol.tensors import KVFormat
 from .figures import Figure, at_least, at_most
 from .reference import make_text_settings
 from .report import Findings
@@ -31,17 +33,20 @@ _NUM_GREEDY_TOKENS = 100
 class _LocalModel:
     """Embedding, all blocks in one engine, norm and head: what client and peers do together."""
 
-    def __init__(self, directory: Path, weights: WeightFormat) -> None:
+    def __init__(
+        self, directory: Path, weights: WeightFormat, kv_format: KVFormat = KVFormat.FLOAT
+    ) -> None:
         checkpoint = Checkpoint.open(directory)
         config = load_config(checkpoint)
         self.layers = load_local_layers(checkpoint, config, torch.float32)
+        self.kv_format = kv_format
         self.span = Span(0, config.num_hidden_layers)
         self.engine = Engine.load(checkpoint, self.span, weights, kv_budget_bytes=2**28)
 
     def compute_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, T, V] of whole sequences."""
         num_rows, num_tokens = tokens_BT.shape
-        cache = self.engine.open_cache(num_rows, num_tokens, self.span)
+        cache = self.engine.open_cache(num_rows, num_tokens, self.span, None, self.kv_format)
         try:
             work = StepWork(cache, self.span, 0, self.layers.embedding(tokens_BT))
             (hidden_BTH,) = self.engine.execute([work])
@@ -117,10 +122,13 @@ def measure(setting: Setting) -> Findings:
     tokens = tokenizer(heldout, return_tensors="pt").input_ids[0]
     fp32 = _LocalModel(directory, WeightFormat.FP32)
     int8 = _LocalModel(directory, WeightFormat.INT8)
-    fp32_perplexity = _compute_perplexity(fp32, tokens)
-    int8_perplexity = _compute_perplexity(int8, tokens)
+    int8_kv = _LocalModel(directory, WeightFormat.INT8, KVFormat.INT8)
+    fp32_perplexity, int8_perplexity, int8_kv_perplexity = (
+        _compute_perplexity(model, tokens) for model in (fp32, int8, int8_kv)
+    )
     increase = 100 * (int8_perplexity / fp32_perplexity - 1)
-    same = 100 * _compare_greedy(int8, texts)
+    kv_increase = 100 * (int8_kv_perplexity / fp32_perplexity - 1)
+    same, same_kv = (100 * _compare_greedy(model, texts) for model in (int8, int8_kv))
     bytes_per_parameter = int8.engine.num_weight_bytes / int8.engine.num_parameters
     setting.say("loading")
     peak, final = _measure_loading_bytes(setting.model.directory, "int8")
@@ -131,6 +139,8 @@ def measure(setting: Setting) -> Findings:
             Figure("held-out perplexity, int8", int8_perplexity, ""),
             Figure("its increase", increase, "%", at_most(1)),
             Figure("greedy tokens equal to fp32", same, "%", at_least(98)),
+            Figure("increase with int8 caches, too", kv_increase, "%", at_most(1)),
+            Figure("greedy tokens equal, with int8 caches", same_kv, "%", at_least(98)),
             Figure("weight bytes per parameter", bytes_per_parameter, "", at_most(1.05)),
             Figure("weights of the benchmark model", final / 2**20, "MiB"),
             Figure("peak over the final size, in fp32 blocks", over, "", at_most(1)),

@@ -148,7 +148,9 @@ class FakeClient:
         self.spans: list[Span] = []
         self.is_closed = False
 
-    def open_session(self, max_length: int, span: Span) -> FakeSession:
+    def open_session(
+        self, max_length: int, span: Span, kv_format: str | None = None
+    ) -> FakeSession:
         blocks = copy.deepcopy(self._decoder)
         blocks.norm = nn.Identity()
         blocks.layers = blocks.layers[span.start : span.stop]

@@ -23,7 +23,7 @@ from shoal.protocol.messages import (
     Welcome,
 )
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import ELEMENT_BYTES, WireCodec, WireDtype, WireTensor
+from shoal.protocol.tensors import ELEMENT_BYTES, KVFormat, WireCodec, WireDtype, WireTensor
 from shoal.protocol.wire import decode_frame, encode_frame
 
 SESSION = SessionId(bytes(range(16)))
@@ -85,6 +85,7 @@ HONEST: list[Message] = [
     replace(OPEN, max_wait_seconds=12.5),
     replace(OPEN, parent=PARENT, prefix_tokens=1),
     replace(OPEN, parent=PARENT, prefix_tokens=OPEN.max_tokens),
+    replace(OPEN, kv_format=KVFormat.INT8),
     Queued(SESSION, 1, 0.0),
     Queued(SESSION, U32, 1234.5),
     Opened(SESSION, 1, 0.5, 1000),

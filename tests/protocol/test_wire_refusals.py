@@ -8,6 +8,7 @@ import pytest
 from wire_messages import (
     MODEL,
     ONE_OF_EACH,
+    OPEN,
     OUTPUT,
     PARENT,
     SESSION,
@@ -24,9 +25,9 @@ from wire_messages import (
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
 from shoal.protocol.frames import HEADER_BYTES, Kind
-from shoal.protocol.messages import Step
+from shoal.protocol.messages import Open, Step
 from shoal.protocol.proto import wire_pb2 as pb
-from shoal.protocol.tensors import WireDtype
+from shoal.protocol.tensors import KVFormat, WireDtype
 from shoal.protocol.wire import decode_frame, encode_frame
 
 
@@ -179,6 +180,18 @@ def test_control_part_of_a_step_without_a_row_map_is_refused() -> None:
         decode_frame(with_control(STEP, unknown_field_only))
 
 
+def make_open_body(**changes: int) -> pb.OpenBody:
+    sound = {"span_stop": 4, "num_rows": 1, "max_tokens": 1, "dtype": 1}
+    return pb.OpenBody(model_id=MODEL, **{**sound, **changes})
+
+
+def test_body_without_a_kv_format_is_sound() -> None:
+    opening = decode_frame(with_control(OPEN, make_open_body().SerializeToString()))
+
+    assert isinstance(opening, Open)
+    assert opening.kv_format is KVFormat.FLOAT
+
+
 BAD_BODIES: list[tuple[Kind, Any]] = [
     (Kind.HELLO, pb.HelloBody(software="x" * 513)),
     (Kind.HELLO, pb.HelloBody(client=b"x")),
@@ -197,6 +210,7 @@ BAD_BODIES: list[tuple[Kind, Any]] = [
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=U32, dtype=1)),
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=1, dtype=0)),
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=1, dtype=9)),
+<<<<<<< HEAD
     *(
         (
             Kind.OPEN,
@@ -221,6 +235,10 @@ BAD_BODIES: list[tuple[Kind, Any]] = [
             (SESSION, 1),  # of itself
         )
     ),
+=======
+    (Kind.OPEN, make_open_body(kv_format=2)),
+    (Kind.OPEN, make_open_body(kv_format=U32)),
+>>>>>>> 449cfcf (Let a client choose int8 caches, for all sessions or for one)
     (Kind.DECLINED, pb.DeclinedBody(code=0)),
     (Kind.DECLINED, pb.DeclinedBody(code=max(ErrorCode) + 1)),
     (Kind.DECLINED, pb.DeclinedBody(code=U32)),

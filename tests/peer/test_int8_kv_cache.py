@@ -1,0 +1,312 @@
+"""Sessions whose keys and values are kept in int8: their numbers, their room, their opening."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from kv_cache_scene import NUM_BLOCKS, NUM_HEADS, SPAN
+from service_scene import Peer, draw_hidden, expect_output, make_open, make_step, run
+from torch import Tensor
+
+from shoal.kernels.prompt_attention import choose_prompt_instruction_set
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine import attention
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.kv_cache import PAGE_TOKENS
+from shoal.peer.engine.kv_pool import KVCachePool
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.scheduler import count_part_tokens
+from shoal.peer.fair_share import Holder
+from shoal.protocol.errors import CacheFullError
+from shoal.protocol.messages import Opened
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import KVFormat
+
+WHOLE = Span(0, 4)
+VARIANTS = ["llama", "mistral-window", "qwen3", "gemma2", "bloom"]
+"""The first three attend in C, where it was built; the others in torch."""
+
+
+@pytest.fixture(scope="module")
+def load(tiny_models: Any) -> Callable[..., Engine]:
+    engines: dict[tuple[str, WeightFormat], Engine] = {}
+
+    def load_once(variant: str = "llama", weights: WeightFormat = WeightFormat.INT8) -> Engine:
+        if (variant, weights) not in engines:
+            checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+            engines[variant, weights] = Engine.load(
+                checkpoint, WHOLE, weights, kv_budget_bytes=2**26
+            )
+        return engines[variant, weights]
+
+    return load_once
+
+
+def open_work(
+    engine: Engine, hidden_BTH: Tensor, kv_format: KVFormat = KVFormat.INT8, **options: Any
+) -> StepWork:
+    """Open a fresh session and return its first step."""
+    cache = engine.open_cache(hidden_BTH.shape[0], 200, WHOLE, None, kv_format)
+    return StepWork(cache, WHOLE, 0, hidden_BTH, **options)
+
+
+def execute(engine: Engine, *works: StepWork) -> list[Tensor]:
+    results: list[Tensor] = []
+    for result in engine.execute(works):
+        assert isinstance(result, Tensor), result
+        results.append(result)
+    return results
+
+
+def execute_cut(engine: Engine, work: StepWork, edges: Sequence[int]) -> Tensor:
+    parts = [work.cut(first, stop - first) for first, stop in pairwise(edges)]
+    return torch.cat([execute(engine, part)[0] for part in parts], dim=1)
+
+
+def decode(engine: Engine, work: StepWork, tokens_BTH: Tensor) -> Tensor:
+    """Take tokens one by one behind what the session holds."""
+    outputs = [
+        execute(
+            engine,
+            replace(work, position=work.cache.length, hidden_BTH=token_B1H, decoded=True),
+        )[0]
+        for token_B1H in tokens_BTH.split(1, dim=1)
+    ]
+    return torch.cat(outputs, dim=1)
+
+
+# ---- numbers
+
+
+@pytest.mark.parametrize("weights", list(WeightFormat))
+@pytest.mark.parametrize("variant", [*VARIANTS, "wrapped-stablelm"])
+def test_results_are_near_those_of_a_float_cache(
+    load: Any, variant: str, weights: WeightFormat
+) -> None:
+    if variant.startswith("wrapped") and weights is WeightFormat.INT8:
+        pytest.skip("transformers' layers have float weights")
+    engine = load(variant, weights)
+    prompt, tokens = draw_hidden(1, 2, 90), draw_hidden(2, 2, 10)
+
+    outputs: list[Tensor] = []
+    for kv_format in KVFormat:
+        work = open_work(engine, prompt, kv_format)
+        outputs.append(
+            torch.cat([*execute(engine, work), decode(engine, work, tokens)], dim=1).float()
+        )
+
+    exact, ours = outputs
+    error = (ours - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+    assert 0 < error < 0.03
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_results_do_not_depend_on_who_shares_the_batch(load: Any, variant: str) -> None:
+    engine = load(variant)
+    token, prompt = draw_hidden(1), draw_hidden(2, 2, 40)
+    alone = [execute(engine, open_work(engine, hidden))[0] for hidden in (token, prompt)]
+    by_row = [execute(engine, open_work(engine, row[None]))[0] for row in prompt]
+
+    strangers = [
+        open_work(engine, draw_hidden(3, 2, 30) * 1000),
+        open_work(engine, draw_hidden(4, 2, 30), KVFormat.FLOAT),
+        open_work(engine, draw_hidden(5), KVFormat.FLOAT, decoded=True),
+    ]
+    works = [open_work(engine, prompt), *strangers, open_work(engine, token)]
+    prompt_output, *_, token_output = execute(engine, *works)
+
+    assert torch.equal(prompt_output, alone[1])
+    assert torch.equal(token_output, alone[0])
+    assert torch.equal(torch.cat(by_row), alone[1])
+
+
+@pytest.mark.skipif(
+    choose_prompt_instruction_set() is None, reason="prompts attend in torch, part by part"
+)
+@pytest.mark.parametrize("variant", VARIANTS[:3])
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_results_do_not_depend_on_how_a_prompt_is_cut(
+    load: Any, variant: str, num_rows: int
+) -> None:
+    engine = load(variant)
+    prompt = draw_hidden(1, num_rows, 130)
+    expected = execute(engine, open_work(engine, prompt))[0]
+
+    output = execute_cut(engine, open_work(engine, prompt), [0, 1, 2, 7, 71, 130])
+
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS[3:])
+def test_parts_of_the_size_of_torch_give_what_the_whole_gives(load: Any, variant: str) -> None:
+    engine = load(variant)
+    stride = count_part_tokens(1, engine.part_tokens)
+    prompt = draw_hidden(1, 1, stride + 30)
+    expected = execute(engine, open_work(engine, prompt))[0]
+
+    output = execute_cut(engine, open_work(engine, prompt), [0, stride, stride + 30])
+
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("num_rows", [1, 3])
+def test_replay_of_decoded_tokens_is_exact(load: Any, variant: str, num_rows: int) -> None:
+    engine = load(variant)
+    prompt, tokens = draw_hidden(1, num_rows, 120), draw_hidden(2, num_rows, 30)
+    original, replayed = open_work(engine, prompt), open_work(engine, prompt)
+    execute(engine, original)
+    expected = decode(engine, original, tokens)
+
+    execute(engine, replayed)
+    (output,) = execute(engine, replace(replayed, position=120, hidden_BTH=tokens, decoded=True))
+
+    assert torch.equal(output, expected)
+    for block in range(WHOLE.start, WHOLE.stop):
+        ours, theirs = original.cache.keys_values(block), replayed.cache.keys_values(block)
+        for side in range(2):
+            assert torch.equal(ours[side][:, :, :150], theirs[side][:, :, :150])
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2"])
+def test_rollback_and_refused_step_leave_what_was_before(load: Any, variant: str) -> None:
+    engine = load(variant)
+    hidden, other = draw_hidden(1, 2, 80), draw_hidden(2, 2, 3)
+    work = open_work(engine, hidden)
+    execute(engine, work)
+    fallen = open_work(engine, hidden)
+    execute(engine, fallen)
+    fallen.cache.fall_back(70)
+
+    straight = open_work(engine, hidden[:, :70])
+    execute(engine, straight)
+    expected = decode(engine, straight, other)
+
+    first = replace(work, position=70, hidden_BTH=other[:, :1], decoded=True)
+    outputs = [*execute(engine, first), decode(engine, work, other[:, 1:])]
+    assert torch.equal(torch.cat(outputs, dim=1), expected)
+    assert torch.equal(decode(engine, fallen, other), expected)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2"])
+def test_beams_fork_and_are_reordered(load: Any, variant: str) -> None:
+    engine = load(variant)
+    prompt, tokens = draw_hidden(1, 3, 70), draw_hidden(2, 3, 12)
+    maps = [(2, 0, 2), (1, 1, 0), (0, 1, 2), (2, 2, 1)]
+    work = open_work(engine, prompt)
+    execute(engine, work)
+    history = prompt
+    for step, row_map in enumerate(maps):
+        token = tokens[:, step : step + 1]
+        (output,) = execute(
+            engine,
+            replace(work, position=70 + step, hidden_BTH=token, row_map=row_map, decoded=True),
+        )
+        history = torch.cat([history[list(row_map)], token], dim=1)
+
+    straight = open_work(engine, history[:, :70])
+    execute(engine, straight)
+    assert torch.equal(output[:, -1:], decode(engine, straight, history[:, 70:])[:, -1:])
+
+
+def test_torch_does_what_c_does(
+    load: Any, monkeypatch: pytest.MonkeyPatch, tiny_models: Any
+) -> None:
+    in_c = load("llama")
+    for name in ("can_attend", "can_attend_prompts"):
+        monkeypatch.setattr(attention, name, lambda shape: False)
+    checkpoint = open_checkpoint(tiny_models.get("llama").directory)
+    in_torch = Engine.load(checkpoint, WHOLE, WeightFormat.INT8, kv_budget_bytes=2**26)
+    prompt, tokens = draw_hidden(1, 2, 90), draw_hidden(2, 2, 5)
+
+    outputs: list[Tensor] = []
+    for engine in (in_c, in_torch):
+        work = open_work(engine, prompt)
+        outputs.append(torch.cat([*execute(engine, work), decode(engine, work, tokens)], dim=1))
+
+    # A sum that is rounded in another place may tip a number of the cache by one step.
+    torch.testing.assert_close(*outputs, rtol=1e-2, atol=2e-2)
+
+
+# ---- room
+
+
+def make_pool(budget_bytes: int, head_dim: int, dtype: torch.dtype) -> KVCachePool:
+    return KVCachePool(budget_bytes, NUM_BLOCKS, NUM_HEADS, head_dim, dtype)
+
+
+def count_tokens_that_fit(pool: KVCachePool, kv_format: KVFormat) -> int:
+    cache = pool.open(1, 50_000, SPAN, None, kv_format)
+    try:
+        while True:
+            cache.prepare(cache.length, PAGE_TOKENS)
+            cache.commit(PAGE_TOKENS)
+            pool.check_integrity()
+    except CacheFullError:
+        return cache.length
+    finally:
+        cache.close()
+
+
+@pytest.mark.parametrize(("dtype", "ratio"), [(torch.bfloat16, 1.88), (torch.float32, 3.76)])
+def test_so_many_more_tokens_fit_into_the_same_room(dtype: torch.dtype, ratio: float) -> None:
+    page_bytes = PAGE_TOKENS * NUM_BLOCKS * 2 * NUM_HEADS * 64 * dtype.itemsize
+    pool = make_pool(50 * page_bytes, 64, dtype)
+
+    as_floats = count_tokens_that_fit(pool, KVFormat.FLOAT)
+    as_integers = count_tokens_that_fit(pool, KVFormat.INT8)
+
+    assert as_floats == 50 * PAGE_TOKENS
+    assert as_integers / as_floats == pytest.approx(ratio, abs=0.03)
+    assert pool.used_bytes == 0
+
+
+def test_free_tokens_are_those_of_the_format() -> None:
+    page_bytes = PAGE_TOKENS * NUM_BLOCKS * 2 * NUM_HEADS * 64 * 4
+    pool = make_pool(50 * page_bytes, 64, torch.float32)
+    holder = Holder("home", "one")
+
+    as_floats = pool.count_free_tokens(holder)
+    as_integers = pool.count_free_tokens(holder, KVFormat.INT8)
+    cache = pool.open(1, 10_000, SPAN, holder, KVFormat.INT8)
+    cache.prepare(0, as_integers)
+
+    assert 3.5 * as_floats < as_integers < 4 * as_floats
+    with pytest.raises(CacheFullError):
+        cache.prepare(0, as_integers + 1)
+
+
+# ---- opening
+
+
+def test_open_names_the_format_of_the_session(engine: Engine) -> None:
+    prompt, token = draw_hidden(1, 1, 70), draw_hidden(2)
+
+    async def ask(peer: Peer, kv_format: KVFormat) -> tuple[int, int, list[Tensor]]:
+        number = kv_format + 1
+        talk = await peer.greet()
+        opened = await talk.ask(make_open(number, kv_format=kv_format))
+        assert isinstance(opened, Opened)
+        before = await peer.count_used_bytes()
+        outputs = [
+            expect_output(await talk.ask(make_step(1, 0, prompt, number))),
+            expect_output(await talk.ask(make_step(2, 70, token, number, is_decoded=True))),
+        ]
+        return opened.free_kv_tokens, await peer.count_used_bytes() - before, outputs
+
+    async def test(peer: Peer) -> None:
+        free, num_bytes, exact = await ask(peer, KVFormat.FLOAT)
+        free_int8, num_bytes_int8, ours = await ask(peer, KVFormat.INT8)
+
+        assert free_int8 > 1.5 * free
+        assert num_bytes_int8 < 0.4 * num_bytes
+        for output, wanted in zip(ours, exact, strict=True):
+            assert not torch.equal(output, wanted)
+            torch.testing.assert_close(output, wanted, rtol=0.05, atol=0.05)
+
+    run(engine, test)
