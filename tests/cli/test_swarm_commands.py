@@ -63,6 +63,17 @@ def test_generate_reports_what_transformers_would_say(
     assert result["tokens_per_second"] > 0
 
 
+def test_generate_over_int8_caches_tells_a_text(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["generate", str(byte_model), PROMPT, "--kv", "int8", "--max-new-tokens", "12"]
+
+    code, result = run_json([*command, "--initial-peers", *swarm.initial_peers], capsys)
+
+    assert code == 0
+    assert result["tokens"] == 12
+
+
 def test_generate_with_a_seed_repeats_itself_and_beams_work(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
