@@ -113,6 +113,9 @@ class SessionCache:
                 f"the parent has {parent.num_rows} rows of blocks {parent.span}, "
                 f"not {self.num_rows} of {self.span}",
             )
+        if type(parent._layout) is not type(self._layout):
+            detail = "the parent's keys and values are kept in another format"
+            raise RefusedError(ErrorCode.BAD_VALUES, detail)
         if num_tokens > parent.length:
             raise RefusedError(
                 ErrorCode.BAD_VALUES,

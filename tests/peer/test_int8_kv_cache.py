@@ -200,7 +200,7 @@ def test_beams_fork_and_are_reordered(load: Any, variant: str) -> None:
     maps = [(2, 0, 2), (1, 1, 0), (0, 1, 2), (2, 2, 1)]
     work = open_work(engine, prompt)
     execute(engine, work)
-    history = prompt
+    history, output = prompt, prompt
     for step, row_map in enumerate(maps):
         token = tokens[:, step : step + 1]
         (output,) = execute(

@@ -180,8 +180,8 @@ def test_control_part_of_a_step_without_a_row_map_is_refused() -> None:
         decode_frame(with_control(STEP, unknown_field_only))
 
 
-def make_open_body(**changes: int) -> pb.OpenBody:
-    sound = {"span_stop": 4, "num_rows": 1, "max_tokens": 1, "dtype": 1}
+def make_open_body(**changes: Any) -> pb.OpenBody:
+    sound: dict[str, Any] = {"span_stop": 4, "num_rows": 1, "max_tokens": 1, "dtype": 1}
     return pb.OpenBody(model_id=MODEL, **{**sound, **changes})
 
 
@@ -210,20 +210,8 @@ BAD_BODIES: list[tuple[Kind, Any]] = [
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=U32, dtype=1)),
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=1, dtype=0)),
     (Kind.OPEN, pb.OpenBody(model_id=MODEL, span_stop=4, num_rows=1, max_tokens=1, dtype=9)),
-<<<<<<< HEAD
     *(
-        (
-            Kind.OPEN,
-            pb.OpenBody(
-                model_id=MODEL,
-                span_stop=4,
-                num_rows=1,
-                max_tokens=9,
-                dtype=1,
-                parent=parent,
-                prefix_tokens=prefix_tokens,
-            ),
-        )
+        (Kind.OPEN, make_open_body(max_tokens=9, parent=parent, prefix_tokens=prefix_tokens))
         for parent, prefix_tokens in (
             (PARENT, 0),
             (PARENT, 10),
@@ -235,10 +223,8 @@ BAD_BODIES: list[tuple[Kind, Any]] = [
             (SESSION, 1),  # of itself
         )
     ),
-=======
     (Kind.OPEN, make_open_body(kv_format=2)),
     (Kind.OPEN, make_open_body(kv_format=U32)),
->>>>>>> 449cfcf (Let a client choose int8 caches, for all sessions or for one)
     (Kind.DECLINED, pb.DeclinedBody(code=0)),
     (Kind.DECLINED, pb.DeclinedBody(code=max(ErrorCode) + 1)),
     (Kind.DECLINED, pb.DeclinedBody(code=U32)),

@@ -55,6 +55,7 @@ def tell(
             streamer=None if hop is None else Killer(swarm, session, hop),
         )
         assert len(session.failovers) == (hop is not None)
+    assert isinstance(text, torch.Tensor)
     return text
 
 
