@@ -16,6 +16,7 @@ from shoal.peer.engine.loader import open_checkpoint
 from shoal.peer.fair_share import Holder
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.spans import Span
+from shoal.protocol.tensors import KVFormat
 
 HIDDEN = 64
 WHOLE = Span(0, 4)
@@ -59,27 +60,36 @@ def test_fork_of_beams_knows_what_they_have_in_common() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_rows", "span", "num_tokens", "code"),
+    ("num_rows", "span", "num_tokens", "kv_format"),
     [
-        (2, SPAN, 11, ErrorCode.BAD_VALUES),
-        (1, SPAN, 5, ErrorCode.BAD_VALUES),
-        (3, SPAN, 5, ErrorCode.BAD_VALUES),
-        (2, Span(SPAN.start, SPAN.stop - 1), 5, ErrorCode.BAD_VALUES),
-        (2, Span(SPAN.start - 1, SPAN.stop - 1), 5, ErrorCode.BAD_VALUES),
+        (2, SPAN, 11, KVFormat.FLOAT),
+        (1, SPAN, 5, KVFormat.FLOAT),
+        (3, SPAN, 5, KVFormat.FLOAT),
+        (2, Span(SPAN.start, SPAN.stop - 1), 5, KVFormat.FLOAT),
+        (2, Span(SPAN.start - 1, SPAN.stop - 1), 5, KVFormat.FLOAT),
+        (2, SPAN, 5, KVFormat.INT8),
     ],
-    ids=["longer than the parent", "fewer rows", "more rows", "fewer blocks", "other blocks"],
+    ids=[
+        "longer than the parent",
+        "fewer rows",
+        "more rows",
+        "fewer blocks",
+        "other blocks",
+        "another format",
+    ],
 )
 def test_prefix_that_is_not_there_is_refused(
-    num_rows: int, span: Span, num_tokens: int, code: ErrorCode
+    num_rows: int, span: Span, num_tokens: int, kv_format: KVFormat
 ) -> None:
     pool = make_pool(20)
-    parent, fork = pool.open(2, 100, SPAN), pool.open(num_rows, 100, span)
+    parent = pool.open(2, 100, SPAN)
+    fork = pool.open(num_rows, 100, span, kv_format=kv_format)
     take_step(parent, 0, count(2, 10))
 
     with pytest.raises(RefusedError) as refusal:
         fork.begin_with(parent, num_tokens)
 
-    assert refusal.value.code is code
+    assert refusal.value.code is ErrorCode.BAD_VALUES
     assert (fork.length, fork.committed_bytes) == (0, 0)
     assert_holds(parent, count(2, 10))
     pool.check_integrity()
