@@ -126,16 +126,17 @@ def test_copied_tokens_count_in_the_budget_of_their_holder() -> None:
 
 
 @pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
+@pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize("position", [9, 5])
 def test_fork_computes_to_the_bit_what_the_session_would(
-    tiny_models: Any, weights: WeightFormat, position: int
+    tiny_models: Any, weights: WeightFormat, kv_format: KVFormat, position: int
 ) -> None:
     checkpoint = open_checkpoint(tiny_models.get().directory)
     engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
     generator = torch.Generator().manual_seed(7)
     prompt = torch.randn(2, 9, HIDDEN, generator=generator)
     token = torch.randn(2, 1, HIDDEN, generator=generator)
-    parent, alone, fork = (engine.open_cache(2, 50, WHOLE) for _ in range(3))
+    parent, alone, fork = (engine.open_cache(2, 50, WHOLE, kv_format=kv_format) for _ in range(3))
     engine.execute([StepWork(cache, WHOLE, 0, prompt) for cache in (parent, alone)])
 
     fork.begin_with(parent, position)
