@@ -45,7 +45,7 @@ def tell(
         ) as model,
         model.inference_session(max_length=PROMPT.shape[1] + NUM_NEW_TOKENS) as session,
     ):
-        text = model.generate(
+        text: Any = model.generate(
             PROMPT,
             max_new_tokens=NUM_NEW_TOKENS,
             min_new_tokens=NUM_NEW_TOKENS,
