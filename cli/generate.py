@@ -5,6 +5,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..protocol.errors import UsageError
@@ -24,6 +25,7 @@ from .text_generation import (
     read_prompt,
     route_facts,
 )
+from .tracing import TraceFile, describe_summary, make_summary_json
 
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -73,12 +75,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="how peers keep keys and values; int8 takes a quarter to a half of the room, for a "
         "little precision (default: %(default)s)",
     )  # fmt: skip
+    parser.add_argument(
+        "--trace", type=Path, metavar="FILE",
+        help="write what every token took at every hop, for ui.perfetto.dev, and sum it up",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def run(options: argparse.Namespace) -> int:
     """Generate one text; return 0."""
     output, notices = Terminal(sys.stdout), Terminal(sys.stderr)
+    with TraceFile(options.trace) as trace_file:
+        generation = _generate(options, output, notices, trace_file)
+    summary = trace_file.summarize()
+    if options.json:
+        facts = _make_json(generation)
+        facts |= {"trace": make_summary_json(summary)} if summary else {}
+        Terminal(sys.stdout).print(json.dumps(facts))
+    else:
+        _report(notices, generation)
+        for line in describe_summary(summary) if summary else ():
+            notices.print(line)
+    return 0
+
+
+def _generate(
+    options: argparse.Namespace, output: Terminal, notices: Terminal, trace_file: TraceFile
+) -> Generation:
+    """Join the swarm and generate one text, printed as it comes where there is no --json."""
     prompt = _read_prompt(options.prompt)
     sampling = Sampling(
         options.max_new_tokens,
@@ -112,14 +136,14 @@ def run(options: argparse.Namespace) -> int:
             if printer:
                 printer.add(piece)
 
-        generation = model.generate(prompt, sampling, on_token, sessions.append)
+        def on_session(session: Any) -> None:
+            sessions.append(session)
+            trace_file.watch(session)
+
+        generation = model.generate(prompt, sampling, on_token, on_session)
         if printer:
             printer.end()
-    if options.json:
-        Terminal(sys.stdout).print(json.dumps(_make_json(generation)))
-    else:
-        _report(notices, generation)
-    return 0
+    return generation
 
 
 def _read_prompt(text: str) -> str:

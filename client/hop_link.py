@@ -34,6 +34,7 @@ from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Lane, Stream, Transport
 from ..protocol.wire import decode_frame, encode_frame
 from .router import Hop
+from .trace import QuestionWatch
 
 BULK_FRAME_BYTES = 256 * 2**10
 """Larger steps go over the second connection, so that they never delay a token."""
@@ -76,7 +77,12 @@ async def greet(
     return answer, clock.now() - asked_at
 
 
-async def _receive(stream: Stream, hop_name: str, session: SessionId | None = None) -> Message:
+async def _receive(
+    stream: Stream,
+    hop_name: str,
+    session: SessionId | None = None,
+    watch: QuestionWatch | None = None,
+) -> Message:
     """Return the next message; a Declined becomes the RefusedError it stands for.
 
     Raises RemoteProtocolError for a refusal of some other session.
@@ -84,6 +90,8 @@ async def _receive(stream: Stream, hop_name: str, session: SessionId | None = No
     frame = await stream.receive()
     if frame is None:
         raise UnavailableError(f"{hop_name} ended the stream")
+    if watch is not None:
+        watch.note_arrived(len(frame))
     message = decode_frame(frame)
     if not isinstance(message, Declined):
         return message
@@ -149,9 +157,13 @@ class HopLink:
             return link, LinkFacts(rtt_seconds, opened.queue_seconds, opened.free_kv_tokens)
 
     async def step(
-        self, step: Step, timeout_seconds: float, carrying_seconds: float = 0.0
+        self,
+        step: Step,
+        timeout_seconds: float,
+        carrying_seconds: float = 0.0,
+        watch: QuestionWatch | None = None,
     ) -> Output:
-        """Ask one step and return its checked answer.
+        """Ask one step and return its checked answer; `watch` hears when the frames go and come.
 
         The timeout begins when the transport has taken the step; what it has still to carry then,
         and the answer, may take `carrying_seconds` more. Raises SilentError after that,
@@ -159,13 +171,15 @@ class HopLink:
         peer declined, RemoteProtocolError when its answer does not fit the question.
         """
         frame = encode_frame(step)
+        if watch is not None:
+            watch.note_encoded(len(frame))
         try:
             async with asyncio.timeout(timeout_seconds + carrying_seconds) as timeout:
                 stream = await self._choose_stream(len(frame))
                 await stream.send(frame)
                 now = asyncio.get_running_loop().time()
                 timeout.reschedule(now + timeout_seconds + carrying_seconds)
-                answer = await _receive(stream, self.name, step.session)
+                answer = await _receive(stream, self.name, step.session, watch)
         except TimeoutError as error:
             raise SilentError(
                 f"{self.name} did not answer within {timeout_seconds + carrying_seconds:.1f} s"

@@ -14,6 +14,7 @@ from .live_hops import Waiting
 from .portal import Portal
 from .router import Hop
 from .session import Failover, RemoteSession
+from .trace import Recorder
 
 
 class InferenceSession:
@@ -33,6 +34,7 @@ class InferenceSession:
         self._row_map: tuple[int, ...] | None = None
         self._earlier_failovers: list[Failover] = []
         self._is_generating = False
+        self._recorder: Recorder | None = None
         self.closed = False
         self.output_ids: Tensor | None = None
 
@@ -128,6 +130,11 @@ class InferenceSession:
     def failovers(self) -> tuple[Failover, ...]:
         """Every unplanned change of hop so far."""
         return (*self._earlier_failovers, *self._remote.failovers)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have everything taken down that the session does from now on; None: nothing more."""
+        self._recorder = recorder
+        self._remote.record(recorder)
 
     @contextmanager
     def claim(self) -> Iterator[None]:
@@ -228,6 +235,7 @@ class InferenceSession:
                 if self.closed:
                     raise UsageError("the session is closed; open a new one")
                 used, self._remote = self._remote, self._open_remote()
+                self._remote.record(self._recorder)
             self._earlier_failovers += used.failovers
             self._row_map = None
             self._portal.run(used.close())
@@ -242,6 +250,8 @@ class InferenceSession:
             if self.closed:
                 return
             self.closed = True
+        if self._recorder is not None:
+            self._recorder.end()  # saying goodbye is no part of the text
         if not self._portal.is_closed:  # it hung up on everybody already
             self._portal.run(self._remote.close())
 

@@ -32,9 +32,10 @@ from .farewells import Farewells
 from .hop_link import HopLink
 from .replay import merge_pieces
 from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting, invert
-from .router import Route
+from .router import Hop, Route
 from .swarm import Fault, Swarm
 from .tensors import from_wire, to_wire
+from .trace import Kind, QuestionWatch, Recorder, choose_kind
 
 _logger = logging.getLogger(__name__)
 
@@ -81,6 +82,15 @@ class LiveHops:
         """The peer that has no room for the session yet, for whoever watches."""
         return self._opener.waiting
 
+    @property
+    def recorder(self) -> Recorder | None:
+        """Who takes down what the session does, if anybody."""
+        return self._opener.recorder
+
+    @recorder.setter
+    def recorder(self, recorder: Recorder | None) -> None:
+        self._opener.recorder = recorder
+
     def make_deadline(self) -> float:
         """Return until when lost hops may be replaced, from now."""
         return self.clock.now() + self._config.failover_timeout_seconds
@@ -96,7 +106,7 @@ class LiveHops:
         piece_bytes = min(self._config.max_step_bytes, MAX_FRAME_BYTES - MAX_CONTROL_BYTES)
         return max(1, min(piece_bytes // token_bytes, _MAX_PIECE_TOKENS))
 
-    async def ask(self, live: LiveHop, question: Question) -> Tensor:
+    async def ask(self, live: LiveHop, question: Question, is_replay: bool = False) -> Tensor:
         """Return a hop's checked answer to a question.
 
         Raises LostHopError when the hop has to be replaced.
@@ -104,6 +114,7 @@ class LiveHops:
         peer = live.hop.peer
         if live.link is None:
             raise LostHopError(live.hop, "the hop was lost before")
+        watch = self._watch(live.hop, question, is_replay)
         step = self._make_step(live.link.session, question)
         times = self._swarm.times(peer.peer_id)
         num_tokens = step.hidden.rows * step.hidden.tokens
@@ -116,8 +127,10 @@ class LiveHops:
         )
         asked_at = self.clock.now()
         try:
-            output_BTH = await self._exchange(live.link, step, timeout_seconds)
+            output_BTH = await self._exchange(live.link, step, timeout_seconds, watch)
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            if watch is not None:
+                watch.note_lost(error)
             await self.hang_up(live)
             raise blame(self._swarm, live.hop, error, self._opener.forgiven) from error
         except asyncio.CancelledError:
@@ -126,14 +139,22 @@ class LiveHops:
         self._swarm.note_answer(live.hop, num_tokens, self.clock.now() - asked_at)
         return output_BTH
 
-    async def _exchange(self, link: HopLink, step: Step, timeout_seconds: float) -> Tensor:
+    def _watch(self, hop: Hop, question: Question, is_replay: bool) -> QuestionWatch | None:
+        if self.recorder is None:
+            return None
+        kind = Kind.REPLAY if is_replay else choose_kind(question.is_decoded)
+        return self.recorder.watch(hop, kind, question.position, question.hidden_BTH.shape[1])
+
+    async def _exchange(
+        self, link: HopLink, step: Step, timeout_seconds: float, watch: QuestionWatch | None
+    ) -> Tensor:
         """Return the checked answer to a step; the timeout is for what the peer does."""
         num_bytes = _count_bytes(step)
         line = self._swarm.line
         asked_at = self.clock.now()
         try:
             with line.carry(num_bytes) as carrying_seconds:
-                output = await link.step(step, timeout_seconds, carrying_seconds)
+                output = await link.step(step, timeout_seconds, carrying_seconds, watch)
         except SilentError:
             line.note_silence(num_bytes)
             raise
@@ -141,6 +162,8 @@ class LiveHops:
         output_BTH = from_wire(output.hidden)
         if not has_only_finite(output_BTH):
             raise RemoteProtocolError(f"{link.name} answered with NaN or infinity")
+        if watch is not None:
+            watch.note_answered(output)
         return output_BTH
 
     async def hang_up(self, *lives: LiveHop) -> None:
@@ -307,7 +330,7 @@ class LiveHops:
                     is_decoded=piece.is_decoded,
                     last_token_only=following is None,
                 )
-                output_BTH = await self.ask(live, question)
+                output_BTH = await self.ask(live, question, is_replay=True)
                 if following is not None:
                     following.log.append(
                         piece.position, output_BTH.shape[1], output_BTH, None, piece.is_decoded

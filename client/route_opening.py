@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -30,6 +31,7 @@ from .deadlines import choose_open_timeout_seconds
 from .hop_link import HopLink
 from .router import Hop, Route
 from .swarm import Swarm
+from .trace import Recorder
 
 _logger = logging.getLogger(__name__)
 
@@ -102,6 +104,7 @@ class RouteOpener:
         self.wire_dtype: WireDtype | None = None
         self.forgiven: set[PeerId] = set()
         self.waiting: Waiting | None = None  # for whoever watches
+        self.recorder: Recorder | None = None
 
     def begin(self, route: Route) -> None:
         """Count a route; the first one settles the dtype, which replacements have to speak."""
@@ -144,6 +147,18 @@ class RouteOpener:
 
         With a `parent`, it begins with as many tokens of that one as are in the log.
         """
+        recording = nullcontext() if self.recorder is None else self.recorder.opening(live.hop)
+        with recording:
+            await self._open_link(live, num_rows, deadline, max_wait_seconds, parent)
+
+    async def _open_link(
+        self,
+        live: LiveHop,
+        num_rows: int,
+        deadline: float,
+        max_wait_seconds: float,
+        parent: SessionId | None,
+    ) -> None:
         assert self.wire_dtype is not None
         hop = live.hop
         opening = Open(

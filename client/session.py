@@ -24,6 +24,7 @@ from .live_hops import LiveHops, Question
 from .pipeline import Pipeline, choose_piece_tokens
 from .route_opening import LiveHop, Waiting
 from .router import Hop
+from .trace import Recorder, Replacement, choose_kind
 
 _logger = logging.getLogger(__name__)
 
@@ -97,6 +98,10 @@ class RemoteSession:
         """The hops in use, in order; empty before the first step."""
         return tuple(live.hop for live in self._hops)
 
+    def record(self, recorder: Recorder | None) -> None:
+        """Have everything taken down that the session does from now on; None: nothing more."""
+        self._driver.recorder = recorder
+
     def rollback(self, position: int) -> None:
         """Forget the tokens from `position` on; the peers hear of it with the next step."""
         if not 0 <= position <= self._position:
@@ -139,7 +144,12 @@ class RemoteSession:
         """
         self._check_input(hidden_BTH, row_map)
         async with self._until_closed():
-            return await self._step(hidden_BTH, row_map, is_decoded, last_token_only)
+            recorder = self._driver.recorder
+            if recorder is None:
+                return await self._step(hidden_BTH, row_map, is_decoded, last_token_only)
+            kind, num_tokens = choose_kind(is_decoded), hidden_BTH.shape[1]
+            with recorder.taking_step(kind, self._position, num_tokens):
+                return await self._step(hidden_BTH, row_map, is_decoded, last_token_only)
 
     @asynccontextmanager
     async def _until_closed(self) -> AsyncIterator[None]:
@@ -309,13 +319,27 @@ class RemoteSession:
         self._hops[index : index + 1] = replacements
         pipeline.replace(index, replacements)
         position = pipeline.position(index)
+        ended_at = self._clock.now()
         failover = Failover(
             lost.hop,
             str(error),
             tuple(live.hop for live in replacements),
             position,
             lost.log.length,
-            self._clock.now() - started_at,
+            ended_at - started_at,
         )
         self.failovers.append(failover)
+        if (recorder := self._driver.recorder) is not None:
+            recorder.add(
+                Replacement(
+                    recorder.step,
+                    started_at,
+                    ended_at,
+                    lost.hop,
+                    failover.replacements,
+                    failover.reason,
+                    position,
+                    failover.num_replayed_tokens,
+                )
+            )
         _logger.info("replaced blocks %s at token %d: %s", lost.hop.span, position, error)
