@@ -135,6 +135,7 @@ def test_words_behind_two_dashes_are_left_as_they_are() -> None:
     [
         (["generate", "m", "", "--initial-peers", PEER], "the prompt is empty"),
         (["generate", "m", " \n", "--initial-peers", PEER], "the prompt is empty"),
+        (["generate", "m", "p", "--trace", "/", "--initial-peers", PEER], "written to /: Is a dir"),
         (["demo", "--tokens", "9", "--kill-after", "9"], "smaller --kill-after"),
         (["demo", "--tokens", "1"], "has to come before the last of 1"),
         (["demo", "--tokens", "90000"], "take at most --tokens 20"),

@@ -102,6 +102,32 @@ def test_generate_streams_text_to_stdout_and_its_report_to_stderr(
     assert f"{swarm.peers[0].peer_id[-6:]}[0:2]" in output.err
 
 
+def test_generate_writes_a_trace_and_sums_it_up(
+    swarm: LocalSwarm, byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "trace.json"
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "5", "--trace", str(path)]
+    command += ["--initial-peers", *swarm.initial_peers]
+
+    assert main(command) == 0
+    table = capsys.readouterr().err.splitlines()[1:]
+    events = json.loads(path.read_text())["traceEvents"]
+    code, result = run_json(command, capsys)
+
+    assert table[0].startswith("where the time went")
+    assert max(map(len, table)) <= 80
+    assert any(line.startswith(f"  …{swarm.peers[0].peer_id[-6:]}[0:2]") for line in table)
+    names = [event["name"] for event in events]
+    assert names.count("compute") == 5 * 2
+    assert names.count("open") == 2
+    assert code == 0
+    assert result["trace"]["prefill"]["tokens"] == len(PROMPT)
+    decode = result["trace"]["decode"]
+    assert [(hop["span"], hop["tokens"]) for hop in decode["hops"]] == [("0:2", 4), ("2:4", 4)]
+    assert all(hop["compute_seconds"] > 0 for hop in decode["hops"])
+    assert 0 < decode["seconds"] < result["seconds"]
+
+
 def test_generate_says_at_once_which_blocks_it_waits_for(byte_model: Path) -> None:
     with LocalSwarm(byte_model, spans=[(0, 2)], weights="fp32") as swarm:
         command = ["generate", str(byte_model), PROMPT, "--wait", "1", "--json", "--initial-peers"]

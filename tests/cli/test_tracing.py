@@ -1,0 +1,102 @@
+"""The file of a trace is there however the text ended."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.cli.text_generation import Sampling, TextModel
+from shoal.cli.tracing import TraceFile, describe_summary
+from shoal.client import AutoDistributedModelForCausalLM
+from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.protocol.errors import UsageError
+
+
+def open_model(directory: Path, tokenizer: Any) -> TextModel:
+    swarm = LoopbackSwarm(directory, [(0, 2), (2, 4)])
+    model = AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect)
+    return TextModel(model, tokenizer)
+
+
+def read_slices(path: Path) -> list[str]:
+    events = json.loads(path.read_text())["traceEvents"]
+    return [event["name"] for event in events if event["ph"] == "X"]
+
+
+def test_text_that_ends_half_way_leaves_a_trace_of_that_half(
+    byte_model: Path, byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    pieces: list[str] = []
+
+    def stop_after_three(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            raise KeyboardInterrupt
+
+    with (
+        open_model(byte_model, byte_tokenizer) as model,
+        pytest.raises(KeyboardInterrupt),
+        TraceFile(path) as trace_file,
+    ):
+        model.generate("Once", Sampling(32), stop_after_three, trace_file.watch)
+
+    assert read_slices(path).count("compute") == 2 * 3
+
+
+def test_summary_leaves_out_what_comes_behind_the_last_token(
+    byte_model: Path, byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    with open_model(byte_model, byte_tokenizer) as model, TraceFile(tmp_path / "t") as trace_file:
+        model.generate("Once", Sampling(4), lambda piece: None, trace_file.watch)
+        summary = trace_file.summarize()
+
+    assert trace_file.summarize() == summary
+    assert (summary.prefill.num_tokens, summary.num_decoded_tokens) == (4, 3)
+    assert describe_summary(summary)[0].startswith("where the time went")
+
+
+def test_session_of_another_number_of_rows_goes_on_being_taken_down(
+    byte_model: Path, byte_tokenizer: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "trace.json"
+    ids_BT = byte_tokenizer("Once", return_tensors="pt").input_ids
+    with (
+        open_model(byte_model, byte_tokenizer) as model,
+        TraceFile(path) as trace_file,
+        model._model.inference_session(max_length=32) as session,
+    ):
+        trace_file.watch(session)
+        session.step(torch.zeros(1, 1, 64))
+        session.position = 0
+        model._model.generate(ids_BT, max_new_tokens=2, num_beams=2)
+
+    assert read_slices(path).count("open") == 2 * 2
+
+
+def test_text_that_never_began_leaves_an_empty_trace(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+
+    with pytest.raises(UsageError, match="no model"), TraceFile(path):
+        raise UsageError("no model")
+
+    assert read_slices(path) == []
+
+
+def test_file_that_takes_no_more_is_named_unless_something_worse_happened() -> None:
+    full = "cannot be written to /dev/full: No space left"
+    with pytest.raises(UsageError, match=full), TraceFile(Path("/dev/full")):
+        pass
+    with pytest.raises(UsageError, match="no model"), TraceFile(Path("/dev/full")):
+        raise UsageError("no model")
+
+
+def test_without_a_file_nothing_is_taken_down() -> None:
+    with TraceFile(None) as trace_file:
+        trace_file.watch(object())
+
+    assert trace_file.summarize() is None
