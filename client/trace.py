@@ -206,8 +206,11 @@ class Recorder:
 
     def make_trace(self) -> Trace:
         """Return what was taken down until `end`, or until now."""
+        events = tuple(self._events)
         ended_at = self.now() if self._ended_at is None else self._ended_at
-        return Trace(self._started_at, ended_at, tuple(self._events))
+        # A step that another thread cut short ends behind the end.
+        ended_at = max([ended_at, *(event.ended_at for event in events)])
+        return Trace(self._started_at, ended_at, events)
 
     @contextmanager
     def taking_step(self, kind: Kind, position: int, num_tokens: int) -> Iterator[None]:

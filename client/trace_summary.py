@@ -94,7 +94,7 @@ def summarize(trace: Trace) -> Summary:
         client_seconds,
         max(0.0, in_steps_seconds - asked_seconds - failover_seconds),
         failover_seconds,
-        _sum_prefill(trace, [step for step in steps if step.step not in decoded], after_seconds),
+        _sum_prefill(trace, steps, after_seconds),
         failovers,
     )
 
@@ -125,8 +125,9 @@ def _add(exchanges: Sequence[Exchange]) -> Shares:
 def _sum_prefill(
     trace: Trace, steps: Sequence[StepTaken], after_seconds: dict[int, float]
 ) -> PrefillTime:
-    """Add up the steps of prompts, and what went before the first one."""
+    """Add up the steps of prompts, and what went before the first one of all."""
     before_seconds = (steps[0].started_at if steps else trace.ended_at) - trace.started_at
+    steps = [step for step in steps if step.kind is not Kind.DECODE]
     client_seconds = before_seconds + sum(after_seconds[step.step] for step in steps)
     return PrefillTime(
         sum(step.num_tokens for step in steps),

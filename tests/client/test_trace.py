@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from typing import TypeVar
 
@@ -211,3 +212,21 @@ def test_nothing_more_is_taken_down_when_the_recorder_is_gone() -> None:
         assert recorder.make_trace().events == before != ()
 
     run(test)
+
+
+def test_trace_ends_with_its_last_event_even_when_that_ends_late() -> None:
+    async def test(scene: Scene) -> None:
+        await scene.add("a", 0, 6)
+        session = scene.open_session()
+        recorder = record(session)
+        step = asyncio.create_task(session.step(draw(1)))
+        await asyncio.sleep(DELAY)
+
+        recorder.end()
+        await step
+
+        (taken,) = find(recorder, StepTaken)
+        assert recorder.make_trace().ended_at == taken.ended_at
+        assert taken.seconds > 2 * DELAY
+
+    run(test, Link(delay_seconds=DELAY))
