@@ -68,7 +68,8 @@ class Peer:
 
     def __init__(self, number: int, *initial_peers: str, port: int = 0) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-P", str(HERE), str(number), str(port), *initial_peers],
+            # Without -P: this file needs those beside it.
+            [sys.executable, str(HERE), str(number), str(port), *initial_peers],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
