@@ -5,8 +5,9 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
@@ -17,7 +18,15 @@ from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, Shoa
 from ...protocol.session import find_rest
 from .engine import Engine, StepWork
 from .pace import Pace
-from .scheduler import Take, Usage, WaitingStep, choose_batch, renew_usage
+from .scheduler import (
+    Take,
+    Usage,
+    WaitingStep,
+    choose_batch,
+    choose_urgent,
+    count_cost,
+    renew_usage,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -41,7 +50,6 @@ class _Job:
     holder: tuple[str, str]
     future: asyncio.Future[ComputedStep]
     submitted_at: float
-    started_at: float | None = None
     compute_seconds: float = 0.0
     num_done: int = 0
     outputs: list[Tensor] = field(default_factory=list)
@@ -61,12 +69,10 @@ class _Job:
         """Return the next part."""
         return self.work.cut(self.num_done, num_tokens)
 
-    def advance(self, num_tokens: int, output_BTH: Tensor, started_at: float, now: float) -> bool:
-        """Note a part's result; return whether it was the last one."""
+    def advance(self, num_tokens: int, output_BTH: Tensor, seconds: float) -> bool:
+        """Note a part's result, and what computing took; return whether it was the last one."""
         self.num_done += num_tokens
-        self.compute_seconds += now - started_at
-        if self.started_at is None:
-            self.started_at = started_at
+        self.compute_seconds += seconds
         if self.work.last_token_only:
             self.outputs.clear()
         self.outputs.append(output_BTH)
@@ -76,12 +82,26 @@ class _Job:
         """Take the cache back to what is left after a step that failed."""
         self.work.cache.fall_back(find_rest(self.work.position, self.work.row_map))
 
-    def finish(self) -> ComputedStep:
+    def finish(self, now: float) -> ComputedStep:
         """Return the result of the whole step."""
-        assert self.started_at is not None
         parts = self.outputs
         hidden_BTH = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        return ComputedStep(hidden_BTH, self.started_at - self.submitted_at, self.compute_seconds)
+        queue_seconds = now - self.submitted_at - self.compute_seconds
+        return ComputedStep(hidden_BTH, queue_seconds, self.compute_seconds)
+
+
+@dataclass(slots=True)
+class _Iteration:
+    """Steps, and parts of steps, that are computed together: what is urgent first."""
+
+    parts: list[tuple[_Job, StepWork]]
+    num_urgent: int
+    interrupted_seconds: float = 0.0
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether it gives way to what is urgent."""
+        return len(self.parts) > self.num_urgent
 
 
 @dataclass(slots=True)
@@ -100,12 +120,13 @@ class ComputeThread:
     def __init__(self, engine: Engine, token_budget: int = 512) -> None:
         self._engine = engine
         self._token_budget = token_budget
-        self._pace = Pace(token_budget, engine.part_tokens)
+        self._pace = Pace(token_budget, engine.part_tokens, len(engine.span))
         self._usage: Usage = {}
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
         self._jobs: Final[deque[_Job]] = deque()
         self._calls: Final[deque[_Call]] = deque()
+        self._is_decoding_new = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
 
@@ -143,7 +164,11 @@ class ComputeThread:
         job = _Job(work, holder, future, time.monotonic())
         with self._wake:
             if job.is_decoding:
-                self._pace.note_decoding(job.submitted_at, holder)
+                self._is_decoding_new = True
+                is_single = not any(
+                    other.is_decoding and other.holder == holder for other in self._jobs
+                )
+                self._pace.note_decoding(job.submitted_at, holder, is_single)
         self._enqueue(self._jobs, job)
         return future
 
@@ -184,31 +209,45 @@ class ComputeThread:
     def _wait_for_work(self) -> bool:
         with self._wake:
             self._wake.wait_for(lambda: self._jobs or self._calls or self._is_stopping)
-            seconds = self._pace.resume_in(time.monotonic())
-            if seconds and not self._calls and not self._choose(self._list_jobs(), 0):
-                # Only prompts wait, or who counts as one. They leave room for who decodes and will
-                # be back at once.
-                self._wake.wait(seconds)
             return not self._is_stopping
 
     def step(self) -> None:
         """One iteration: control calls, then what the policy chose, together."""
         self._run_calls()
-        batch = self._take_batch()
-        if batch:
-            started_at = time.monotonic()
-            try:
-                results = self._execute([part for _, part in batch])
-                self._deliver(batch, results, started_at)
-            except BaseException:
-                # The thread is about to die; `_run` answers what is in the queue.
-                with self._wake:
-                    self._jobs.extendleft(job for job, _ in batch)
-                raise
+        iteration = self._choose_iteration()
+        if iteration.parts:
+            self._compute(iteration)
 
-    def _execute(self, works: list[StepWork]) -> list[Tensor | ShoalError]:
+    def _compute(self, iteration: _Iteration) -> None:
+        started_at = time.monotonic()
+        before_block = None
+        if iteration.is_filling:
+            self._pace.begin_filling(started_at)
+            before_block = partial(self._give_way, iteration)
         try:
-            results = list(self._engine.execute(works))
+            results = self._execute([part for _, part in iteration.parts], before_block)
+            now = time.monotonic()
+            self._deliver(iteration, results, now, now - started_at - iteration.interrupted_seconds)
+        except BaseException:
+            # The thread is about to die; `_run` answers what is in the queue.
+            with self._wake:
+                self._jobs.extendleft(job for job, _ in iteration.parts)
+            raise
+
+    def _give_way(self, iteration: _Iteration) -> None:
+        """Compute what has become urgent, before an iteration that fills the time goes on."""
+        now = time.monotonic()
+        if self._is_decoding_new and self._pace.must_give_way(now):
+            urgent = self._choose_urgent(iteration)
+            if urgent.parts:
+                self._compute(urgent)
+                iteration.interrupted_seconds += time.monotonic() - now
+
+    def _execute(
+        self, works: list[StepWork], before_block: Callable[[], object] | None = None
+    ) -> list[Tensor | ShoalError]:
+        try:
+            results = list(self._engine.execute(works, before_block))
             if len(results) != len(works):
                 raise LocalProtocolError(f"{len(works)} steps got {len(results)} results")
             return results
@@ -237,57 +276,72 @@ class ComputeThread:
                 result = error
             self._answer(call.future, result)
 
-    def _take_batch(self) -> list[tuple[_Job, StepWork]]:
-        """Take the jobs that the policy chose out of the queue, with the part to compute now."""
+    def _choose_iteration(self) -> _Iteration:
         with self._wake:
-            jobs = self._list_jobs()
-            takes = self._choose(jobs, self._pace.choose_budget(time.monotonic()))
-            self._usage = renew_usage(self._usage, [job.describe() for job in jobs], takes)
-            taken = {take.index for take in takes}
-            # In place: somebody may wait for the lock to append to this very queue.
-            self._jobs.clear()
-            self._jobs.extend(job for index, job in enumerate(jobs) if index not in taken)
-            return [(jobs[take.index], jobs[take.index].take(take.num_tokens)) for take in takes]
+            now = time.monotonic()
+            jobs, waiting, in_company = self._look(now)
+            takes = urgent = choose_urgent(waiting, self._usage, self._token_budget, in_company)
+            if not urgent or self._pace.is_filling_owed:
+                takes = choose_batch(
+                    waiting,
+                    self._usage,
+                    self._token_budget,
+                    self._pace.choose_budget(now),
+                    self._engine.part_tokens,
+                    in_company,
+                )
+            return _Iteration(self._take(jobs, waiting, takes), len(urgent))
 
-    def _list_jobs(self) -> list[_Job]:
-        return [job for job in self._jobs if not job.future.cancelled()]
+    def _choose_urgent(self, interrupted: _Iteration) -> _Iteration:
+        with self._wake:
+            jobs, waiting, in_company = self._look(time.monotonic())
+            running = [job.describe() for job, _ in interrupted.parts]
+            takes = choose_urgent(waiting, self._usage, self._token_budget, in_company, running)
+            parts = self._take(jobs, waiting + running, takes) if takes else []
+            return _Iteration(parts, len(takes))
 
-    def _choose(self, jobs: list[_Job], prompt_budget: int) -> list[Take]:
-        """Return what the policy takes of these jobs."""
-        waiting = [job.describe() for job in jobs]
-        in_company = self._pace.find_in_company({job.holder for job in jobs}, time.monotonic())
-        return choose_batch(
-            waiting,
-            self._usage,
-            self._token_budget,
-            prompt_budget,
-            self._engine.part_tokens,
-            in_company,
-        )
+    def _look(
+        self, now: float
+    ) -> tuple[list[_Job], list[WaitingStep], Collection[tuple[str, str]]]:
+        """Return the jobs that wait, what the policy may know of them, and who has company."""
+        self._is_decoding_new = False
+        jobs = [job for job in self._jobs if not job.future.cancelled()]
+        in_company = self._pace.find_in_company({job.holder for job in jobs}, now)
+        return jobs, [job.describe() for job in jobs], in_company
+
+    def _take(
+        self, jobs: list[_Job], present: list[WaitingStep], takes: list[Take]
+    ) -> list[tuple[_Job, StepWork]]:
+        """Take what was chosen out of the queue, and charge those whose it is."""
+        self._usage = renew_usage(self._usage, present, takes)
+        taken = {take.index for take in takes}
+        # In place: somebody may wait for the lock to append to this very queue.
+        self._jobs.clear()
+        self._jobs.extend(job for index, job in enumerate(jobs) if index not in taken)
+        return [(jobs[take.index], jobs[take.index].take(take.num_tokens)) for take in takes]
 
     def _deliver(
         self,
-        batch: list[tuple[_Job, StepWork]],
+        iteration: _Iteration,
         results: list[Tensor | ShoalError],
-        started_at: float,
+        now: float,
+        seconds: float,
     ) -> None:
         """Answer what is done, and put back at the front of the queue what is not."""
-        now = time.monotonic()
         unfinished: list[_Job] = []
-        num_decoding = num_prompt_tokens = 0
-        for (job, part), result in zip(batch, results, strict=True):
-            if job.is_decoding:
-                num_decoding += part.num_rows
-            else:
-                num_prompt_tokens += part.num_rows * part.num_tokens
+        for (job, part), result in zip(iteration.parts, results, strict=True):
             if not isinstance(result, Tensor):
                 job.fail()
                 self._answer(job.future, result)
-            elif job.advance(part.num_tokens, result, started_at, now):
-                self._answer(job.future, _finish(job))
+            elif job.advance(part.num_tokens, result, seconds):
+                self._answer(job.future, _finish(job, now))
             else:
                 unfinished.append(job)
-        self._pace.note(now, now - started_at, num_decoding, num_prompt_tokens)
+        num_filling = sum(
+            count_cost(part.num_rows * part.num_tokens, job.is_decoding)
+            for job, part in iteration.parts[iteration.num_urgent :]
+        )
+        self._pace.note(now, seconds, iteration.num_urgent, num_filling)
         with self._wake:
             self._jobs.extendleft(reversed(unfinished))
 
@@ -309,10 +363,10 @@ class ComputeThread:
             return
 
 
-def _finish(job: _Job) -> ComputedStep | ShoalError:
+def _finish(job: _Job, now: float) -> ComputedStep | ShoalError:
     """Return a step's result, or an error if there is no memory to join its parts in."""
     try:
-        return job.finish()
+        return job.finish(now)
     except Exception:
         _logger.exception("the parts of a step could not be joined")
         job.fail()

@@ -6,7 +6,7 @@ H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -186,8 +186,12 @@ class Engine:
         return self.pool.open(num_rows, max_tokens, span, holder, kv_format)
 
     @torch.inference_mode()
-    def execute(self, batch: Sequence[StepWork]) -> list[torch.Tensor | ShoalError]:
+    def execute(
+        self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+    ) -> list[torch.Tensor | ShoalError]:
         """Compute all steps together; each gets its hidden states [B, T or 1, H] or its error.
+
+        `before_block` is called before each block, and may execute steps of other sessions.
 
         A refused step disturbs no other. Steps of one session need batches of their own. A
         refusal leaves the step's cache as it was, except that a result that is not finite is only
@@ -198,7 +202,7 @@ class Engine:
             RefusedError(ErrorCode.INTERNAL, "the step was not computed") for _ in batch
         ]
         steps = self._accept(batch, results)
-        self._compute(steps)
+        self._compute(steps, before_block)
         for step in steps:
             results[step.index] = _finish(step)
         return results
@@ -251,13 +255,15 @@ class Engine:
                 f"{self.spec.hidden_size}, not {num_rows} and {hidden_size}",
             )
 
-    def _compute(self, steps: Sequence[_Step]) -> None:
+    def _compute(self, steps: Sequence[_Step], before_block: Callable[[], object] | None) -> None:
         """Move every step's hidden states through its blocks, together wherever they overlap."""
         for stretch, active in _cut_stretches(steps):
             hidden_NH = _join([step.hidden_NH for step in active])
             placed, ranges = _lay_out(active)
             segments = Segments(placed)
             for index in range(stretch.start, stretch.stop):
+                if before_block is not None:
+                    before_block()
                 hidden_NH = self._blocks[index - self.span.start](hidden_NH, segments, ranges)
             for step, segment in zip(active, placed, strict=True):
                 step.hidden_NH = hidden_NH[segment.start : segment.stop]

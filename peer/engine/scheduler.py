@@ -1,13 +1,15 @@
 """Which waiting work the compute thread takes next: pure decisions.
 
-One iteration carries every step that decodes and, while its budget lasts, parts of prompts. Where
-it matters to the last bit how a prompt is cut, parts are of a fixed size, whatever else goes on: so
+Work is of two kinds. Steps that decode are *urgent*: somebody waits for the token. Prompts *fill*
+the time in between, and so does what one client decodes in many sessions beside others. Where it
+matters to the last bit how a prompt is cut, parts are of a fixed size, whatever else goes on: so
 nobody's results depend on the company.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 PART_TOKENS = 64
 """Rows times tokens of one part of a prompt where its size makes a difference: large enough for
@@ -16,12 +18,9 @@ torch's attention to be quick."""
 SHORT_PART_TOKENS = 16
 """The same where a prompt may be cut anywhere: the least that is worth reading the weights for."""
 
-TURN_TOKENS = 8
-"""The same for who is in company: about the time of a step that decodes."""
-
 LEAD_TOKENS = 8192
-"""How much more than others who wait somebody may have had and still decode before them: many rows
-that decode can take as much time as a prompt."""
+"""How much more than others who wait somebody may have had and still be urgent: many rows that
+decode can take as much time as a prompt."""
 
 DECODED_TOKENS = 8
 """Tokens of a prompt that take about as long as a row that decodes, with few rows at a time."""
@@ -70,97 +69,123 @@ def count_part_tokens(num_rows: int, part_tokens: int = PART_TOKENS) -> int:
     return 2 ** (max(1, part_tokens // num_rows).bit_length() - 1)
 
 
+def choose_urgent(
+    waiting: Sequence[WaitingStep],
+    usage: Usage,
+    token_budget: int,
+    in_company: Collection[tuple[str, str]] = (),
+    running: Sequence[WaitingStep] = (),
+) -> list[Take]:
+    """Return the steps for which everything else has to wait, up to `token_budget` rows.
+
+    `waiting` is in order of arrival; only the oldest step of a session is a candidate, and only if
+    the session has none that is `running`. Steps that decode are urgent, except two kinds. Holders
+    who are `in_company` of others that decode have to be content with one step at a time: with
+    all that a flood has waiting, an iteration would take many times as long for those others. And
+    who is ahead of others by more than LEAD_TOKENS has to let them catch up.
+
+    >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
+    >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
+    >>> choose_urgent([prompt, token], {}, 512)
+    [Take(index=1, num_tokens=1)]
+    """
+    urgent = _find_urgent(waiting, usage, in_company, running)
+    taken: dict[int, int] = {}
+    _share_out(token_budget, waiting, urgent, PART_TOKENS, dict(usage), taken)
+    return [Take(index, num_tokens) for index, num_tokens in taken.items()]
+
+
 def choose_batch(
     waiting: Sequence[WaitingStep],
     usage: Usage,
     token_budget: int,
-    prompt_budget: int,
+    filling_budget: int,
     part_tokens: int = PART_TOKENS,
     in_company: Collection[tuple[str, str]] = (),
 ) -> list[Take]:
-    """Return what to compute together; empty only while prompts wait and have no budget.
+    """Return what to compute together: what is urgent, and what fills.
 
-    `waiting` is in order of arrival; only the oldest step of a session is a candidate. Every step
-    that decodes comes along, up to `token_budget` rows, and parts of prompts, up to
-    `prompt_budget` tokens. Each budget is shared out to the address that has had the least so far,
-    there to the client and of its sessions to the one that has: so nobody is passed over for ever,
-    nobody gets more by making up names, and a short prompt does not wait for a long one of the same
-    client. Who is ahead of others by more than LEAD_TOKENS has to decode on the budget of prompts.
-    The first part is taken whatever its size. Holders who are `in_company` of others that decode
-    bring one step or one part of a prompt, their sessions in turn: with everything that a flood has
-    waiting, an iteration would take many times as long for those others.
+    The first is what `choose_urgent` returns. Everything else comes along up to `filling_budget`,
+    which counts tokens of prompts: prompts in parts, and what is decoded without being urgent. Each
+    budget is shared out to the address that has had the least so far, there to the client and of
+    its sessions to the one that has: so nobody is passed over for ever, nobody gets more by making
+    up names, and a short prompt does not wait for a long one of the same client. The first part is
+    taken whatever its size.
 
     >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
     >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
     >>> choose_batch([prompt, token], {}, 512, 128)
     [Take(index=1, num_tokens=1), Take(index=0, num_tokens=128)]
-    >>> choose_batch([prompt, token], {}, 512, 0)
-    [Take(index=1, num_tokens=1)]
     """
-    heads: dict[int, int] = {}
-    for index, step in enumerate(waiting):
-        heads.setdefault(step.session, index)
-    least = _find_least(usage, waiting)
+    urgent = _find_urgent(waiting, usage, in_company, ())
+    filling = [index for index in _find_heads(waiting, ()) if index not in set(urgent)]
     shares = dict(usage)
     taken: dict[int, int] = {}
-    is_first = {i: _goes_first(waiting[i], usage, least) for i in heads.values()}
-    can_go = [i for i in heads.values() if is_first[i] or prompt_budget > 0]
-    chosen = _choose_turns(waiting, can_go, usage, in_company)
-    offered = [_cut_to_turn(step, part_tokens, in_company) for step in waiting]
-    for goes_first, budget in ((True, token_budget), (False, prompt_budget)):
-        candidates = [i for i in chosen if is_first[i] is goes_first]
-        left = budget
-        for index in _in_fair_order(offered, candidates, shares, taken):
-            size = _count_next(offered[index], taken.get(index, 0), part_tokens)
-            if left <= 0 or (size > left and left < budget):
-                break
-            left -= size
-            taken[index] = taken.get(index, 0) + size // waiting[index].num_rows
-            for key in _keys_of(waiting[index]):
-                shares[key] = shares.get(key, 0.0) + _count_cost(waiting[index], size)
+    _share_out(token_budget, waiting, urgent, part_tokens, shares, taken)
+    _share_out(filling_budget, waiting, filling, part_tokens, shares, taken, by_cost=True)
     return [Take(index, num_tokens) for index, num_tokens in taken.items()]
 
 
-def _choose_turns(
+def _find_heads(waiting: Sequence[WaitingStep], running: Sequence[WaitingStep]) -> list[int]:
+    """Return the oldest step of each session that has none running."""
+    busy = {step.session for step in running}
+    heads: dict[int, int] = {}
+    for index, step in enumerate(waiting):
+        if step.session not in busy:
+            heads.setdefault(step.session, index)
+    return list(heads.values())
+
+
+def _find_urgent(
     waiting: Sequence[WaitingStep],
-    candidates: Sequence[int],
     usage: Usage,
     in_company: Collection[tuple[str, str]],
+    running: Sequence[WaitingStep],
 ) -> list[int]:
-    """Return whose turn it is: of a holder in company, the session that has had the least."""
-    turns: dict[tuple[str, str], int] = {}
-    chosen: list[int] = []
-    for index in candidates:
-        holder = waiting[index].holder
-        if holder not in in_company:
-            chosen.append(index)
-        elif holder not in turns or _used(waiting[index], usage) < _used(
-            waiting[turns[holder]], usage
-        ):
-            turns[holder] = index
-    return sorted([*chosen, *turns.values()])
+    least = _find_least(usage, [*waiting, *running])
+    decoding = [i for i in _find_heads(waiting, running) if waiting[i].is_decoding]
+    counts = Counter(waiting[index].holder for index in decoding)
+    counts.update(step.holder for step in running if step.is_decoding)
+    return [
+        index
+        for index in decoding
+        if (holder := waiting[index].holder) not in in_company or counts[holder] == 1
+        if not _is_far_ahead(waiting[index], usage, least)
+    ]
 
 
-def _used(step: WaitingStep, usage: Usage) -> float:
-    return usage.get(_keys_of(step)[-1], 0.0)
+def _share_out(
+    budget: int,
+    waiting: Sequence[WaitingStep],
+    candidates: Sequence[int],
+    part_tokens: int,
+    shares: dict[tuple[str, ...], float],
+    taken: dict[int, int],
+    by_cost: bool = False,
+) -> None:
+    """Take parts of the candidates in fair order while the budget lasts.
+
+    The budget counts rows times tokens, or, `by_cost`, as many tokens of a prompt as take as long.
+    What is taken is added to `taken`, what it cost to the `shares`.
+    """
+    left = budget
+    for index in _in_fair_order(waiting, candidates, shares, taken):
+        step = waiting[index]
+        size = _count_next(step, taken.get(index, 0), part_tokens)
+        cost = count_cost(size, step.is_decoding)
+        needed = cost if by_cost else size
+        if left <= 0 or (needed > left and left < budget):
+            break
+        left -= needed
+        taken[index] = taken.get(index, 0) + size // step.num_rows
+        for key in _keys_of(step):
+            shares[key] = shares.get(key, 0.0) + cost
 
 
-def _cut_to_turn(
-    step: WaitingStep, part_tokens: int, in_company: Collection[tuple[str, str]]
-) -> WaitingStep:
-    """Return what of a step may come along at once: one part where its holder is in company."""
-    if step.holder not in in_company:
-        return step
-    if part_tokens == SHORT_PART_TOKENS:
-        part_tokens = TURN_TOKENS
-    num_tokens = min(step.num_tokens, count_part_tokens(step.num_rows, part_tokens))
-    return replace(step, num_tokens=num_tokens)
-
-
-def _goes_first(step: WaitingStep, usage: Usage, least: Usage) -> bool:
+def _is_far_ahead(step: WaitingStep, usage: Usage, least: Usage) -> bool:
     address, client, _ = _keys_of(step)
-    return step.is_decoding and all(
-        usage.get(key, 0.0) - least.get(key[:-1], 0.0) <= LEAD_TOKENS for key in (address, client)
+    return any(
+        usage.get(key, 0.0) - least.get(key[:-1], 0.0) > LEAD_TOKENS for key in (address, client)
     )
 
 
@@ -220,9 +245,9 @@ def _count_next(step: WaitingStep, num_taken: int, part_tokens: int) -> int:
     return step.num_rows * num_tokens
 
 
-def _count_cost(step: WaitingStep, size: int) -> int:
+def count_cost(size: int, is_decoding: bool) -> int:
     """Return what rows times tokens of a step count for, in tokens of a prompt."""
-    return size * DECODED_TOKENS if step.is_decoding else size
+    return size * DECODED_TOKENS if is_decoding else size
 
 
 def renew_usage(
@@ -251,5 +276,5 @@ def renew_usage(
     for take in batch:
         step = waiting[take.index]
         for key in _keys_of(step):
-            renewed[key] += _count_cost(step, step.num_rows * take.num_tokens)
+            renewed[key] += count_cost(step.num_rows * take.num_tokens, step.is_decoding)
     return renewed

@@ -35,9 +35,13 @@ class NotingEngine:
     """Answers every step with its hidden states plus one; notes the batches, may be held up."""
 
     part_tokens = PART_TOKENS
+    span = Span(0, 1)
 
     def __init__(self) -> None:
         self.batches: list[list[StepWork]] = []
+        self.finished: list[list[StepWork]] = []
+        self.between: Callable[[], object] = bool
+        """Happens before the one block of this engine, where steps of others may be computed."""
         self.entered = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -46,12 +50,18 @@ class NotingEngine:
         self.num_missing_results = 0
         self.deadly: list[StepWork] = []
 
-    def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+    def execute(
+        self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+    ) -> list[Tensor | ShoalError]:
         self.batches.append(list(batch))
         self.entered.set()
         assert self.gate.wait(PATIENCE_SECONDS)
+        if before_block is not None:
+            self.between()
+            before_block()
         if any(work is deadly for work in batch for deadly in self.deadly):
             raise ZeroDivisionError("on purpose")
+        self.finished.append(list(batch))
         refusal = RefusedError(ErrorCode.BAD_VALUES, "not these")
         results: list[Tensor | ShoalError] = [
             refusal if self._refuses(work) else work.hidden_BTH + 1 for work in batch

@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 import pytest
 import torch
 from compute_thread_scene import FakeCache, NotingEngine, make_thread, make_work, run
 
+from shoal.peer.engine.compute_thread import ComputedStep
+from shoal.peer.engine.engine import StepWork
 from shoal.peer.engine.pace import Pace
-from shoal.peer.engine.scheduler import LEAD_TOKENS, PART_TOKENS
+from shoal.peer.engine.scheduler import PART_TOKENS
 
 
 def test_step_is_answered_with_its_own_result() -> None:
@@ -112,75 +114,99 @@ def test_no_step_is_lost_that_comes_while_a_batch_is_chosen() -> None:
     assert [len(batch) for batch in engine.batches] == [1, 1]
 
 
-class CrowdedPace(Pace):
-    """Knows of others that decode beside everybody."""
+class PatientPace(Pace):
+    """Gives way always or never; nobody but the flood has company."""
+
+    def __init__(self, gives_way: bool = True) -> None:
+        super().__init__(512, PART_TOKENS, 1)
+        self._gives_way = gives_way
+
+    def must_give_way(self, now: float) -> bool:
+        return self._gives_way
 
     def find_in_company(
         self, holders: Collection[tuple[str, str]], now: float
     ) -> set[tuple[str, str]]:
-        return set(holders)
+        return {holder for holder in holders if holder == FLOOD}
 
 
-def test_flood_travels_one_step_at_a_time_beside_others() -> None:
+FLOOD, ONE = ("home", "flood"), ("home", "one")
+
+
+async def compute_while_filling(
+    engine: NotingEngine,
+    pace: Pace,
+    filling: Sequence[StepWork],
+    arriving: Sequence[StepWork],
+    holder: tuple[str, str],
+) -> list[asyncio.Future[ComputedStep]]:
+    """Compute steps of the flood during which others arrive; the latter's futures come last."""
+    compute = make_thread(engine)  # not entered: the test is the thread
+    compute._pace = pace
+    futures = [compute.submit(work, FLOOD) for work in filling]
+
+    def arrive() -> None:
+        engine.between = bool
+        futures.extend(compute.submit(work, holder) for work in arriving)
+
+    engine.between = arrive
+    while compute._jobs:
+        compute.step()
+    await asyncio.gather(*futures)
+    return futures
+
+
+@pytest.mark.parametrize("gives_way", [True, False])
+def test_urgent_step_is_computed_in_the_midst_of_a_prompt(gives_way: bool) -> None:
     engine = NotingEngine()
+    prompt, token = make_work(FakeCache(), 7, PART_TOKENS), make_work(FakeCache(), 3)
 
     async def test() -> None:
-        compute = make_thread(engine)  # not entered: the test is the thread
-        compute._pace = CrowdedPace(512, PART_TOKENS)
-        holders = [*[("home", "flood")] * 3, ("home", "one")]
-        futures = [compute.submit(make_work(FakeCache()), holder) for holder in holders]
-        for _ in range(3):
-            compute.step()
-        await asyncio.gather(*futures)
+        pace = PatientPace(gives_way)
+        futures = await compute_while_filling(engine, pace, [prompt], [token], ONE)
+        for future, work in zip(futures, (prompt, token), strict=True):
+            assert torch.equal(future.result().hidden_BTH, work.hidden_BTH + 1)
 
     run(test)
-    assert [len(batch) for batch in engine.batches] == [2, 1, 1]
+    assert engine.batches == [[prompt], [token]]
+    assert engine.finished == ([[token], [prompt]] if gives_way else [[prompt], [token]])
 
 
-class PausedPace(Pace):
-    """Has prompts wait."""
-
-    def resume_in(self, now: float) -> float:
-        return 3.0
-
-
-class NotingCondition(threading.Condition):
-    """Notes how long somebody would have slept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.naps: list[float | None] = []
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.naps.append(timeout)
-        return True
-
-
-def test_thread_sleeps_while_everybody_has_to_wait_for_the_end_of_a_pause() -> None:
-    engine, wake = NotingEngine(), NotingCondition()
-    many_rows = replace(make_work(FakeCache()), hidden_BTH=torch.zeros(LEAD_TOKENS + 1, 1, 2))
+def test_flood_gives_way_to_others_and_not_to_itself() -> None:
+    engine = NotingEngine()
+    flood = [make_work(FakeCache(), position) for position in range(3)]
+    more, other = make_work(FakeCache(), 5), make_work(FakeCache(), 6)
 
     async def test() -> None:
-        compute = make_thread(engine)  # not entered: the test is the thread
-        compute._wake, compute._pace = wake, PausedPace(512, PART_TOKENS)
-        futures = [compute.submit(make_work(FakeCache(), num_tokens=2), ("newcomer", ""))]
-        futures.append(compute.submit(many_rows, ("greedy", "")))
-        assert compute._wait_for_work()
-        assert wake.naps == []  # somebody decodes
-        compute.step()
+        await compute_while_filling(engine, PatientPace(), flood, [more], FLOOD)
+        assert engine.finished == [flood, [more]]
+        engine.batches, engine.finished = [], []
+        await compute_while_filling(engine, PatientPace(), flood, [other], ONE)
+        assert engine.finished == [[other], flood]
 
-        # Who decodes so far ahead of others shares the budget of prompts, which is none now.
-        futures.append(compute.submit(make_work(FakeCache()), ("greedy", "")))
-        assert compute._wait_for_work()
-        assert wake.naps == [3.0]
-        compute.step()
-        assert [len(batch) for batch in engine.batches] == [1]
+    run(test)
 
-        futures.append(compute.submit(make_work(FakeCache()), ("newcomer", "")))
-        assert compute._wait_for_work()
-        assert wake.naps == [3.0]
-        for future in futures:
-            future.cancel()
+
+def test_next_step_of_a_session_waits_for_the_prompt_that_is_running() -> None:
+    engine = NotingEngine()
+    cache = FakeCache()
+    prompt, token = make_work(cache, 0, PART_TOKENS), make_work(cache, PART_TOKENS)
+
+    async def test() -> None:
+        await compute_while_filling(engine, PatientPace(), [prompt], [token], FLOOD)
+
+    run(test)
+    assert engine.finished == [[prompt], [token]]
+
+
+def test_time_of_an_interruption_counts_as_waiting() -> None:
+    engine = NotingEngine()
+    pace = PatientPace()
+    prompt, token = make_work(FakeCache(), 0, PART_TOKENS), make_work(FakeCache())
+
+    async def test() -> None:
+        interrupted, urgent = await compute_while_filling(engine, pace, [prompt], [token], ONE)
+        assert interrupted.result().queue_seconds >= urgent.result().compute_seconds
 
     run(test)
 

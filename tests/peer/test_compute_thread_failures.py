@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -110,7 +110,9 @@ def test_step_whose_parts_cannot_be_joined_fails_alone(caplog: pytest.LogCapture
     class UnevenEngine(NotingEngine):
         """Stands for a machine without the memory to join the parts of a prompt."""
 
-        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+        def execute(
+            self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+        ) -> list[Tensor | ShoalError]:
             return [work.hidden_BTH.expand(1, -1, 2 + work.position // 64) for work in batch]
 
     def make_flat(num_tokens: int) -> StepWork:
@@ -179,7 +181,9 @@ def test_thread_that_dies_leaves_nobody_waiting() -> None:
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_thread_that_dies_in_the_engine_answers_the_steps_in_its_hands() -> None:
     class DeadlyEngine(NotingEngine):
-        def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+        def execute(
+            self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None
+        ) -> list[Tensor | ShoalError]:
             super().execute(batch)
             raise SystemExit
 
@@ -242,3 +246,22 @@ def test_refused_part_ends_its_prompt() -> None:
 
     run(test)
     assert [work.position for work in engine.order] == [0, PART_TOKENS, 0]
+
+
+def test_urgent_step_that_fails_leaves_the_prompt_it_interrupted_alone() -> None:
+    engine = NotingEngine()
+    prompt, deadly = make_work(FakeCache(), 0, PART_TOKENS), make_work(FakeCache(), 1)
+    engine.deadly.append(deadly)
+
+    async def test() -> None:
+        compute = make_thread(engine)  # not entered: the test is the thread
+        futures = [compute.submit(prompt)]
+        engine.between = lambda: futures.append(compute.submit(deadly, ("home", "other")))
+        compute.step()
+        result, error = await asyncio.gather(*futures, return_exceptions=True)
+        assert not isinstance(result, BaseException)
+        assert isinstance(error, BaseException)
+        assert_refused(error, ErrorCode.INTERNAL)
+
+    run(test)
+    assert engine.finished == [[prompt]]

@@ -121,6 +121,34 @@ def test_int8_results_do_not_depend_on_who_shares_the_batch(tiny_models, variant
     assert torch.equal(expect_tensor(token_output), alone[0])
 
 
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "mixtral", "falcon", "bloom"])
+def test_batch_that_is_interrupted_at_every_block_gives_the_same_bits(
+    tiny_models, variant: str, weights: WeightFormat
+) -> None:
+    engine = load_engine(tiny_models, weights, variant=variant)
+    hidden = [draw_hidden(1, 1, 40), draw_hidden(2, 2, 7), draw_hidden(3)]
+    alone = [run(engine, make_work(engine, each)) for each in hidden]
+    token = draw_hidden(4, 3)
+    expected_token = run(engine, make_work(engine, token))
+    answers: list[torch.Tensor] = []
+
+    def interrupt() -> None:
+        answers.append(run(engine, make_work(engine, token)))
+        engine.pool.check_integrity()
+
+    works = [make_work(engine, each) for each in hidden]
+    together = engine.execute(works)
+    works = [make_work(engine, each) for each in hidden]
+    interrupted = engine.execute(works, interrupt)
+
+    assert len(answers) == len(WHOLE)
+    assert all(torch.equal(answer, expected_token) for answer in answers)
+    for output, undisturbed, expected in zip(interrupted, together, alone, strict=True):
+        assert torch.equal(expect_tensor(output), expect_tensor(undisturbed))
+        torch.testing.assert_close(output, expected, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_int8_replay_of_decoded_tokens_is_exact(tiny_models, num_rows: int) -> None:
     engine = load_engine(tiny_models, WeightFormat.INT8)

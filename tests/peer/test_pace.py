@@ -4,19 +4,19 @@ import pytest
 
 from shoal.peer.engine.pace import Pace
 
-LEAST, MOST = 16, 512
+LEAST, MOST, NUM_BLOCKS = 16, 512, 5
 
 
 def make_pace(token_seconds: float = 0.0005) -> Pace:
     """A pace that has seen iterations of tokens alone and of prompts alone, long ago."""
-    pace = Pace(MOST, LEAST)
+    pace = Pace(MOST, LEAST, NUM_BLOCKS)
     pace.note(1.0, 0.005, 1, 0)
     pace.note(2.0, 64 * token_seconds, 0, 64)
     return pace
 
 
 def test_first_iteration_is_a_small_one() -> None:
-    assert Pace(MOST, LEAST).choose_budget(0.0) == LEAST
+    assert Pace(MOST, LEAST, NUM_BLOCKS).choose_budget(0.0) == LEAST
 
 
 def test_prompts_get_more_when_nobody_decodes() -> None:
@@ -24,17 +24,20 @@ def test_prompts_get_more_when_nobody_decodes() -> None:
     assert pace.choose_budget(100.0) == pytest.approx(60, abs=1)
 
     pace.note_decoding(100.0)
-    assert pace.choose_budget(100.1) == LEAST
+    assert pace.choose_budget(100.1) == pytest.approx(20, abs=1)  # 2 ms for each of 5 blocks
     assert pace.choose_budget(101.0) == pytest.approx(60, abs=1)
 
 
-def test_prompts_take_no_longer_than_tokens_where_those_take_long() -> None:
-    pace = Pace(MOST, LEAST)
-    pace.note(1.0, 0.02, 8, 0)
+@pytest.mark.parametrize(("decode_seconds", "expected"), [(0.02, 40), (0.2, 60)])
+def test_prompts_take_no_longer_than_tokens_where_those_take_long(
+    decode_seconds: float, expected: int
+) -> None:
+    pace = Pace(MOST, LEAST, NUM_BLOCKS)
+    pace.note(1.0, decode_seconds, 8, 0)
     pace.note(2.0, 0.032, 0, 64)
     pace.note_decoding(100.0)
 
-    assert pace.choose_budget(100.1) == pytest.approx(40, abs=1)
+    assert pace.choose_budget(100.1) == pytest.approx(expected, abs=1)
 
 
 @pytest.mark.parametrize(("token_seconds", "expected"), [(1e-6, MOST), (1.0, LEAST)])
@@ -42,22 +45,27 @@ def test_budget_stays_within_its_bounds(token_seconds: float, expected: int) -> 
     assert make_pace(token_seconds).choose_budget(100.0) == expected
 
 
-def test_prompts_pause_for_as_long_as_they_took_while_somebody_decodes() -> None:
+def test_what_fills_gets_as_long_as_the_urgent_step_that_interrupted_it() -> None:
     pace = make_pace()
-    pace.note_decoding(100.0)
-    pace.note(100.1, 0.037, 1, 64)
+    pace.note(99.0, 0.01, 1, 64)
+    pace.begin_filling(100.0)
+    assert pace.must_give_way(100.0)
 
-    assert pace.choose_budget(100.11) == 0
-    assert pace.resume_in(100.11) == pytest.approx(0.022, abs=0.001)
-    assert pace.choose_budget(100.1 + 0.033) > 0
+    pace.note(100.006, 0.005, 1, 0)
+    assert not pace.must_give_way(100.010)
+    assert pace.must_give_way(100.012)
 
 
-def test_prompts_do_not_pause_when_nobody_decodes() -> None:
+def test_what_fills_is_due_after_an_iteration_without_it() -> None:
     pace = make_pace()
-    pace.note(100.1, 0.032, 0, 64)
+    pace.note(100.0, 0.02, 3, 0)
+    assert pace.is_filling_owed
+    pace.begin_filling(101.0)
+    assert not pace.must_give_way(101.019)
+    assert pace.must_give_way(101.021)
 
-    assert pace.resume_in(100.1) == 0.0
-    assert pace.choose_budget(100.1) > LEAST
+    pace.note(101.1, 0.02, 0, 64)
+    assert not pace.is_filling_owed
 
 
 def test_what_decoding_costs_is_not_put_down_to_the_prompt() -> None:
@@ -78,7 +86,7 @@ def test_length_of_iterations_is_followed() -> None:
 
 
 def test_holders_are_in_company_while_others_decode() -> None:
-    pace = Pace(MOST, LEAST)
+    pace = Pace(MOST, LEAST, NUM_BLOCKS)
     one, flood, quiet = ("home", "one"), ("home", "flood"), ("away", "")
     pace.note_decoding(100.0, one)
     assert pace.find_in_company({one, flood}, 100.1) == {flood}
@@ -90,3 +98,11 @@ def test_holders_are_in_company_while_others_decode() -> None:
     pace.note_decoding(100.4, one)
     assert pace.find_in_company({one, flood}, 100.5) == {flood}
     assert pace.find_in_company({one, flood}, 200.0) == set()
+
+
+def test_who_decodes_in_many_sessions_is_no_company() -> None:
+    pace = Pace(MOST, LEAST, NUM_BLOCKS)
+    pace.note_decoding(100.0, ("home", "flood"), is_single=False)
+
+    assert pace.find_in_company({("home", "one")}, 100.0) == set()
+    assert pace.choose_budget(100.0) == LEAST

@@ -10,11 +10,10 @@ from shoal.peer.engine.scheduler import (
     DECODED_TOKENS,
     LEAD_TOKENS,
     PART_TOKENS,
-    SHORT_PART_TOKENS,
-    TURN_TOKENS,
     Take,
     WaitingStep,
     choose_batch,
+    choose_urgent,
     count_part_tokens,
     renew_usage,
 )
@@ -65,7 +64,6 @@ def test_steps_of_one_session_do_not_overtake_each_other() -> None:
 @pytest.mark.parametrize(
     ("budget", "chosen"),
     [
-        (0, [(1, 1)]),
         (1, [(1, 1), (0, 64)]),
         (64, [(1, 1), (0, 64)]),
         (127, [(1, 1), (0, 64)]),
@@ -167,7 +165,7 @@ def test_client_that_misses_an_iteration_is_still_ahead() -> None:
     usage = renew_usage(use(here=0.0, away=32000.0), waiting, [])
 
     assert usage["away",] == 31000.0
-    assert choose_batch([*waiting, token(2, "away")], usage, 512, 0) == [Take(0, 1)]
+    assert choose_urgent([*waiting, token(2, "away")], usage, 512) == [Take(0, 1)]
 
 
 def test_what_somebody_was_ahead_by_is_forgotten_in_time() -> None:
@@ -206,7 +204,7 @@ def test_every_batch_keeps_the_rules(seed: int) -> None:
                     session, ("home", f"client {session % 3}"), rows, num_tokens, num_tokens == 1
                 )
             )
-        token_budget, prompt_budget = rng.randint(1, 100), rng.randint(0, 300)
+        token_budget, prompt_budget = rng.randint(1, 100), rng.randint(1, 300)
 
         batch = choose_batch(waiting, {}, token_budget, prompt_budget)
 
@@ -232,7 +230,9 @@ def test_every_batch_keeps_the_rules(seed: int) -> None:
         ]
         largest = max((100, PART_TOKENS))
         assert sum(parts) <= max(prompt_budget, largest)
-        assert batch or prompt_budget == 0
+        assert batch
+        urgent = choose_urgent(waiting, {}, token_budget)
+        assert urgent == [take for take in batch if waiting[take.index].is_decoding]
 
 
 class Queue:
@@ -258,47 +258,49 @@ class Queue:
         return done
 
 
-def test_holder_in_company_brings_one_step_its_sessions_in_turn() -> None:
-    flood = [token(session, "home/flood") for session in range(1, 4)]
-    waiting = [*flood, token(4, "home/one"), token(5, "home/other")]
-    holders = {step.holder for step in waiting}
-    usage: dict[tuple[str, ...], float] = {}
-    turns: list[list[int]] = []
-    for _ in range(3):
-        batch = choose_batch(waiting, usage, 512, 512, in_company=holders)
-        usage = renew_usage(usage, waiting, batch)
-        turns.append([take.index for take in batch])
-
-    assert turns == [[0, 3, 4], [1, 3, 4], [2, 3, 4]]
-
-
-@pytest.mark.parametrize(
-    ("part_tokens", "expected", "num_parts"),
-    [(SHORT_PART_TOKENS, TURN_TOKENS, 45), (PART_TOKENS, PART_TOKENS, 10)],
-)
-def test_prompts_and_tokens_of_a_holder_in_company_take_turns(
-    part_tokens: int, expected: int, num_parts: int
-) -> None:
-    waiting = [token(1, "flood"), prompt(2, 10_000, "flood"), token(3, "one")]
+def test_holder_in_company_is_urgent_with_one_step_and_fills_with_more() -> None:
+    waiting = [token(1, "flood"), token(2, "flood"), token(3, "one"), prompt(4, 9, "flood")]
     company = {step.holder for step in waiting}
-    usage: dict[tuple[str, ...], float] = {}
-    taken: Counter[int] = Counter()
-    for _ in range(90):
-        batch = choose_batch(waiting, usage, 512, 512, part_tokens, company)
-        usage = renew_usage(usage, waiting, batch)
-        assert len(batch) == 2
-        taken.update(take.index for take in batch)
-        assert all(take.num_tokens == (expected if take.index == 1 else 1) for take in batch)
 
-    assert taken == {0: 90 - num_parts, 1: num_parts, 2: 90}
+    assert choose_urgent(waiting, {}, 512, company) == [Take(2, 1)]
+    assert choose_urgent(waiting[1:], {}, 512, company) == [Take(0, 1), Take(1, 1)]
+    alone = choose_urgent(waiting, {}, 512, ())
+    assert sorted(take.index for take in alone) == [0, 1, 2]
 
 
-def test_holder_in_company_decodes_while_prompts_pause() -> None:
-    waiting = [prompt(1, 100, "flood"), token(2, "flood")]
+def test_holder_in_company_is_not_urgent_while_a_step_of_his_is_running() -> None:
+    waiting, running = [token(1, "flood"), token(2, "one")], [token(3, "flood")]
+    company = {("flood", ""), ("one", "")}
 
-    batch = choose_batch(waiting, {}, 512, 0, in_company={("flood", "")})
+    assert choose_urgent(waiting, {}, 512, company, running) == [Take(1, 1)]
+    assert choose_urgent(waiting, {}, 512, (), running) == [Take(0, 1), Take(1, 1)]
+    prompts = [prompt(3, 100, "flood")]
+    assert choose_urgent(waiting, {}, 512, company, prompts) == [Take(0, 1), Take(1, 1)]
 
-    assert batch == [Take(1, 1)]
+
+def test_step_behind_a_running_one_of_its_session_is_not_urgent() -> None:
+    assert choose_urgent([token(1), token(2)], {}, 512, (), [prompt(1, 64)]) == [Take(1, 1)]
+
+
+def test_who_is_far_ahead_of_one_that_is_running_is_not_urgent() -> None:
+    usage = use(ahead=LEAD_TOKENS + 1.0, one=0.0)
+
+    assert choose_urgent([token(1, "ahead")], usage, 512, (), [prompt(2, 64, "one")]) == []
+    assert choose_urgent([token(1, "ahead")], usage, 512) == [Take(0, 1)]
+
+
+def test_what_fills_shares_a_budget_by_what_it_costs() -> None:
+    flood = [token(session, "flood") for session in range(1, 9)]
+    waiting = [*flood, token(9, "one"), prompt(10, 100, "other")]
+    company = {step.holder for step in waiting}
+
+    batch = choose_batch(waiting, {}, 512, 64, 16, company)
+
+    assert batch[0] == Take(8, 1)
+    taken = {take.index: take.num_tokens for take in batch[1:]}
+    assert taken.pop(9) == 32
+    assert set(taken.values()) == {1}
+    assert len(taken) * DECODED_TOKENS == 32
 
 
 def test_prompt_goes_on_beside_a_stream_of_decode_steps() -> None:
@@ -336,7 +338,7 @@ def test_short_prompt_passes_a_flood_of_long_ones_of_another_client() -> None:
 
 
 def test_flood_of_sessions_of_one_client_leaves_others_their_share() -> None:
-    queue = Queue(token_budget=8, prompt_budget=0)
+    queue = Queue(token_budget=8, prompt_budget=1)
     served: Counter[str] = Counter()
     for session in range(100):
         queue.waiting.append(token(session, "flood"))
