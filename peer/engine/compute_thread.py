@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
@@ -117,8 +117,11 @@ class ComputeThread:
     `call_soon_threadsafe` and knows nothing else of asyncio. Use it as an async context manager.
     """
 
-    def __init__(self, engine: Engine, token_budget: int = 512) -> None:
+    def __init__(
+        self, engine: Engine, token_budget: int = 512, now: Callable[[], float] = time.monotonic
+    ) -> None:
         self._engine = engine
+        self._now = now
         self._token_budget = token_budget
         self._pace = Pace(token_budget, engine.part_tokens, len(engine.span))
         self._usage: Usage = {}
@@ -161,14 +164,11 @@ class ComputeThread:
         what is left of a prompt, unless that part has begun.
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
-        job = _Job(work, holder, future, time.monotonic())
+        job = _Job(work, holder, future, self._now())
         with self._wake:
             if job.is_decoding:
                 self._is_decoding_new = True
-                is_single = not any(
-                    other.is_decoding and other.holder == holder for other in self._jobs
-                )
-                self._pace.note_decoding(job.submitted_at, holder, is_single)
+                self._note_decoding(job, job.submitted_at)
         self._enqueue(self._jobs, job)
         return future
 
@@ -219,14 +219,14 @@ class ComputeThread:
             self._compute(iteration)
 
     def _compute(self, iteration: _Iteration) -> None:
-        started_at = time.monotonic()
+        started_at = self._now()
         before_block = None
         if iteration.is_filling:
             self._pace.begin_filling(started_at)
             before_block = partial(self._give_way, iteration)
         try:
             results = self._execute([part for _, part in iteration.parts], before_block)
-            now = time.monotonic()
+            now = self._now()
             self._deliver(iteration, results, now, now - started_at - iteration.interrupted_seconds)
         except BaseException:
             # The thread is about to die; `_run` answers what is in the queue.
@@ -236,12 +236,12 @@ class ComputeThread:
 
     def _give_way(self, iteration: _Iteration) -> None:
         """Compute what has become urgent, before an iteration that fills the time goes on."""
-        now = time.monotonic()
+        now = self._now()
         if self._is_decoding_new and self._pace.must_give_way(now):
             urgent = self._choose_urgent(iteration)
             if urgent.parts:
                 self._compute(urgent)
-                iteration.interrupted_seconds += time.monotonic() - now
+                iteration.interrupted_seconds += self._now() - now
 
     def _execute(
         self, works: list[StepWork], before_block: Callable[[], object] | None = None
@@ -278,9 +278,10 @@ class ComputeThread:
 
     def _choose_iteration(self) -> _Iteration:
         with self._wake:
-            now = time.monotonic()
-            jobs, waiting, in_company = self._look(now)
-            takes = urgent = choose_urgent(waiting, self._usage, self._token_budget, in_company)
+            now = self._now()
+            jobs, waiting = self._look()
+            crowding = self._pace.find_crowding(now)
+            takes = urgent = choose_urgent(waiting, self._usage, self._token_budget, crowding)
             if not urgent or self._pace.is_filling_owed:
                 takes = choose_batch(
                     waiting,
@@ -288,26 +289,24 @@ class ComputeThread:
                     self._token_budget,
                     self._pace.choose_budget(now),
                     self._engine.part_tokens,
-                    in_company,
+                    crowding,
                 )
             return _Iteration(self._take(jobs, waiting, takes), len(urgent))
 
     def _choose_urgent(self, interrupted: _Iteration) -> _Iteration:
         with self._wake:
-            jobs, waiting, in_company = self._look(time.monotonic())
+            jobs, waiting = self._look()
+            crowding = self._pace.find_crowding(self._now())
             running = [job.describe() for job, _ in interrupted.parts]
-            takes = choose_urgent(waiting, self._usage, self._token_budget, in_company, running)
+            takes = choose_urgent(waiting, self._usage, self._token_budget, crowding, running)
             parts = self._take(jobs, waiting + running, takes) if takes else []
             return _Iteration(parts, len(takes))
 
-    def _look(
-        self, now: float
-    ) -> tuple[list[_Job], list[WaitingStep], Collection[tuple[str, str]]]:
-        """Return the jobs that wait, what the policy may know of them, and who has company."""
+    def _look(self) -> tuple[list[_Job], list[WaitingStep]]:
+        """Return the jobs that wait, and what the policy may know of them."""
         self._is_decoding_new = False
         jobs = [job for job in self._jobs if not job.future.cancelled()]
-        in_company = self._pace.find_in_company({job.holder for job in jobs}, now)
-        return jobs, [job.describe() for job in jobs], in_company
+        return jobs, [job.describe() for job in jobs]
 
     def _take(
         self, jobs: list[_Job], present: list[WaitingStep], takes: list[Take]
@@ -341,9 +340,16 @@ class ComputeThread:
             count_cost(part.num_rows * part.num_tokens, job.is_decoding)
             for job, part in iteration.parts[iteration.num_urgent :]
         )
-        self._pace.note(now, seconds, iteration.num_urgent, num_filling)
         with self._wake:
+            self._pace.note(now, seconds, iteration.num_urgent, num_filling)
+            for job, _ in iteration.parts:
+                if job.is_decoding:
+                    self._note_decoding(job, now)
             self._jobs.extendleft(reversed(unfinished))
+
+    def _note_decoding(self, job: _Job, now: float) -> None:
+        # When it comes and when it is done: a step may wait for longer than is called recent.
+        self._pace.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
 
     def _answer(self, future: asyncio.Future[Any] | None, result: object) -> None:
         def settle() -> None:

@@ -1,6 +1,9 @@
 """How much one iteration may carry, so that those who decode hardly notice each other."""
 
-from collections.abc import Collection
+from collections import Counter
+
+Holder = tuple[str, str]
+"""Whose a step is: an address, and a client there."""
 
 _IDLE_SECONDS = 0.03
 """How long an iteration may be when nobody decodes: a newcomer waits for one to open its session
@@ -11,28 +14,43 @@ _BLOCK_SECONDS = 0.002
 waits until it is done."""
 
 _RECENT_SECONDS = 0.25
-"""Somebody decodes as long as the last decoded token is not older than this."""
+_RECENT_ITERATIONS = 8
+"""A session decodes as long as its last step was within these seconds, or so many iterations."""
+
+_FEW_ROWS = 4
+"""What people decode at once; programs decode more."""
 
 _SMOOTHING = 0.2
 
 
-class _Recent:
-    """Who did something within the last moments."""
+class _Decoding:
+    """The sessions that had a step of late, and their rows."""
 
     def __init__(self) -> None:
-        self._seen_at: dict[tuple[str, str], float] = {}
+        self._sessions: dict[tuple[Holder, int], tuple[float, int]] = {}
 
-    def note(self, now: float, holder: tuple[str, str]) -> None:
-        self._seen_at.pop(holder, None)
-        self._seen_at[holder] = now
+    def note(self, now: float, holder: Holder, session: int, num_rows: int) -> None:
+        self._sessions.pop((holder, session), None)
+        self._sessions[holder, session] = now, num_rows
 
-    def find(self, now: float) -> set[tuple[str, str]]:
-        """Return who it was, and forget who did it long ago: the first are the oldest."""
-        for holder, seen_at in list(self._seen_at.items()):
-            if now - seen_at < _RECENT_SECONDS:
+    def forget(self, before: float) -> None:
+        """Forget those whose last step was before a time: the first are the oldest."""
+        for key, (noted_at, _) in list(self._sessions.items()):
+            if noted_at >= before:
                 break
-            del self._seen_at[holder]
-        return set(self._seen_at)
+            del self._sessions[key]
+
+    def __bool__(self) -> bool:
+        return bool(self._sessions)
+
+    def count_rows(self) -> tuple[Counter[str], Counter[Holder]]:
+        """Return the rows of each address and of each holder."""
+        addresses: Counter[str] = Counter()
+        holders: Counter[Holder] = Counter()
+        for (holder, _), (_, num_rows) in self._sessions.items():
+            addresses[holder[0]] += num_rows
+            holders[holder] += num_rows
+        return addresses, holders
 
 
 class Pace:
@@ -50,8 +68,7 @@ class Pace:
         self._decode_seconds = 0.0
         self._token_seconds = 0.0
         self._iteration_seconds = 0.0
-        self._decoding = _Recent()
-        self._decoding_singly = _Recent()
+        self._decoding = _Decoding()
         self._owed_seconds = 0.0
         self._filling_since = 0.0
 
@@ -65,27 +82,33 @@ class Pace:
         """Whether it is the turn of what fills, even if something urgent waits."""
         return self._owed_seconds > 0
 
-    def note_decoding(
-        self, now: float, holder: tuple[str, str] = ("", ""), is_single: bool = True
-    ) -> None:
-        """Note that a step of a holder that decodes has come in, and is the only one waiting."""
-        self._decoding.note(now, holder)
-        if is_single:
-            self._decoding_singly.note(now, holder)
+    def note_decoding(self, now: float, holder: Holder, session: int, num_rows: int) -> None:
+        """Note that a step that decodes has come in, or was computed."""
+        self._decoding.note(now, holder, session, num_rows)
 
-    def find_in_company(
-        self, holders: Collection[tuple[str, str]], now: float
-    ) -> set[tuple[str, str]]:
-        """Return those of the holders beside whom others decode, in one session each."""
-        singly = self._decoding_singly.find(now)
-        return {holder for holder in holders if singly - {holder}}
+    def find_crowding(self, now: float) -> set[Holder]:
+        """Return who decodes many rows beside others who decode few.
+
+        Names cost nothing: many clients of one address are like one beside another address.
+        """
+        self._forget(now)
+        addresses, holders = self._decoding.count_rows()
+        few_of_address = min(addresses.values(), default=0) <= _FEW_ROWS
+        few_of_holder = min(holders.values(), default=0) <= _FEW_ROWS
+        return {
+            holder
+            for holder, num_rows in holders.items()
+            if (few_of_holder and num_rows > _FEW_ROWS)
+            or (few_of_address and addresses[holder[0]] > _FEW_ROWS)
+        }
 
     def choose_budget(self, now: float) -> int:
         """Return how many tokens of prompts the next iteration may carry, or as much else."""
         if not self._token_seconds:
             return self._least_tokens
         seconds = _IDLE_SECONDS
-        if self._decoding.find(now):
+        self._forget(now)
+        if self._decoding:
             seconds = max(self._shared_seconds, min(self._decode_seconds, _IDLE_SECONDS))
         num_tokens = int(seconds / self._token_seconds)
         return max(self._least_tokens, min(num_tokens, self._token_budget))
@@ -112,6 +135,10 @@ class Pace:
         if num_urgent == 0 or self._decode_seconds:
             rest = max(seconds - (self._decode_seconds if num_urgent else 0.0), 0.0)
             self._token_seconds = _smooth(self._token_seconds, rest / num_filling)
+
+    def _forget(self, now: float) -> None:
+        recent = max(_RECENT_SECONDS, _RECENT_ITERATIONS * self._iteration_seconds)
+        self._decoding.forget(now - recent)
 
 
 def _smooth(average: float, value: float) -> float:

@@ -7,7 +7,6 @@ nobody's results depend on the company.
 """
 
 import heapq
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -73,23 +72,23 @@ def choose_urgent(
     waiting: Sequence[WaitingStep],
     usage: Usage,
     token_budget: int,
-    in_company: Collection[tuple[str, str]] = (),
+    crowding: Collection[tuple[str, str]] = (),
     running: Sequence[WaitingStep] = (),
 ) -> list[Take]:
     """Return the steps for which everything else has to wait, up to `token_budget` rows.
 
     `waiting` is in order of arrival; only the oldest step of a session is a candidate, and only if
-    the session has none that is `running`. Steps that decode are urgent, except two kinds. Holders
-    who are `in_company` of others that decode have to be content with one step at a time: with
-    all that a flood has waiting, an iteration would take many times as long for those others. And
-    who is ahead of others by more than LEAD_TOKENS has to let them catch up.
+    the session has none that is `running`. Steps that decode are urgent, except those of two kinds
+    of holders. Who is `crowding`, decoding many rows beside others who decode few, would make their
+    iterations many times as long. And who is ahead of others by more than LEAD_TOKENS has to let
+    them catch up.
 
     >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
     >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
     >>> choose_urgent([prompt, token], {}, 512)
     [Take(index=1, num_tokens=1)]
     """
-    urgent = _find_urgent(waiting, usage, in_company, running)
+    urgent = _find_urgent(waiting, usage, crowding, running)
     taken: dict[int, int] = {}
     _share_out(token_budget, waiting, urgent, PART_TOKENS, dict(usage), taken)
     return [Take(index, num_tokens) for index, num_tokens in taken.items()]
@@ -101,7 +100,7 @@ def choose_batch(
     token_budget: int,
     filling_budget: int,
     part_tokens: int = PART_TOKENS,
-    in_company: Collection[tuple[str, str]] = (),
+    crowding: Collection[tuple[str, str]] = (),
 ) -> list[Take]:
     """Return what to compute together: what is urgent, and what fills.
 
@@ -117,7 +116,7 @@ def choose_batch(
     >>> choose_batch([prompt, token], {}, 512, 128)
     [Take(index=1, num_tokens=1), Take(index=0, num_tokens=128)]
     """
-    urgent = _find_urgent(waiting, usage, in_company, ())
+    urgent = _find_urgent(waiting, usage, crowding, ())
     filling = [index for index in _find_heads(waiting, ()) if index not in set(urgent)]
     shares = dict(usage)
     taken: dict[int, int] = {}
@@ -139,18 +138,16 @@ def _find_heads(waiting: Sequence[WaitingStep], running: Sequence[WaitingStep]) 
 def _find_urgent(
     waiting: Sequence[WaitingStep],
     usage: Usage,
-    in_company: Collection[tuple[str, str]],
+    crowding: Collection[tuple[str, str]],
     running: Sequence[WaitingStep],
 ) -> list[int]:
     least = _find_least(usage, [*waiting, *running])
-    decoding = [i for i in _find_heads(waiting, running) if waiting[i].is_decoding]
-    counts = Counter(waiting[index].holder for index in decoding)
-    counts.update(step.holder for step in running if step.is_decoding)
     return [
         index
-        for index in decoding
-        if (holder := waiting[index].holder) not in in_company or counts[holder] == 1
-        if not _is_far_ahead(waiting[index], usage, least)
+        for index in _find_heads(waiting, running)
+        if waiting[index].is_decoding
+        and waiting[index].holder not in crowding
+        and not _is_far_ahead(waiting[index], usage, least)
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,8 @@ class NotingEngine:
         self.finished: list[list[StepWork]] = []
         self.between: Callable[[], object] = bool
         """Happens before the one block of this engine, where steps of others may be computed."""
+        self.inside: Callable[[], object] = bool
+        """Happens while a batch is computed."""
         self.entered = threading.Event()
         self.gate = threading.Event()
         self.gate.set()
@@ -56,6 +59,7 @@ class NotingEngine:
         self.batches.append(list(batch))
         self.entered.set()
         assert self.gate.wait(PATIENCE_SECONDS)
+        self.inside()
         if before_block is not None:
             self.between()
             before_block()
@@ -86,9 +90,11 @@ def make_work(cache: Any, position: int = 0, num_tokens: int = 1, **options: Any
     return StepWork(cache, Span(0, 1), position, hidden, **options)
 
 
-def make_thread(engine: NotingEngine, token_budget: int = 512) -> ComputeThread:
+def make_thread(
+    engine: NotingEngine, token_budget: int = 512, now: Callable[[], float] = time.monotonic
+) -> ComputeThread:
     fake: Any = engine
-    return ComputeThread(fake, token_budget)
+    return ComputeThread(fake, token_budget, now)
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:

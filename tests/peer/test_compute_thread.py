@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -14,8 +14,8 @@ from compute_thread_scene import FakeCache, NotingEngine, make_thread, make_work
 
 from shoal.peer.engine.compute_thread import ComputedStep
 from shoal.peer.engine.engine import StepWork
-from shoal.peer.engine.pace import Pace
-from shoal.peer.engine.scheduler import PART_TOKENS
+from shoal.peer.engine.pace import Holder, Pace
+from shoal.peer.engine.scheduler import DECODED_TOKENS, PART_TOKENS
 
 
 def test_step_is_answered_with_its_own_result() -> None:
@@ -115,7 +115,7 @@ def test_no_step_is_lost_that_comes_while_a_batch_is_chosen() -> None:
 
 
 class PatientPace(Pace):
-    """Gives way always or never; nobody but the flood has company."""
+    """Gives way always or never; nobody but the flood crowds."""
 
     def __init__(self, gives_way: bool = True) -> None:
         super().__init__(512, PART_TOKENS, 1)
@@ -124,13 +124,40 @@ class PatientPace(Pace):
     def must_give_way(self, now: float) -> bool:
         return self._gives_way
 
-    def find_in_company(
-        self, holders: Collection[tuple[str, str]], now: float
-    ) -> set[tuple[str, str]]:
-        return {holder for holder in holders if holder == FLOOD}
+    def find_crowding(self, now: float) -> set[Holder]:
+        return {FLOOD}
 
 
 FLOOD, ONE = ("home", "flood"), ("home", "one")
+
+
+def test_flood_fills_while_others_are_urgent() -> None:
+    """With iterations that are much longer than what is recent without them."""
+    engine = NotingEngine()
+    now = 0.0
+
+    def take_long() -> None:
+        nonlocal now
+        now += 5.0
+
+    async def test() -> None:
+        compute = make_thread(engine, now=lambda: now)  # not entered: the test is the thread
+        caches = [FakeCache() for _ in range(32)]
+        engine.inside = take_long
+        futures = [compute.submit(make_work(cache), FLOOD) for cache in caches]
+        compute.step()
+        futures += [compute.submit(make_work(cache), FLOOD) for cache in caches]
+        for _ in range(4):
+            futures.append(compute.submit(make_work(FakeCache()), ONE))
+            compute.step()
+        for future in futures:
+            future.cancel()
+
+    run(test)
+    alone, *in_turn = [len(batch) for batch in engine.batches]
+    assert alone == 32
+    num_filling = PART_TOKENS // DECODED_TOKENS
+    assert in_turn == [1 + num_filling, 1, 1 + num_filling, 1]
 
 
 async def compute_while_filling(

@@ -2,9 +2,10 @@
 
 import pytest
 
-from shoal.peer.engine.pace import Pace
+from shoal.peer.engine.pace import Holder, Pace
 
 LEAST, MOST, NUM_BLOCKS = 16, 512, 5
+ONE, FLOOD, QUIET = ("home", "one"), ("home", "flood"), ("away", "")
 
 
 def make_pace(token_seconds: float = 0.0005) -> Pace:
@@ -23,7 +24,7 @@ def test_prompts_get_more_when_nobody_decodes() -> None:
     pace = make_pace()
     assert pace.choose_budget(100.0) == pytest.approx(60, abs=1)
 
-    pace.note_decoding(100.0)
+    pace.note_decoding(100.0, ONE, 1, 1)
     assert pace.choose_budget(100.1) == pytest.approx(20, abs=1)  # 2 ms for each of 5 blocks
     assert pace.choose_budget(101.0) == pytest.approx(60, abs=1)
 
@@ -35,7 +36,7 @@ def test_prompts_take_no_longer_than_tokens_where_those_take_long(
     pace = Pace(MOST, LEAST, NUM_BLOCKS)
     pace.note(1.0, decode_seconds, 8, 0)
     pace.note(2.0, 0.032, 0, 64)
-    pace.note_decoding(100.0)
+    pace.note_decoding(100.0, ONE, 1, 1)
 
     assert pace.choose_budget(100.1) == pytest.approx(expected, abs=1)
 
@@ -85,24 +86,49 @@ def test_length_of_iterations_is_followed() -> None:
     assert pace.iteration_seconds == pytest.approx(0.2, rel=0.01)
 
 
-def test_holders_are_in_company_while_others_decode() -> None:
+def note_sessions(pace: Pace, now: float, holder: Holder, count: int, num_rows: int = 1) -> None:
+    for session in range(count):
+        pace.note_decoding(now, holder, session, num_rows)
+
+
+@pytest.mark.parametrize(("num_sessions", "num_rows"), [(5, 1), (1, 5), (3, 2)])
+def test_who_decodes_many_rows_crowds_those_who_decode_few(
+    num_sessions: int, num_rows: int
+) -> None:
     pace = Pace(MOST, LEAST, NUM_BLOCKS)
-    one, flood, quiet = ("home", "one"), ("home", "flood"), ("away", "")
-    pace.note_decoding(100.0, one)
-    assert pace.find_in_company({one, flood}, 100.1) == {flood}
+    note_sessions(pace, 100.0, FLOOD, num_sessions, num_rows)
+    assert pace.find_crowding(100.0) == set()
 
-    pace.note_decoding(100.2, flood)
-    assert pace.find_in_company({one, flood, quiet}, 100.2) == {one, flood, quiet}
-    assert pace.find_in_company({one, flood, quiet}, 100.4) == {one, quiet}
-
-    pace.note_decoding(100.4, one)
-    assert pace.find_in_company({one, flood}, 100.5) == {flood}
-    assert pace.find_in_company({one, flood}, 200.0) == set()
+    note_sessions(pace, 100.1, ONE, 4)
+    assert pace.find_crowding(100.2) == {FLOOD}
+    note_sessions(pace, 100.3, FLOOD, num_sessions, num_rows)
+    assert pace.find_crowding(100.4) == set(), "the others are gone"
 
 
-def test_who_decodes_in_many_sessions_is_no_company() -> None:
+def test_those_who_all_decode_many_rows_do_not_crowd_each_other() -> None:
     pace = Pace(MOST, LEAST, NUM_BLOCKS)
-    pace.note_decoding(100.0, ("home", "flood"), is_single=False)
+    for holder in (ONE, FLOOD, QUIET):
+        note_sessions(pace, 100.0, holder, 16)
 
-    assert pace.find_in_company({("home", "one")}, 100.0) == set()
-    assert pace.choose_budget(100.0) == LEAST
+    assert pace.find_crowding(100.0) == set()
+
+
+def test_names_that_are_made_up_crowd_together() -> None:
+    pace = Pace(MOST, LEAST, NUM_BLOCKS)
+    names = [("home", f"name {number}") for number in range(5)]
+    for name in names:
+        note_sessions(pace, 100.0, name, 1)
+    assert pace.find_crowding(100.0) == set()
+
+    note_sessions(pace, 100.0, QUIET, 1)
+    assert pace.find_crowding(100.0) == set(names)
+
+
+def test_who_decodes_is_remembered_for_longer_where_iterations_are_long() -> None:
+    pace = Pace(MOST, LEAST, NUM_BLOCKS)
+    pace.note(100.0, 2.0, 8, 0)
+    note_sessions(pace, 100.0, ONE, 1)
+    note_sessions(pace, 110.0, FLOOD, 8)
+
+    assert pace.find_crowding(115.0) == {FLOOD}
+    assert pace.find_crowding(117.0) == set()

@@ -258,24 +258,12 @@ class Queue:
         return done
 
 
-def test_holder_in_company_is_urgent_with_one_step_and_fills_with_more() -> None:
+def test_all_that_decodes_is_urgent_but_for_who_crowds() -> None:
     waiting = [token(1, "flood"), token(2, "flood"), token(3, "one"), prompt(4, 9, "flood")]
-    company = {step.holder for step in waiting}
 
-    assert choose_urgent(waiting, {}, 512, company) == [Take(2, 1)]
-    assert choose_urgent(waiting[1:], {}, 512, company) == [Take(0, 1), Take(1, 1)]
+    assert choose_urgent(waiting, {}, 512, {("flood", "")}) == [Take(2, 1)]
     alone = choose_urgent(waiting, {}, 512, ())
     assert sorted(take.index for take in alone) == [0, 1, 2]
-
-
-def test_holder_in_company_is_not_urgent_while_a_step_of_his_is_running() -> None:
-    waiting, running = [token(1, "flood"), token(2, "one")], [token(3, "flood")]
-    company = {("flood", ""), ("one", "")}
-
-    assert choose_urgent(waiting, {}, 512, company, running) == [Take(1, 1)]
-    assert choose_urgent(waiting, {}, 512, (), running) == [Take(0, 1), Take(1, 1)]
-    prompts = [prompt(3, 100, "flood")]
-    assert choose_urgent(waiting, {}, 512, company, prompts) == [Take(0, 1), Take(1, 1)]
 
 
 def test_step_behind_a_running_one_of_its_session_is_not_urgent() -> None:
@@ -292,9 +280,8 @@ def test_who_is_far_ahead_of_one_that_is_running_is_not_urgent() -> None:
 def test_what_fills_shares_a_budget_by_what_it_costs() -> None:
     flood = [token(session, "flood") for session in range(1, 9)]
     waiting = [*flood, token(9, "one"), prompt(10, 100, "other")]
-    company = {step.holder for step in waiting}
 
-    batch = choose_batch(waiting, {}, 512, 64, 16, company)
+    batch = choose_batch(waiting, {}, 512, 64, 16, {("flood", "")})
 
     assert batch[0] == Take(8, 1)
     taken = {take.index: take.num_tokens for take in batch[1:]}
