@@ -4,10 +4,17 @@ import asyncio
 import errno
 import ipaddress
 import socket
+from typing import Any
 from urllib.parse import unquote
 
 from ..endpoints import Endpoint
 from ..errors import UsageError
+
+_BACKLOG = 128
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 30_000}
+"""Seconds until the first question, between questions, their number; and milliseconds for which
+what was sent may stay unconfirmed."""
 
 
 def is_loopback(host: str) -> bool:
@@ -28,6 +35,38 @@ def host_in(grpc_peer: str) -> str | None:
     kind, _, address = unquote(grpc_peer).partition(":")
     host, colon, _ = address.rpartition(":")
     return host.strip("[]") if kind in ("ipv4", "ipv6") and colon else None
+
+
+async def resolve_all(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:
+    """Return the addresses to listen on for a host, each once."""
+    found = await asyncio.get_running_loop().getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )
+    return list(dict.fromkeys((family, address) for family, _, _, _, address in found))
+
+
+def open_listening(family: socket.AddressFamily, address: Any) -> socket.socket:
+    """Return a listening socket that does not block. Raises OSError."""
+    opened = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        opened.setblocking(False)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family is socket.AddressFamily.AF_INET6:
+            opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        opened.bind(address)
+        opened.listen(_BACKLOG)
+    except OSError:
+        opened.close()
+        raise
+    return opened
+
+
+def set_keepalive(connected: socket.socket) -> None:
+    """Have the system notice within half a minute that the machine at the other end is gone."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):  # not every system can be told
+            connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 async def check_can_bind(host: str, port: int) -> None:

@@ -10,7 +10,9 @@ import datetime
 import hashlib
 import os
 import ssl
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -23,6 +25,12 @@ from ..errors import RemoteProtocolError, UnavailableError, UsageError
 
 # The order of P-256 (FIPS 186-5): private keys are the numbers from 1 to one less.
 _NUM_KEYS = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+ALPN = "shoal/1"
+"""What both ends of a TCP stream have to agree on in the handshake."""
+
+SHUTDOWN_SECONDS = 1.0
+"""How long TLS waits for the other end's farewell."""
+
 _COMMON_NAME = "shoal.invalid"
 _LIFETIME = datetime.timedelta(days=3650)
 # Clocks of volunteers differ: a certificate that is valid only from now on would be refused.
@@ -133,12 +141,20 @@ async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
     except ssl.SSLError as error:
         raise RemoteProtocolError(f"{endpoint} does not answer with TLS") from error
     except (OSError, UnicodeError) as error:
-        raise UnavailableError(f"nobody answers at {endpoint}: {_explain(error)}") from error
+        raise UnavailableError(f"nobody answers at {endpoint}: {explain(error)}") from error
     try:
         der: bytes = writer.get_extra_info("ssl_object").getpeercert(binary_form=True) or b""
     finally:
         writer.transport.abort()
-    # The handshake proved that whoever answers holds the private half of the certificate's key.
+    check_pinned(der, endpoint)
+    return ssl.DER_cert_to_PEM_cert(der).encode("ascii")
+
+
+def check_pinned(der: bytes, endpoint: Endpoint) -> None:
+    """Raise RemoteProtocolError unless a certificate has the key that an endpoint's peer announced.
+
+    The handshake proved that whoever answers holds the private half of the certificate's key.
+    """
     try:
         fingerprint = _hash_key(x509.load_der_x509_certificate(der))
     except _UNREADABLE as error:
@@ -149,10 +165,34 @@ async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
         raise RemoteProtocolError(
             f"the peer at {endpoint} presents another TLS certificate than it announced"
         )
-    return ssl.DER_cert_to_PEM_cert(der).encode("ascii")
 
 
-def _explain(error: Exception) -> str:
+def make_server_context(identity: TlsIdentity) -> ssl.SSLContext:
+    """Return what a listener needs to prove its key."""
+    context = _harden(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+    context.num_tickets = 0  # connections last; nobody resumes one
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # mode 0700
+        file = Path(folder) / "identity.pem"
+        file.write_bytes(identity.certificate_pem + identity.private_key_pem)
+        context.load_cert_chain(file)
+    return context
+
+
+def make_client_context() -> ssl.SSLContext:
+    """Return what a dialler needs. It verifies nothing: use `check_pinned` before anything else."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return _harden(context)
+
+
+def _harden(context: ssl.SSLContext) -> ssl.SSLContext:
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols([ALPN])
+    return context
+
+
+def explain(error: Exception) -> str:
     """Return why nobody answers, without the numbers that asyncio puts around it."""
     if isinstance(error, OSError) and error.errno is not None and error.errno > 0:
         return os.strerror(error.errno).lower()

@@ -7,6 +7,8 @@ from transport_seam import Seam
 @pytest.fixture(
     params=[
         "loopback",
+        pytest.param("tcp-tls", marks=pytest.mark.network),
+        pytest.param("tcp-plain", marks=pytest.mark.network),
         pytest.param("grpc-tls", marks=pytest.mark.network),
         pytest.param("grpc-plain", marks=pytest.mark.network),
     ]

@@ -1,0 +1,163 @@
+"""The listening half of the TCP transport: an open port, and the streams that it accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from typing import cast
+
+from ..endpoints import Endpoint
+from ..errors import ShoalError
+from ..limits import MAX_FRAME_BYTES
+from .addresses import open_listening, resolve_all
+from .frame_cutter import Mark
+from .tcp_stream import TcpStream
+from .tls import SHUTDOWN_SECONDS
+from .transport import StreamServer
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 2048
+"""What all strangers together may open. Twice as many as a peer serves by default: the others hear
+why it does not serve them."""
+
+_MAX_DOORSTEP = 256
+"""Connections beyond those streams that may be told so, or are still saying who they are."""
+
+_HELLO_SECONDS = 5.0
+"""How long a stranger may take for the handshake and his first frame."""
+
+_MAX_HELLO_BYTES = 1024
+
+_PAUSE_SECONDS = 0.1
+"""Before another attempt to accept, when the system cannot."""
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long the servers of broken streams may clean up before they are cancelled."""
+
+
+class TcpListener:
+    """Accepts connections and owns the tasks that serve them; without a context in plain text."""
+
+    def __init__(self, serve: StreamServer, context: ssl.SSLContext | None) -> None:
+        self._serve = serve
+        self._context = context
+        self._endpoint = Endpoint("", 0)
+        self._sockets: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        self._serving: set[asyncio.Task[None]] = set()
+        self._streams: set[TcpStream] = set()
+        self._num_served = 0
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    async def start(self, host: str, port: int, fingerprint: str) -> None:
+        """Listen. Raises OSError when that cannot be."""
+        for family, address in await resolve_all(host, port):
+            # Port 0 is chosen once for all addresses of a host.
+            self._sockets.append(open_listening(family, (address[0], port, *address[2:])))
+            port = self._sockets[0].getsockname()[1]
+        self._endpoint = Endpoint(host, port, fingerprint)
+        self._accepting = [asyncio.create_task(self._accept(opened)) for opened in self._sockets]
+
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        for task in self._accepting:
+            task.cancel()
+        if self._accepting:
+            await asyncio.wait(self._accepting)
+        for opened in self._sockets:
+            opened.close()
+        serving = self._serving - {cast("asyncio.Task[None]", asyncio.current_task())}
+        if serving and grace_seconds:
+            await asyncio.wait(serving, timeout=grace_seconds)
+        for stream in list(self._streams):
+            stream.break_off("the listener was closed")
+        if serving:
+            await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
+        for task in serving:
+            task.cancel()
+        if serving:
+            await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
+        for stream in list(self._streams):
+            await stream.wait_lost()
+
+    async def _accept(self, opened: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, address = await loop.sock_accept(opened)
+            except OSError as error:
+                # Descriptors or memory have run out, and may come back.
+                log.warning("cannot accept a connection at %s: %s", self._endpoint, error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            if len(self._serving) >= MAX_STREAMS + _MAX_DOORSTEP:
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            task = asyncio.create_task(self._attend(accepted, address[0]))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _attend(self, accepted: socket.socket, host: str) -> None:
+        """See a connection from the handshake to its end."""
+        stream = TcpStream(host)
+        stream.limit(_MAX_HELLO_BYTES)
+        self._streams.add(stream)
+        stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
+        try:
+            if await self._greet(accepted, stream):
+                await self._serve_within_limits(stream)
+        finally:
+            if not stream.is_connected:
+                accepted.close()
+                self._streams.discard(stream)
+
+    async def _greet(self, accepted: socket.socket, stream: TcpStream) -> bool:
+        """Make the connection safe and let the stream begin; return whether it did."""
+        loop = asyncio.get_running_loop()
+        is_plain = self._context is None
+        try:
+            async with asyncio.timeout(_HELLO_SECONDS):
+                await loop.connect_accepted_socket(
+                    lambda: stream,
+                    accepted,
+                    ssl=self._context,
+                    ssl_handshake_timeout=None if is_plain else _HELLO_SECONDS,
+                    ssl_shutdown_timeout=None if is_plain else SHUTDOWN_SECONDS,
+                )
+                is_welcome = await stream.receive() is not None
+                if is_welcome:
+                    stream.limit(MAX_FRAME_BYTES)
+                    await stream.send(b"")
+                    return True
+        except (TimeoutError, OSError, ShoalError) as error:
+            log.debug("somebody did not get in at %s: %s", self._endpoint, error)
+        stream.turn_away(Mark.END)
+        return False
+
+    async def _serve_within_limits(self, stream: TcpStream) -> None:
+        if self._num_served >= MAX_STREAMS:
+            stream.turn_away(Mark.TOO_MANY_STREAMS)
+            return
+        self._num_served += 1
+        try:
+            await self._serve_stream(stream)
+        finally:
+            self._num_served -= 1
+
+    async def _serve_stream(self, stream: TcpStream) -> None:
+        try:
+            await self._serve(stream)
+        except ShoalError as error:
+            log.debug("a stream at %s ended: %s", self._endpoint, error)
+            stream.break_off(str(error))
+        except Exception:
+            log.exception("serving a stream at %s failed", self._endpoint)
+            stream.break_off("serving it failed")
+        finally:
+            await stream.close()
