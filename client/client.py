@@ -37,12 +37,12 @@ async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directo
             "say which swarm to join: initial_peers=[...] takes the addresses that `shoal serve` "
             "and `shoal swarm` print"
         )
-    grpc_transport = importlib.import_module("..protocol.net.grpc_transport", __package__)
+    tcp_transport = importlib.import_module("..protocol.net.tcp_transport", __package__)
     hivemind_directory = importlib.import_module("..protocol.net.hivemind_directory", __package__)
     directory = await hivemind_directory.HivemindDirectory.join(
         config.initial_peers, identity=None, clock=SystemClock(), client_mode=True
     )
-    return grpc_transport.GrpcTransport(), directory
+    return tcp_transport.TcpTransport(), directory
 
 
 class Client:

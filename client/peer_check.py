@@ -103,7 +103,7 @@ class Probes:
 
 def make_network_probes() -> Probes:
     """Return the probes over TCP, TLS, gRPC and the DHT, which take seconds to import."""
-    grpc_transport = importlib.import_module("..protocol.net.grpc_transport", __package__)
+    tcp_transport = importlib.import_module("..protocol.net.tcp_transport", __package__)
     hivemind_directory = importlib.import_module("..protocol.net.hivemind_directory", __package__)
     tls = importlib.import_module("..protocol.net.tls", __package__)
     clock = SystemClock()
@@ -113,7 +113,7 @@ def make_network_probes() -> Probes:
             addresses, identity=None, clock=clock, client_mode=True
         )
 
-    transport = grpc_transport.GrpcTransport()
+    transport = tcp_transport.TcpTransport()
     return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate)
 
 

@@ -16,8 +16,8 @@ from ..protocol.identity import Identity
 from ..protocol.ids import ModelId, make_model_id
 from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
-from ..protocol.net.grpc_transport import GrpcTransport
 from ..protocol.net.hivemind_directory import HivemindDirectory
+from ..protocol.net.tcp_transport import TcpTransport
 from ..protocol.net.tls import make_tls_identity
 from ..protocol.net.transport import Listener, Stream
 from ..protocol.spans import Span
@@ -66,7 +66,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         report(PeerEvent("directory", {"addresses": list(directory.addresses)}))
 
         # Whoever knows the announcement from before a restart finds the same key again.
-        transport = GrpcTransport(make_tls_identity(identity.derive_secret("shoal TLS key")))
+        transport = TcpTransport(make_tls_identity(identity.derive_secret("shoal TLS key")))
         stack.push_async_callback(transport.close)
         ready: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
         listener = await _listen(config, transport, ready)
@@ -183,7 +183,7 @@ async def _join_directory(
 
 
 async def _listen(
-    config: PeerConfig, transport: GrpcTransport, ready: asyncio.Future[Service]
+    config: PeerConfig, transport: TcpTransport, ready: asyncio.Future[Service]
 ) -> Listener:
     async def serve(stream: Stream) -> None:
         # Whoever dials while the blocks are being loaded waits for them.

@@ -29,6 +29,9 @@ _MAX_DOORSTEP = 256
 _HELLO_SECONDS = 5.0
 """How long a stranger may take for the handshake and his first frame."""
 
+HELLO = b"shoal/1"
+"""The first frame from either end: it proves that the other one is of our kind."""
+
 _MAX_HELLO_BYTES = 1024
 
 _PAUSE_SECONDS = 0.1
@@ -109,18 +112,20 @@ class TcpListener:
         stream.limit(_MAX_HELLO_BYTES)
         self._streams.add(stream)
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
+        if not await self._greet(accepted, stream):
+            self._streams.discard(stream)
+            return
+        self._num_served += 1
         try:
-            if await self._greet(accepted, stream):
-                await self._serve_within_limits(stream)
+            await self._serve_stream(stream)
         finally:
-            if not stream.is_connected:
-                accepted.close()
-                self._streams.discard(stream)
+            self._num_served -= 1
 
     async def _greet(self, accepted: socket.socket, stream: TcpStream) -> bool:
         """Make the connection safe and let the stream begin; return whether it did."""
         loop = asyncio.get_running_loop()
         is_plain = self._context is None
+        refusal = Mark.END
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 await loop.connect_accepted_socket(
@@ -130,25 +135,17 @@ class TcpListener:
                     ssl_handshake_timeout=None if is_plain else _HELLO_SECONDS,
                     ssl_shutdown_timeout=None if is_plain else SHUTDOWN_SECONDS,
                 )
-                is_welcome = await stream.receive() is not None
-                if is_welcome:
-                    stream.limit(MAX_FRAME_BYTES)
-                    await stream.send(b"")
-                    return True
+                hello = await stream.receive()
+                if hello == HELLO:
+                    if self._num_served < MAX_STREAMS:
+                        stream.limit(MAX_FRAME_BYTES)
+                        await stream.send(HELLO)
+                        return True
+                    refusal = Mark.TOO_MANY_STREAMS
         except (TimeoutError, OSError, ShoalError) as error:
             log.debug("somebody did not get in at %s: %s", self._endpoint, error)
-        stream.turn_away(Mark.END)
+        stream.turn_away(refusal)
         return False
-
-    async def _serve_within_limits(self, stream: TcpStream) -> None:
-        if self._num_served >= MAX_STREAMS:
-            stream.turn_away(Mark.TOO_MANY_STREAMS)
-            return
-        self._num_served += 1
-        try:
-            await self._serve_stream(stream)
-        finally:
-            self._num_served -= 1
 
     async def _serve_stream(self, stream: TcpStream) -> None:
         try:

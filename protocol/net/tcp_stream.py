@@ -66,11 +66,6 @@ class TcpStream(asyncio.Protocol):
         return (secured and secured.getpeercert(binary_form=True)) or b""
 
     @property
-    def is_connected(self) -> bool:
-        """Whether it ever was."""
-        return self._transport is not None
-
-    @property
     def is_broken(self) -> bool:
         """Whether the stream ended otherwise than in good order."""
         return self._fault is not None

@@ -1,7 +1,7 @@
 """Transport over TCP, under pinned TLS 1.3: each stream has a connection to itself.
 
-A dialler begins with a frame of its own, empty for now; a listener answers with an empty frame
-when it takes the stream, and with a mark when not. Then frames go both ways.
+A dialler begins with a frame that says hello; a listener answers with the same when it takes the
+stream, and with a mark when not. Then frames go both ways.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..endpoints import Endpoint
 from ..errors import LocalProtocolError, RemoteProtocolError, UnavailableError, UsageError
 from .addresses import check_can_bind, is_loopback
 from .frame_cutter import Mark
-from .tcp_listener import TcpListener
+from .tcp_listener import HELLO, TcpListener
 from .tcp_stream import TcpStream
 from .tls import (
     SHUTDOWN_SECONDS,
@@ -108,12 +108,12 @@ class TcpTransport:
         self._streams.add(stream)
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         self._check_open()
-        await stream.send(b"")
+        await stream.send(HELLO)
         answer = await stream.receive()
         if stream.mark is Mark.TOO_MANY_STREAMS:
             raise UnavailableError(f"{endpoint} has too many streams open")
-        if answer != b"":
-            raise RemoteProtocolError(f"{endpoint} answers, but does not take a stream")
+        if answer != HELLO:
+            raise RemoteProtocolError(f"{endpoint} answers, but does not speak {HELLO.decode()}")
 
     async def _connect(self, endpoint: Endpoint, stream: TcpStream) -> None:
         loop = asyncio.get_running_loop()

@@ -19,7 +19,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.messages import Declined, Hello, Message, Open, Opened, Step, Welcome
-from shoal.protocol.net.grpc_transport import GrpcTransport
+from shoal.protocol.net.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
@@ -84,9 +84,9 @@ class Stranger:
 
 
 class Gang:
-    """The strangers of one attack: they share one connection and leave together."""
+    """The strangers of one attack: they leave together."""
 
-    def __init__(self, target: Target, transport: GrpcTransport) -> None:
+    def __init__(self, target: Target, transport: TcpTransport) -> None:
         self.target = target
         self._transport = transport
 
@@ -110,7 +110,7 @@ class Gang:
 
 @asynccontextmanager
 async def gather_gang(target: Target) -> AsyncGenerator[Gang]:
-    transport = GrpcTransport()
+    transport = TcpTransport()
     try:
         yield Gang(target, transport)
     finally:

@@ -1,0 +1,402 @@
+"""TCP under what only real processes and sockets can do to it."""
+
+import asyncio
+import random
+import signal
+import socket
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+import pytest
+from raw_connection import dial_raw
+
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    UnavailableError,
+    UsageError,
+)
+from shoal.protocol.identity import Identity
+from shoal.protocol.limits import MAX_FRAME_BYTES
+from shoal.protocol.net import tcp_listener
+from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.tls import make_tls_identity
+from shoal.protocol.net.transport import Lane, Stream
+
+pytestmark = pytest.mark.network
+
+ECHO_PROCESS = """
+import asyncio
+from shoal.protocol.net.tcp_transport import TcpTransport
+
+async def echo(stream):
+    while (frame := await stream.receive()) is not None:
+        await stream.send(frame)
+
+async def main():
+    listener = await TcpTransport().listen("127.0.0.1", 0, echo)
+    print(listener.endpoint.port, listener.endpoint.fingerprint, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+WAITING_PROCESS = """
+import asyncio, sys
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.net.tcp_transport import TcpTransport
+
+async def main():
+    endpoint = Endpoint("127.0.0.1", int(sys.argv[1]), sys.argv[2])
+    stream = await TcpTransport().open_stream(endpoint)
+    await stream.send(b"here")
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+FORGETFUL_PROCESS = """
+import asyncio, sys
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.net.tcp_transport import TcpTransport
+
+async def main():
+    endpoint = Endpoint("127.0.0.1", int(sys.argv[1]), sys.argv[2])
+    stream = await TcpTransport().open_stream(endpoint)
+    await stream.send(b"x")
+    print((await stream.receive()).decode(), flush=True)
+
+asyncio.run(main())
+"""
+
+
+async def start_python(script: str, *arguments: str) -> asyncio.subprocess.Process:
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(
+        sys.executable, "-P", "-c", script, *arguments, stdout=pipe, stderr=pipe
+    )
+
+
+async def echo(stream: Stream) -> None:
+    while (frame := await stream.receive()) is not None:
+        await stream.send(frame)
+
+
+@asynccontextmanager
+async def echo_process() -> AsyncGenerator[tuple[asyncio.subprocess.Process, Endpoint]]:
+    """Run a listener in a process of its own, and kill it in the end."""
+    process = await start_python(ECHO_PROCESS)
+    try:
+        assert process.stdout is not None
+        async with asyncio.timeout(30):
+            port, fingerprint = (await process.stdout.readline()).decode().split()
+        yield process, Endpoint("127.0.0.1", int(port), fingerprint)
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+def test_killed_process_breaks_its_streams_promptly() -> None:
+    async def test() -> None:
+        client = TcpTransport()
+        async with echo_process() as (process, endpoint):
+            stream = await client.open_stream(endpoint)
+            await stream.send(b"alive")
+            assert await stream.receive() == b"alive"
+            waiting = asyncio.create_task(stream.receive())
+
+            process.send_signal(signal.SIGKILL)
+
+            with pytest.raises(UnavailableError):
+                async with asyncio.timeout(2):
+                    await waiting
+            with pytest.raises(UnavailableError):
+                await stream.send(b"anyone?")
+            await stream.close()
+            with pytest.raises(UnavailableError):
+                async with asyncio.timeout(2):
+                    await client.open_stream(endpoint)
+        await client.close()
+
+    asyncio.run(test())
+
+
+def test_stopped_process_is_silent_and_the_callers_timeout_works() -> None:
+    async def test() -> None:
+        client = TcpTransport()
+        async with echo_process() as (process, endpoint):
+            stream = await client.open_stream(endpoint)
+            process.send_signal(signal.SIGSTOP)
+            await stream.send(b"hello?")
+
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.3):
+                    await stream.receive()
+            with pytest.raises(UnavailableError, match=r"0\.3 s"):
+                await client.open_stream(endpoint, timeout_seconds=0.3)
+
+            process.send_signal(signal.SIGCONT)
+            async with asyncio.timeout(5):
+                assert await stream.receive() == b"hello?"
+            process.send_signal(signal.SIGSTOP)
+            async with asyncio.timeout(5):
+                await stream.close()
+                await client.close()
+
+    asyncio.run(test())
+
+
+def test_killed_client_process_frees_the_server() -> None:
+    async def test() -> None:
+        arrived = asyncio.Event()
+        outcome: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+        async def serve(stream: Stream) -> None:
+            assert await stream.receive() == b"here"
+            arrived.set()
+            try:
+                outcome.set_result(await stream.receive())
+            except UnavailableError as error:
+                outcome.set_result(error)
+
+        server = TcpTransport()
+        endpoint = (await server.listen("127.0.0.1", 0, serve)).endpoint
+        process = await start_python(WAITING_PROCESS, str(endpoint.port), endpoint.fingerprint)
+        async with asyncio.timeout(30):
+            await arrived.wait()
+        process.kill()
+        await process.wait()
+
+        async with asyncio.timeout(2):
+            assert isinstance(await outcome, UnavailableError)
+        await server.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("plaintext", [False, True])
+def test_random_bytes_on_the_port_disturb_nobody(plaintext: bool) -> None:
+    generator = random.Random(11)
+
+    async def throw(endpoint: Endpoint) -> None:
+        _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+        try:
+            writer.write(generator.randbytes(generator.randrange(1, 20_000)))
+            await writer.drain()
+        except ConnectionError:
+            pass  # Being thrown out is fine.
+        finally:
+            writer.transport.abort()
+
+    async def test() -> None:
+        transport = TcpTransport(plaintext=plaintext)
+        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+        stream = await transport.open_stream(endpoint)
+        for turn in range(20):
+            await throw(endpoint)
+            await stream.send(bytes([turn]))
+            assert await stream.receive() == bytes([turn])
+        fresh = await transport.open_stream(endpoint, Lane.BULK)
+        await fresh.close()
+        await stream.close()
+        await transport.close()
+
+    asyncio.run(test())
+
+
+def test_frame_beyond_the_limit_breaks_only_the_strangers_stream() -> None:
+    async def test() -> None:
+        transport = TcpTransport()
+        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+        honest = await transport.open_stream(endpoint)
+
+        async with dial_raw(endpoint) as (reader, writer):
+            writer.write((MAX_FRAME_BYTES + 1).to_bytes(4, "little") + b"x" * 1000)
+            assert await reader.read() == b""
+
+        await honest.send(b"fine")
+        assert await honest.receive() == b"fine"
+        await honest.close()
+        await transport.close()
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("greeting", [b"", b"220 mail.example\r\n", bytes(100), b"\xff" * 8])
+def test_server_of_something_else_is_a_protocol_error(greeting: bytes) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(greeting)
+        await reader.read(100)
+        writer.close()
+
+    async def test() -> None:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        endpoint = Endpoint("127.0.0.1", server.sockets[0].getsockname()[1])
+        plain, secure = TcpTransport(plaintext=True), TcpTransport()
+
+        with pytest.raises((RemoteProtocolError, UnavailableError)):
+            await plain.open_stream(endpoint)
+        with pytest.raises(RemoteProtocolError if greeting else UnavailableError):
+            await secure.open_stream(Endpoint(endpoint.host, endpoint.port, "1" * 64))
+        for transport in (plain, secure):
+            await transport.close()
+        server.close()
+
+    asyncio.run(test())
+
+
+def test_port_that_speaks_no_tls_is_a_protocol_error() -> None:
+    async def test() -> None:
+        transport = TcpTransport(plaintext=True)
+        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+
+        with pytest.raises((RemoteProtocolError, UnavailableError)):
+            await transport.open_stream(Endpoint(endpoint.host, endpoint.port, "1" * 64))
+        await transport.close()
+
+    asyncio.run(test())
+
+
+def test_other_certificate_after_a_restart_is_noticed() -> None:
+    async def test() -> None:
+        first = TcpTransport()
+        listener = await first.listen("127.0.0.1", 0, echo)
+        announced = listener.endpoint
+        client = TcpTransport()
+        await (await client.open_stream(announced)).close()
+        await first.close()
+        impostor = TcpTransport()
+        await impostor.listen("127.0.0.1", announced.port, echo)
+
+        with pytest.raises(RemoteProtocolError, match="another TLS certificate"):
+            await client.open_stream(announced)
+        await client.close()
+        await impostor.close()
+
+    asyncio.run(test())
+
+
+def test_given_identity_keeps_its_fingerprint_over_restarts() -> None:
+    async def test() -> None:
+        client = TcpTransport()
+        endpoint = Endpoint("127.0.0.1", 0)
+        for _ in range(2):
+            identity = make_tls_identity(Identity(bytes(32)).derive_secret("a test"))
+            assert "PRIVATE" not in repr(identity)
+            transport = TcpTransport(identity)
+            listener = await transport.listen("127.0.0.1", endpoint.port, echo)
+            endpoint = endpoint if endpoint.fingerprint else listener.endpoint
+            await (await client.open_stream(endpoint)).close()
+            await transport.close()
+        await client.close()
+
+    asyncio.run(test())
+
+
+def test_closing_a_transport_ends_a_dial_in_progress() -> None:
+    async def test() -> None:
+        silent = socket.create_server(("127.0.0.1", 0))
+        endpoint = Endpoint("127.0.0.1", silent.getsockname()[1])
+        client = TcpTransport(plaintext=True)
+        dialling = asyncio.create_task(client.open_stream(endpoint))
+        await asyncio.sleep(0.1)
+
+        await client.close()
+
+        with pytest.raises((LocalProtocolError, UnavailableError)):
+            async with asyncio.timeout(2):
+                await dialling
+        silent.close()
+
+    asyncio.run(test())
+
+
+def test_plain_text_stays_on_this_machine() -> None:
+    async def test() -> None:
+        transport = TcpTransport(plaintext=True)
+
+        with pytest.raises(UsageError, match="loopback"):
+            await transport.listen("0.0.0.0", 0, echo)
+        with pytest.raises(RemoteProtocolError, match="fingerprint"):
+            await transport.open_stream(Endpoint("192.0.2.1", 1))
+
+    asyncio.run(test())
+
+
+def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_listener, "MAX_STREAMS", 3)
+
+    async def test() -> None:
+        server, client = TcpTransport(), TcpTransport()
+        endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
+        streams = [await client.open_stream(endpoint) for _ in range(3)]
+
+        with pytest.raises(UnavailableError, match="too many streams"):
+            await client.open_stream(endpoint)
+        await streams.pop().close()
+        async with asyncio.timeout(5):
+            while True:
+                try:
+                    streams.append(await client.open_stream(endpoint))
+                    break
+                except UnavailableError:
+                    await asyncio.sleep(0.01)
+
+        for stream in streams:
+            await stream.send(b"x")
+            assert await stream.receive() == b"x"
+        await client.close()
+        await server.close()
+
+    asyncio.run(test())
+
+
+def test_connections_beyond_the_limit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_listener, "MAX_STREAMS", 1)
+    monkeypatch.setattr(tcp_listener, "_MAX_DOORSTEP", 4)
+
+    async def test() -> None:
+        transport = TcpTransport()
+        endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+        silent = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(5)]
+        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        for _, other in [*silent, (reader, writer)]:
+            other.close()
+        await transport.close()
+
+    asyncio.run(test())
+
+
+def test_strangers_who_say_nothing_are_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_listener, "_HELLO_SECONDS", 0.2)
+
+    async def test() -> None:
+        for transport in (TcpTransport(), TcpTransport(plaintext=True)):
+            endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
+            reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+            async with asyncio.timeout(5):
+                await reader.read()
+            writer.transport.abort()
+            await transport.close()
+
+    asyncio.run(test())
+
+
+def test_client_process_that_exits_without_closing_is_quiet() -> None:
+    async def test() -> None:
+        server = TcpTransport()
+        endpoint = (await server.listen("127.0.0.1", 0, echo)).endpoint
+        process = await start_python(FORGETFUL_PROCESS, str(endpoint.port), endpoint.fingerprint)
+        async with asyncio.timeout(30):
+            out, err = await process.communicate()
+        assert (out, err, process.returncode) == (b"x\n", b"", 0)
+        await server.close()
+
+    asyncio.run(test())

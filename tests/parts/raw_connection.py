@@ -1,0 +1,29 @@
+"""A connection to a peer by hand, for what our own transport does not do."""
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager, suppress
+
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.net.frame_cutter import pack_frame
+from shoal.protocol.net.tcp_listener import HELLO
+from shoal.protocol.net.tls import make_client_context
+
+
+@asynccontextmanager
+async def dial_raw(
+    endpoint: Endpoint,
+) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """Connect and greet, as a stream of `TcpTransport` would."""
+    reader, writer = await asyncio.open_connection(
+        endpoint.host, endpoint.port, ssl=make_client_context(), server_hostname=""
+    )
+    try:
+        hello = b"".join(pack_frame(HELLO))
+        writer.write(hello)
+        assert await reader.readexactly(len(hello)) == hello
+        yield reader, writer
+    finally:
+        writer.transport.abort()
+        with suppress(OSError):
+            await writer.wait_closed()
