@@ -149,6 +149,7 @@ def parse_listen(text: str) -> tuple[str, int]:
 
 async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> bool:
     """Run the peer and listen to requests to end; return whether it was online."""
+    _allow_many_files()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -160,6 +161,14 @@ async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> 
     finally:
         if end_with_stdin:
             loop.remove_reader(sys.stdin.fileno())
+
+
+def _allow_many_files() -> None:
+    """Take what the system lets a process open: every stream needs a descriptor."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not on every system
+        resource: Any = importlib.import_module("resource")
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "Report") -> bool:

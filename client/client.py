@@ -27,7 +27,7 @@ Connect = Callable[[ClientConfig], Awaitable[tuple[Transport, Directory]]]
 
 
 async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directory]:
-    """Return gRPC and the DHT, joined through the initial peers.
+    """Return TCP and the DHT, joined through the initial peers.
 
     The two are imported here, not above: they cost seconds, and a client over loopback or a
     script that only reads `--help` needs neither.

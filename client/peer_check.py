@@ -102,7 +102,7 @@ class Probes:
 
 
 def make_network_probes() -> Probes:
-    """Return the probes over TCP, TLS, gRPC and the DHT, which take seconds to import."""
+    """Return the probes over TCP, TLS and the DHT, which takes seconds to import."""
     tcp_transport = importlib.import_module("..protocol.net.tcp_transport", __package__)
     hivemind_directory = importlib.import_module("..protocol.net.hivemind_directory", __package__)
     tls = importlib.import_module("..protocol.net.tls", __package__)

@@ -1,22 +1,22 @@
-"""What a step over one hop takes beside computing, against a bare echo of the same frame.
+"""What a step over one hop takes beside computing, against a bare gRPC echo of the same frame.
 
-Both go over the same transport (gRPC, TLS) from one event loop to a process with uvloop, in turn,
-so that both meet the same machine. How long a peer computed stands in its answer.
+Both go over TLS from one event loop to a process with uvloop, in turn, so that both meet the same
+machine. How long a peer computed stands in its answer.
 """
 
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...client.session import RemoteSession
-from ...protocol.endpoints import Endpoint
 from ...protocol.messages import Output
-from ...protocol.net.grpc_transport import GrpcTransport
-from ...protocol.net.transport import Stream, Transport
+from ...protocol.net.transport import Transport
 from ...protocol.spans import Span
 from ...protocol.wire import decode_frame
 from .benchmark_model import BenchmarkModel
 from .clients import SwarmAddress, join_swarm
 from .figures import Figure, at_most, compute_median
+from .grpc_echo import open_echo
 from .helper_process import HelperProcess
 from .reference import CONTEXT_TOKENS
 from .report import Findings
@@ -45,7 +45,7 @@ class _Times:
             Figure("computing, as the peer says", 1e6 * compute_median(self.computing), "µs"),
             Figure("waiting for the compute thread", 1e6 * compute_median(self.waiting), "µs"),
             Figure("step without computing", 1e6 * beside, "µs"),
-            Figure(f"bare echo of {frame_bytes} bytes", 1e6 * echo, "µs"),
+            Figure(f"bare gRPC echo of {frame_bytes} bytes", 1e6 * echo, "µs"),
             Figure("ratio to the echo", beside / echo, "x", at_most(1.5)),
         ]
 
@@ -56,13 +56,13 @@ def measure(setting: Setting) -> Findings:
     address = SwarmAddress.of(swarm, setting.tiny_model)
     span = swarm.peers[0].span
     setting.say("starting the echo")
-    with HelperProcess("echo_server") as helper:
-        echo = Endpoint(*helper.read())
+    with HelperProcess("grpc_echo") as helper:
+        echo = helper.read()
         return Findings(setting.run(_measure(setting, address, span, echo)))
 
 
 async def _measure(
-    setting: Setting, address: SwarmAddress, span: Span, echo: Endpoint
+    setting: Setting, address: SwarmAddress, span: Span, echo: tuple[int, str]
 ) -> list[Figure]:
     watched: list[WatchedTransport] = []
 
@@ -71,24 +71,19 @@ async def _measure(
         return watched[0]
 
     num_steps = setting.effort.num_steps
-    transport = GrpcTransport()
-    try:
-        stream = await transport.open_stream(echo)
-        async with join_swarm(address, watch) as clients:
-            session = clients.open(CONTEXT_TOKENS + (_NUM_TURNS + 1) * num_steps, span=span)
-            await session.step(setting.tiny_model.make_hidden(CONTEXT_TOKENS))
-            times = _Times()
-            for turn in range(_NUM_TURNS + 1):
-                setting.say(f"turn {turn} of {_NUM_TURNS}")
-                times = times if turn > 1 else _Times()  # the first one warms up
-                for _ in range(num_steps):
-                    await _note_step(times, session, setting.tiny_model, watched[0])
-                for _ in range(num_steps):
-                    await _note_echo(times, stream, watched[0].last_sent)
-            clients.check_nothing_was_lost()
-            return times.to_figures(len(watched[0].last_sent))
-    finally:
-        await transport.close()
+    async with open_echo(*echo) as call, join_swarm(address, watch) as clients:
+        session = clients.open(CONTEXT_TOKENS + (_NUM_TURNS + 1) * num_steps, span=span)
+        await session.step(setting.tiny_model.make_hidden(CONTEXT_TOKENS))
+        times = _Times()
+        for turn in range(_NUM_TURNS + 1):
+            setting.say(f"turn {turn} of {_NUM_TURNS}")
+            times = times if turn > 1 else _Times()  # the first one warms up
+            for _ in range(num_steps):
+                await _note_step(times, session, setting.tiny_model, watched[0])
+            for _ in range(num_steps):
+                await _note_echo(times, call, watched[0].last_sent)
+        clients.check_nothing_was_lost()
+        return times.to_figures(len(watched[0].last_sent))
 
 
 async def _note_step(
@@ -101,8 +96,8 @@ async def _note_step(
     times.waiting.append(answer.queue_seconds)
 
 
-async def _note_echo(times: _Times, stream: Stream, frame: bytes) -> None:
+async def _note_echo(times: _Times, call: Any, frame: bytes) -> None:
     started_at = time.perf_counter()
-    await stream.send(frame)
-    await stream.receive()
+    await call.write(frame)
+    await call.read()
     times.echoes.append(time.perf_counter() - started_at)

@@ -5,7 +5,6 @@ import errno
 import ipaddress
 import socket
 from typing import Any
-from urllib.parse import unquote
 
 from ..endpoints import Endpoint
 from ..errors import UsageError
@@ -23,18 +22,6 @@ def is_loopback(host: str) -> bool:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def host_in(grpc_peer: str) -> str | None:
-    """Return the host in what gRPC calls the other end of a call; None when it names none.
-
-    >>> host_in("ipv4:192.0.2.7:50000"), host_in("ipv6:%5B2001:db8::1%5D:50000")
-    ('192.0.2.7', '2001:db8::1')
-    >>> host_in("unix:")
-    """
-    kind, _, address = unquote(grpc_peer).partition(":")
-    host, colon, _ = address.rpartition(":")
-    return host.strip("[]") if kind in ("ipv4", "ipv6") and colon else None
 
 
 async def resolve_all(host: str, port: int) -> list[tuple[socket.AddressFamily, Any]]:

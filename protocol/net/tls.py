@@ -31,7 +31,8 @@ ALPN = "shoal/1"
 SHUTDOWN_SECONDS = 1.0
 """How long TLS waits for the other end's farewell."""
 
-_COMMON_NAME = "shoal.invalid"
+COMMON_NAME = "shoal.invalid"
+"""The name in every certificate: it means nothing, but libraries want one."""
 _LIFETIME = datetime.timedelta(days=3650)
 # Clocks of volunteers differ: a certificate that is valid only from now on would be refused.
 _BACKDATED = datetime.timedelta(days=2)
@@ -67,7 +68,7 @@ def make_tls_identity(secret: bytes | None = None) -> TlsIdentity:
     else:
         number = 1 + int.from_bytes(secret, "big") % (_NUM_KEYS - 1)
         key = ec.derive_private_key(number, ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, _COMMON_NAME)])
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, COMMON_NAME)])
     now = datetime.datetime.now(datetime.UTC)
     certificate = (
         x509.CertificateBuilder()
@@ -77,7 +78,7 @@ def make_tls_identity(secret: bytes | None = None) -> TlsIdentity:
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _BACKDATED)
         .not_valid_after(now + _LIFETIME)
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName(_COMMON_NAME)]), critical=False)
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName(COMMON_NAME)]), critical=False)
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .sign(key, hashes.SHA256())
     )
@@ -109,31 +110,14 @@ def _hash_key(certificate: x509.Certificate) -> str:
     return hashlib.sha256(der).hexdigest()
 
 
-def name_in(certificate_pem: bytes) -> str:
-    """Return the name that a verifier has to expect in this certificate.
-
-    Raises RemoteProtocolError when there is none: the certificate comes from a stranger.
-    """
-    try:
-        certificate = x509.load_pem_x509_certificate(certificate_pem)
-        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName)
-        return names.value.get_values_for_type(x509.DNSName)[0]
-    except (*_UNREADABLE, IndexError, x509.ExtensionNotFound) as error:
-        raise RemoteProtocolError("the TLS certificate of the peer carries no name") from error
-
-
 async def fetch_pinned_certificate(endpoint: Endpoint) -> bytes:
     """Return the PEM certificate that answers at an endpoint, once its fingerprint is right.
 
     Raises UnavailableError when nobody answers and RemoteProtocolError when someone answers
     without TLS or with another certificate. Waits as long as it takes: wrap it in a timeout.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Nothing is sent over this connection and nothing it says is believed but the certificate,
-    # which the fingerprint proves and the real connection verifies.
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE
-    context.set_alpn_protocols(["h2"])
+    # Nothing is sent over this connection and nothing it says is believed but the certificate.
+    context = make_client_context()
     try:
         _, writer = await asyncio.open_connection(endpoint.host, endpoint.port, ssl=context)
     except (ssl.SSLEOFError, ssl.SSLZeroReturnError, ssl.SSLSyscallError) as error:

@@ -9,8 +9,6 @@ from transport_seam import Seam
         "loopback",
         pytest.param("tcp-tls", marks=pytest.mark.network),
         pytest.param("tcp-plain", marks=pytest.mark.network),
-        pytest.param("grpc-tls", marks=pytest.mark.network),
-        pytest.param("grpc-plain", marks=pytest.mark.network),
     ]
 )
 def seam(request: pytest.FixtureRequest) -> Seam:

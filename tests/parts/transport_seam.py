@@ -9,7 +9,6 @@ import pytest
 
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.net.clock import run_virtual
-from shoal.protocol.net.grpc_transport import GrpcTransport
 from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Listener, Stream, StreamServer, Transport
@@ -27,10 +26,8 @@ class Seam:
     def transport(self, host: str = "server") -> Transport:
         if self.name == "loopback":
             made: Transport = LoopbackTransport(self._network, host)
-        elif self.name.startswith("tcp"):
-            made = TcpTransport(plaintext=self.name == "tcp-plain")
         else:
-            made = GrpcTransport(plaintext=self.name == "grpc-plain")
+            made = TcpTransport(plaintext=self.name == "tcp-plain")
         self._transports.append(made)
         return made
 
