@@ -4,6 +4,8 @@
 
 #include "attention_body.h"
 
+typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
+
 /* a * b + c, rounded once. */
 INLINE Part multiply_add(Part a, Part b, Part c) {
 #if WIDTH == 16
@@ -40,6 +42,7 @@ INLINE Part raise_e(Part x) {
     sum = multiply_add(sum, rest, spread(1.6666665459e-1f));
     sum = multiply_add(sum, rest, spread(5.0000001201e-1f));
     sum = multiply_add(sum, rest * rest, rest) + 1.0f;
-    const Bits raised = (Bits)sum + (((Bits)shifted - (Bits)rounder) << 23);
+    /* Unsigned: below -87 this overflows, and is not used. */
+    const Bits raised = (Bits)((Words)sum + (((Words)shifted - (Words)rounder) << 23));
     return (Part)((raised & (x >= -87.0f)) | ((Bits)x & (x != x)));
 }

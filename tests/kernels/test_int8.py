@@ -302,7 +302,7 @@ def test_native_code_touches_no_byte_outside_its_arrays(tmp_path: Path) -> None:
     assert built.returncode == 0, built.stderr
     objects = [str(file) for file in tmp_path.glob("*.o")]
 
-    for driver in ("int8_driver.c", "prompt_attention_driver.c"):
+    for driver in ("int8_driver.c", "prompt_attention_driver.c", "gate_norm_driver.c"):
         program = str(tmp_path / driver.removesuffix(".c"))
         source = str(Path(__file__).parent / driver)
         built = subprocess.run(
