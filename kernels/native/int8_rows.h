@@ -11,6 +11,13 @@
 
 #define INLINE static inline __attribute__((always_inline))
 
+/* Before a loop whose sums are to stay in registers. */
+#if defined(__clang__)
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
+
 /* How a kernel wants a group of 4 columns: as int16, or digit by digit as signed bytes. */
 typedef enum { WHOLE_NUMBERS, ONE_DIGIT, TWO_DIGITS } Form;
 

@@ -4,9 +4,9 @@
 #include "int8_rows.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 
-#define UNROLL _Pragma("GCC unroll 16")
 #define AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni")))
 #define AVXVNNI __attribute__((target("avx2,avxvnni")))
 #define AVX2 __attribute__((target("avx2")))
@@ -173,13 +173,19 @@ static AVXVNNI void encode_two_avx_vnni(const Product *product, size_t row) {
     encode_row(product, row, TWO_DIGITS);
 }
 
+/* Asked of the processor: not every Clang that can compile for it knows its name. */
+static int has_avx_vnni(void) {
+    unsigned eax, ebx, ecx, edx;
+    return __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+}
+
 const Kernel *kernels_avx_vnni(void) {
     static const Kernel kernels[2] = {
         {6, 4, encode_one_avx_vnni, multiply_one_avx_vnni},
         {3, 8, encode_two_avx_vnni, multiply_two_avx_vnni},
     };
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("avxvnni") ? kernels : NULL;
+    return __builtin_cpu_supports("avx2") && has_avx_vnni() ? kernels : NULL;
 }
 
 /* ---- AVX2: bytes are widened and multiplied as int16 ------------------------------------------
