@@ -4,6 +4,10 @@
 
 #include "attention_body.h"
 
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 typedef uint32_t Words __attribute__((vector_size(4 * WIDTH)));
 
 /* a * b + c, rounded once. */
@@ -12,6 +16,8 @@ INLINE Part multiply_add(Part a, Part b, Part c) {
     return _mm512_fmadd_ps(a, b, c);
 #elif WIDTH == 8
     return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+    return vfmaq_f32(c, a, b);
 #else
     for (size_t i = 0; i < WIDTH; i++) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
@@ -23,6 +29,8 @@ INLINE Part spread(float number) {
     return _mm512_set1_ps(number);
 #elif WIDTH == 8
     return _mm256_set1_ps(number);
+#elif defined(__aarch64__)
+    return vdupq_n_f32(number);
 #else
     return (Part){number, number, number, number};
 #endif

@@ -12,8 +12,12 @@
 #include <float.h>
 #include <stdbool.h>
 
-/* Sums that stay in registers: AVX-512 has 32 of them, the others 16. */
-enum { QUERIES_AT_ONCE = 4, COLUMN_PARTS_AT_ONCE = WIDTH == 16 ? 4 : 2 };
+/* Sums that stay in registers: AVX-512 and 64-bit ARM have 32 of them, the others 16. */
+#if WIDTH == 16 || defined(__aarch64__)
+enum { QUERIES_AT_ONCE = 4, COLUMN_PARTS_AT_ONCE = 4 };
+#else
+enum { QUERIES_AT_ONCE = 4, COLUMN_PARTS_AT_ONCE = 2 };
+#endif
 
 /* ---- Numbers side by side ---------------------------------------------------------------------- */
 
