@@ -13,7 +13,14 @@ from .int8 import Int8Kernel
 from .native_library import load_library
 from .quantize import Int8Weight
 
-_INSTRUCTION_SETS = {3: "avx512-vnni", 2: "avx-vnni", 1: "avx2", 0: "portable"}
+_INSTRUCTION_SETS = {
+    5: "neon-dotprod",
+    4: "neon",
+    3: "avx512-vnni",
+    2: "avx-vnni",
+    1: "avx2",
+    0: "portable",
+}
 """The numbers that native/int8.c gives them, fastest first."""
 
 _PANEL, _GROUP = 32, 4

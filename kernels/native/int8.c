@@ -59,6 +59,8 @@ static const Kernel *find_kernels(int32_t instruction_set) {
         case 1: return kernels_avx2();
         case 2: return kernels_avx_vnni();
         case 3: return kernels_avx512_vnni();
+        case 4: return kernels_neon();
+        case 5: return kernels_neon_dot();
         default: return NULL;
     }
 }

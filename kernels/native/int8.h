@@ -70,6 +70,8 @@ const Kernel *kernels_portable(void);
 const Kernel *kernels_avx2(void);
 const Kernel *kernels_avx_vnni(void);
 const Kernel *kernels_avx512_vnni(void);
+const Kernel *kernels_neon(void);
+const Kernel *kernels_neon_dot(void);
 
 static inline size_t min_size(size_t a, size_t b) { return a < b ? a : b; }
 
