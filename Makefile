@@ -67,7 +67,7 @@ constraints: .venv/bin/python  ## resolve the newest versions and write constrai
 	@rm -rf build/constraints && mkdir -p build
 	@.venv/bin/python -m venv build/constraints
 	@build/constraints/bin/python -m pip install -qq --disable-pip-version-check -e '.[dev,cuda]'
-	@{ sed -n '/^#/p' constraints.txt; \
+	@{ sed -n '/^#/p; /^triton==/p' constraints.txt; \
 	   build/constraints/bin/python -m pip list --disable-pip-version-check --format=freeze \
 	       --exclude pip --exclude shoal \
 	   | grep -viE '^(nvidia|cuda|triton)' | sed 's/+.*//'; } > build/constraints.txt

@@ -117,14 +117,15 @@ class _FloatLinear(Linear):
 
 
 class _Int8Linear(Linear):
-    """Weights as int8 with one scale per output, on the CPU, without gradients."""
+    """Weights as int8 with one scale per output, multiplied where they lie, without gradients."""
 
     def __init__(self, weight: Int8Weight, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
         if self.in_features > MAX_COLUMNS:
             raise ValueError(f"int8 weights have at most {MAX_COLUMNS} columns")
         self.num_parameters = _count(weight.shape, bias_O)
-        self._product = choose_int8_kernel().pack(weight, bias_O)
+        kernel = choose_int8_kernel(weight.values_OI.device.type)
+        self._product = kernel.pack(weight, bias_O)
         self.num_bytes = self._product.num_bytes
         # Rounding to whole numbers changes each by 1 / sqrt(12), as a root mean square.
         self._enough_squares = math.ceil(self.in_features / 12 / MAX_ROUNDING_ERROR**2)

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.util import find_spec
 
 import torch
 
@@ -18,17 +19,29 @@ _NUM_TRIALS = 5
 
 
 def list_int8_kernels() -> list[Int8Kernel]:
-    """Return every int8 kernel that runs here, likely fastest first. All compute the same bits."""
+    """Return every int8 kernel of the CPU, likely fastest first. All compute the same bits."""
     return [*int8_native.list_kernels(), int8_torch.make_kernel()]
 
 
 @cache
-def choose_int8_kernel() -> Int8Kernel:
-    """Return the kernel that every int8 linear of this process uses: the fastest, as measured.
+def choose_int8_kernel(device_type: str = "cpu") -> Int8Kernel:
+    """Return the kernel of every int8 linear on such a device: on the CPU the fastest, as measured.
 
-    The first call takes some hundredths of a second.
+    The first call takes some hundredths of a second. Raises ValueError where there is none.
     """
-    return choose_fastest(list_int8_kernels(), time.perf_counter)
+    if device_type == "cpu":
+        return choose_fastest(list_int8_kernels(), time.perf_counter)
+    _check_triton(device_type)
+    from . import triton_int8
+
+    return triton_int8.make_kernel()
+
+
+def _check_triton(device_type: str) -> None:
+    if device_type != "cuda":
+        raise ValueError(f"there are no kernels for tensors on the device {device_type}")
+    if find_spec("triton") is None:
+        raise ValueError("kernels for CUDA devices need Triton: pip install 'shoal[cuda]'")
 
 
 def choose_fastest(kernels: Sequence[Int8Kernel], read_clock: Callable[[], float]) -> Int8Kernel:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Mapping
 from functools import cached_property
@@ -15,6 +16,11 @@ import torch
 # A shell that starts the tests in the background has them ignore Ctrl-C, and every process that
 # they start. Some of them are about Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Without a device, programs in Triton run in its interpreter. Triton asks when it is imported, and
+# transformers imports it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 NUM_BLOCKS = 4
 SEED = 20240229

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import pytest
@@ -92,3 +94,38 @@ def test_kernels_are_described_in_one_short_line(weights: WeightFormat, start: s
     assert text.startswith(start)
     assert ", attention: " in text
     assert len(text) <= 64
+
+
+@pytest.mark.parametrize("choose", [choose_int8_kernel])
+def test_device_without_kernels_is_named(choose: Callable[[str], object]) -> None:
+    with pytest.raises(ValueError, match="no kernels for tensors on the device meta"):
+        choose("meta")
+
+
+@pytest.mark.slow
+def test_triton_is_imported_for_devices_alone_and_missed_in_one_sentence() -> None:
+    code = (
+        "import sys, torch\n"
+        "from shoal.kernels import linear, select\n"
+        "weights = select.WeightFormat.INT8\n"
+        "linear.make_linear(torch.ones(4, 4), None, weights, torch.float32)\n"
+        "assert 'triton' not in sys.modules\n"
+        "sys.modules['triton'] = None\n"  # as if it were not installed
+        "for choose in (select.choose_int8_kernel,):\n"
+        "    try:\n"
+        "        choose('cuda')\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
+    )
+
+    process = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+
+    assert process.returncode == 0, process.stderr
+    advice = "kernels for CUDA devices need Triton: pip install 'shoal[cuda]'"
+    assert process.stdout.splitlines() == [advice]
+
+
+def test_triton_computes_on_cuda_devices() -> None:
+    pytest.importorskip("triton")
+
+    assert choose_int8_kernel("cuda").name == "int8: triton"
