@@ -6,6 +6,7 @@ Nothing else imports this file.
 import torch
 from torch import Tensor
 
+from .int8_states import dequantize_states
 from .quantize import Int8Weight
 
 
@@ -101,6 +102,32 @@ def attention(
                 weights_S = weights_S / weights_S.sum()
                 result[batch, head, index] = weights_S @ values_SD[first : position + 1]
     return result
+
+
+def paged_attention(
+    queries_NHD: Tensor,
+    pages_PCGSW: Tensor,
+    tables_NM: Tensor,
+    lengths_N: Tensor,
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> Tensor:
+    """Gather each token's keys and values by its table of pages, and attend over them."""
+    result_NHD = torch.zeros(queries_NHD.shape, dtype=torch.float64)
+    for index, (query_HD, length) in enumerate(zip(queries_NHD, lengths_N.tolist(), strict=True)):
+        if length == 0:
+            continue
+        pages_CGSW = [pages_PCGSW[page] for page in tables_NM[index]]
+        states_CGSD = torch.cat(pages_CGSW, dim=2)[:, :, :length]
+        if states_CGSD.dtype is torch.int8:
+            states_CGSD = dequantize_states(states_CGSD, query_HD.shape[-1], torch.float32)
+        result_NHD[index] = attention(
+            query_HD[None, :, None], states_CGSD[:1], states_CGSD[1:], length - 1,
+            scale=scale, sliding_window=sliding_window, softcap=softcap,
+        )[0, :, 0]  # fmt: skip
+    return result_NHD
 
 
 def round_state(state_D: Tensor) -> tuple[float, list[int]]:

@@ -6,6 +6,7 @@ from functools import cache
 from importlib.util import find_spec
 
 import torch
+from torch import Tensor
 
 from . import int8_native, int8_torch
 from .int8 import Int8Kernel
@@ -35,6 +36,14 @@ def choose_int8_kernel(device_type: str = "cpu") -> Int8Kernel:
     from . import triton_int8
 
     return triton_int8.make_kernel()
+
+
+def choose_paged_attention(device_type: str) -> Callable[..., Tensor]:
+    """Return `paged_attention` of `triton_attention`; raises ValueError where there is none."""
+    _check_triton(device_type)
+    from . import triton_attention
+
+    return triton_attention.paged_attention
 
 
 def _check_triton(device_type: str) -> None:

@@ -31,7 +31,7 @@ DOORS = {
     "grpc": {"cli/benchmarks/grpc_echo.py"},
     "google": {"protocol/wire.py", "protocol/proto/"},
     "bitsandbytes": {"kernels/"},
-    "triton": {"kernels/triton_int8.py"},
+    "triton": {"kernels/triton_int8.py", "kernels/triton_attention.py"},
     "uvloop": {"cli/"},
 }
 """The only files or folders (with a slash at the end) that import a dependency."""

@@ -16,6 +16,7 @@ from shoal.kernels.quantize import Int8Weight, WeightFormat
 from shoal.kernels.select import (
     choose_fastest,
     choose_int8_kernel,
+    choose_paged_attention,
     describe_kernels,
     list_int8_kernels,
 )
@@ -96,7 +97,7 @@ def test_kernels_are_described_in_one_short_line(weights: WeightFormat, start: s
     assert len(text) <= 64
 
 
-@pytest.mark.parametrize("choose", [choose_int8_kernel])
+@pytest.mark.parametrize("choose", [choose_int8_kernel, choose_paged_attention])
 def test_device_without_kernels_is_named(choose: Callable[[str], object]) -> None:
     with pytest.raises(ValueError, match="no kernels for tensors on the device meta"):
         choose("meta")
@@ -111,7 +112,7 @@ def test_triton_is_imported_for_devices_alone_and_missed_in_one_sentence() -> No
         "linear.make_linear(torch.ones(4, 4), None, weights, torch.float32)\n"
         "assert 'triton' not in sys.modules\n"
         "sys.modules['triton'] = None\n"  # as if it were not installed
-        "for choose in (select.choose_int8_kernel,):\n"
+        "for choose in (select.choose_int8_kernel, select.choose_paged_attention):\n"
         "    try:\n"
         "        choose('cuda')\n"
         "    except ValueError as error:\n"
@@ -122,10 +123,11 @@ def test_triton_is_imported_for_devices_alone_and_missed_in_one_sentence() -> No
 
     assert process.returncode == 0, process.stderr
     advice = "kernels for CUDA devices need Triton: pip install 'shoal[cuda]'"
-    assert process.stdout.splitlines() == [advice]
+    assert process.stdout.splitlines() == [advice, advice]
 
 
 def test_triton_computes_on_cuda_devices() -> None:
     pytest.importorskip("triton")
 
     assert choose_int8_kernel("cuda").name == "int8: triton"
+    assert choose_paged_attention("cuda").__module__ == "shoal.kernels.triton_attention"

@@ -1,0 +1,223 @@
+"""Attention over pages in Triton: the reference, whatever the pages, in any company."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from triton_devices import every_device
+
+from shoal.kernels import reference
+from shoal.kernels.int8_states import quantize_states
+from shoal.kernels.triton_attention import MAX_HEAD_DIM, PART_TOKENS, paged_attention
+
+pytestmark = pytest.mark.slow  # the interpreter is
+
+LENGTHS = [PART_TOKENS, 1, 37, 2 * PART_TOKENS + 1]
+
+
+@dataclass
+class Caches:
+    """Sessions of some lengths, their pages scattered over one memory, and a token of each."""
+
+    queries_NHD: Tensor
+    pages_PCGSW: Tensor
+    tables_NM: Tensor
+    lengths_N: Tensor
+
+    def attend(self, device: str = "cpu", **options: Any) -> Tensor:
+        tensors = (self.queries_NHD, self.pages_PCGSW, self.tables_NM, self.lengths_N)
+        scale = self.queries_NHD.shape[-1] ** -0.5
+        attend = reference.paged_attention if device == "reference" else paged_attention
+        moved = (tensor if device == "reference" else tensor.to(device) for tensor in tensors)
+        return attend(*moved, scale=scale, **options).cpu()
+
+    def pick(self, *tokens: int) -> Caches:
+        """Return some of the tokens in another order, with the same memory."""
+        chosen = list(tokens)
+        return Caches(
+            self.queries_NHD[chosen], self.pages_PCGSW,
+            self.tables_NM[chosen], self.lengths_N[chosen],
+        )  # fmt: skip
+
+
+def make_caches(
+    lengths: list[int],
+    *,
+    heads: int = 4,
+    groups: int = 2,
+    head_dim: int = 16,
+    page_tokens: int = 16,
+    dtype: torch.dtype = torch.float32,
+    is_int8: bool = False,
+) -> Caches:
+    draw = torch.Generator().manual_seed(3)
+    needed = [-(-length // page_tokens) for length in lengths]
+    states = torch.randn(
+        sum(needed) + 1, 2, groups, page_tokens, head_dim, generator=draw
+    ).to(dtype)  # fmt: skip
+    order = torch.randperm(len(states), generator=draw).tolist()
+    # Whatever no session has written to must not matter.
+    states[order[0]] = torch.nan
+    tables = torch.full((len(lengths), max(needed)), order.pop(0), dtype=torch.int32)
+    for row, (length, num_pages) in enumerate(zip(lengths, needed, strict=True)):
+        for place in range(num_pages):
+            page = order.pop()
+            tables[row, place] = page
+            states[page, :, :, max(0, length - place * page_tokens) :] = torch.nan
+    return Caches(
+        torch.randn(len(lengths), heads, head_dim, generator=draw).to(dtype),
+        quantize_states(states) if is_int8 else states,
+        tables,
+        torch.tensor(lengths, dtype=torch.int32),
+    )
+
+
+def assert_near(actual: Tensor, expected: Tensor) -> None:
+    # Float32 up to the order of sums; on a device also with its own powers and products.
+    tolerance = {torch.float32: 2e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@every_device
+@pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
+@pytest.mark.parametrize(
+    ("heads", "groups", "head_dim", "page_tokens"),
+    [(4, 2, 16, 64), (1, 1, 26, 16), (20, 1, 8, 5), (3, 3, 80, 300), (3, 1, 256, 64)],
+)
+def test_attention_matches_the_reference(
+    heads: int, groups: int, head_dim: int, page_tokens: int, is_int8: bool, device: str
+) -> None:
+    caches = make_caches(
+        LENGTHS, heads=heads, groups=groups, head_dim=head_dim, page_tokens=page_tokens,
+        is_int8=is_int8,
+    )  # fmt: skip
+
+    assert_near(caches.attend(device), caches.attend("reference"))
+
+
+@every_device
+@pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
+@pytest.mark.parametrize("window", [1, 13, PART_TOKENS])
+def test_window_hides_all_but_the_last_keys(window: int, is_int8: bool, device: str) -> None:
+    caches = make_caches(LENGTHS, is_int8=is_int8)
+
+    result = caches.attend(device, sliding_window=window)
+
+    assert_near(result, caches.attend("reference", sliding_window=window))
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("softcap", "window", "is_int8"),
+    [(0.8, None, False), (50.0, None, False), (0.8, 20, True)],
+)
+def test_scores_are_capped_before_the_softmax(
+    softcap: float, window: int | None, is_int8: bool, device: str
+) -> None:
+    caches = make_caches(LENGTHS, is_int8=is_int8)
+    caches.queries_NHD *= 8
+
+    result = caches.attend(device, softcap=softcap, sliding_window=window)
+
+    assert_near(result, caches.attend("reference", softcap=softcap, sliding_window=window))
+    assert not torch.allclose(result, caches.attend(device, sliding_window=window), atol=1e-4)
+
+
+@every_device
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_states_of_16_bits_are_attended_to_in_float32(dtype: torch.dtype, device: str) -> None:
+    caches = make_caches(LENGTHS, dtype=dtype)
+
+    result = caches.attend(device)
+
+    assert result.dtype is dtype
+    assert_near(result, caches.attend("reference"))
+
+
+@every_device
+@pytest.mark.parametrize(("window", "is_int8"), [(None, False), (None, True), (20, False)])
+def test_token_has_the_same_bits_alone_and_in_any_company(
+    window: int | None, is_int8: bool, device: str
+) -> None:
+    caches = make_caches(LENGTHS, is_int8=is_int8)
+
+    together = caches.attend(device, sliding_window=window)
+
+    for tokens in [(0,), (3, 1), (2, 2, 0, 3)]:
+        some = caches.pick(*tokens).attend(device, sliding_window=window)
+        assert torch.equal(some, together[list(tokens)])
+
+
+@every_device
+def test_token_has_the_same_bits_with_a_table_of_its_own_length(device: str) -> None:
+    caches = make_caches(LENGTHS)
+    alone = caches.pick(2)
+    alone.tables_NM = alone.tables_NM[:, :3].contiguous()
+
+    assert torch.equal(alone.attend(device), caches.attend(device)[2:3])
+
+
+@every_device
+def test_row_without_keys_gets_zeros_and_disturbs_nobody(device: str) -> None:
+    caches = make_caches([37, 5])
+    expected = caches.attend(device)[0]
+    caches.lengths_N[1] = 0
+
+    result = caches.attend(device)
+
+    assert torch.equal(result[0], expected)
+    assert not result[1].any()
+
+
+@every_device
+@pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
+@pytest.mark.parametrize("kind", [0, 1], ids=["key", "value"])
+def test_numbers_that_are_not_finite_show_in_the_tokens_that_see_them(
+    kind: int, is_int8: bool, device: str
+) -> None:
+    caches = make_caches(LENGTHS, groups=1, is_int8=is_int8)
+    clean = caches.attend(device)
+    page = caches.tables_NM[0, 1]
+    states = torch.full((16,), torch.nan)
+    caches.pages_PCGSW[page, kind, 0, 3] = quantize_states(states) if is_int8 else states
+
+    result = caches.attend(device)
+
+    assert result[0].isnan().all()
+    assert torch.equal(result[1:], clean[1:])
+    # Behind the window they are not seen.
+    assert caches.attend(device, sliding_window=200)[0].isfinite().all()
+
+
+@every_device
+def test_no_tokens_at_all_are_fine(device: str) -> None:
+    assert make_caches([5]).pick().attend(device).shape == (0, 4, 16)
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    caches = make_caches([5, 9])
+    queries, pages, tables, lengths = (
+        caches.queries_NHD, caches.pages_PCGSW, caches.tables_NM, caches.lengths_N,
+    )  # fmt: skip
+    wide = MAX_HEAD_DIM + 1
+
+    with pytest.raises(ValueError, match="do not fit pages"):
+        paged_attention(queries[:, :3], pages, tables, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="do not fit pages"):
+        paged_attention(queries[..., :15], pages, tables, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="do not fit pages"):
+        paged_attention(queries, pages.to(torch.int8), tables, lengths, scale=1.0)
+    with pytest.raises(ValueError, match=f"at most {MAX_HEAD_DIM}"):
+        paged_attention(torch.zeros(2, 4, wide), pages, tables, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="as many tables"):
+        paged_attention(queries, pages, tables[:1], lengths, scale=1.0)
+    with pytest.raises(ValueError, match="int32"):
+        paged_attention(queries, pages, tables.long(), lengths, scale=1.0)
+    with pytest.raises(ValueError, match="contiguous"):
+        paged_attention(queries, pages.mT.contiguous().mT, tables, lengths, scale=1.0)
+    with pytest.raises(ValueError, match="at least one position"):
+        paged_attention(queries, pages, tables, lengths, scale=1.0, sliding_window=0)
