@@ -1,0 +1,101 @@
+"""Compiles every program in Triton for a CUDA device that need not be there; prints what came out.
+
+Run with a compute capability, such as 80, by tests/kernels/test_triton_programs.py.
+"""
+
+import json
+import sys
+from itertools import product
+from typing import Any
+
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from shoal.kernels import triton_attention, triton_int8
+
+UNALIGNED = {"queries_NHD", "tables_NM", "lengths_N", "table_width", "num_parts", "window"}
+"""What the programs are not compiled anew for."""
+
+TYPES = {
+    "digits_CNI": "*i8", "values_OI": "*i8", "squares_N": "*i32", "tables_NM": "*i32",
+    "lengths_N": "*i32", "scale": "fp32", "softcap": "fp32",
+    **dict.fromkeys(["num_rows", "num_columns", "num_outputs"], "i32"),
+    **dict.fromkeys(["table_width", "num_parts", "window"], "i32"),
+}  # fmt: skip
+"""Of arguments; the others are addresses of float32 numbers."""
+
+PRODUCT_TILES = [
+    (triton_int8._multiply_row, triton_int8._ROW_TILE),
+    (triton_int8._multiply_rows, triton_int8._FEW_ROWS_TILE),
+    (triton_int8._multiply_rows, triton_int8._MANY_ROWS_TILE),
+]
+
+
+def compile_program(
+    program: Any,
+    capability: int,
+    constants: dict[str, Any],
+    options: dict[str, Any],
+    **types: str,
+) -> None:
+    signature = {
+        name: "constexpr" if name in constants else (TYPES | types).get(name, "*fp32")
+        for name in program.arg_names
+    }
+    aligned = {
+        (index,): [["tt.divisibility", 16]]
+        for index, (name, kind) in enumerate(signature.items())
+        if name not in UNALIGNED and (kind.startswith("*") or kind == "i32")
+    }
+    source = ASTSource(fn=program, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    text = compiled.asm["ptx"]
+    result = {
+        "program": program.__name__,
+        "constants": constants,
+        "shared_bytes": compiled.metadata.shared,
+        "fused": text.count("fma.rn.f32"),
+        "approximate_divisions": text.count("div.full.f32") + text.count("div.approx"),
+        "flushes": text.count(".ftz."),
+        "on_matrix_units": text.count("mma"),
+    }
+    print(json.dumps(result))
+
+
+def compile_int8(capability: int) -> None:
+    # Triton compiles anew for a number that is 1, such as the only row.
+    for num_digits, alone in product((1, 2), ({}, {"num_rows": 1})):
+        constants: dict[str, Any] = {"LIMIT": 127.0, "SMALLEST": 2.0**-100, "BLOCK_I": 1024}
+        if num_digits == 2:
+            constants["squares_N"] = None
+        constants |= {"NUM_DIGITS": num_digits, **alone}
+        compile_program(triton_int8._round_row, capability, constants, triton_int8.LAUNCH_OPTIONS)
+        for program, tile in PRODUCT_TILES:
+            constants = {"NUM_DIGITS": num_digits, **tile, **alone}
+            compile_program(program, capability, constants, triton_int8.LAUNCH_OPTIONS)
+
+
+def compile_attention(capability: int) -> None:
+    for head_dim, kind in product((64, triton_attention.MAX_HEAD_DIM), ("*fp32", "*bf16", "*i8")):
+        constants: dict[str, Any] = {
+            "HEADS": 4, "TILES": 1, "GROUPS": 8,
+            "HEAD_DIM": head_dim, "PAGE_TOKENS": 64, "PAGE_WIDTH": head_dim + 4 * (kind == "*i8"),
+            "BLOCK_D": head_dim, "BLOCK_R": 16,
+            "PART_TOKENS": triton_attention.PART_TOKENS,
+            "BLOCK_K": triton_attention._choose_keys_at_once(head_dim),
+        }  # fmt: skip
+        if kind != "*i8":
+            constants |= {"scales_PCGSW": None, "softcap": None}
+        program = triton_attention._attend_part
+        compile_program(program, capability, constants, {}, pages_PCGSW=kind)
+    constants = {
+        "HEADS": 32, "HEAD_DIM": 64, "PART_TOKENS": triton_attention.PART_TOKENS,
+        "BLOCK_B": 16, "BLOCK_D": 64,
+    }  # fmt: skip
+    compile_program(triton_attention._join_parts, capability, constants, {})
+
+
+if __name__ == "__main__":
+    compile_int8(int(sys.argv[1]))
+    compile_attention(int(sys.argv[1]))
