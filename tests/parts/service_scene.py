@@ -81,10 +81,10 @@ class GatedEngine:
         self._wait_at("open")
         return self._engine.open_cache(*arguments)
 
-    def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+    def execute(self, batch: Sequence[StepWork], *arguments: Any) -> list[Tensor | ShoalError]:
         self._wait_at("execute")
         self.num_steps += len(batch)
-        return self._engine.execute(batch)
+        return self._engine.execute(batch, *arguments)
 
     def _wait_at(self, point: str) -> None:
         if point == self._gate:
@@ -110,9 +110,9 @@ class FailingEngine:
         self._fail_at("open")
         return self._engine.open_cache(*arguments)
 
-    def execute(self, batch: Sequence[StepWork]) -> list[Tensor | ShoalError]:
+    def execute(self, batch: Sequence[StepWork], *arguments: Any) -> list[Tensor | ShoalError]:
         self._fail_at("execute")
-        return self._engine.execute(batch)
+        return self._engine.execute(batch, *arguments)
 
     def _fail_at(self, point: str) -> None:
         if point == self._point and self._num_failures:

@@ -42,9 +42,9 @@ class Scene:
     def _count_work_of(self, engine: Any) -> None:
         execute = engine.execute
 
-        def count(batch: Sequence[StepWork]) -> Any:
+        def count(batch: Sequence[StepWork], *arguments: Any) -> Any:
             self.num_computed_tokens += sum(work.num_tokens for work in batch)
-            return execute(batch)
+            return execute(batch, *arguments)
 
         engine.execute = count
 
