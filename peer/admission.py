@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..protocol.errors import CacheFullError, ErrorCode, RefusedError
@@ -15,8 +16,10 @@ from ..protocol.session import SessionState
 from .engine.compute_thread import ComputeThread
 from .engine.kv_cache import SessionCache
 from .engine.kv_pool import IDLE_SECONDS
+from .engine.prefix_copy import PrefixCopy
 from .fair_share import Holder, check_room_for_client, may_displace
 from .held_session import HeldSession
+from .prefix_copies import PrefixCopies
 
 if TYPE_CHECKING:
     from .service import Service
@@ -45,8 +48,7 @@ class Admission:
         self._service = service
         self._opening: dict[SessionId, Holder] = {}
         self._waiting: dict[asyncio.Event, Holder] = {}
-        # One prefix between two iterations: a client that copies many must not stop the others.
-        self._copying = asyncio.Lock()
+        self._copies = PrefixCopies(service.compute)
         self._lifetime_seconds: float | None = None
 
     def __repr__(self) -> str:
@@ -220,31 +222,36 @@ class Admission:
         """Return a new cache and how many tokens its holder may have beside it."""
         compute, engine = self._service.compute, self._service.engine
 
-        def open_on_thread() -> tuple[SessionCache, int]:
+        def open_on_thread() -> _OpenedCache:
             kv_format = message.kv_format
             cache = engine.open_cache(
                 message.num_rows, message.max_tokens, message.span, holder, kv_format
             )
-            if parent is not None:
-                _copy_prefix(parent.cache, cache, message.prefix_tokens)
-            return cache, engine.pool.count_free_tokens(holder, kv_format)
+            copy = None if parent is None else _begin_copy(parent.cache, cache, message)
+            return _OpenedCache(cache, copy, engine.pool.count_free_tokens(holder, kv_format))
 
-        if parent is not None:
-            await self._copying.acquire()
         opening = compute.call(open_on_thread)
-        if parent is not None:
-            opening.add_done_callback(lambda _: self._copying.release())
         try:
-            return await asyncio.shield(opening)
-        except RefusedError:
-            raise
-        except Exception as error:
+            opened = await asyncio.shield(opening)
+            if opened.copy is not None:
+                await self._copies.finish(opened.copy, holder)
+            return opened.cache, opened.free_tokens
+        except BaseException as error:
+            # Also when the stream broke while the cache was being opened: nobody will hold it.
+            opening.add_done_callback(lambda done: _discard_cache(done, compute))
+            if isinstance(error, RefusedError) or not isinstance(error, Exception):
+                raise
             _logger.exception("a session could not be opened")
             raise RefusedError(ErrorCode.INTERNAL, "the peer failed to open a session") from error
-        except asyncio.CancelledError:
-            # The stream broke while the cache was being opened: nobody will hold it.
-            opening.add_done_callback(lambda done: _discard_cache(done, compute))
-            raise
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedCache:
+    """A new cache, and what is still to be copied into it."""
+
+    cache: SessionCache
+    copy: PrefixCopy | None
+    free_tokens: int
 
 
 class _StillFullError(Exception):
@@ -261,17 +268,15 @@ def _with_retry(refusal: RefusedError, seconds: float) -> RefusedError:
     return RefusedError(refusal.code, str(refusal), seconds)
 
 
-def _copy_prefix(parent: SessionCache, cache: SessionCache, num_tokens: int) -> None:
+def _begin_copy(parent: SessionCache, cache: SessionCache, message: Open) -> PrefixCopy:
     """Let a new cache begin with the prefix of its parent, or close it again."""
     try:
-        cache.begin_with(parent, num_tokens)
+        return cache.begin_with(parent, message.prefix_tokens)
     except BaseException:
         cache.close()
         raise
 
 
-def _discard_cache(
-    opening: asyncio.Future[tuple[SessionCache, int]], compute: ComputeThread
-) -> None:
+def _discard_cache(opening: asyncio.Future[_OpenedCache], compute: ComputeThread) -> None:
     if not opening.cancelled() and opening.exception() is None:
-        compute.post(opening.result()[0].close)
+        compute.post(opening.result().cache.close)

@@ -19,6 +19,7 @@ from ..fair_share import Holder
 from .common_prefixes import CommonPrefixes
 from .kv_layouts import Layout
 from .lazy_memory import LazyMemory
+from .prefix_copy import PrefixCopy
 
 if TYPE_CHECKING:
     from .kv_pool import KVCachePool
@@ -63,6 +64,8 @@ class SessionCache:
         # Tokens that must stay addressable: the length, and the step being computed.
         self._num_reserved_tokens = 0
         self._common_prefixes: CommonPrefixes | None = None  # before rows are moved first
+        self._copy: PrefixCopy | None = None  # while the beginning is being copied
+        self._copies_of_us: set[PrefixCopy] = set()
 
     def __repr__(self) -> str:
         state = f"{self.length}/{self.max_tokens} tokens" if self.is_open else "closed"
@@ -99,14 +102,13 @@ class SessionCache:
         if row_map is not None and list(row_map) != list(range(self.num_rows)):
             self._reorder(row_map)
 
-    def begin_with(self, parent: "SessionCache", num_tokens: int) -> None:
-        """Begin with a copy of the first tokens of another cache, which stays as it is.
+    def begin_with(self, parent: "SessionCache", num_tokens: int) -> PrefixCopy:
+        """Begin to copy the first tokens of another cache; `advance` the copy until it is done.
 
-        Raises RefusedError, before anything is changed, when there is no such prefix, or no room.
+        Takes the pages for all of them. Raises RefusedError, before anything is changed, when
+        there is no such prefix, or no room.
         """
-        if not parent.is_open:
-            detail = "the parent was closed; it was idle, and others needed its memory"
-            raise RefusedError(ErrorCode.UNKNOWN_SESSION, detail)
+        parent.check_is_open("the parent")
         if (parent.span, parent.num_rows) != (self.span, self.num_rows):
             raise RefusedError(
                 ErrorCode.BAD_VALUES,
@@ -123,11 +125,25 @@ class SessionCache:
             )
         parent.touch()  # or it might have to make room
         self.prepare(0, num_tokens)
-        prefix_LCBGSD = parent.states_LCBGSD[..., :num_tokens, :]
-        self.states_LCBGSD[..., :num_tokens, :].copy_(prefix_LCBGSD)
         if parent._common_prefixes is not None:
             self._common_prefixes = parent._common_prefixes.copy(num_tokens)
-        self.commit(num_tokens)
+        self._copy = PrefixCopy(parent, self, num_tokens)
+        parent._copies_of_us.add(self._copy)
+        return self._copy
+
+    def end_copy(self) -> None:
+        """Owe the parent nothing any more: its prefix is here, or not wanted."""
+        if self._copy is not None:
+            self._copy.parent._copies_of_us.discard(self._copy)
+            self._copy = None
+
+    def check_is_open(self, name: str = "the session") -> None:
+        """Raise RefusedError if this was closed; say so of `name`."""
+        if not self.is_open:
+            detail = (
+                f"{name} was closed: by its client, or, when idle, for others who needed memory"
+            )
+            raise RefusedError(ErrorCode.UNKNOWN_SESSION, detail)
 
     def touch(self) -> None:
         """Note that the session is in use; its pages stay."""
@@ -182,6 +198,7 @@ class SessionCache:
         if not self.is_open:
             return
         self.is_open = False
+        self.end_copy()
         self._pool.give_back(self.committed_bytes)
         self._pool.forget(self)
         self._num_pages = self._num_reserved_tokens = self.length = 0
@@ -203,9 +220,7 @@ class SessionCache:
             raise LocalProtocolError(f"{self!r} has {self._num_pages} pages")
 
     def _check_step(self, position: int, num_tokens: int, row_map: Sequence[int] | None) -> None:
-        if not self.is_open:
-            detail = "the session was closed; it was idle, and others needed its memory"
-            raise RefusedError(ErrorCode.UNKNOWN_SESSION, detail)
+        self.check_is_open()
         if num_tokens < 1:
             raise RefusedError(ErrorCode.BAD_VALUES, "a step needs at least one token")
         if not 0 <= position <= self.length:
@@ -244,6 +259,7 @@ class SessionCache:
         self._num_reserved_tokens = num_tokens
 
     def _truncate(self, length: int) -> None:
+        self._note_change(length)
         self.length = length
         if self._common_prefixes is not None:
             self._common_prefixes.truncate(length)
@@ -252,6 +268,7 @@ class SessionCache:
         """Move the rows; what a row has in common with the one it replaces stays where it is."""
         prefixes = self._common_prefixes or CommonPrefixes(self.num_rows)
         start = prefixes.find_first_difference(row_map)
+        self._note_change(start)
         moved = [row for row, source in enumerate(row_map) if row != source]
         sources = torch.tensor([row_map[row] for row in moved])
         tail_LCBGSD = self.states_LCBGSD[:, :, :, :, start : self.length]
@@ -260,6 +277,10 @@ class SessionCache:
             tail_CBGSD[:, moved] = tail_CBGSD.index_select(1, sources)
         prefixes.reorder(row_map, self.length)
         self._common_prefixes = prefixes
+
+    def _note_change(self, position: int) -> None:
+        for copy in self._copies_of_us:
+            copy.note_change(position)
 
 
 def _count_pages(num_tokens: int) -> int:

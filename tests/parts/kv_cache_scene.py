@@ -31,6 +31,15 @@ def take_step(cache: SessionCache, position: int, values_BT: torch.Tensor, row_m
     cache.commit(values_BT.shape[1])
 
 
+def copy_prefix(parent: SessionCache, fork: SessionCache, num_tokens: int) -> int:
+    """Let a cache begin with the prefix of another one; return how many pieces that took."""
+    copy = fork.begin_with(parent, num_tokens)
+    num_pieces = 1
+    while not copy.advance():
+        num_pieces += 1
+    return num_pieces
+
+
 def assert_holds(cache: SessionCache, expected_BT: torch.Tensor) -> None:
     assert cache.length == expected_BT.shape[1]
     for block in range(cache.span.start, cache.span.stop):

@@ -6,9 +6,20 @@ from typing import Any
 
 import pytest
 import torch
-from kv_cache_scene import ROW_PAGE_BYTES, SPAN, assert_holds, make_pool, take_step
+from kv_cache_scene import (
+    HEAD_DIM,
+    NUM_BLOCKS,
+    NUM_HEADS,
+    ROW_PAGE_BYTES,
+    SPAN,
+    assert_holds,
+    copy_prefix,
+    make_pool,
+    take_step,
+)
 
 from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine import prefix_copy
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.kv_pool import IDLE_SECONDS
@@ -31,7 +42,7 @@ def test_fork_and_parent_go_on_independently() -> None:
     parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
     take_step(parent, 0, count(2, 70))
 
-    fork.begin_with(parent, 66)
+    copy_prefix(parent, fork, 66)
     take_step(fork, 66, count(2, 3, 1000))
     take_step(parent, 70, count(2, 4, 2000))
 
@@ -49,7 +60,7 @@ def test_fork_of_beams_knows_what_they_have_in_common() -> None:
     take_step(parent, 0, count(2, 10))
     take_step(parent, 10, count(2, 5, 100), row_map=(1, 1))
 
-    fork.begin_with(parent, 12)
+    copy_prefix(parent, fork, 12)
     take_step(parent, 15, count(2, 1, 200), row_map=(0, 0))
     take_step(fork, 12, count(2, 1, 300), row_map=(1, 0))
 
@@ -87,7 +98,7 @@ def test_prefix_that_is_not_there_is_refused(
     take_step(parent, 0, count(2, 10))
 
     with pytest.raises(RefusedError) as refusal:
-        fork.begin_with(parent, num_tokens)
+        copy_prefix(parent, fork, num_tokens)
 
     assert refusal.value.code is ErrorCode.BAD_VALUES
     assert (fork.length, fork.committed_bytes) == (0, 0)
@@ -102,7 +113,7 @@ def test_parent_whose_memory_was_taken_is_gone() -> None:
     parent.close()
 
     with pytest.raises(RefusedError) as refusal:
-        fork.begin_with(parent, 5)
+        copy_prefix(parent, fork, 5)
 
     assert refusal.value.code is ErrorCode.UNKNOWN_SESSION
 
@@ -117,12 +128,103 @@ def test_copied_tokens_count_in_the_budget_of_their_holder() -> None:
     fork = pool.open(1, 8 * PAGE_TOKENS, SPAN, holder)
 
     with pytest.raises(CacheFullError):
-        fork.begin_with(parent, 4 * PAGE_TOKENS)
+        copy_prefix(parent, fork, 4 * PAGE_TOKENS)
     assert_holds(parent, count(1, 4 * PAGE_TOKENS))  # it made no room, although it was idle
-    fork.begin_with(parent, PAGE_TOKENS)
+    copy_prefix(parent, fork, PAGE_TOKENS)
 
     assert pool.used_bytes == 5 * ROW_PAGE_BYTES
     pool.check_integrity()
+
+
+# ---- piece by piece
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a piece be two tokens of a head."""
+    monkeypatch.setattr(prefix_copy, "PIECE_BYTES", 2 * HEAD_DIM * 4)
+
+
+@pytest.mark.parametrize("tokens_in_piece", [2, 7, 16, 1000])
+def test_pieces_are_small_and_together_the_prefix(
+    monkeypatch: pytest.MonkeyPatch, tokens_in_piece: int
+) -> None:
+    monkeypatch.setattr(prefix_copy, "PIECE_BYTES", tokens_in_piece * HEAD_DIM * 4)
+    pool = make_pool(20)
+    parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
+    take_step(parent, 0, count(2, 9))
+
+    num_pieces = copy_prefix(parent, fork, 7)
+
+    num_heads = 2 * NUM_BLOCKS * 2 * NUM_HEADS
+    assert num_pieces >= num_heads * 7 / tokens_in_piece
+    assert_holds(fork, count(2, 9)[:, :7])
+
+
+def test_parent_may_go_on_behind_the_prefix_while_it_is_copied(small_pieces: None) -> None:
+    pool = make_pool(20)
+    parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
+    take_step(parent, 0, count(2, 10))
+    take_step(parent, 10, count(2, 1), row_map=(1, 1))
+    prefix = count(2, 10)[[1, 1], :7]
+
+    copy = fork.begin_with(parent, 7)
+    copy.advance()
+    take_step(parent, 7, count(2, 4, 1000))
+    take_step(parent, 11, count(2, 1, 2000), row_map=(1, 0))
+    assert fork.length == 0
+    while not copy.advance():
+        pass
+    take_step(parent, 3, count(2, 1, 3000))
+
+    assert_holds(fork, prefix)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda parent: take_step(parent, 6, count(2, 4, 1000)), ErrorCode.BAD_VALUES),
+        (lambda parent: parent.fall_back(6), ErrorCode.BAD_VALUES),
+        (lambda parent: take_step(parent, 10, count(2, 1), (1, 0)), ErrorCode.BAD_VALUES),
+        (lambda parent: parent.close(), ErrorCode.UNKNOWN_SESSION),
+    ],
+    ids=["rolled back", "fallen back", "reordered", "closed"],
+)
+def test_parent_that_changes_below_the_prefix_ends_the_copy(
+    small_pieces: None, change: Any, code: ErrorCode
+) -> None:
+    pool = make_pool(20)
+    parent, fork, later = (pool.open(2, 100, SPAN) for _ in range(3))
+    take_step(parent, 0, count(2, 10))
+
+    copy = fork.begin_with(parent, 7)
+    copy.advance()
+    change(parent)
+
+    with pytest.raises(RefusedError) as refusal:
+        copy.advance()
+    assert refusal.value.code is code
+    assert fork.length == 0
+    fork.close()
+    if parent.is_open:
+        length = min(parent.length, 6)
+        copy_prefix(parent, later, length)
+        assert later.length == length
+
+
+def test_fork_that_is_closed_half_way_leaves_nothing(small_pieces: None) -> None:
+    pool = make_pool(20)
+    parent, fork = pool.open(2, 100, SPAN), pool.open(2, 100, SPAN)
+    take_step(parent, 0, count(2, 10))
+
+    copy = fork.begin_with(parent, 7)
+    copy.advance()
+    fork.close()
+
+    assert pool.used_bytes == parent.committed_bytes
+    assert not parent._copies_of_us
+    with pytest.raises(RefusedError, match="the fork was closed"):
+        copy.advance()
 
 
 @pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
@@ -139,7 +241,7 @@ def test_fork_computes_to_the_bit_what_the_session_would(
     parent, alone, fork = (engine.open_cache(2, 50, WHOLE, kv_format=kv_format) for _ in range(3))
     engine.execute([StepWork(cache, WHOLE, 0, prompt) for cache in (parent, alone)])
 
-    fork.begin_with(parent, position)
+    copy_prefix(parent, fork, position)
     results = engine.execute(
         [
             StepWork(cache, WHOLE, position, token, row_map=(1, 0), decoded=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,8 +26,11 @@ from service_scene import (
     run,
 )
 
+from shoal.peer.engine import prefix_copy
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.kv_cache import SessionCache
 from shoal.peer.engine.kv_pool import IDLE_SECONDS
+from shoal.peer.engine.prefix_copy import PrefixCopy
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ClientToken
 from shoal.protocol.messages import Close, Gap, Opened, Welcome
@@ -161,30 +166,175 @@ def test_fork_counts_as_use_of_its_parent(engine: Engine) -> None:
     run(engine, test, max_sessions=4)
 
 
-def test_prefixes_are_copied_one_at_a_time(engine: Engine) -> None:
-    gated = GatedEngine(engine, "open")
+# ---- beside others
+
+
+class PieceGate:
+    """Lets pieces of prefixes through one by one, and takes down whose they are."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.copied: list[SessionCache] = []
+        self.let_through = threading.Semaphore(0)
+        self.entered = threading.Semaphore(0)
+        monkeypatch.setattr(prefix_copy, "PIECE_BYTES", 256)
+        advance = PrefixCopy.advance
+
+        def wait_and_advance(copy: PrefixCopy) -> bool:
+            self.entered.release()
+            assert self.let_through.acquire(timeout=30)
+            self.copied.append(copy._cache)
+            return advance(copy)
+
+        monkeypatch.setattr(PrefixCopy, "advance", wait_and_advance)
+
+    async def wait_entered(self) -> None:
+        assert await asyncio.to_thread(self.entered.acquire, timeout=30)
+
+    def open(self) -> None:
+        self.let_through.release(10_000)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> PieceGate:
+    return PieceGate(monkeypatch)
+
+
+def test_steps_are_computed_between_two_pieces(engine: Engine, gate: PieceGate) -> None:
+    expected = compute_alone(engine, PROMPT, TOKEN)[1]
 
     async def test(peer: Peer) -> None:
-        gated.leave.set()
-        await begin(peer)
-        talks = [await peer.greet() for _ in range(3)]
-        gated.leave.clear()
-        gated.entered.clear()
-        for number, talk in enumerate(talks, start=2):
-            await talk.say(make_fork(number))
-        await gated.wait_entered()
-
-        assert not peer.compute._calls  # the others wait where they hold nobody up
-        await talks[0].stream.close()
-        for _ in range(20):
+        talk, other = await begin(peer), await peer.greet()
+        await other.say(make_fork())
+        await gate.wait_entered()
+        await talk.say(make_step(2, 7, TOKEN))
+        while not peer.compute._jobs:  # noqa: ASYNC110 - a test on virtual time
             await asyncio.sleep(0)
-        assert not peer.compute._calls  # also when the one leaves whose prefix is being copied
-        gated.leave.set()
 
-        for talk in talks[1:]:
+        gate.let_through.release()
+
+        assert torch.equal(expect_output(await talk.hear()), expected)
+        assert len(gate.copied) == 1
+        gate.open()
+        assert isinstance(await other.hear(), Opened)
+        assert len(gate.copied) > 3
+        output = expect_output(await other.ask(make_step(1, 7, TOKEN, 2)))
+        assert torch.equal(output, expected)
+
+    run(engine, test)
+
+
+def test_forks_of_others_take_turns_with_those_of_a_flood(engine: Engine, gate: PieceGate) -> None:
+    async def test(peer: Peer) -> None:
+        await begin(peer)
+        flood = [await peer.greet() for _ in range(4)]
+        quiet = peer.at_host("elsewhere")
+        theirs = await quiet.greet()
+        assert isinstance(await theirs.ask(make_open(20)), Opened)
+        expect_output(await theirs.ask(make_step(1, 0, PROMPT, 20)))
+        for number, talk in enumerate(flood, start=2):
+            await talk.say(make_fork(number))
+        await gate.wait_entered()
+        await theirs.say(make_fork(21, parent=20))
+        while len(peer.service.admission._copies._waiting) < 5:
+            gate.let_through.release()
+            await asyncio.sleep(0)
+
+        gate.open()
+
+        assert isinstance(await theirs.hear(), Opened)
+        for talk in flood:
             assert isinstance(await talk.hear(), Opened)
+        theirs_cache = peer.service.sessions[make_session(21)].cache
+        num_theirs = gate.copied.count(theirs_cache)
+        last = max(index for index, cache in enumerate(gate.copied) if cache is theirs_cache)
+        # They were there after two pieces at most; from then on it is one each.
+        assert last < 2 * num_theirs + 2 < len(gate.copied) // 2
+        # Of one holder, a fork is done before the next one begins.
+        rest = [cache for cache in gate.copied if cache is not theirs_cache]
+        assert len([1 for before, after in pairwise(rest) if before is not after]) == 3
 
-    run(gated, test, max_sessions=32)
+    run(engine, test, max_sessions=32)
+
+
+def test_parent_that_is_rolled_back_meanwhile_ends_the_fork(
+    engine: Engine, gate: PieceGate
+) -> None:
+    expected = compute_alone(engine, PROMPT[:, :3], TOKEN)[1]
+
+    async def test(peer: Peer) -> None:
+        talk, other = await begin(peer), await peer.greet()
+        await other.say(make_fork())
+        await gate.wait_entered()
+        await talk.say(make_step(2, 3, TOKEN))
+        while not peer.compute._jobs:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0)
+
+        gate.open()
+
+        assert_declined(await other.hear(), ErrorCode.BAD_VALUES)
+        torch.testing.assert_close(expect_output(await talk.hear()), expected)
+        assert isinstance(await other.ask(make_fork(prefix_tokens=4)), Opened)
+
+    run(engine, test)
+
+
+def test_parent_that_is_closed_meanwhile_ends_the_fork(engine: Engine, gate: PieceGate) -> None:
+    async def test(peer: Peer) -> None:
+        talk, other = await begin(peer), await peer.greet()
+        await other.say(make_fork())
+        await gate.wait_entered()
+        await talk.say(Close(make_session(1), 1))
+        await talk.wait_until_read()
+
+        gate.open()
+
+        assert_declined(await other.hear(), ErrorCode.UNKNOWN_SESSION)
+
+    run(engine, test)
+
+
+def test_fork_whose_client_leaves_half_way_gives_everything_back(
+    engine: Engine, gate: PieceGate
+) -> None:
+    async def test(peer: Peer) -> None:
+        talk, leaving, other = await begin(peer), await peer.greet(), await peer.greet()
+        used_bytes = await peer.count_used_bytes()
+        await leaving.say(make_fork(2))
+        await gate.wait_entered()
+        await other.say(make_fork(3))
+
+        await leaving.stream.close()
+        gate.open()
+
+        assert isinstance(await other.hear(), Opened)
+        assert await peer.count_used_bytes() == 2 * used_bytes
+        assert set(peer.service.sessions) == {make_session(1), make_session(3)}
+        assert not peer.service.sessions[make_session(1)].cache._copies_of_us
+        expect_output(await talk.ask(make_step(2, 7, TOKEN)))
+
+    run(engine, test)
+
+
+def test_failure_to_copy_a_prefix_leaves_nothing(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    advance = PrefixCopy.advance
+
+    def fail(copy: PrefixCopy) -> bool:
+        monkeypatch.setattr(PrefixCopy, "advance", advance)
+        raise ZeroDivisionError("the device is on fire")
+
+    async def test(peer: Peer) -> None:
+        talk = await begin(peer)
+        used_bytes = await peer.count_used_bytes()
+        monkeypatch.setattr(PrefixCopy, "advance", fail)
+
+        assert_declined(await talk.ask(make_fork()), ErrorCode.INTERNAL)
+
+        assert await peer.count_used_bytes() == used_bytes
+        assert isinstance(await talk.ask(make_fork()), Opened)
+
+    run(engine, test)
 
 
 def test_failure_to_open_a_fork_does_not_keep_the_next_one_waiting(engine: Engine) -> None:
