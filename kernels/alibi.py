@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,6 +38,10 @@ class Alibi:
         exponents = [-8 * head / power for head in range(1, power + 1)]
         exponents += [-4 * head / power for head in range(1, 2 * (num_heads - power), 2)]
         return cls(torch.tensor([2**exponent for exponent in exponents]), scale, dtype)
+
+    def select(self, heads: slice) -> Alibi:
+        """Return the slopes of some of the heads."""
+        return replace(self, slopes_H=self.slopes_H[heads])
 
     def draw_biases(self, start: int, stop: int) -> Tensor:
         """Return what is added to the scores of the keys `start:stop`, as float32 [H, S]."""

@@ -6,6 +6,8 @@ kernels in C (native/states.h) write and read the same records to the bit.
 Tensor suffixes: D head size, R bytes of a record.
 """
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -47,7 +49,16 @@ def quantize_states(states_D: Tensor) -> Tensor:
 
 
 def dequantize_states(records_R: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return what records stand for, [..., D]."""
+    """Return what records [B, G, S, R] stand for, [B, G, S, D].
+
+    Takes no memory beside the result but for one head, in float32.
+    """
     scales = records_R[..., :SCALE_BYTES].view(torch.float32)
     numbers_D = records_R[..., SCALE_BYTES : SCALE_BYTES + head_dim]
-    return (numbers_D.float() * scales).to(dtype)
+    if dtype is torch.float32:
+        return numbers_D.float().mul_(scales)
+    states_D = torch.empty(numbers_D.shape, dtype=dtype, device=records_R.device)
+    for head in itertools.product(*map(range, numbers_D.shape[:-2])):
+        # Rounded once: the products are whole before they lose digits.
+        states_D[head] = numbers_D[head].float().mul_(scales[head])
+    return states_D

@@ -144,13 +144,35 @@ class Attention:
 
         #   cache    0 .......... position ...... stop ....... capacity
         #            [ the prefix ][ this step    )[ not touched
-        keys_BGSD, values_BGSD = segment.cache.put(
-            self._block, position, keys_BGTD, values_BTGD.transpose(1, 2)
+        cache, stop = segment.cache, position + num_tokens
+        cache.write(self._block, position, keys_BGTD, values_BTGD.transpose(1, 2))
+        attended_BTHD = fused_NO.new_empty(
+            num_rows, num_tokens, options.num_heads, options.head_dim
         )
+        group_size = options.num_heads // options.num_kv_heads
+        for (rows, groups), keys_BGSD, values_BGSD in cache.read(self._block, stop):
+            heads = slice(groups.start * group_size, groups.stop * group_size)
+            attended = self._attend_heads(
+                queries_BHTD[rows, heads], keys_BGSD, values_BGSD, heads, segment
+            )
+            attended_BTHD[rows, :, heads] = attended.transpose(1, 2)
+            del keys_BGSD, values_BGSD  # before the next ones are made
+        return attended_BTHD.view(num_rows * num_tokens, -1)
+
+    def _attend_heads(
+        self,
+        queries_BHTD: torch.Tensor,
+        keys_BGSD: torch.Tensor,
+        values_BGSD: torch.Tensor,
+        heads: slice,
+        segment: Segment,
+    ) -> torch.Tensor:
+        """Attention of some heads of a segment, [B, H, T, D]."""
+        options, position = self.options, segment.position
         # How many queries attend together decides how torch rounds their sums. So it follows from
         # the step alone: parts of a prompt of one size however it was scheduled, and generated
         # tokens one by one, also in a replay, which then rebuilds the lost cache to the bit.
-        stride = 1 if segment.is_decoded else count_part_tokens(num_rows)
+        stride = 1 if segment.is_decoded else count_part_tokens(segment.num_rows)
         attended = [
             attention(
                 queries_BHTD[:, :, first:last],
@@ -160,13 +182,12 @@ class Attention:
                 scale=options.scale,
                 sliding_window=options.sliding_window,
                 softcap=options.softcap,
-                alibi=options.alibi,
+                alibi=None if options.alibi is None else options.alibi.select(heads),
             )
-            for first in range(0, num_tokens, stride)
-            for last in (min(first + stride, num_tokens),)
+            for first in range(0, segment.num_tokens, stride)
+            for last in (min(first + stride, segment.num_tokens),)
         ]
-        attended_BHTD = attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-        return attended_BHTD.transpose(1, 2).reshape(num_rows * num_tokens, -1)
+        return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
 
     def _turn(self, query_key_BTJD: torch.Tensor, segment: Segment) -> torch.Tensor:
         """Norm and rotate queries and keys, as far as the model does; return them as BJTD."""

@@ -8,7 +8,7 @@ Tensor suffixes: L blocks, B rows of the session, G key-value heads, S tokens, T
 D head size (or, in memory, whatever `kv_layouts` keeps of that many numbers).
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,7 @@ from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, Re
 from ...protocol.spans import Span
 from ..fair_share import Holder
 from .common_prefixes import CommonPrefixes
-from .kv_layouts import Layout
+from .kv_layouts import Heads, Layout
 from .lazy_memory import LazyMemory
 from .prefix_copy import PrefixCopy
 
@@ -30,9 +30,9 @@ PAGE_TOKENS = 64
 class SessionCache:
     """One session's lease: keys and values of its rows in every block of its span.
 
-    The first `length` tokens are valid. A step is `prepare`, then writing and reading with `put`,
-    or through `states_LCBGSD`, then `commit`; without the commit the length stays where `prepare`
-    put it.
+    The first `length` tokens are valid. A step is `prepare`, then writing and reading, block by
+    block or through `states_LCBGSD`, then `commit`; without the commit the length stays where
+    `prepare` put it.
     `used_at` is when a step last came in; whoever takes one in may set it, on any thread.
     """
 
@@ -159,19 +159,42 @@ class SessionCache:
         """Return views of a block as it is kept; only reserved tokens may be touched."""
         return self._keys_values[block - self.span.start]
 
-    def put(
+    def write(
         self, block: int, position: int, keys_BGTD: torch.Tensor, values_BGTD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values of a block from `position` on; return all up to them.
+    ) -> None:
+        """Write keys and values of a block from `position` on."""
+        stop = position + keys_BGTD.shape[2]
+        for kept_BGSD, new_BGTD in zip(
+            self.keys_values(block), (keys_BGTD, values_BGTD), strict=True
+        ):
+            kept_BGSD[:, :, position:stop] = self._layout.pack(new_BGTD)
+
+    def read(self, block: int, stop: int) -> Iterator[tuple[Heads, torch.Tensor, torch.Tensor]]:
+        """Yield keys and values of a block up to `stop`, of some heads after others.
 
         What comes back is what was kept, also of the newest tokens: so it does not matter when
         they are read.
         """
+        keys_BGSD, values_BGSD = self.keys_values(block)
+        for heads in self._layout.cut(self.num_rows, self.max_tokens):
+            yield (
+                heads,
+                self._layout.unpack(keys_BGSD[*heads, :stop]),
+                self._layout.unpack(values_BGSD[*heads, :stop]),
+            )
+
+    def put(
+        self, block: int, position: int, keys_BGTD: torch.Tensor, values_BGTD: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write keys and values; return all up to them, as `read` does, but in one piece.
+
+        Of integers that makes floats of a whole block, beside the budget.
+        """
+        self.write(block, position, keys_BGTD, values_BGTD)
         stop = position + keys_BGTD.shape[2]
-        kept = self.keys_values(block)
-        for kept_BGSD, new_BGTD in zip(kept, (keys_BGTD, values_BGTD), strict=True):
-            kept_BGSD[:, :, position:stop] = self._layout.pack(new_BGTD)
-        keys_BGSD, values_BGSD = (self._layout.unpack(states[:, :, :stop]) for states in kept)
+        keys_BGSD, values_BGSD = (
+            self._layout.unpack(states[:, :, :stop]) for states in self.keys_values(block)
+        )
         return keys_BGSD, values_BGSD
 
     def commit(self, num_tokens: int) -> None:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from allocations import AllocationSizes
 from prompt_scene import INT8_CASES, Case, Prompt, assert_near, attend, make_prompt
 from torch import Tensor
 
@@ -50,6 +51,20 @@ def test_records_are_those_of_the_definition(head_dim: int, dtype: torch.dtype) 
             torch.tensor(scale), rtol=0, atol=0, equal_nan=True,
         )  # fmt: skip
         assert record_R[SCALE_BYTES:].tolist()[:head_dim] == numbers
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_take_no_memory_on_their_way_back_but_for_one_head(dtype: torch.dtype) -> None:
+    records = quantize_states(draw(4, 8, 50, 64))
+    expected = records[..., SCALE_BYTES:].float() * records[..., :SCALE_BYTES].view(torch.float32)
+
+    with AllocationSizes() as sizes:
+        back = dequantize_states(records, 64, dtype)
+
+    assert torch.equal(back, expected.to(dtype))
+    largest, *others = sorted(sizes.found, reverse=True)
+    assert largest == back.nbytes
+    assert max(others, default=0) <= 50 * 64 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from allocations import AllocationSizes
 from kv_cache_scene import NUM_BLOCKS, NUM_HEADS, SPAN
 from service_scene import Peer, draw_hidden, expect_output, make_open, make_step, run
 from torch import Tensor
 
 from shoal.kernels.prompt_attention import choose_prompt_instruction_set
 from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine import attention
+from shoal.peer.engine import attention, kv_layouts
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.kv_pool import KVCachePool
@@ -123,6 +124,34 @@ def test_results_do_not_depend_on_who_shares_the_batch(load: Any, variant: str) 
     assert torch.equal(prompt_output, alone[1])
     assert torch.equal(token_output, alone[0])
     assert torch.equal(torch.cat(by_row), alone[1])
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_generated_tokens_do_not_depend_on_company(
+    load: Any, variant: str, kv_format: KVFormat
+) -> None:
+    """With int8 weights; decision 0013 says why not with others."""
+    engine = load(variant)
+    prompt, tokens = draw_hidden(1, 2, 40), draw_hidden(2, 2, 30)
+    alone = open_work(engine, prompt, kv_format)
+    execute(engine, alone)
+    expected = decode(engine, alone, tokens)
+
+    beside = open_work(engine, prompt, kv_format)
+    execute(engine, beside)
+    outputs: list[Tensor] = []
+    for step, token in enumerate(tokens.split(1, dim=1)):
+        work = replace(beside, position=40 + step, hidden_BTH=token, decoded=True)
+        strangers = [
+            open_work(engine, draw_hidden(step * 10 + seed), decoded=True)
+            for seed in range(step % 8)
+        ]
+        outputs.append(execute(engine, *strangers, work)[-1])
+        for stranger in strangers:
+            stranger.cache.close()
+
+    assert torch.equal(torch.cat(outputs, dim=1), expected)
 
 
 @pytest.mark.skipif(
@@ -234,6 +263,32 @@ def test_torch_does_what_c_does(
 
 
 # ---- room
+
+
+@pytest.mark.parametrize("variant", ["gemma2", "bloom", "mistral-window"])
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.BF16])
+def test_torch_attends_to_few_heads_at_a_time(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch, variant: str, weights: WeightFormat
+) -> None:
+    for name in ("can_attend", "can_attend_prompts"):
+        monkeypatch.setattr(attention, name, lambda shape: False)
+    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**26)
+    prompt, tokens = draw_hidden(1, 3, 190), draw_hidden(2, 3, 3)
+    head_bytes = 2 * 200 * engine.spec.head_dim * engine.dtype.itemsize
+
+    outputs: list[Tensor] = []
+    for num_heads in (1000, 3 * engine.spec.num_kv_heads - 1, 1, 0.5):
+        monkeypatch.setattr(kv_layouts, "UNPACKED_BYTES", int(num_heads * head_bytes))
+        work = open_work(engine, prompt)
+        first = execute(engine, work)[0]
+        with AllocationSizes() as sizes:
+            rest = decode(engine, work, tokens)
+        outputs.append(torch.cat([first, rest], dim=1))
+        assert (max(sizes.found) <= head_bytes) == (num_heads <= 1)
+
+    for output in outputs[1:]:
+        assert torch.equal(output, outputs[0])
 
 
 def make_pool(budget_bytes: int, head_dim: int, dtype: torch.dtype) -> KVCachePool:
