@@ -24,7 +24,9 @@ class ClientConfig:
 
     kv_format: str = "float"
     """How peers keep keys and values, unless a session says otherwise: float, as they compute, or
-    int8, in a quarter to a half of the room."""
+    int8, in a quarter to a half of the room. With int8, results are the same to the bit in any
+    company only at peers with int8 weights: at others a last digit that torch rounds differently
+    may become a step of 1/127 in the cache."""
 
     weights: str | None = None
     """Use only peers that hold their weights like this (int8, bf16, fp32); None: any."""

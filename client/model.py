@@ -147,7 +147,8 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
 
         Inside, calls of generate() and of the model continue one text: what was computed is
         remembered, and `session.position = n` rolls back to the first n tokens. `kv_format` says
-        how peers keep keys and values, "float" or "int8"; None: as the model was opened.
+        how peers keep keys and values, "float" or "int8"; None: as the model was opened. With
+        "int8", only peers with int8 weights compute the same in any company.
         """
         return self.transformer.h.inference_session(max_length=max_length, kv_format=kv_format)
 
