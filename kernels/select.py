@@ -1,7 +1,7 @@
 """Picks the kernels of this process, once, by what is fastest on its processor."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from . import int8_native, int8_torch
 from .int8 import Int8Kernel
 from .quantize import Int8Weight, WeightFormat
-from .token_attention import describe_instruction_set
 
 _WEIGHT_SHAPE = (1024, 512)
 _ROWS_AND_DIGITS = ((1, 2), (64, 1))
@@ -78,9 +77,14 @@ def choose_fastest(kernels: Sequence[Int8Kernel], read_clock: Callable[[], float
     return min(kernels, key=measure)
 
 
-def describe_kernels(weights: WeightFormat) -> str:
-    """Return what computes here, for people: "int8: avx512-vnni, attention: avx512"."""
-    linear = (
-        choose_int8_kernel().name if weights is WeightFormat.INT8 else f"{weights.value}: torch"
-    )
-    return f"{linear}, attention: {describe_instruction_set()}"
+def describe_kernels(weights: WeightFormat, attention: Iterable[str]) -> str:
+    """Return what computes blocks with such weights, and with what attention, for people.
+
+    Before the first int8 weights are there, this measures.
+
+    >>> describe_kernels(WeightFormat.FP32, ["torch", "avx512", "torch"])
+    'fp32: torch, attention: avx512 and torch'
+    """
+    is_int8 = weights is WeightFormat.INT8
+    linear = choose_int8_kernel().name if is_int8 else f"{weights.value}: torch"
+    return f"{linear}, attention: {' and '.join(sorted(set(attention)))}"

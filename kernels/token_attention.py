@@ -45,11 +45,6 @@ def choose_instruction_set() -> int | None:
     return next(iter(list_instruction_sets().values()), None)
 
 
-def describe_instruction_set() -> str:
-    """Return the name of what attention is computed with, for people."""
-    return next(iter(list_instruction_sets()), "torch")
-
-
 @dataclass(frozen=True, slots=True)
 class TokenShape:
     """What a block does with every token; `window` is the most keys that one sees, None for all."""
@@ -168,6 +163,11 @@ class TokenAttention:
         self._shape_address = ctypes.addressof(self._shape)
         self._instruction_set = instruction_set
         self._attend = getattr(library, self.function)
+
+    @property
+    def name(self) -> str:
+        """What computes it, for people."""
+        return _INSTRUCTION_SETS[self._instruction_set]
 
     def __call__(self, fused_NO: Tensor, batch: TokenBatch, attended_NO: Tensor) -> None:
         """Write the segments' rows of `attended_NO` [N, heads * D] from those of `fused_NO`, the

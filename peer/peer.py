@@ -233,7 +233,7 @@ def _describe_online(
         "span": str(engine.span),
         "num_blocks": engine.spec.num_blocks,
         "weights_bytes": engine.num_weight_bytes,
-        "kernels": template.kernels,
+        "kernels": engine.kernels,
         "endpoint": str(template.endpoints[0]),
         "addresses": list(directory.addresses),
         "decode_steps_per_second": round(throughput.decode_steps_per_second, 1),

@@ -6,7 +6,6 @@ from dataclasses import replace
 import torch
 
 from ..kernels.quantize import WeightFormat
-from ..kernels.select import describe_kernels
 from ..protocol.announcements import Announcement, ComputeDtype, PeerState
 from ..protocol.endpoints import Endpoint
 from ..protocol.errors import LocalProtocolError
@@ -38,7 +37,10 @@ def make_template(
     num_blocks: int,
     endpoint: Endpoint,
 ) -> Announcement:
-    """Return the announcement without what changes; of its dates only the lifetime counts."""
+    """Return the announcement without what changes; of its dates only the lifetime counts.
+
+    Of kernels it says nothing: which are fastest is measured with the threads that the engine gets.
+    """
     weights = WeightFormat(config.weights)
     return Announcement(
         peer_id=peer_id,
@@ -50,7 +52,6 @@ def make_template(
         min_version=MIN_VERSION,
         max_version=MAX_VERSION,
         software=SOFTWARE,
-        kernels=describe_kernels(weights),
         weights=weights.value,
         compute_dtype=_DTYPE_NAMES[COMPUTE_DTYPES[weights]],
         sequence=0,
@@ -82,9 +83,10 @@ class SelfDescription:
         self._serving: tuple[Engine, ComputeThread] | None = None
 
     def begin_serving(self, engine: Engine, compute: ComputeThread, measured: Throughput) -> None:
-        """From now on tell the measured speed and the present load as well."""
+        """From now on tell kernels, the measured speed and the present load as well."""
         self._template = replace(
             self._template,
+            kernels=engine.kernels,
             decode_steps_per_second=measured.decode_steps_per_second,
             prefill_tokens_per_second=measured.prefill_tokens_per_second,
         )

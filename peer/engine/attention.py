@@ -105,6 +105,12 @@ class Attention:
         """Whether attention gives the same wherever a prompt is cut into parts."""
         return self._prompt_attention is not None
 
+    @property
+    def kernels(self) -> list[str]:
+        """What computes generated tokens, and what prompts, for people."""
+        in_c = (self._token_attention, self._prompt_attention)
+        return ["torch" if kernel is None else kernel.name for kernel in in_c]
+
     def __call__(
         self, normed_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
     ) -> torch.Tensor:

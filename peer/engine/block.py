@@ -17,7 +17,8 @@ from .spec import Residual
 class Block:
     """One decoder block; `norms` are those that the spec names, and the others do nothing.
 
-    `is_cut_anywhere`: where a prompt is cut into parts makes no difference to its attention.
+    `is_cut_anywhere`: where a prompt is cut into parts makes no difference to its attention, which
+    `attention_kernels` compute.
     """
 
     def __init__(
@@ -27,6 +28,7 @@ class Block:
         self.num_bytes = sum(part.num_bytes for part in parts)
         self.num_parameters = sum(part.num_parameters for part in parts)
         self.is_cut_anywhere = attention.is_cut_anywhere
+        self.attention_kernels = attention.kernels
         self._residual = residual
         self._norms = norms
         self._attention = attention

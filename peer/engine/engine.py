@@ -18,6 +18,7 @@ from ...kernels.compress import has_only_finite
 from ...kernels.linear import RowPrecision
 from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
+from ...kernels.select import describe_kernels
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
@@ -80,9 +81,10 @@ class StepWork:
     def cut(self, first: int, num_tokens: int) -> StepWork:
         """Return a part of the step: `num_tokens` tokens from `first` on.
 
-        Parts are to be executed in order. The result of the step is that of its parts joined, to
-        the bit if each but the last is a multiple of what `scheduler.count_part_tokens` makes of
-        `Engine.part_tokens`.
+        Parts are to be executed in order. The result of the step is that of its parts joined: with
+        int8 weights to the bit, if each but the last has a multiple of the tokens that
+        `scheduler.count_part_tokens` returns for `Engine.part_tokens`, which the scheduler sees to.
+        Float linears round the last digit by how many rows they multiply.
         """
         if num_tokens == self.num_tokens:
             return self
@@ -110,7 +112,9 @@ class _Step:
 class Engine:
     """The blocks of one span, ready to compute, and the KV cache of their sessions.
 
-    `part_tokens` are the rows times tokens of the shortest parts into which prompts may be cut.
+    A part of a prompt has at most `part_tokens` rows times tokens, or one token: few where it makes
+    no difference to attention where a prompt is cut. An iteration takes as many parts as it has
+    time for, and at least one. `kernels` says for people what computes here.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Engine:
         blocks: Sequence[Block | WrappedBlock],
         rotary: Sequence[RotaryTable],
         pool: KVCachePool,
+        weights: WeightFormat,
     ) -> None:
         self.spec = spec
         self.span = span
@@ -127,6 +132,9 @@ class Engine:
         self.pool = pool
         self.num_weight_bytes = sum(block.num_bytes for block in blocks)
         self.num_parameters = sum(block.num_parameters for block in blocks)
+        self.kernels = describe_kernels(
+            weights, [name for block in blocks for name in block.attention_kernels]
+        )
         self._blocks = blocks
         can_cut = all(block.is_cut_anywhere for block in blocks)
         self.part_tokens = SHORT_PART_TOKENS if can_cut else PART_TOKENS
@@ -163,7 +171,7 @@ class Engine:
         pool = KVCachePool(kv_budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, dtype)
         with torch.inference_mode(), keep_large_tensors_apart():
             blocks = load_span(checkpoint, spec, span, weights, dtype, on_progress, cache)
-        return cls(spec, span, blocks, rotary, pool)
+        return cls(spec, span, blocks, rotary, pool, weights)
 
     def open_cache(
         self,

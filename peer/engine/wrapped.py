@@ -45,6 +45,7 @@ class WrappedBlock:
     """One decoder layer of transformers, with the memory of a session as its cache."""
 
     is_cut_anywhere = False
+    attention_kernels = ("torch",)
 
     def __init__(self, decoder: PreTrainedModel, index: int) -> None:
         weights = [weight for weight in decoder.parameters() if not weight.is_meta]

@@ -250,6 +250,7 @@ class OverflowingBlock:
     """A block whose result is infinite wherever its input is large."""
 
     is_cut_anywhere = False
+    attention_kernels = ()
 
     def __init__(self, block: Block) -> None:
         self.num_bytes, self.num_parameters = block.num_bytes, block.num_parameters
@@ -268,7 +269,7 @@ def test_a_result_that_overflows_is_refused_and_not_committed(tiny_models) -> No
     rotary = [RotaryTable.build(spec.head_dim, spec.max_positions, rope) for rope in spec.ropes]
     pool = KVCachePool(2**20, 1, spec.num_kv_heads, spec.head_dim, torch.float32)
     blocks = cast(list[Block], [OverflowingBlock(block)])
-    engine = Engine(spec, span, blocks, rotary, pool)
+    engine = Engine(spec, span, blocks, rotary, pool, WeightFormat.FP32)
     work, neighbour = (make_work(engine, draw_hidden(seed, 1, 5), span) for seed in (1, 2))
     run(engine, work)
     snapshot = take_snapshot(work.cache)

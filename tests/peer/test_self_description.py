@@ -1,0 +1,98 @@
+"""What a peer says of its kernels: what its blocks took, measured with the threads it was given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.kernels import select
+from shoal.kernels.int8 import Int8Kernel
+from shoal.kernels.prompt_attention import list_prompt_instruction_sets
+from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.token_attention import list_instruction_sets
+from shoal.peer.config import PeerConfig
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.self_description import make_template
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.spans import Span
+
+SPAN = Span(0, 2)
+
+
+@pytest.fixture
+def threads_at_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Have kernels chosen anew; yield how many threads torch had each time."""
+    threads: list[int] = []
+    choose_fastest = select.choose_fastest
+
+    def choose(kernels: Sequence[Int8Kernel], read_clock: Callable[[], float]) -> Int8Kernel:
+        threads.append(torch.get_num_threads())
+        return choose_fastest(kernels, read_clock)
+
+    before = torch.get_num_threads()
+    monkeypatch.setattr(select, "choose_fastest", choose)
+    select.choose_int8_kernel.cache_clear()
+    yield threads
+    torch.set_num_threads(before)
+    select.choose_int8_kernel.cache_clear()
+
+
+def load(tiny_models: Any, weights: WeightFormat, variant: str = "llama", **options: Any) -> Engine:
+    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    return Engine.load(checkpoint, SPAN, weights, kv_budget_bytes=2**24, **options)
+
+
+def test_kernels_are_measured_with_the_threads_of_the_engine(
+    tiny_models: Any, threads_at_choice: list[int]
+) -> None:
+    config = PeerConfig(model=tiny_models.get().directory, weights="int8", num_threads=3)
+    peer_id, endpoint = Identity(bytes(32)).peer_id, Endpoint("127.0.0.1", 1, "f" * 64)
+
+    template = make_template(config, peer_id, ModelId("a" * 32), SPAN, 4, endpoint)
+    engine = load(tiny_models, WeightFormat.INT8, num_threads=config.num_threads)
+
+    assert template.kernels == ""
+    assert threads_at_choice == [3]
+    assert engine.kernels.startswith(select.choose_int8_kernel().name)
+
+
+def test_weights_in_floats_need_no_measurement(
+    tiny_models: Any, threads_at_choice: list[int]
+) -> None:
+    load(tiny_models, WeightFormat.FP32)
+
+    assert threads_at_choice == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        ("llama", WeightFormat.BF16),
+        ("gemma2", WeightFormat.INT8),
+        ("bloom", WeightFormat.FP32),
+        ("wrapped-stablelm", WeightFormat.FP32),
+    ],
+)
+def test_attention_that_c_cannot_compute_is_said_to_be_of_torch(
+    tiny_models: Any, variant: str, weights: WeightFormat
+) -> None:
+    assert load(tiny_models, weights, variant).kernels.endswith(", attention: torch")
+
+
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
+def test_attention_in_c_is_called_by_its_instruction_set(
+    tiny_models: Any, weights: WeightFormat
+) -> None:
+    engine = load(tiny_models, weights)
+
+    *_, names = engine.kernels.split(", attention: ")
+
+    of_tokens, of_prompts = list_instruction_sets(), list_prompt_instruction_sets()
+    assert set(names.split(" and ")) <= {*of_tokens, *of_prompts, "torch"}
+    assert next(iter(of_tokens), "torch") in names
