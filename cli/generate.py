@@ -87,15 +87,16 @@ def run(options: argparse.Namespace) -> int:
     output, notices = Terminal(sys.stdout), Terminal(sys.stderr)
     with TraceFile(options.trace) as trace_file:
         generation = _generate(options, output, notices, trace_file)
-    summary = trace_file.summarize()
-    if options.json:
-        facts = _make_json(generation)
-        facts |= {"trace": make_summary_json(summary)} if summary else {}
-        Terminal(sys.stdout).print(json.dumps(facts))
-    else:
-        _report(notices, generation)
-        for line in describe_summary(summary) if summary else ():
-            notices.print(line)
+        # Inside: the text is there, also if it turns out now that the trace cannot be written.
+        summary = trace_file.summarize()
+        if options.json:
+            facts = _make_json(generation)
+            facts |= {"trace": make_summary_json(summary)} if summary else {}
+            output.print(json.dumps(facts))
+        else:
+            _report(notices, generation)
+            for line in describe_summary(summary) if summary else ():
+                notices.print(line)
     return 0
 
 

@@ -128,6 +128,27 @@ def test_generate_writes_a_trace_and_sums_it_up(
     assert 0 < decode["seconds"] < result["seconds"]
 
 
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_generate_shows_its_text_before_it_says_that_the_trace_cannot_be_written(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "5", *options]
+    command += ["--initial-peers", *swarm.initial_peers]
+    assert main(command) == 0
+    expected = capsys.readouterr().out
+
+    assert main([*command, "--trace", "/dev/full"]) != 0
+
+    output = capsys.readouterr()
+    if options:
+        assert json.loads(output.out)["text"] == json.loads(expected)["text"]
+        assert json.loads(output.out)["trace"]["decode"]["tokens"] == 4
+    else:
+        assert output.out == expected
+        assert "where the time went" in output.err
+    assert output.err.endswith("give --trace another FILE\n")
+
+
 def test_generate_says_at_once_which_blocks_it_waits_for(byte_model: Path) -> None:
     with LocalSwarm(byte_model, spans=[(0, 2)], weights="fp32") as swarm:
         command = ["generate", str(byte_model), PROMPT, "--wait", "1", "--json", "--initial-peers"]
