@@ -54,7 +54,8 @@ class Summary:
     """Where the time went; a decoded token's is that of its step and what follows up to the next.
 
     `client_seconds` are embedding, head and whatever else lies between the steps, `other_seconds`
-    what is between the hops. `failover_seconds` include the wait for answers that never came.
+    what is between the hops. `failover_seconds` include the wait for answers that never came, and
+    all of the steps that failed, which decoded nothing.
     """
 
     num_decoded_tokens: int
@@ -74,8 +75,9 @@ def summarize(trace: Trace) -> Summary:
     after_seconds = {
         step.step: stop - step.ended_at for step, stop in zip(steps, stops, strict=False)
     }
-    decoded = {step.step for step in steps if step.kind is Kind.DECODE}
-    exchanges = _find_exchanges(trace, Kind.DECODE)
+    decoding = [step for step in steps if step.kind is Kind.DECODE]
+    decoded = {step.step for step in decoding if step.error is None}
+    exchanges = [event for event in _find_exchanges(trace, Kind.DECODE) if event.step in decoded]
     failovers = tuple(event for event in trace.events if isinstance(event, Replacement))
     in_steps_seconds = sum(step.seconds for step in steps if step.step in decoded)
     client_seconds = sum(after_seconds[step] for step in decoded)
@@ -84,16 +86,21 @@ def summarize(trace: Trace) -> Summary:
         event.seconds
         for event in trace.events
         # Replays that were lost are part of their failover.
-        if isinstance(event, UnansweredQuestion) and event.kind is Kind.DECODE
+        if isinstance(event, UnansweredQuestion)
+        and event.kind is Kind.DECODE
+        and event.step in decoded
+    )
+    failed_seconds = sum(
+        step.seconds + after_seconds[step.step] for step in decoding if step.error is not None
     )
     asked_seconds = sum(event.seconds for event in exchanges)
     return Summary(
         len(decoded),
-        in_steps_seconds + client_seconds,
+        in_steps_seconds + client_seconds + failed_seconds,
         tuple(_share_by_hop(exchanges)),
         client_seconds,
         max(0.0, in_steps_seconds - asked_seconds - failover_seconds),
-        failover_seconds,
+        failover_seconds + failed_seconds,
         _sum_prefill(trace, steps, after_seconds),
         failovers,
     )
@@ -130,7 +137,7 @@ def _sum_prefill(
     steps = [step for step in steps if step.kind is not Kind.DECODE]
     client_seconds = before_seconds + sum(after_seconds[step.step] for step in steps)
     return PrefillTime(
-        sum(step.num_tokens for step in steps),
+        sum(step.num_tokens for step in steps if step.error is None),
         client_seconds + sum(step.seconds for step in steps),
         sum(_find_first_question(trace, step) - step.started_at for step in steps),
         client_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -117,6 +118,32 @@ def test_summary_says_where_the_time_of_every_token_went() -> None:
     hops_seconds = sum(part.shares.seconds for part in summary.hops)
     known_seconds = hops_seconds + summary.client_seconds + summary.failover_seconds
     assert known_seconds + summary.other_seconds == pytest.approx(summary.seconds)
+
+
+def test_steps_that_failed_decoded_nothing() -> None:
+    failed = replace(take(4, 150, 170), error="nobody serves them")
+    again = (ask(5, 172, FIRST), ask(5, 182, SPARE), take(5, 172, 192))
+    lost = UnansweredQuestion(4, START + 160 * MS, START + 170 * MS, Kind.DECODE, SPARE, 8, "gone")
+    trace = Trace(START, START + 200 * MS, (*TEXT.events, ask(4, 150, FIRST), lost, failed, *again))
+
+    summary, before = summarize(trace), summarize(TEXT)
+
+    assert summary.num_decoded_tokens == before.num_decoded_tokens + 1
+    assert summary.hops[0].shares.num_exchanges == 3
+    assert summary.seconds == pytest.approx(before.seconds + 50 * MS)
+    assert summary.failover_seconds == pytest.approx(before.failover_seconds + 22 * MS)
+    assert summary.other_seconds == pytest.approx(before.other_seconds)
+    assert summary.client_seconds == pytest.approx(before.client_seconds + 8 * MS)
+
+
+def test_prompt_that_failed_and_came_again_counts_once() -> None:
+    failed = replace(take(1, 5, 20, Kind.PREFILL), error="nobody serves them")
+    again = (ask(2, 25, FIRST, Kind.PREFILL, 5), take(2, 25, 40, Kind.PREFILL))
+
+    summary = summarize(Trace(START, START + 50 * MS, (failed, *again)))
+
+    assert summary.prefill.num_tokens == 5
+    assert summary.prefill.seconds == pytest.approx(50 * MS)
 
 
 def test_summary_says_what_the_first_token_took() -> None:
