@@ -18,6 +18,7 @@ from .ids import PeerId
 
 SEED_BYTES = 32
 SIGNATURE_BYTES = 64
+PUBLIC_KEY_BYTES = 32
 
 # Bitcoin's alphabet: no 0, O, I and l, which look alike.
 _BASE58 = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
@@ -76,6 +77,11 @@ class Identity:
         """The public name of this identity, `12D3KooW…`."""
         return self._peer_id
 
+    @property
+    def public_key(self) -> bytes:
+        """The raw public key, 32 bytes."""
+        return self._public
+
     def derive_secret(self, purpose: str) -> bytes:
         """Return 32 secret bytes for a purpose, the same ones each time; they tell nothing else."""
         return HKDF(hashes.SHA256(), 32, salt=None, info=purpose.encode()).derive(self._seed)
@@ -109,8 +115,16 @@ def public_key_of(peer_id: str) -> bytes:
 def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
     """Return whether the peer of that id signed the message; False for a malformed peer id."""
     try:
-        Ed25519PublicKey.from_public_bytes(public_key_of(peer_id)).verify(signature, message)
-    except (InvalidSignature, RemoteProtocolError, ValueError):
+        return verify_by_key(public_key_of(peer_id), message, signature)
+    except RemoteProtocolError:
+        return False
+
+
+def verify_by_key(public_key: bytes, message: bytes, signature: bytes) -> bool:
+    """Return whether the holder of a raw public key signed; False for bytes that are no key."""
+    try:
+        Ed25519PublicKey.from_public_bytes(public_key).verify(signature, message)
+    except (InvalidSignature, ValueError):
         return False
     return True
 
