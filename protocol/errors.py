@@ -7,10 +7,12 @@
       RemoteProtocolError    the other end broke the protocol, or is not who it claims to be
       RefusedError           the other end understood and declined: a typed answer from the wire
         CacheFullError         ... because its KV cache is full; try again later or elsewhere
+        NotAMemberError        ... because its swarm is private and we did not prove membership
       UnavailableError       nobody's fault that can be named: broken, silent or unreachable
         SilentError            ... stays silent past a deadline; may be alive and slow
         RouteError             ... no peer serves some of the blocks; names them
         DirectoryError         ... the directory cannot be reached or refuses us
+          WrongSwarmError        ... what we hold does not open the swarm that was found there
 
 Only the layer that can do something about an error catches it. Errors of other libraries are
 translated at the seam that calls them and keep the original as `__cause__`.
@@ -56,6 +58,7 @@ class ErrorCode(IntEnum):
     BAD_VALUES = 9
     BUSY = 10
     INTERNAL = 11
+    NOT_A_MEMBER = 16  # said by the transport, before any message
 
 
 class RefusedError(ShoalError):
@@ -79,6 +82,13 @@ class CacheFullError(RefusedError):
         super().__init__(ErrorCode.CACHE_FULL, detail, retry_after_seconds)
 
 
+class NotAMemberError(RefusedError):
+    """A peer of a private swarm turned us away: we hold no secret of it, or another one."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(ErrorCode.NOT_A_MEMBER, detail)
+
+
 class UnavailableError(ShoalError):
     """Someone cannot be reached, went away or stays silent past a deadline."""
 
@@ -89,6 +99,10 @@ class SilentError(UnavailableError):
 
 class DirectoryError(UnavailableError):
     """The directory cannot be joined, read or written."""
+
+
+class WrongSwarmError(DirectoryError):
+    """The directory belongs to another swarm than the one that was looked for."""
 
 
 class RouteError(UnavailableError):

@@ -11,25 +11,37 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
 from ..announcements import Announcement
-from ..errors import DirectoryError, LocalProtocolError, RemoteProtocolError, UsageError
+from ..errors import (
+    DirectoryError,
+    LocalProtocolError,
+    RemoteProtocolError,
+    UsageError,
+)
 from ..identity import Identity
-from ..ids import ModelId
+from ..ids import ModelId, PeerId
+from ..limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+from ..membership import SWARM_ID_BYTES, Membership, make_public
+from ..revocations import Revocations, sign_revocations
 from .clock import Clock
 from .multiaddrs import PeerAddress, find_listening
 from .p2p_daemon import (
     PROBE_SECONDS,
+    answer_questions,
     child_of,
+    make_ask,
     start_reading_p2pd,
     start_serving_p2pd,
     stop_p2pd,
 )
-from .record_gate import RecordGate
+from .record_gate import REVOCATIONS, RecordGate
+from .swarm_question import find_swarm, make_silence_error
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
@@ -38,7 +50,9 @@ with warnings.catch_warnings():
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+    from hivemind.p2p.p2p_daemon_bindings.utils import (
+        ControlFailure,
+    )
     from hivemind.utils import MSGPackSerializer
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
@@ -81,12 +95,14 @@ class HivemindDirectory:
         node: DHTNode,
         p2p: P2P,
         gate: RecordGate,
+        membership: Membership,
         initial_peers: Sequence[PeerAddress],
         addresses: Sequence[str],
     ) -> None:
         self._node = node
         self._p2p = p2p
         self._gate = gate
+        self.membership = membership
         self._initial_peers = initial_peers
         self._addresses = tuple(addresses)
         self._is_closed = False
@@ -101,34 +117,42 @@ class HivemindDirectory:
         listen_host: str = "127.0.0.1",
         port: int = 0,
         client_mode: bool = False,
-        swarm: str = "main",
+        membership: Membership | None = None,
     ) -> HivemindDirectory:
         """Start a node and join through `initial_peers`; with none of them, begin a new DHT.
 
         With an identity, the node has its peer id. With `client_mode`, the node reads, and
-        neither listens nor stores. `port` 0 takes any free one.
+        neither listens nor stores. `port` 0 takes any free one. Without a membership the swarm is
+        the public one of the initial peers, or a new one.
 
-        Raises UsageError for a malformed address or swarm name and when it cannot listen there,
-        DirectoryError when no initial peer answers within ten seconds or the clock is off.
+        Raises UsageError for a malformed address and when it cannot listen there, WrongSwarmError
+        when the membership does not fit the initial peers, DirectoryError when no initial peer
+        answers within ten seconds or the clock is off.
         """
         _quieten_hivemind()
-        if not 0 < len(swarm) <= 64 or "\0" in swarm:
-            raise UsageError("the name of a swarm has 1 to 64 characters")
         peers = [PeerAddress.parse(text) for text in initial_peers]
         if client_mode:
             p2p = await start_reading_p2pd(peers, identity)
         else:
             p2p = await start_serving_p2pd(peers, identity, listen_host, port)
-        gate = RecordGate(
-            swarm, clock, lambda key: DHTID.generate(source=key).to_bytes(), MSGPackSerializer.dumps
-        )
         try:
+            if peers:
+                membership, peers = await find_swarm(peers, membership, make_ask(p2p))
+            membership = membership or make_public(secrets.token_bytes(SWARM_ID_BYTES))
+            gate = RecordGate(
+                membership,
+                clock,
+                lambda key: DHTID.generate(source=key).to_bytes(),
+                MSGPackSerializer.dumps,
+            )
             addresses = [] if client_mode else await p2p.get_visible_maddrs()
+            if not client_mode:
+                await answer_questions(p2p, membership)
             node = await _start_node(p2p, gate, peers, client_mode)
         except BaseException:
             await stop_p2pd(p2p)
             raise
-        return cls(node, p2p, gate, peers, [str(address) for address in addresses])
+        return cls(node, p2p, gate, membership, peers, [str(address) for address in addresses])
 
     def __repr__(self) -> str:
         num_neighbours = len(self._node.protocol.routing_table.uid_to_peer_id)
@@ -153,21 +177,54 @@ class HivemindDirectory:
         except RemoteProtocolError as error:
             raise DirectoryError(f"the directory did not take our announcement: {error}") from error
         await self._find_neighbours()
-        if not await self._store(announcement, self._gate.wrap(record)):
+        key, value = self._gate.key_of(announcement.model_id), self._gate.wrap(record)
+        expires_at = float(announcement.expires_at)
+        if not await self._store(key, announcement.peer_id, value, expires_at):
             raise DirectoryError("no replica of the directory took our announcement")
+        if self.membership.is_private:
+            await self._hand_on_revocations(expires_at)
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
         """See Directory.lookup."""
         self._check_is_running()
         for _ in range(2):  # the first search may find out that every known neighbour is gone
             await self._find_neighbours()
-            await self._search(self._gate.watch(model_id))
+            await self._search(self._gate.watch(model_id), *self._other_keys)
             if self._has_neighbours:
                 break
         else:
             if self._is_reader:
                 raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
         return self._gate.list_current(model_id)
+
+    async def revoke(self, peer_ids: Collection[PeerId]) -> Revocations:
+        """Add peers to the owner's list, publish it and return it; peers hand it on from then on.
+
+        Raises UsageError unless we are the owner, DirectoryError when nobody took it.
+        """
+        self._check_is_running()
+        await self._find_neighbours()
+        await self._search(self._gate.revocations_key)
+        known, now = self._gate.revocations, self._gate.wall()
+        if not set(peer_ids) - known.peer_ids:
+            return known
+        sequence = max(known.sequence + 1, int(now * 1000))
+        revocations = Revocations(sequence, known.peer_ids.union(peer_ids))
+        value = self._gate.wrap_revocations(sign_revocations(self.membership, revocations))
+        if not await self._store_revocations(value, now + MAX_ANNOUNCEMENT_LIFETIME_SECONDS):
+            raise DirectoryError("no peer of the swarm took the list; is one running?")
+        return revocations
+
+    async def _hand_on_revocations(self, expires_at: float) -> None:
+        """Learn of the newest list, and keep it from expiring: its owner need not be there."""
+        await self._search(self._gate.revocations_key)
+        value = self._gate.wrap_revocations()
+        if value:
+            await self._store_revocations(value, expires_at)
+
+    async def _store_revocations(self, value: bytes, expires_at: float) -> bool:
+        key = self._gate.revocations_key
+        return await self._store(key, REVOCATIONS, value, expires_at)
 
     async def close(self) -> None:
         """See Directory.close."""
@@ -181,6 +238,11 @@ class HivemindDirectory:
             except Exception as error:  # noqa: BLE001 - it tells a p2pd that may be going away
                 _logger.debug("the DHT node did not shut down in good order: %r", error)
         await stop_p2pd(self._p2p)
+
+    @property
+    def _other_keys(self) -> Sequence[str]:
+        """What is asked for along with every model."""
+        return (self._gate.revocations_key,) if self.membership.is_private else ()
 
     @property
     def _is_reader(self) -> bool:
@@ -223,30 +285,27 @@ class HivemindDirectory:
         else:
             await self._node.protocol.call_ping(peer_id)
 
-    async def _store(self, announcement: Announcement, value: bytes) -> bool:
+    async def _store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Return whether at least one replica holds the value now."""
-        key = self._gate.key_of(announcement.model_id)
         try:
             async with asyncio.timeout(_OPERATION_SECONDS):
-                if await self._node.store(
-                    key, value, float(announcement.expires_at), subkey=announcement.peer_id
-                ):
+                if await self._node.store(key, value, expires_at, subkey=subkey):
                     return True
         except Exception as error:  # noqa: BLE001 - hivemind asserts on what others answer
             _logger.debug("storing in the directory failed: %r", error)
         # hivemind reports only what the last replica said; others may have taken it.
-        return (await self._search(key)).get(announcement.peer_id) == value
+        return (await self._search(key)).get(subkey) == value
 
-    async def _search(self, key: str) -> dict[str, bytes]:
-        """Ask everyone near a key, which feeds the gate; return the values by peer id.
+    async def _search(self, key: str, *more: str) -> dict[str, bytes]:
+        """Ask everyone near the keys, which feeds the gate; return the values under the first.
 
         Never "sufficient" is NaN: a replica could claim to have even an infinitely late value.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(_OPERATION_SECONDS):
-                found: Any = await self._node.get_many([key], float("nan"))
+                found: Any = await self._node.get_many([key, *more], float("nan"))
                 entries = found[key].value if found[key] is not None else {}
-                return {peer_id: entry.value for peer_id, entry in entries.items()}
+                return {subkey: entry.value for subkey, entry in entries.items()}
         return {}
 
 
@@ -291,11 +350,7 @@ async def _start_node(
     except ValidationError as error:
         raise DirectoryError(_explain(error)) from error
     except RuntimeError as error:  # none of them responded
-        texts = ", ".join(peer.text for peer in initial_peers)
-        raise DirectoryError(
-            f"no initial peer answers: {texts}; it may be paused or overloaded: give another "
-            "address, or start it again"
-        ) from error
+        raise make_silence_error(initial_peers) from error
 
     def forget(key: str, peer_id: str) -> None:
         stored: Any = node.protocol.storage.get(DHTID.generate(source=key))

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import secrets
 from collections.abc import Callable
+from functools import lru_cache
 
 from .. import limits
 from ..announcement_book import AnnouncementBook
 from ..announcements import Announcement
 from ..errors import RemoteProtocolError
 from ..ids import ModelId, PeerId
+from ..membership import NONCE_BYTES, SWARM_ID_BYTES, Membership, make_public
+from ..revocations import Revocations, read_revocations
 from .clock import Clock
 
 _logger = logging.getLogger(__name__)
@@ -20,17 +24,22 @@ _MAX_RECORDS_PER_KEY = 4 * 2**20 // (limits.MAX_ANNOUNCEMENT_BYTES + 256)
 key in one message and can send no larger one: who stored more could not be asked any more."""
 
 
+REVOCATIONS = "revocations"
+"""The subkey under which the owner's list stands; no peer id looks like this."""
+
+
 class RecordGate:
     """Checks entries of the DHT and remembers what passed. Owned by one node.
 
     An entry stands under (key of swarm and model, peer id) with the expiry of its announcement,
-    and names the swarm itself, so that swarms with different names may share one DHT. Junk,
-    foreign writers and replays of older records are refused.
+    and names the swarm itself, so that public swarms may share one DHT. In a private swarm it is
+    sealed, and holds the certificate that the peer may serve. Junk, foreign writers and replays
+    of older records are refused, and so is whoever the owner has revoked.
     """
 
     def __init__(
         self,
-        swarm: str,
+        membership: Membership,
         clock: Clock,
         digest_key: Callable[[str], bytes],
         pack: Callable[[str | bytes], bytes],
@@ -41,11 +50,16 @@ class RecordGate:
 
         `secret` decides the lottery of a full book; a fresh one by default.
         """
-        self._swarm = swarm
+        self._membership = membership
         self._clock = clock
         self._digest_key = digest_key
         self._pack = pack
         self._book = AnnouncementBook(max_records, 10 * max_records, secret)
+        self._revocations_record = b""
+        self.revocations = Revocations()
+        """The newest list that was found."""
+        # The same values come again and again, and a certificate takes 0.1 ms to check.
+        self._open = lru_cache(maxsize=max_records)(self._open_anew)
 
     def when_displaced(self, forget: Callable[[str, PeerId], None]) -> None:
         """Have `forget` called with the key and the peer of each record that had to go.
@@ -58,8 +72,16 @@ class RecordGate:
         """Return the announcement in a record that holds now; raises RemoteProtocolError."""
         return self._book.read(record, self._clock.wall())
 
+    def wall(self) -> float:
+        """Return the wall seconds that this gate goes by."""
+        return self._clock.wall()
+
     def add_own(self, model_id: ModelId, record: bytes) -> None:
-        """Remember a record of ours; raises RemoteProtocolError when a newer one is known."""
+        """Remember a record of ours; raises RemoteProtocolError when a newer one is known.
+
+        Also when the owner has revoked us.
+        """
+        self._check_not_revoked(self.read(record).peer_id)
         self._book.add_own(self.key_of(model_id), record, self._clock.wall())
 
     def watch(self, model_id: ModelId) -> str:
@@ -70,15 +92,34 @@ class RecordGate:
 
     def list_current(self, model_id: ModelId) -> list[Announcement]:
         """Return what passed, is the newest of its peer and holds now."""
-        return self._book.list_current(self.key_of(model_id), self._clock.wall())
+        found = self._book.list_current(self.key_of(model_id), self._clock.wall())
+        return [peer for peer in found if peer.peer_id not in self.revocations.peer_ids]
 
     def key_of(self, model_id: ModelId) -> str:
         """Return the key of a model in our swarm."""
-        return _make_key(self._swarm, model_id)
+        return _make_key(self._membership.swarm_id, model_id)
+
+    @property
+    def revocations_key(self) -> str:
+        """The key under which the owner's list of our swarm stands."""
+        return _make_key(self._membership.swarm_id, REVOCATIONS)
 
     def wrap(self, record: bytes) -> bytes:
-        """Return the value that stands in the DHT for a record."""
-        return self._swarm.encode() + b"\0" + record
+        """Return the value that stands in the DHT for a record of ours.
+
+        Raises UsageError when we may not serve.
+        """
+        certificate = self._membership.certify(self.read(record).peer_id)
+        return self._seal(certificate + record)
+
+    def wrap_revocations(self, record: bytes | None = None) -> bytes:
+        """Return the value for the owner's list, the newest one by default; empty without any."""
+        record = self._revocations_record if record is None else record
+        return self._seal(record) if record else b""
+
+    def _seal(self, content: bytes) -> bytes:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return self._membership.swarm_id + self._membership.seal(content, nonce)
 
     def accept(
         self, key_digest: bytes, packed_subkey: bytes, packed_value: bytes, expires_at: float
@@ -86,9 +127,13 @@ class RecordGate:
         """Return whether an entry may stand there, and remember it then. Never raises."""
         try:
             value = self._unpack_bytes(packed_value)
-            swarm_bytes, _, record = value.partition(b"\0")
+            if packed_subkey == self._pack(REVOCATIONS):
+                self._accept_revocations(key_digest, value, expires_at)
+                return True
+            swarm_id, record = self._open(value)
             announcement = self.read(record)
-            key = _make_key(swarm_bytes.decode(), announcement.model_id)
+            self._check_not_revoked(announcement.peer_id)
+            key = _make_key(swarm_id, announcement.model_id)
             if (
                 key_digest == self._digest_key(key)
                 and packed_subkey == self._pack(announcement.peer_id)
@@ -96,9 +141,42 @@ class RecordGate:
             ):
                 self._book.add(key, record, self._clock.wall())
                 return True
-        except (RemoteProtocolError, UnicodeDecodeError) as error:
+        except RemoteProtocolError as error:
             _logger.debug("refused a record of the directory: %s", error)
         return False
+
+    def _open_anew(self, value: bytes) -> tuple[bytes, bytes]:
+        """Return swarm id and record of a value, if its swarm lets the peer of it serve."""
+        swarm_id, sealed = value[:SWARM_ID_BYTES], value[SWARM_ID_BYTES:]
+        membership = self._membership
+        if swarm_id != membership.swarm_id:
+            if membership.is_private or len(swarm_id) < SWARM_ID_BYTES:
+                raise RemoteProtocolError("the record is of another swarm")
+            membership = make_public(swarm_id)
+        content = membership.open(sealed)
+        num_bytes = membership.certificate_bytes
+        certificate, record = content[:num_bytes], content[num_bytes:]
+        if not membership.is_certified(self.read(record).peer_id, certificate):
+            raise RemoteProtocolError("no member of the swarm let this peer serve")
+        return swarm_id, record
+
+    def _accept_revocations(self, key_digest: bytes, value: bytes, expires_at: float) -> None:
+        """Take the owner's list, from whoever hands it on; raises RemoteProtocolError else."""
+        latest = self._clock.wall() + limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+        is_ours = value.startswith(self._membership.swarm_id)
+        if not is_ours or key_digest != self._digest_key(self.revocations_key):
+            raise RemoteProtocolError("the revocations stand in a wrong place")
+        if expires_at > latest + limits.MAX_CLOCK_SKEW_SECONDS:
+            raise RemoteProtocolError("the revocations are to stay for too long")
+        record = self._membership.open(value[SWARM_ID_BYTES:])
+        found = read_revocations(self._membership, record)
+        if found.sequence < self.revocations.sequence:
+            raise RemoteProtocolError("newer revocations are already known")
+        self.revocations, self._revocations_record = found, record
+
+    def _check_not_revoked(self, peer_id: PeerId) -> None:
+        if peer_id in self.revocations.peer_ids:
+            raise RemoteProtocolError(f"the owner of the swarm has revoked peer {peer_id}")
 
     def _unpack_bytes(self, packed: bytes) -> bytes:
         """Undo MSGPack for byte strings of 8 or 16 bit length only.
@@ -111,5 +189,6 @@ class RecordGate:
         return value
 
 
-def _make_key(swarm: str, model_id: ModelId) -> str:
-    return hashlib.sha256(f"shoal directory 1\0{swarm}\0{model_id}".encode()).hexdigest()
+def _make_key(swarm_id: bytes, name: str) -> str:
+    text = f"shoal directory 2\0{swarm_id.hex()}\0{name}"
+    return hashlib.sha256(text.encode()).hexdigest()

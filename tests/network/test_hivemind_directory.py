@@ -26,6 +26,7 @@ from directory_processes import (
 from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError, UsageError
+from shoal.protocol.membership import Membership, make_public
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
 
 pytestmark = pytest.mark.network
@@ -112,7 +113,6 @@ def test_join_names_the_addresses_that_do_not_answer() -> None:
         (["/ip4/127.0.0.1/tcp/4001"], {}),
         (["/ip4/127.0.0.1/tcp/4001/p2p/nobody"], {}),
         ([], {"listen_host": "example.org"}),
-        ([], {"swarm": ""}),
     ],
 )
 def test_impossible_join_is_a_usage_error(
@@ -149,15 +149,16 @@ def test_join_says_how_far_the_clock_is_off(peers: contextlib.ExitStack) -> None
     assert "seconds behind" in behind
 
 
-def test_swarms_with_other_names_share_a_dht_without_mixing() -> None:
+def test_public_swarms_share_a_dht_without_mixing() -> None:
     async def main() -> None:
+        apart = make_public(bytes(range(16)))
         main_swarm = await HivemindDirectory.join([], identity=None, clock=CLOCK)
         other = await HivemindDirectory.join(
-            main_swarm.addresses, identity=None, clock=CLOCK, swarm="other"
+            main_swarm.addresses, identity=None, clock=CLOCK, membership=apart
         )
         await other.announce(sign(make_announcement(1), 1))
         reader = await HivemindDirectory.join(
-            main_swarm.addresses, identity=None, clock=CLOCK, swarm="other", client_mode=True
+            main_swarm.addresses, identity=None, clock=CLOCK, membership=apart, client_mode=True
         )
 
         assert await main_swarm.lookup(MODEL) == []
@@ -204,18 +205,22 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.Ex
         # The liar claims to have a later answer than anyone could have; nobody stops at it.
         liars_addresses = [str(address) for address in await liar.get_visible_maddrs()]
         peers.callback(kill_if_running, p2pd)
-        assert await read_once(liars_addresses, slow=p2pd) == everyone
+        assert await read_once(liars_addresses, honest.membership, slow=p2pd) == everyone
         # Alone, it can hide the one whose record it replaced, but the rest of its answer counts.
         await honest.close()
-        assert await read_once(liars_addresses) == {bystander.peer_id}
+        assert await read_once(liars_addresses, honest.membership) == {bystander.peer_id}
         await liar.shutdown()
 
     asyncio.run(main())
 
 
-async def read_once(addresses: list[str], slow: int | None = None) -> set[str]:
+async def read_once(
+    addresses: list[str], membership: Membership, slow: int | None = None
+) -> set[str]:
     """Return whom a newcomer finds; the p2pd `slow` stands still for the start of it."""
-    reader = await HivemindDirectory.join(addresses, identity=None, clock=CLOCK, client_mode=True)
+    reader = await HivemindDirectory.join(
+        addresses, identity=None, clock=CLOCK, client_mode=True, membership=membership
+    )
     try:
         if slow is not None:
             os.kill(slow, signal.SIGSTOP)

@@ -7,11 +7,13 @@ import pytest
 from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.membership import make_public
 from shoal.protocol.net.record_gate import RecordGate
 
 Announce = Callable[..., Announcement]
 IdentityOf = Callable[[int], Identity]
 MODEL = ModelId("a" * 32)
+MAIN, OTHER = make_public(bytes(16)), make_public(bytes(range(16)))
 
 
 class StoppedClock:
@@ -58,7 +60,7 @@ def clock(now: float) -> StoppedClock:
 
 @pytest.fixture
 def gate(clock: StoppedClock) -> RecordGate:
-    return RecordGate("main", clock, digest, pack)
+    return RecordGate(MAIN, clock, digest, pack)
 
 
 @pytest.fixture
@@ -129,7 +131,7 @@ def test_gate_refuses_an_expired_record_and_forgets_it(
 def test_gate_keeps_records_of_other_swarms_apart(
     gate: RecordGate, clock: StoppedClock, announce: Announce, identity_of: IdentityOf
 ) -> None:
-    other = RecordGate("other", clock, digest, pack)
+    other = RecordGate(OTHER, clock, digest, pack)
     entry = Entry(other, identity_of(1), announce())
 
     assert entry.is_accepted_by(gate)  # it is stored for them
@@ -139,7 +141,7 @@ def test_gate_keeps_records_of_other_swarms_apart(
 def test_gate_refuses_the_record_of_one_swarm_under_the_key_of_another(
     gate: RecordGate, clock: StoppedClock, entry: Entry
 ) -> None:
-    other_key = digest(RecordGate("other", clock, digest, pack).key_of(MODEL))
+    other_key = digest(RecordGate(OTHER, clock, digest, pack).key_of(MODEL))
 
     assert not gate.accept(other_key, entry.subkey, entry.value, entry.expires_at)
 
@@ -147,7 +149,7 @@ def test_gate_refuses_the_record_of_one_swarm_under_the_key_of_another(
 def test_gate_has_room_for_what_we_announce_and_look_up(
     clock: StoppedClock, announce: Announce, identity_of: IdentityOf
 ) -> None:
-    gate = RecordGate("main", clock, digest, pack, max_records=2)
+    gate = RecordGate(MAIN, clock, digest, pack, max_records=2)
     models = [ModelId(f"{number:032x}") for number in range(20)]
     for number, model_id in enumerate(models, start=1):
         stored = announce(number, model_id=model_id)
@@ -166,7 +168,7 @@ def test_gate_has_room_for_what_we_announce_and_look_up(
 def test_gate_tells_whose_record_had_to_go(
     clock: StoppedClock, announce: Announce, identity_of: IdentityOf
 ) -> None:
-    gate = RecordGate("main", clock, digest, pack, max_records=2, secret=b"a fixed lottery")
+    gate = RecordGate(MAIN, clock, digest, pack, max_records=2, secret=b"a fixed lottery")
     gone: list[tuple[str, str]] = []
     gate.when_displaced(lambda key, peer_id: gone.append((key, peer_id)))
 
