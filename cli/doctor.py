@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from .bundled_model import find_model
 from .interrupts import quitting_at_once
-from .options import add_initial_peers_argument, add_optional_model_argument
+from .joining import add_join_arguments, read_joining
+from .options import add_optional_model_argument
 from .terminal import Progress, Terminal
 from .text_generation import import_client
 
@@ -30,14 +31,13 @@ _MAX_ROWS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal doctor`."""
     add_optional_model_argument(parser)
-    add_initial_peers_argument(
-        parser, "an address that does not work, or one that does", required=True
-    )
+    add_join_arguments(parser, "an address that does not work, or one that does")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def run(options: argparse.Namespace) -> int:
     """Examine a swarm; return 0 when nothing is broken, else 1."""
+    joining = read_joining(options)
     screen = None if options.json else _Screen(Terminal(sys.stdout))
     with _Waiting(Terminal(sys.stderr)) as waiting:
         with quitting_at_once():
@@ -54,10 +54,10 @@ def run(options: argparse.Namespace) -> int:
             return diagnosis_module.ModelFacts.read(find_model(options.model), options.model)
 
         async def examine() -> "Diagnosis":
-            probes = peer_check.make_network_probes()
+            probes = peer_check.make_network_probes(joining.membership)
             diagnosis = diagnosis_module.Diagnosis(probes, report)
             try:
-                await diagnosis.run(read_model, options.initial_peers)
+                await diagnosis.run(read_model, joining.addresses)
             finally:
                 await probes.transport.close()
             return diagnosis

@@ -11,7 +11,7 @@ from typing import Any
 from ..protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME, find_model
 from .interrupts import quitting_at_once
-from .options import add_initial_peers_argument
+from .joining import add_join_arguments, read_joining
 from .quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
 from .terminal import Progress, Terminal, WordWrapper
 from .text_generation import (
@@ -37,9 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"model directory, its id on the Hub, or {BUNDLED_NAME}, which comes with shoal",
     )  # fmt: skip
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
-    add_initial_peers_argument(
-        parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it", required=True
-    )
+    add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
     parser.add_argument(
         "--max-new-tokens", type=parse_count, default=64, metavar="N",
         help="end after so many tokens (default: %(default)s)",
@@ -105,6 +103,7 @@ def _generate(
 ) -> Generation:
     """Join the swarm and generate one text, printed as it comes where there is no --json."""
     prompt = _read_prompt(options.prompt)
+    joining = read_joining(options)
     sampling = Sampling(
         options.max_new_tokens,
         options.temperature,
@@ -121,11 +120,12 @@ def _generate(
             tokenizer = load_tokenizer(name)
         model = TextModel.open(
             name,
-            options.initial_peers,
+            joining.initial_peers,
             _DTYPES[options.dtype],
             options.wait,
             tokenizer,
             options.kv,
+            joining.join,
         )
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []

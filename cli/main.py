@@ -19,6 +19,8 @@ from .terminal import open_closed_streams
 _COMMANDS = {
     "demo": "watch a peer die in mid-sentence, and the sentence go on",
     "serve": "run a peer: host some blocks of a model for others",
+    "swarm-new": "make the join code of a new swarm",
+    "revoke": "shut peers out of a private swarm",
     "swarm": "run a whole swarm on this machine until Ctrl-C",
     "generate": "stream text from a swarm",
     "doctor": "say which link of a swarm is broken",
@@ -81,7 +83,7 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     for name, summary in _COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            module = importlib.import_module(f".{name}", __package__)
+            module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser.parse_args(join_addresses(given))

@@ -37,12 +37,11 @@ def parse_weights(text: str) -> str:
 def add_initial_peers_argument(
     parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
     help_text: str,
-    required: bool = False,
 ) -> None:
     """Declare the addresses to join through: see `join_addresses` for several of them."""
     parser.add_argument(
         _INITIAL_PEERS, type=lambda text: text.split(","), action="extend", default=[],
-        required=required, metavar="ADDRESS",
+        metavar="ADDRESS",
         help=f"{help_text}; several of them follow each other, or the option is repeated",
     )  # fmt: skip
 

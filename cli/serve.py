@@ -15,10 +15,13 @@ import uvloop
 
 from ..peer.config import PeerConfig
 from ..protocol.errors import UsageError
+from ..protocol.join_code import JoinCode
+from ..protocol.membership import Membership
 from ..protocol.spans import Span
 from .bundled_model import find_model
 from .interrupts import INTERRUPTED, quitting_at_once
-from .options import add_initial_peers_argument, add_weights_argument
+from .joining import add_join_arguments, read_join, read_joining
+from .options import add_weights_argument
 from .quantities import (
     parse_announce_period,
     parse_host,
@@ -35,6 +38,11 @@ if TYPE_CHECKING:
 
 _DEFAULTS = PeerConfig(model="")
 
+_PURPOSES = {
+    "use": "The swarm is private. Join code (--join) for those who may use it:",
+    "serve": "Join code for those who may serve as well:",
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal serve`."""
@@ -42,8 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="model directory, its id on the Hub, or shoal-stories"
     )
     swarm = parser.add_mutually_exclusive_group()
-    swarm.add_argument("--new-swarm", action="store_true", help="begin a swarm with this peer")
-    add_initial_peers_argument(swarm, "join a swarm through this address")
+    swarm.add_argument(
+        "--new-swarm", action="store_true",
+        help="begin a swarm with this peer and print its join code: a new, public one, or with "
+        "--join that of a code by `shoal swarm-new`",
+    )  # fmt: skip
+    add_join_arguments(parser, "join a swarm through this address", swarm)
     parser.add_argument("--blocks", metavar="A:B", help="blocks to serve (default: all)")
     add_weights_argument(parser)
     parser.add_argument(
@@ -101,15 +113,12 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _make_config(options: argparse.Namespace) -> PeerConfig:
-    if not options.new_swarm and not options.initial_peers:
-        raise UsageError(
-            "say which swarm: --new-swarm begins one, --initial-peers ADDRESS… joins one"
-        )
     try:
         span = Span.parse(options.blocks) if options.blocks else None
     except ValueError as error:
         raise UsageError(f"--blocks: {error}") from error
     host, port = parse_listen(options.listen)
+    membership, initial_peers = _choose_swarm(options)
     return PeerConfig(
         model=find_model(options.model),
         span=span,
@@ -118,7 +127,8 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         num_threads=options.threads,
         kv_budget_bytes=options.kv_memory,
         block_cache_bytes=options.block_cache,
-        initial_peers=tuple(options.initial_peers),
+        initial_peers=initial_peers,
+        membership=membership,
         listen_host=host,
         listen_port=port,
         directory_port=options.directory_port,
@@ -127,6 +137,15 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         announce_period_seconds=options.announce_period,
         drain_seconds=options.drain,
     )
+
+
+def _choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple[str, ...]]:
+    """Return the swarm to serve, and where to join it; nowhere for one that begins here."""
+    if not options.new_swarm:
+        joining = read_joining(options, "; --new-swarm begins one")
+        return joining.membership, joining.addresses
+    code = read_join(options.join)
+    return (JoinCode.parse(code).membership if code else None), ()
 
 
 def parse_listen(text: str) -> tuple[str, int]:
@@ -210,6 +229,7 @@ def _print_for_people(event: "PeerEvent") -> None:
         terminal.print("Joined the directory. Others can join through:")
         for address in facts["addresses"]:
             terminal.print(f"  {address}")
+        _print_codes(terminal, facts.get("join_codes", {}))
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
         if terminal.is_terminal or is_done:
@@ -224,3 +244,11 @@ def _print_for_people(event: "PeerEvent") -> None:
         terminal.print(f"Computing with {facts['kernels']}.")
     elif event.name == "left":
         terminal.print("Left the swarm.")
+
+
+def _print_codes(terminal: Terminal, codes: dict[str, str]) -> None:
+    """Print a code on a line of its own, so that it can be copied whole."""
+    for role, code in codes.items():
+        purpose = _PURPOSES[role] if len(codes) > 1 else "Or with the join code (--join):"
+        terminal.print(purpose)
+        terminal.print(code)

@@ -155,6 +155,7 @@ class TextModel:
         wait_seconds: float | None = None,
         tokenizer: Any = None,
         kv_format: str = "float",
+        join: str = "",
     ) -> "TextModel":
         """Load a tokenizer (None: the model's) and the client's layers, and join the swarm.
 
@@ -164,7 +165,7 @@ class TextModel:
         """
         client = import_client()
         tokenizer = tokenizer or load_tokenizer(name)
-        settings: dict[str, Any] = {"kv_format": kv_format}
+        settings: dict[str, Any] = {"kv_format": kv_format, "join": join}
         if wait_seconds is not None:
             settings["failover_timeout_seconds"] = wait_seconds
         model = client.AutoDistributedModelForCausalLM.from_pretrained(

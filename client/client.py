@@ -8,6 +8,7 @@ from types import TracebackType
 
 from ..protocol.errors import UsageError
 from ..protocol.ids import ModelId, SessionId
+from ..protocol.join_code import find_way_in
 from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Transport
@@ -27,22 +28,23 @@ Connect = Callable[[ClientConfig], Awaitable[tuple[Transport, Directory]]]
 
 
 async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directory]:
-    """Return TCP and the DHT, joined through the initial peers.
+    """Return TCP and the DHT, joined as the join code or the initial peers say.
 
     The two are imported here, not above: they cost seconds, and a client over loopback or a
     script that only reads `--help` needs neither.
     """
-    if not config.initial_peers:
+    if not config.initial_peers and not config.join:
         raise UsageError(
-            "say which swarm to join: initial_peers=[...] takes the addresses that `shoal serve` "
-            "and `shoal swarm` print"
+            "say which swarm to join: join='shoal:…' takes the code that `shoal serve --new-swarm` "
+            "prints, initial_peers=[...] the addresses that `shoal serve` and `shoal swarm` print"
         )
+    membership, addresses = find_way_in(config.join, config.initial_peers)
     tcp_transport = importlib.import_module("..protocol.net.tcp_transport", __package__)
     hivemind_directory = importlib.import_module("..protocol.net.hivemind_directory", __package__)
     directory = await hivemind_directory.HivemindDirectory.join(
-        config.initial_peers, identity=None, clock=SystemClock(), client_mode=True
+        addresses, identity=None, clock=SystemClock(), client_mode=True, membership=membership
     )
-    return tcp_transport.TcpTransport(), directory
+    return tcp_transport.TcpTransport(membership=directory.membership), directory
 
 
 class Client:

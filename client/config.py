@@ -3,11 +3,12 @@
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ..kernels.quantize import WeightFormat
 from ..protocol.errors import UsageError
+from ..protocol.join_code import JoinCode
 from ..protocol.tensors import KVFormat, WireDtype
 
 
@@ -17,6 +18,9 @@ class ClientConfig:
 
     initial_peers: tuple[str, ...] = ()
     """Directory addresses to join through, as `shoal serve` prints them."""
+
+    join: str = field(default="", repr=False)
+    """Join code of the swarm, `shoal:…`; a secret, where the swarm is private."""
 
     wire_dtype: str = "auto"
     """Type of hidden states on the wire: fp32, bf16, fp16, or auto: fp32 between fp32 peers, else
@@ -49,6 +53,10 @@ class ClientConfig:
 
     def __post_init__(self) -> None:
         """Raise UsageError that names the setting which cannot be."""
+        if not isinstance(self.join, str):
+            raise UsageError(f"join is a code, 'shoal:…', not {self.join!r}")
+        if self.join:
+            JoinCode.parse(self.join)
         _check_choice("wire_dtype", self.wire_dtype, ("auto", *(d.name.lower() for d in WireDtype)))
         read_kv_format(self.kv_format)
         if self.weights is not None:

@@ -19,6 +19,7 @@ from ..protocol.errors import (
     ShoalError,
     UnavailableError,
     UsageError,
+    WrongSwarmError,
 )
 from ..protocol.ids import ModelId, make_model_id
 from ..protocol.limits import MAX_CLOCK_SKEW_SECONDS
@@ -217,6 +218,13 @@ class Diagnosis:
                 directory = await self.probes.join(addresses)
         except TimeoutError:
             self._note_directory(f"joining took longer than {JOIN_SECONDS:g} s")
+            return None
+        except WrongSwarmError as error:
+            self._note(
+                "membership", Status.BROKEN, str(error),
+                "join codes come from whoever began the swarm: `shoal swarm-new --from CODE` makes "
+                "them",
+            )  # fmt: skip
             return None
         except (UnavailableError, UsageError) as error:
             self._note_directory(str(error))

@@ -12,12 +12,14 @@ from ..protocol.announcements import Announcement
 from ..protocol.endpoints import Endpoint
 from ..protocol.errors import (
     ErrorCode,
+    NotAMemberError,
     RefusedError,
     RemoteProtocolError,
     UnavailableError,
     UsageError,
 )
 from ..protocol.ids import NO_CLIENT
+from ..protocol.membership import Membership
 from ..protocol.messages import Welcome
 from ..protocol.net.clock import Clock, SystemClock
 from ..protocol.net.directory import Directory
@@ -39,6 +41,8 @@ class Fault(StrEnum):
     SILENT = "silent"
     NO_TLS = "no TLS"
     FINGERPRINT = "wrong fingerprint"
+    WRONG_SECRET = "wrong secret"
+    NOT_A_MEMBER = "not a member"
     PROTOCOL = "wrong protocol"
     VERSION = "wrong version"
     OTHER_PEER = "another peer"
@@ -58,6 +62,8 @@ FIXES = {
     "in between",
     Fault.FINGERPRINT: "the peer was restarted and announces itself anew within a minute, or "
     "somebody sits in between: trust it only when its new announcement fits",
+    Fault.WRONG_SECRET: "ask the owner of the swarm for a new join code",
+    Fault.NOT_A_MEMBER: "ask the owner of the swarm for a join code, and give it with --join",
     Fault.PROTOCOL: "something else than a peer of shoal answers there, or the peer is damaged: "
     "restart it",
     Fault.VERSION: "update shoal on the older of the two machines",
@@ -101,8 +107,11 @@ class Probes:
     """Raise as `tls.fetch_pinned_certificate` does."""
 
 
-def make_network_probes() -> Probes:
-    """Return the probes over TCP, TLS and the DHT, which takes seconds to import."""
+def make_network_probes(membership: Membership | None = None) -> Probes:
+    """Return the probes over TCP, TLS and the DHT, which take seconds to import.
+
+    They are those of a member, or, with None, of whoever the swarm is open to.
+    """
     tcp_transport = importlib.import_module("..protocol.net.tcp_transport", __package__)
     hivemind_directory = importlib.import_module("..protocol.net.hivemind_directory", __package__)
     tls = importlib.import_module("..protocol.net.tls", __package__)
@@ -110,10 +119,10 @@ def make_network_probes() -> Probes:
 
     async def join(addresses: Sequence[str]) -> Directory:
         return await hivemind_directory.HivemindDirectory.join(
-            addresses, identity=None, clock=clock, client_mode=True
+            addresses, identity=None, clock=clock, client_mode=True, membership=membership
         )
 
-    transport = tcp_transport.TcpTransport()
+    transport = tcp_transport.TcpTransport(membership=membership)
     return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate)
 
 
@@ -163,6 +172,9 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
         return PeerCheck(peer, _name_fault(error), str(error))
     try:
         stream = await probes.transport.open_stream(endpoint, Lane.INTERACTIVE, PEER_SECONDS)
+    except NotAMemberError as error:
+        fault = Fault.WRONG_SECRET if error.has_secret else Fault.NOT_A_MEMBER
+        return PeerCheck(peer, fault, str(error))
     except (RemoteProtocolError, UsageError) as error:
         return PeerCheck(peer, Fault.PROTOCOL, str(error))
     except UnavailableError as error:

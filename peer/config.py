@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..protocol.errors import UsageError
+from ..protocol.membership import Membership
 from ..protocol.spans import Span
 
 WEIGHT_FORMATS = ("int8", "bf16", "fp32")
@@ -43,6 +44,9 @@ class PeerConfig:
 
     initial_peers: tuple[str, ...] = ()
     """Directory addresses to join through; empty: begin a new swarm."""
+
+    membership: Membership | None = None
+    """The swarm to join or begin; None: the public one of the initial peers, or a new one."""
 
     listen_host: str = "127.0.0.1"
     """Address to accept connections on."""

@@ -14,9 +14,11 @@ from ..protocol.endpoints import Endpoint
 from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.identity import Identity
 from ..protocol.ids import ModelId, make_model_id
+from ..protocol.join_code import make_codes
 from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.hivemind_directory import HivemindDirectory
+from ..protocol.net.multiaddrs import replace_host
 from ..protocol.net.tcp_transport import TcpTransport
 from ..protocol.net.tls import make_tls_identity
 from ..protocol.net.transport import Listener, Stream
@@ -63,10 +65,11 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         report(PeerEvent("started", {"peer_id": identity.peer_id, "model_id": plan.model_id}))
         directory = await _join_directory(config, identity, clock)
         stack.push_async_callback(directory.close)
-        report(PeerEvent("directory", {"addresses": list(directory.addresses)}))
+        report(PeerEvent("directory", _describe_directory(config, directory)))
 
         # Whoever knows the announcement from before a restart finds the same key again.
-        transport = TcpTransport(make_tls_identity(identity.derive_secret("shoal TLS key")))
+        tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
+        transport = TcpTransport(tls_identity, membership=directory.membership)
         stack.push_async_callback(transport.close)
         ready: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
         listener = await _listen(config, transport, ready)
@@ -173,13 +176,28 @@ def _plan_span(config: PeerConfig) -> _Plan:
 async def _join_directory(
     config: PeerConfig, identity: Identity, clock: SystemClock
 ) -> HivemindDirectory:
+    if config.membership is not None:
+        config.membership.check_may_serve()
     return await HivemindDirectory.join(
         config.initial_peers,
         identity=identity,
         listen_host=config.listen_host,
         port=config.directory_port,
         clock=clock,
+        membership=config.membership,
     )
+
+
+def _describe_directory(config: PeerConfig, directory: HivemindDirectory) -> dict[str, object]:
+    """Return where others join, and the codes for that of a swarm that begins here.
+
+    Not those of other swarms: a peer that is started by a program should not log secrets.
+    """
+    facts: dict[str, object] = {"addresses": list(directory.addresses)}
+    if not config.initial_peers:
+        dialled = replace_host(directory.addresses, config.announce_host)
+        facts["join_codes"] = make_codes(directory.membership, dialled)
+    return facts
 
 
 async def _listen(

@@ -83,10 +83,11 @@ class CacheFullError(RefusedError):
 
 
 class NotAMemberError(RefusedError):
-    """A peer of a private swarm turned us away: we hold no secret of it, or another one."""
+    """A peer of a private swarm turned us away: we hold no secret, or that of another swarm."""
 
-    def __init__(self, detail: str) -> None:
+    def __init__(self, detail: str, has_secret: bool) -> None:
         super().__init__(ErrorCode.NOT_A_MEMBER, detail)
+        self.has_secret = has_secret
 
 
 class UnavailableError(ShoalError):

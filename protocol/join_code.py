@@ -265,6 +265,37 @@ def _unpack_address(content: _Reader) -> str:
     return f"/{form}/{host}/tcp/{port}/p2p/{peer_id}"
 
 
+def find_way_in(code: str, addresses: Sequence[str]) -> tuple[Membership | None, tuple[str, ...]]:
+    """Return the swarm of a code, and where to join it: addresses that were given come first.
+
+    Without a code, "", the swarm is the public one of the addresses. Raises UsageError for a code
+    that is none, and when there is no address at all.
+    """
+    if not code and not addresses:
+        raise UsageError("say which swarm: a join code, or the address of one of its peers")
+    if not code:
+        return None, tuple(addresses)
+    parsed = JoinCode.parse(code)
+    if not addresses and not parsed.addresses:
+        raise UsageError(
+            "the join code names no address: give one beside it (--initial-peers), or begin the "
+            "swarm of this code with `shoal serve MODEL --new-swarm`"
+        )
+    return parsed.membership, tuple(dict.fromkeys((*addresses, *parsed.addresses)))
+
+
+def make_codes(membership: Membership, addresses: Sequence[str]) -> dict[str, str]:
+    """Return the codes to hand to others, by what they may do; the owner's is for nobody else.
+
+    >>> list(make_codes(make_public(bytes(16)), [])), list(make_codes(make_owner(bytes(16)), []))
+    (['serve'], ['use', 'serve'])
+    """
+    # Everybody may serve a public swarm.
+    roles = (Role.USE, Role.SERVE) if membership.is_private else (Role.SERVE,)
+    chosen = choose_addresses(addresses)
+    return {str(role): str(JoinCode(membership.as_role(role), chosen)) for role in roles}
+
+
 def choose_addresses(addresses: Sequence[str], num_most: int = 3) -> tuple[str, ...]:
     """Return the addresses to put into a code: those of this machine only if there are no others.
 

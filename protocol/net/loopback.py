@@ -21,8 +21,9 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
+from ..membership import Membership
 from .loopback_wire import LoopbackStream, Mark, Wire
-from .transport import Lane, StreamServer
+from .transport import Lane, StreamServer, turn_away
 
 log = logging.getLogger(__name__)
 
@@ -170,13 +171,15 @@ class LoopbackNetwork:
             port += 1
         return port
 
-    def answer(self, wire: Wire, endpoint: Endpoint) -> Mark:
+    def answer(self, wire: Wire, endpoint: Endpoint, proof: bytes) -> Mark:
         """Accept or turn down a stream whose request has reached its target."""
         listener = self._listeners.get((endpoint.host, endpoint.port))
         if listener is None:
             return Mark.REFUSED
         if listener.endpoint.fingerprint != endpoint.fingerprint:
             return Mark.WRONG_CERTIFICATE
+        if not listener.takes(proof):
+            return Mark.NOT_A_MEMBER
         listener.accept(wire)
         return Mark.ACCEPTED
 
@@ -198,11 +201,14 @@ class LoopbackNetwork:
 
 
 class LoopbackTransport:
-    """What one host of a network dials and listens with."""
+    """What one host of a network dials and listens with; in a private swarm among members only."""
 
-    def __init__(self, network: LoopbackNetwork, host_name: str) -> None:
+    def __init__(
+        self, network: LoopbackNetwork, host_name: str, membership: Membership | None = None
+    ) -> None:
         self._network = network
         self._host = host_name
+        self._membership = membership
         self._dialled: set[Wire] = set()
         self._listeners: set[_LoopbackListener] = set()
         self._is_closed = False
@@ -213,7 +219,8 @@ class LoopbackTransport:
             raise UsageError(f"cannot listen on {host}: this host is {self._host}")
         port = port or self._network.choose_port(self._host)
         fingerprint = self._network.fingerprint_of(self._host, port)
-        listener = _LoopbackListener(self._network, Endpoint(self._host, port, fingerprint), serve)
+        endpoint = Endpoint(self._host, port, fingerprint)
+        listener = _LoopbackListener(self._network, endpoint, serve, self._membership)
         self._network.add_listener(listener)
         self._listeners.add(listener)
         return listener
@@ -222,11 +229,12 @@ class LoopbackTransport:
         self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
     ) -> LoopbackStream:
         self._check_open()
+        proof = self._membership.prove_to(endpoint.fingerprint) if self._membership else b""
         wire = Wire(self._network, self._host, endpoint.host, lane)
         self._network.register(wire)
         try:
             async with asyncio.timeout(timeout_seconds):
-                wire.request(lambda: self._network.answer(wire, endpoint))
+                wire.request(lambda: self._network.answer(wire, endpoint, proof))
                 answer = await wire.back.take()
         except BaseException as error:
             wire.break_off("the dialler gave up")
@@ -243,6 +251,8 @@ class LoopbackTransport:
             raise RemoteProtocolError(
                 f"the peer at {endpoint} presents another TLS certificate than it announced"
             )
+        if answer is Mark.NOT_A_MEMBER:
+            raise turn_away(endpoint, self._membership)
         raise UnavailableError(f"nobody answers at {endpoint}: connection refused")
 
     async def close(self) -> None:
@@ -261,15 +271,27 @@ class LoopbackTransport:
 class _LoopbackListener:
     """The streams that a host accepts on one port, and the tasks that serve them."""
 
-    def __init__(self, network: LoopbackNetwork, endpoint: Endpoint, serve: StreamServer) -> None:
+    def __init__(
+        self,
+        network: LoopbackNetwork,
+        endpoint: Endpoint,
+        serve: StreamServer,
+        membership: Membership | None,
+    ) -> None:
         self._network = network
         self._endpoint = endpoint
         self._serve = serve
+        self._membership = membership
         self._tasks: dict[asyncio.Task[None], Wire] = {}
 
     @property
     def endpoint(self) -> Endpoint:
         return self._endpoint
+
+    def takes(self, proof: bytes) -> bool:
+        """Return whether a dialler with this proof may come in."""
+        membership = self._membership
+        return membership is None or membership.accepts(self._endpoint.fingerprint, proof)
 
     def accept(self, wire: Wire) -> None:
         """Serve the listening end of a wire in a task of its own."""

@@ -27,6 +27,7 @@ class Mark(Enum):
     ACCEPTED = "accepted"
     REFUSED = "refused"
     WRONG_CERTIFICATE = "wrong certificate"
+    NOT_A_MEMBER = "not a member"
     END = "end"
 
 

@@ -101,6 +101,24 @@ def make_listen_multiaddr(host: str, port: int) -> str:
     return f"/ip{version}/{host}/tcp/{port}"
 
 
+def replace_host(addresses: Sequence[str], host: str | None) -> list[str]:
+    """Return the address that others dial where a peer says by which host they reach it.
+
+    >>> replace_host(["/ip4/0.0.0.0/tcp/4001/p2p/12D3KooW…"], "peer.example.org")
+    ['/dns/peer.example.org/tcp/4001/p2p/12D3KooW…']
+    >>> replace_host(["/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…"], None)
+    ['/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…']
+    """
+    if host is None:
+        return list(addresses)
+    try:
+        form = f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:
+        form = "dns"
+    rest = {address.split("/", 3)[3] for address in addresses}  # without form and host
+    return sorted(f"/{form}/{host}/{end}" for end in rest)
+
+
 async def find_listening(
     addresses: Sequence[PeerAddress], timeout_seconds: float
 ) -> list[PeerAddress]:

@@ -11,6 +11,7 @@ from typing import cast
 from ..endpoints import Endpoint
 from ..errors import ShoalError
 from ..limits import MAX_FRAME_BYTES
+from ..membership import Membership
 from .addresses import open_listening, resolve_all
 from .frame_cutter import Mark
 from .tcp_stream import TcpStream
@@ -44,9 +45,15 @@ _LAST_WORDS_SECONDS = 1.0
 class TcpListener:
     """Accepts connections and owns the tasks that serve them; without a context in plain text."""
 
-    def __init__(self, serve: StreamServer, context: ssl.SSLContext | None) -> None:
+    def __init__(
+        self,
+        serve: StreamServer,
+        context: ssl.SSLContext | None,
+        membership: Membership | None = None,
+    ) -> None:
         self._serve = serve
         self._context = context
+        self._membership = membership
         self._endpoint = Endpoint("", 0)
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
@@ -125,7 +132,7 @@ class TcpListener:
         """Make the connection safe and let the stream begin; return whether it did."""
         loop = asyncio.get_running_loop()
         is_plain = self._context is None
-        refusal = Mark.END
+        refusal: Mark | None = None
         try:
             async with asyncio.timeout(_HELLO_SECONDS):
                 await loop.connect_accepted_socket(
@@ -135,17 +142,25 @@ class TcpListener:
                     ssl_handshake_timeout=None if is_plain else _HELLO_SECONDS,
                     ssl_shutdown_timeout=None if is_plain else SHUTDOWN_SECONDS,
                 )
-                hello = await stream.receive()
-                if hello == HELLO:
-                    if self._num_served < MAX_STREAMS:
-                        stream.limit(MAX_FRAME_BYTES)
-                        await stream.send(HELLO)
-                        return True
-                    refusal = Mark.TOO_MANY_STREAMS
+                refusal = self._judge(await stream.receive())
+                if refusal is None:
+                    stream.limit(MAX_FRAME_BYTES)
+                    await stream.send(HELLO)
+                    return True
         except (TimeoutError, OSError, ShoalError) as error:
             log.debug("somebody did not get in at %s: %s", self._endpoint, error)
-        stream.turn_away(refusal)
+        stream.turn_away(refusal or Mark.END)
         return False
+
+    def _judge(self, hello: bytes | None) -> Mark | None:
+        """Return why a stranger does not get in, None if he does."""
+        if hello is None or not hello.startswith(HELLO):
+            return Mark.END
+        proof = hello.removeprefix(HELLO)
+        membership = self._membership
+        if membership is not None and not membership.accepts(self._endpoint.fingerprint, proof):
+            return Mark.MEMBERS_ONLY
+        return Mark.TOO_MANY_STREAMS if self._num_served >= MAX_STREAMS else None
 
     async def _serve_stream(self, stream: TcpStream) -> None:
         try:

@@ -1,7 +1,8 @@
 """Transport over TCP, under pinned TLS 1.3: each stream has a connection to itself.
 
-A dialler begins with a frame that says hello; a listener answers with the same when it takes the
-stream, and with a mark when not. Then frames go both ways.
+A dialler begins with a frame that says hello, in a private swarm with a proof of membership behind
+it. A listener answers hello when it takes the stream, and with a mark when not. Then frames go both
+ways.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import ssl
 
 from ..endpoints import Endpoint
 from ..errors import LocalProtocolError, RemoteProtocolError, UnavailableError, UsageError
+from ..membership import Membership
 from .addresses import check_can_bind, is_loopback
 from .frame_cutter import Mark
 from .tcp_listener import HELLO, TcpListener
@@ -26,7 +28,7 @@ from .tls import (
     make_server_context,
     make_tls_identity,
 )
-from .transport import Lane, StreamServer
+from .transport import Lane, StreamServer, turn_away
 
 log = logging.getLogger(__name__)
 
@@ -37,11 +39,23 @@ class TcpTransport:
     Listens under TLS with the identity given, or a fresh one; with `plaintext=True` without TLS
     and on loopback addresses only. An endpoint without a fingerprint is dialled by a transport
     made with `plaintext=True`, on loopback addresses only, and refused by any other.
+
+    In a private swarm it proves its membership to whoever it dials, and takes streams of members
+    only; that needs TLS, whose key the proof is made for.
     """
 
-    def __init__(self, identity: TlsIdentity | None = None, *, plaintext: bool = False) -> None:
+    def __init__(
+        self,
+        identity: TlsIdentity | None = None,
+        *,
+        plaintext: bool = False,
+        membership: Membership | None = None,
+    ) -> None:
         if identity is not None and plaintext:
             raise UsageError("a transport has a TLS identity or speaks plain text, not both")
+        if membership is not None and membership.is_private and plaintext:
+            raise UsageError("a private swarm needs TLS: in plain text everybody reads along")
+        self._membership = membership
         self._identity = None if plaintext else identity or make_tls_identity()
         self._context = make_client_context()
         self._streams: set[TcpStream] = set()
@@ -63,7 +77,7 @@ class TcpTransport:
         fingerprint = (
             "" if self._identity is None else fingerprint_of(self._identity.certificate_pem)
         )
-        listener = TcpListener(serve, context)
+        listener = TcpListener(serve, context, self._membership)
         try:
             await listener.start(host, port, fingerprint)
         except OSError as error:
@@ -108,8 +122,12 @@ class TcpTransport:
         self._streams.add(stream)
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         self._check_open()
-        await stream.send(HELLO)
+        membership = self._membership
+        proof = b"" if membership is None else membership.prove_to(endpoint.fingerprint)
+        await stream.send(HELLO + proof)
         answer = await stream.receive()
+        if stream.mark is Mark.MEMBERS_ONLY:
+            raise turn_away(endpoint, membership)
         if stream.mark is Mark.TOO_MANY_STREAMS:
             raise UnavailableError(f"{endpoint} has too many streams open")
         if answer != HELLO:

@@ -10,6 +10,8 @@ from enum import Enum
 from typing import Protocol
 
 from ..endpoints import Endpoint
+from ..errors import NotAMemberError
+from ..membership import Membership
 
 
 class Lane(Enum):
@@ -27,6 +29,21 @@ never will be. Entering may wait, and raise RefusedError."""
 def open_gate(num_bytes: int) -> AbstractAsyncContextManager[object]:
     """Let every frame in at once."""
     return nullcontext()
+
+
+def turn_away(endpoint: Endpoint, membership: Membership | None) -> NotAMemberError:
+    """Return what a dialler raises when a peer does not take it for a member of its swarm."""
+    if membership is not None and membership.is_private:
+        return NotAMemberError(
+            f"the peer at {endpoint} belongs to another swarm than this join code, or the code's "
+            "secret is wrong; ask for a new one",
+            has_secret=True,
+        )
+    return NotAMemberError(
+        f"the peer at {endpoint} belongs to a private swarm; ask its owner for a "
+        "join code (--join)",
+        has_secret=False,
+    )
 
 
 class Stream(Protocol):
@@ -123,7 +140,8 @@ class Transport(Protocol):
 
         Raises UnavailableError when nobody answers in time and RemoteProtocolError when the one
         who answers does not hold the certificate of the endpoint's fingerprint, or does not speak
-        our protocol. Every stream has to be closed by the one who opened it.
+        our protocol, NotAMemberError when its swarm is private and not ours. Every stream has to
+        be closed by the one who opened it.
         """
         ...
 

@@ -1,0 +1,81 @@
+"""`shoal revoke`: shut peers out of a private swarm, by their ids."""
+
+import argparse
+import asyncio
+import importlib
+import json
+import sys
+from typing import TYPE_CHECKING
+
+from ..protocol.errors import RemoteProtocolError, UsageError
+from ..protocol.identity import public_key_of
+from ..protocol.ids import PeerId
+from ..protocol.net.clock import SystemClock
+from .interrupts import quitting_at_once
+from .joining import Joining, add_join_arguments, read_joining
+from .terminal import Progress, Terminal
+
+if TYPE_CHECKING:
+    from ..protocol.revocations import Revocations
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal revoke`."""
+    parser.description = (
+        "Shut peers out of a private swarm, with its owner's code: members ignore what they "
+        "announce. Who holds a code that may serve can come back under a new id; when a code is "
+        "in wrong hands, begin a new swarm."
+    )
+    parser.add_argument(
+        "peers", metavar="PEER_ID", nargs="*", help="12D3KooW…; without any, list who is revoked"
+    )
+    add_join_arguments(parser, "address of any peer of the swarm")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Revoke and print everybody who is revoked; return 0."""
+    peer_ids = [_read_peer_id(text) for text in options.peers]
+    joining = read_joining(options)
+    with Progress(Terminal(sys.stderr), lambda: "Joining the swarm"):
+        revocations = asyncio.run(_revoke(joining, peer_ids))
+    revoked = sorted(revocations.peer_ids)
+    output = Terminal(sys.stdout)
+    if options.json:
+        output.print(json.dumps({"sequence": revocations.sequence, "revoked": revoked}))
+    elif not revoked:
+        output.print("Nobody is revoked.")
+    else:
+        output.print("Revoked:")
+        for peer_id in revoked:
+            output.print(f"  {peer_id}")
+    return 0
+
+
+def _read_peer_id(text: str) -> PeerId:
+    try:
+        public_key_of(text)
+    except RemoteProtocolError as error:
+        raise UsageError(f"{error}; peers print theirs when they start, 12D3KooW…") from error
+    return PeerId(text)
+
+
+async def _revoke(joining: Joining, peer_ids: list[PeerId]) -> "Revocations":
+    membership = joining.membership
+    if membership is None or not membership.is_private:
+        raise UsageError("peers are revoked in private swarms; give the owner's code with --join")
+    if peer_ids:
+        membership.sign_as_owner(b"")  # before anything is asked of others
+    with quitting_at_once():
+        module = importlib.import_module("..protocol.net.hivemind_directory", __package__)
+    directory = await module.HivemindDirectory.join(
+        joining.addresses,
+        identity=None,
+        clock=SystemClock(),
+        client_mode=True,
+        membership=membership,
+    )
+    try:
+        return await directory.revoke(peer_ids)
+    finally:
+        await directory.close()

@@ -1,0 +1,84 @@
+"""`shoal swarm-new`: make the join code of a new swarm, or from one code another."""
+
+import argparse
+import json
+import secrets
+import sys
+
+from ..protocol.errors import UsageError
+from ..protocol.join_code import JoinCode
+from ..protocol.membership import (
+    SECRET_BYTES,
+    SWARM_ID_BYTES,
+    Membership,
+    Role,
+    make_owner,
+    make_public,
+)
+from .joining import read_join
+from .options import add_initial_peers_argument
+from .terminal import Terminal
+
+_MEANINGS = {
+    Role.USE: "may use the swarm, and cannot serve",
+    Role.SERVE: "may serve blocks, and use the swarm",
+    Role.OWN: "is the owner's: it may also revoke peers, and makes all other codes; keep it",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal swarm-new`."""
+    parser.description = (
+        "Make the join code of a new swarm, private by default. Nothing is started: begin the "
+        "swarm with `shoal serve MODEL --new-swarm --join @FILE`."
+    )
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--public", action="store_true", help="a swarm that takes everybody")
+    kind.add_argument(
+        "--from", dest="source", metavar="CODE",
+        help="no new swarm: make another code from this one (@FILE reads it from a file)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--role", choices=[str(role) for role in Role],
+        help="what the holder may do (default: own for a new swarm, use with --from)",
+    )  # fmt: skip
+    add_initial_peers_argument(parser, "address to put into the code")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one join code; what it is worth goes to stderr. Returns 0."""
+    code = _make_code(options)
+    membership = code.membership
+    if options.json:
+        facts = {
+            "join": str(code),
+            "swarm_id": membership.swarm_id.hex(),
+            "role": str(membership.role),
+            "private": membership.is_private,
+            "addresses": list(code.addresses),
+        }
+        Terminal(sys.stdout).print(json.dumps(facts))
+        return 0
+    Terminal(sys.stdout).print(str(code))
+    meaning = _MEANINGS[membership.role] if membership.is_private else "is for everybody"
+    Terminal(sys.stderr).print(f"This code of {membership} {meaning}.")
+    return 0
+
+
+def _make_code(options: argparse.Namespace) -> JoinCode:
+    if options.source is None:
+        membership = _make_new(is_private=not options.public)
+        if options.public and options.role is not None:
+            raise UsageError("a public swarm has no roles; leave out --role or --public")
+        role = options.role or membership.role
+        return JoinCode(membership.as_role(Role(role)), tuple(options.initial_peers))
+    source = JoinCode.parse(read_join(options.source))
+    addresses = tuple(options.initial_peers) or source.addresses
+    return JoinCode(source.membership.as_role(Role(options.role or Role.USE)), addresses)
+
+
+def _make_new(is_private: bool) -> Membership:
+    if is_private:
+        return make_owner(secrets.token_bytes(SECRET_BYTES))
+    return make_public(secrets.token_bytes(SWARM_ID_BYTES))
