@@ -15,6 +15,7 @@ from shoal.cli.main import _in_one_line, _parse, main
 from shoal.cli.options import join_addresses
 from shoal.protocol.errors import ModelError
 
+PUBLIC = "shoal:aeaaagaaaaaaaaaaaaaaaaaaaaaaaaaatsnisby"
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
@@ -36,8 +37,7 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
     [
         ("", "COMMAND"),
         ("dance", "invalid choice: 'dance'"),
-        ("generate", "MODEL, PROMPT, --initial-peers"),
-        ("generate m p", "--initial-peers"),
+        ("generate", "MODEL, PROMPT"),
         (f"generate m p --max-new-tokens 0 --initial-peers {PEER}", "at least 1"),
         (f"generate m p --temperature -1 --initial-peers {PEER}", "at least 0"),
         (f"generate m p --temperature warm --initial-peers {PEER}", "'warm'"),
@@ -52,7 +52,6 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         ("serve m --new-swarm --block-cache lots", "'lots' is not a size"),
         ("serve m --new-swarm --block-cache=-1G", "a size cannot be negative"),
         ("demo --tokens 1.5", "'1.5' is not a whole number"),
-        ("doctor", "--initial-peers"),
         ("serve m --new-swarm --threads 0", "at least 1"),
         ("serve m --new-swarm --threads 100000", "take at most"),
         ("swarm --threads 100000", "take at most"),
@@ -147,7 +146,18 @@ def test_words_behind_two_dashes_are_left_as_they_are() -> None:
         (["serve", "./no-such", "--new-swarm"], "no model directory './no-such'"),
         (["demo", "--prompt", ""], "the prompt is empty"),
         (["swarm", "no/such/model"], "no/such/model"),
-        (["serve", "m"], "--new-swarm"),
+        (["serve", "m"], "; --new-swarm begins one"),
+        (["generate", "m", "p"], "say which swarm: --join CODE"),
+        (["doctor"], "say which swarm: --join CODE"),
+        (["generate", "m", "p", "--join", "shoal:aeaaag"], "the join code was cut short"),
+        (["doctor", "--join", PEER], "an address, not a join code"),
+        (["serve", "m", "--join", ""], "begins with shoal:"),
+        (["serve", "m", "--new-swarm", "--join", "@no/such"], "cannot read a join code from no/su"),
+        (["swarm-new", "--public", "--role", "own"], "a public swarm has no roles"),
+        (["swarm-new", "--from", PUBLIC, "--initial-peers", "x"], "does not fit into a join code"),
+        (["revoke", "12D3Koo", "--initial-peers", PEER], "peers print theirs"),
+        (["revoke", "--initial-peers", PEER], "give the owner's code with --join"),
+        (["revoke", "--join", PUBLIC], "the join code names no address"),
         (["serve", "", "--new-swarm"], "the name of the model is empty"),
         (["serve", "m", "--new-swarm", "--listen", "0.0.0.0"], "--announce-host"),
         (["serve", "m", "--new-swarm", "--blocks", "8"], "--blocks"),

@@ -6,7 +6,7 @@ import pytest
 from diagnosis_scene import ADDRESS, Swarm, examine, find
 
 from shoal.protocol.announcements import PeerState
-from shoal.protocol.errors import DirectoryError
+from shoal.protocol.errors import DirectoryError, WrongSwarmError
 from shoal.protocol.spans import Span
 
 
@@ -135,3 +135,15 @@ def test_nobody_online_is_said_with_those_who_left() -> None:
     assert "1 offline" in find(diagnosis, "announcements").detail
     assert diagnosis.missing == (Span(0, 8),)
     assert not diagnosis.checks
+
+
+@pytest.mark.parametrize("detail", ["wrong secret: another swarm", "not a member: it is private"])
+def test_swarm_of_others_is_told_from_a_broken_directory(detail: str) -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.join_error = WrongSwarmError(detail)
+
+    finding = find(examine(build), "membership")
+
+    assert not finding.ok
+    assert finding.detail == detail
+    assert "join codes come from" in finding.fix

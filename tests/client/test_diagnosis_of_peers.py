@@ -13,6 +13,7 @@ from shoal.client.peer_check import Fault
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.membership import Membership, make_owner
 from shoal.protocol.messages import Declined, Hello, Message, Welcome
 from shoal.protocol.spans import Span
 
@@ -55,6 +56,24 @@ def test_paused_peer_is_silent() -> None:
     diagnosis = examine(build)
 
     assert diagnosis.checks[0].fault is Fault.SILENT
+
+
+@pytest.mark.parametrize(
+    ("ours", "fault"),
+    [(None, Fault.NOT_A_MEMBER), (make_owner(bytes(16)), Fault.WRONG_SECRET)],
+)
+def test_peer_that_takes_members_only_is_no_broken_peer(
+    ours: Membership | None, fault: Fault
+) -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.membership = ours
+        await swarm.add(Span(0, 8), membership=make_owner(bytes(range(16))))
+
+    diagnosis = examine(build)
+
+    assert [check.fault for check in diagnosis.checks] == [fault]
+    assert diagnosis.missing == (Span(0, 8),)
+    assert "join code" in find(diagnosis, "peer").fix
 
 
 def caused_by(error: Exception, cause: Exception) -> Exception:

@@ -15,6 +15,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.membership import Membership
 from shoal.protocol.messages import Hello, Message, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.directory import Directory
@@ -44,6 +45,7 @@ class Swarm:
         self.join_error: DirectoryError | None = None
         self.certificate_errors: dict[str, Exception] = {}
         self.heard: list[Finding] = []
+        self.membership: Membership | None = None
 
     async def add(
         self,
@@ -51,6 +53,7 @@ class Swarm:
         *,
         clock_ahead_seconds: float = 0.0,
         answer: Callable[[Welcome], Message] = lambda welcome: welcome,
+        membership: Membership | None = None,
         **announced: Any,
     ) -> Announcement:
         """Start a peer and announce it."""
@@ -67,7 +70,7 @@ class Swarm:
             await stream.send(encode_frame(answer(welcome)))
             await stream.receive()
 
-        listener = await LoopbackTransport(self.network, host).listen(host, PORT, serve)
+        listener = await LoopbackTransport(self.network, host, membership).listen(host, PORT, serve)
         now = self.clock.wall()
         fields: dict[str, Any] = {
             "peer_id": identity.peer_id,
@@ -86,7 +89,7 @@ class Swarm:
     async def diagnose(
         self, addresses: Sequence[str] = (ADDRESS,), model: ModelFacts | None = MODEL
     ) -> Diagnosis:
-        transport = LoopbackTransport(self.network, "us")
+        transport = LoopbackTransport(self.network, "us", self.membership)
         probes = Probes(
             self.clock, transport, self._dial, self._hail, self._join, self._check_certificate
         )

@@ -1,0 +1,115 @@
+"""Which swarm a command line names, and the codes that `shoal swarm-new` makes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.joining import VARIABLE, Joining, read_joining
+from shoal.cli.main import _parse, main
+from shoal.cli.serve import _make_config
+from shoal.protocol.errors import UsageError
+from shoal.protocol.identity import Identity
+from shoal.protocol.join_code import JoinCode
+from shoal.protocol.membership import Role, make_owner, make_public
+
+OWNER = make_owner(bytes(range(16)))
+FIRST, SECOND = (
+    f"/ip4/192.0.2.{n}/tcp/4001/p2p/{Identity(bytes([n]) * 32).peer_id}" for n in (1, 2)
+)
+CODE = str(JoinCode(OWNER.as_role(Role.SERVE), (FIRST,)))
+EMPTY_CODE = str(JoinCode(OWNER.as_role(Role.SERVE)))
+
+
+@pytest.fixture(autouse=True)
+def no_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def read(*words: str) -> Joining:
+    return read_joining(_parse(["generate", "m", "p", *words]))
+
+
+def test_code_may_stand_on_the_line_in_a_file_or_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "code"
+    file.write_text(f"{CODE}\n")
+
+    given, from_file = read("--join", CODE), read("--join", f"@{file}")
+    monkeypatch.setenv(VARIABLE, CODE)
+    from_variable = read()
+
+    for joining in (given, from_file, from_variable):
+        assert joining.membership == OWNER.as_role(Role.SERVE)
+        assert joining.addresses == (FIRST,)
+
+
+def test_variable_gives_way_to_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, CODE)
+
+    assert read("--initial-peers", SECOND).membership is None
+    assert read("--join", str(JoinCode(make_public(bytes(16)), (SECOND,)))).addresses == (SECOND,)
+    assert _make_config(_parse(["serve", "m", "--new-swarm"])).membership is None
+
+
+def test_addresses_beside_a_code_come_first() -> None:
+    assert read("--join", CODE, "--initial-peers", SECOND, FIRST).addresses == (SECOND, FIRST)
+    assert read("--join", EMPTY_CODE, "--initial-peers", SECOND).addresses == (SECOND,)
+
+
+def test_code_without_an_address_needs_one_or_begins_its_swarm() -> None:
+    with pytest.raises(UsageError, match="names no address"):
+        read("--join", EMPTY_CODE)
+
+    config = _make_config(_parse(["serve", "m", "--new-swarm", "--join", CODE]))
+
+    assert (config.membership, config.initial_peers) == (OWNER.as_role(Role.SERVE), ())
+
+
+def test_secrets_do_not_show_in_what_is_logged() -> None:
+    assert CODE not in repr(read("--join", CODE))
+
+
+def make(capsys: pytest.CaptureFixture[str], *words: str) -> JoinCode:
+    assert main(["swarm-new", *words]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    return JoinCode.parse(line)
+
+
+def test_new_swarms_are_private_unless_said_otherwise(capsys: pytest.CaptureFixture[str]) -> None:
+    private, other, public = make(capsys), make(capsys), make(capsys, "--public")
+
+    assert private.membership.role is Role.OWN
+    assert private.membership.swarm_id != other.membership.swarm_id
+    assert not public.membership.is_private
+
+
+def test_codes_for_others_are_made_from_ones_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "own"
+    file.write_text(str(JoinCode(OWNER)))
+
+    serve = make(capsys, "--from", f"@{file}", "--role", "serve", "--initial-peers", FIRST, SECOND)
+    use = make(capsys, "--from", str(serve))
+
+    assert serve == JoinCode(OWNER.as_role(Role.SERVE), (FIRST, SECOND))
+    assert use == JoinCode(OWNER.as_role(Role.USE), (FIRST, SECOND))
+    assert main(["swarm-new", "--from", str(use), "--role", "serve"]) == 1
+    assert "may only use" in capsys.readouterr().err
+
+
+def test_code_as_json_says_what_it_is_worth(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["swarm-new", "--from", CODE, "--json"]) == 0
+
+    facts = json.loads(capsys.readouterr().out)
+    assert JoinCode.parse(facts.pop("join")).membership.role is Role.USE
+    assert facts == {
+        "swarm_id": OWNER.swarm_id.hex(),
+        "role": "use",
+        "private": True,
+        "addresses": [FIRST],
+    }
