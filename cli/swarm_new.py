@@ -2,8 +2,10 @@
 
 import argparse
 import json
+import os
 import secrets
 import sys
+from pathlib import Path
 
 from ..protocol.errors import UsageError
 from ..protocol.join_code import JoinCode
@@ -43,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="what the holder may do (default: own for a new swarm, use with --from)",
     )  # fmt: skip
     add_initial_peers_argument(parser, "address to put into the code")
+    parser.add_argument(
+        "--out", type=Path, metavar="FILE",
+        help="write the code into a new file that only you can read, and do not show it",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -50,9 +56,11 @@ def run(options: argparse.Namespace) -> int:
     """Print one join code; what it is worth goes to stderr. Returns 0."""
     code = _make_code(options)
     membership = code.membership
+    if options.out is not None:
+        _write(options.out, str(code))
     if options.json:
         facts = {
-            "join": str(code),
+            "join": None if options.out else str(code),
             "swarm_id": membership.swarm_id.hex(),
             "role": str(membership.role),
             "private": membership.is_private,
@@ -60,10 +68,23 @@ def run(options: argparse.Namespace) -> int:
         }
         Terminal(sys.stdout).print(json.dumps(facts))
         return 0
-    Terminal(sys.stdout).print(str(code))
+    if options.out is None:
+        Terminal(sys.stdout).print(str(code))
     meaning = _MEANINGS[membership.role] if membership.is_private else "is for everybody"
     Terminal(sys.stderr).print(f"This code of {membership} {meaning}.")
     return 0
+
+
+def _write(path: Path, code: str) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(f"{code}\n")
+    except FileExistsError as error:
+        # It may be the only copy of another swarm's code.
+        raise UsageError(f"{path} exists already; name a new file") from error
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from error
 
 
 def _make_code(options: argparse.Namespace) -> JoinCode:

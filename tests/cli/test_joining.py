@@ -102,6 +102,20 @@ def test_codes_for_others_are_made_from_ones_own(
     assert "may only use" in capsys.readouterr().err
 
 
+def test_code_goes_into_a_file_that_others_cannot_read(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "own.code"
+
+    assert main(["swarm-new", "--out", str(file)]) == 0
+
+    assert JoinCode.parse(file.read_text()).membership.role is Role.OWN
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert capsys.readouterr().out == ""
+    assert main(["swarm-new", "--out", str(file)]) == 1
+    assert "exists already" in capsys.readouterr().err
+
+
 def test_code_as_json_says_what_it_is_worth(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["swarm-new", "--from", CODE, "--json"]) == 0
 
