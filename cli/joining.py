@@ -16,20 +16,15 @@ VARIABLE = "SHOAL_JOIN"
 
 @dataclass(frozen=True)
 class Joining:
-    """The swarm that a command line names; `join` is a code, or empty."""
+    """The swarm that a command line names: as it was given, and what follows from it."""
 
     join: str = field(repr=False)
+    """The code, or empty."""
     initial_peers: tuple[str, ...]
-
-    @property
-    def membership(self) -> Membership | None:
-        """The swarm of the code; None without one."""
-        return JoinCode.parse(self.join).membership if self.join else None
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where to join; raises UsageError when there is no address at all."""
-        return find_way_in(self.join, self.initial_peers)[1]
+    membership: Membership | None
+    """The swarm of the code; None without one."""
+    addresses: tuple[str, ...]
+    """Where to join it."""
 
 
 def add_join_arguments(
@@ -53,14 +48,21 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
     """
     join = read_join(options.join)
     if not join and not options.initial_peers:
-        join = os.environ.get(VARIABLE, "")
+        join = _read_variable()
     if not join and not options.initial_peers:
         raise UsageError(
             "say which swarm: --join CODE takes what `shoal serve --new-swarm` printed, "
             f"--initial-peers ADDRESS the address of any of its peers{alternative}"
         )
-    find_way_in(join, options.initial_peers)
-    return Joining(join, tuple(options.initial_peers))
+    membership, addresses = find_way_in(join, options.initial_peers)
+    return Joining(join, tuple(options.initial_peers), membership, addresses)
+
+
+def _read_variable() -> str:
+    try:
+        return read_join(os.environ.get(VARIABLE) or None)
+    except UsageError as error:
+        raise UsageError(f"{VARIABLE}: {error}") from error
 
 
 def read_join(given: str | None) -> str:

@@ -79,6 +79,8 @@ class PeerConfig:
     """Tokens (rows times length) that one iteration of the engine takes at most."""
 
     def __post_init__(self) -> None:
+        if self.membership is not None:
+            self.membership.check_may_serve()
         if self.weights == "nf4":
             raise UsageError(NO_NF4)
         if self.weights not in WEIGHT_FORMATS:

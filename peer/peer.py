@@ -176,8 +176,6 @@ def _plan_span(config: PeerConfig) -> _Plan:
 async def _join_directory(
     config: PeerConfig, identity: Identity, clock: SystemClock
 ) -> HivemindDirectory:
-    if config.membership is not None:
-        config.membership.check_may_serve()
     return await HivemindDirectory.join(
         config.initial_peers,
         identity=identity,

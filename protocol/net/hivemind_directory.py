@@ -18,12 +18,7 @@ from contextlib import suppress
 from typing import Any, cast
 
 from ..announcements import Announcement
-from ..errors import (
-    DirectoryError,
-    LocalProtocolError,
-    RemoteProtocolError,
-    UsageError,
-)
+from ..errors import DirectoryError, LocalProtocolError, RemoteProtocolError, UsageError
 from ..identity import Identity
 from ..ids import ModelId, PeerId
 from ..limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
@@ -50,9 +45,7 @@ with warnings.catch_warnings():
     from hivemind.dht.routing import DHTID
     from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import (
-        ControlFailure,
-    )
+    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
     from hivemind.utils import MSGPackSerializer
     from hivemind.utils.logging import use_hivemind_log_handler
     from hivemind.utils.multiaddr import Multiaddr
@@ -182,7 +175,7 @@ class HivemindDirectory:
         if not await self._store(key, announcement.peer_id, value, expires_at):
             raise DirectoryError("no replica of the directory took our announcement")
         if self.membership.is_private:
-            await self._hand_on_revocations(expires_at)
+            await self._hand_on_revocations()
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
         """See Directory.lookup."""
@@ -200,31 +193,33 @@ class HivemindDirectory:
     async def revoke(self, peer_ids: Collection[PeerId]) -> Revocations:
         """Add peers to the owner's list, publish it and return it; peers hand it on from then on.
 
-        Raises UsageError unless we are the owner, DirectoryError when nobody took it.
+        With nobody to add it is only read. Raises UsageError unless we are the owner,
+        DirectoryError when nobody took it.
         """
         self._check_is_running()
         await self._find_neighbours()
         await self._search(self._gate.revocations_key)
-        known, now = self._gate.revocations, self._gate.wall()
+        known = self._gate.revocations
         if not set(peer_ids) - known.peer_ids:
             return known
-        sequence = max(known.sequence + 1, int(now * 1000))
+        sequence = max(known.sequence + 1, int(self._gate.wall() * 1000))
         revocations = Revocations(sequence, known.peer_ids.union(peer_ids))
         value = self._gate.wrap_revocations(sign_revocations(self.membership, revocations))
-        if not await self._store_revocations(value, now + MAX_ANNOUNCEMENT_LIFETIME_SECONDS):
+        if not await self._store_revocations(value):
             raise DirectoryError("no peer of the swarm took the list; is one running?")
         return revocations
 
-    async def _hand_on_revocations(self, expires_at: float) -> None:
+    async def _hand_on_revocations(self) -> None:
         """Learn of the newest list, and keep it from expiring: its owner need not be there."""
         await self._search(self._gate.revocations_key)
         value = self._gate.wrap_revocations()
         if value:
-            await self._store_revocations(value, expires_at)
+            await self._store_revocations(value)
 
-    async def _store_revocations(self, value: bytes, expires_at: float) -> bool:
-        key = self._gate.revocations_key
-        return await self._store(key, REVOCATIONS, value, expires_at)
+    async def _store_revocations(self, value: bytes) -> bool:
+        # A replica keeps what expires later: an old list must not outlive the newest one.
+        expires_at = self._gate.wall() + MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+        return await self._store(self._gate.revocations_key, REVOCATIONS, value, expires_at)
 
     async def close(self) -> None:
         """See Directory.close."""

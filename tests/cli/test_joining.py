@@ -41,8 +41,10 @@ def test_code_may_stand_on_the_line_in_a_file_or_in_the_environment(
     given, from_file = read("--join", CODE), read("--join", f"@{file}")
     monkeypatch.setenv(VARIABLE, CODE)
     from_variable = read()
+    monkeypatch.setenv(VARIABLE, f"@{file}")
+    from_both = read()
 
-    for joining in (given, from_file, from_variable):
+    for joining in (given, from_file, from_variable, from_both):
         assert joining.membership == OWNER.as_role(Role.SERVE)
         assert joining.addresses == (FIRST,)
 
@@ -53,6 +55,13 @@ def test_variable_gives_way_to_what_was_said(monkeypatch: pytest.MonkeyPatch) ->
     assert read("--initial-peers", SECOND).membership is None
     assert read("--join", str(JoinCode(make_public(bytes(16)), (SECOND,)))).addresses == (SECOND,)
     assert _make_config(_parse(["serve", "m", "--new-swarm"])).membership is None
+
+
+def test_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, CODE[:-5])
+
+    with pytest.raises(UsageError, match="SHOAL_JOIN: the join code was cut short"):
+        read()
 
 
 def test_addresses_beside_a_code_come_first() -> None:
@@ -67,6 +76,13 @@ def test_code_without_an_address_needs_one_or_begins_its_swarm() -> None:
     config = _make_config(_parse(["serve", "m", "--new-swarm", "--join", CODE]))
 
     assert (config.membership, config.initial_peers) == (OWNER.as_role(Role.SERVE), ())
+
+
+def test_code_that_may_only_use_a_swarm_is_refused_before_anything_begins() -> None:
+    use = str(JoinCode(OWNER.as_role(Role.USE), (FIRST,)))
+
+    with pytest.raises(UsageError, match="only lets you use the swarm"):
+        _make_config(_parse(["serve", "m", "--join", use]))
 
 
 def test_secrets_do_not_show_in_what_is_logged() -> None:
