@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
 import pytest
@@ -199,3 +200,24 @@ def test_public_swarm_has_nobody_who_could_revoke(scene: Scene) -> None:
 
     assert not gate.accept(key, pack(REVOCATIONS), pack(value), scene.clock.wall() + 90)
     assert gate.wrap_revocations() == b""
+
+
+def test_junk_is_refused_without_a_word(scene: Scene) -> None:
+    rng = random.Random(4)
+    genuine = scene.gate(SERVER).wrap(scene.sign(1))
+    for membership in (USER, make_public(bytes(16))):
+        gate = scene.gate(membership)
+        keys = (digest(gate.key_of(MODEL)), digest(gate.revocations_key), b"another key")
+        for _ in range(1000):
+            value = bytearray(rng.choice([genuine, membership.swarm_id + rng.randbytes(200), b""]))
+            for _ in range(1 + rng.randrange(3)):
+                place = rng.randrange(len(value) + 1)
+                value[place : place + rng.randrange(9)] = rng.randbytes(rng.randrange(9))
+            if bytes(value) == genuine:
+                continue
+            subkey = pack(rng.choice([REVOCATIONS, scene.peer_id(1), "junk"]))
+
+            assert not gate.accept(
+                rng.choice(keys), subkey, pack(bytes(value)), scene.clock.wall() + 90
+            )
+        assert found(gate) == set()
