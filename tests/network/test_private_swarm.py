@@ -160,7 +160,7 @@ def test_swarm_goes_on_without_its_first_peer_and_takes_newcomers(tiny: Any) -> 
         with AutoDistributedModelForCausalLM.from_pretrained(tiny.directory, join=code) as model:
             swarm.peers[0].kill()
 
-            assert model.generate(torch.arange(1, 6)[None], max_new_tokens=4).shape[1] == 9
+            assert len(model.generate(torch.arange(1, 6)[None], max_new_tokens=4)[0]) == 9
         assert len(generate(tiny, join=code)) == 9
         swarm.add((2, 4))
         assert len(generate(tiny, join=code)) == 9
