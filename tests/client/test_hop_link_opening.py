@@ -179,7 +179,7 @@ def test_endpoints_are_tried_in_their_order() -> None:
 
 
 class PickyTransport(LoopbackTransport):
-    """Turns endpoints down like gRPC does without a fingerprint."""
+    """Turns endpoints down like TCP does without a fingerprint."""
 
     async def open_stream(
         self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0

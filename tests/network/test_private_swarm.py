@@ -19,8 +19,8 @@ from shoal.protocol.errors import NotAMemberError, UsageError, WrongSwarmError
 from shoal.protocol.join_code import JoinCode
 from shoal.protocol.membership import Membership, Role, make_owner
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.grpc_transport import GrpcTransport
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.tcp_transport import TcpTransport
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -99,7 +99,7 @@ def test_peers_turn_strangers_away_at_the_door(swarm: LocalSwarm, tiny: Any) -> 
         (peer, *_) = await directory.lookup(swarm.peers[0].facts["model_id"])
         await directory.close()
         for membership in (None, STRANGER):
-            transport = GrpcTransport(membership=membership)
+            transport = TcpTransport(membership=membership)
             with pytest.raises(NotAMemberError):
                 await transport.open_stream(peer.endpoints[0])
             await transport.close()
