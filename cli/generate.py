@@ -5,7 +5,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..protocol.errors import UsageError
@@ -25,7 +24,13 @@ from .text_generation import (
     read_prompt,
     route_facts,
 )
-from .tracing import TraceFile, describe_summary, make_summary_json
+from .tracing import (
+    TraceFile,
+    describe_cut_trace,
+    describe_summary,
+    make_summary_json,
+    parse_trace_path,
+)
 
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -74,7 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "little precision (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
-        "--trace", type=Path, metavar="FILE",
+        "--trace", type=parse_trace_path, metavar="FILE",
         help="write what every token took at every hop, for ui.perfetto.dev, and sum it up",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
@@ -83,18 +88,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Generate one text; return 0."""
     output, notices = Terminal(sys.stdout), Terminal(sys.stderr)
-    with TraceFile(options.trace) as trace_file:
-        generation = _generate(options, output, notices, trace_file)
-        # Inside: the text is there, also if it turns out now that the trace cannot be written.
-        summary = trace_file.summarize()
-        if options.json:
-            facts = _make_json(generation)
-            facts |= {"trace": make_summary_json(summary)} if summary else {}
-            output.print(json.dumps(facts))
-        else:
-            _report(notices, generation)
-            for line in describe_summary(summary) if summary else ():
-                notices.print(line)
+    trace_file = TraceFile(options.trace)
+    try:
+        with trace_file:
+            generation = _generate(options, output, notices, trace_file)
+            # Inside: the text is there, also if it turns out now that the trace cannot be written.
+            summary = trace_file.summarize()
+            if options.json:
+                facts = _make_json(generation)
+                facts |= {"trace": make_summary_json(summary)} if summary else {}
+                output.print(json.dumps(facts))
+            else:
+                _report(notices, generation)
+                for line in describe_summary(summary) if summary else ():
+                    notices.print(line)
+    except BaseException:
+        for line in describe_cut_trace(trace_file):
+            notices.print(line)
+        raise
     return 0
 
 

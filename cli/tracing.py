@@ -3,6 +3,7 @@
 Imports nothing heavy: the path is checked before torch is loaded.
 """
 
+import argparse
 import importlib
 import json
 from pathlib import Path
@@ -13,16 +14,36 @@ from ..protocol.errors import UsageError
 from ..protocol.net.clock import SystemClock
 
 
+def parse_trace_path(text: str) -> Path:
+    """Read the name of a file for a trace.
+
+    >>> parse_trace_path("trace.json").name
+    'trace.json'
+    """
+    if text in ("", "-"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a file; a trace needs one of its own, such as trace.json"
+        )
+    return Path(text)
+
+
 class TraceFile:
-    """Where one trace goes, for use in a `with` block; None: nothing is taken down."""
+    """Where one trace goes, for use in a `with` block; None: nothing is taken down.
+
+    As long as there is nothing to write the file stays as it is, or absent.
+    """
 
     def __init__(self, path: Path | None) -> None:
         """Raise UsageError when the file cannot be written."""
-        self._path = path
+        self.path = path
+        self.is_written = False
         self._recorder: Any = None
         if path is not None:
             try:
-                path.open("ab").close()  # what is there stays until there is something new
+                is_new = not path.exists()
+                path.open("ab").close()
+                if is_new:
+                    path.unlink()
             except OSError as error:
                 raise self._make_error(error) from error
 
@@ -35,38 +56,50 @@ class TraceFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self._path is None:
+        if self.path is None or not self.has_events:
             return
         try:
-            self._path.write_text(json.dumps(self._make_json()), encoding="utf-8")
+            self.path.write_text(json.dumps(self._make_json()), encoding="utf-8")
+            self.is_written = True
         except OSError as failure:
             if error is None:  # or else what ended the text is the news
                 raise self._make_error(failure) from failure
 
+    @property
+    def has_events(self) -> bool:
+        """Whether anything was taken down."""
+        return self._recorder is not None and bool(self._recorder.make_trace().events)
+
     def watch(self, session: Any) -> None:
         """Have everything taken down that a session does from now on."""
-        if self._path is not None:
+        if self.path is not None:
             client_trace = importlib.import_module("..client.trace", __package__)
             self._recorder = client_trace.Recorder(SystemClock())
             session.record(self._recorder)
 
     def summarize(self) -> Any:
-        """Return the summary of a text that is complete, None where nothing was taken down."""
-        if self._recorder is None:
+        """Return the summary of what was taken down, None where that is nothing."""
+        if not self.has_events:
             return None
         return _import_summary().summarize(self._recorder.make_trace())
 
     def _make_json(self) -> dict[str, Any]:
-        if self._recorder is None:  # it never came to a session
-            return {"traceEvents": []}
         trace_file = importlib.import_module("..client.trace_file", __package__)
         return trace_file.make_trace_json(self._recorder.make_trace())
 
     def _make_error(self, error: OSError) -> UsageError:
         return UsageError(
-            f"the trace cannot be written to {self._path}: {error.strerror or error}; "
+            f"the trace cannot be written to {self.path}: {error.strerror or error}; "
             "give --trace another FILE"
         )
+
+
+def describe_cut_trace(trace_file: TraceFile) -> list[str]:
+    """Return for people where the trace of a text that was cut short is, and its summary."""
+    if not trace_file.is_written:
+        return []
+    summary = trace_file.summarize()
+    return [f"what came of the trace is in {trace_file.path}", *describe_summary(summary)]
 
 
 def describe_summary(summary: Any) -> list[str]:

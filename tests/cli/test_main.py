@@ -70,6 +70,8 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         (f"generate m p --max-new-tokens {2**63} --initial-peers {PEER}", "too large"),
         (f"generate m p --top-p 0 --initial-peers {PEER}", "above 0"),
         (f"generate m p --seed 9223372036854775808 --initial-peers {PEER}", "9223372036854775807"),
+        (f"generate m p --trace - --initial-peers {PEER}", "'-' is not a file"),
+        (f"generate m p --trace= --initial-peers {PEER}", "'' is not a file"),
         (f"generate m --tell --initial-peers {PEER}", "begins with - goes behind `--`"),
         (f"generate m -hello --initial-peers {PEER}", "begins with - goes behind `--`"),
     ],

@@ -1,4 +1,4 @@
-"""The file of a trace is there however the text ended."""
+"""The file of a trace is there however the text ended, once there is something to tell."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.cli.text_generation import Sampling, TextModel
-from shoal.cli.tracing import TraceFile, describe_summary
+from shoal.cli.tracing import TraceFile, describe_cut_trace, describe_summary
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.loopback_swarm import LoopbackSwarm
 from shoal.protocol.errors import UsageError
@@ -46,6 +46,9 @@ def test_text_that_ends_half_way_leaves_a_trace_of_that_half(
         model.generate("Once", Sampling(32), stop_after_three, trace_file.watch)
 
     assert read_slices(path).count("compute") == 2 * 3
+    lines = describe_cut_trace(trace_file)
+    assert lines[0] == f"what came of the trace is in {path}"
+    assert "2 tokens decoded after it, in ms per token:" in lines
 
 
 def test_summary_leaves_out_what_comes_behind_the_last_token(
@@ -78,21 +81,43 @@ def test_session_of_another_number_of_rows_goes_on_being_taken_down(
     assert read_slices(path).count("open") == 2 * 2
 
 
-def test_text_that_never_began_leaves_an_empty_trace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("older", [None, "an older trace"])
+def test_text_that_never_began_leaves_the_file_alone(tmp_path: Path, older: str | None) -> None:
     path = tmp_path / "trace.json"
+    if older is not None:
+        path.write_text(older)
 
-    with pytest.raises(UsageError, match="no model"), TraceFile(path):
+    def fail() -> None:
+        assert path.exists() == (older is not None)  # Ctrl-C may end the process right here
+        trace_file.watch(SessionWithoutSteps())
         raise UsageError("no model")
 
-    assert read_slices(path) == []
+    with pytest.raises(UsageError, match="no model"), TraceFile(path) as trace_file:
+        fail()
+
+    assert (path.read_text() if path.exists() else None) == older
+    assert describe_cut_trace(trace_file) == []
 
 
-def test_file_that_takes_no_more_is_named_unless_something_worse_happened() -> None:
+class SessionWithoutSteps:
+    def record(self, recorder: Any) -> None:
+        """Do nothing that could be taken down."""
+
+
+def test_file_that_takes_no_more_is_named_unless_something_worse_happened(
+    byte_model: Path, byte_tokenizer: Any
+) -> None:
+    def generate(trace_file: TraceFile, error: UsageError | None = None) -> None:
+        model.generate("Once", Sampling(2), lambda piece: None, trace_file.watch)
+        if error is not None:
+            raise error
+
     full = "cannot be written to /dev/full: No space left"
-    with pytest.raises(UsageError, match=full), TraceFile(Path("/dev/full")):
-        pass
-    with pytest.raises(UsageError, match="no model"), TraceFile(Path("/dev/full")):
-        raise UsageError("no model")
+    with open_model(byte_model, byte_tokenizer) as model:
+        with pytest.raises(UsageError, match=full), TraceFile(Path("/dev/full")) as trace_file:
+            generate(trace_file)
+        with pytest.raises(UsageError, match="lost"), TraceFile(Path("/dev/full")) as trace_file:
+            generate(trace_file, UsageError("lost"))
 
 
 def test_without_a_file_nothing_is_taken_down() -> None:
