@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 from collections.abc import Sequence
@@ -288,19 +289,21 @@ class LiveHops:
         # Somebody waits for the next token: the view at hand comes first, however old. If it led
         # to nobody, newcomers must be seen before silent peers are asked once more.
         max_age_seconds = math.inf if is_failover else self._config.refresh_seconds
+        wait = functools.partial(
+            self._swarm.wait_for_route,
+            span,
+            needed_kv_tokens=self.facts.count_kv_tokens(self._num_rows),
+        )
         if tried:
             max_age_seconds = min(_RETRY_VIEW_SECONDS, self._config.refresh_seconds)
             with contextlib.suppress(RouteError, DirectoryError):
-                return await self._swarm.wait_for_route(
-                    span, self.clock.now(), max_age_seconds, weights, {*tried, *refusals.peer_ids}
-                )
+                avoided = {*tried, *refusals.peer_ids}
+                return await wait(self.clock.now(), max_age_seconds, weights, avoided)
             tried.clear()
         if refusals.first is None:
-            return await self._swarm.wait_for_route(span, deadline, max_age_seconds, weights)
+            return await wait(deadline, max_age_seconds, weights)
         try:
-            return await self._swarm.wait_for_route(
-                span, self.clock.now(), 0.0, weights, refusals.peer_ids
-            )
+            return await wait(self.clock.now(), 0.0, weights, refusals.peer_ids)
         except (RouteError, DirectoryError):
             raise refusals.first from None
 

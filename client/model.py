@@ -268,7 +268,9 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         In a session (given, or active) the text of earlier calls is continued, not recomputed:
         the result is the input of this call and what was generated after it, and without inputs
         only the latter. A call that fails or is interrupted leaves the session as it was. Raises
-        UsageError before anything is sent if the call cannot be completed.
+        UsageError before anything is sent if the call cannot be completed, and CacheFullError
+        before anything is computed if no peer could ever hold the text. What others take of the
+        peers' room meanwhile may still end it.
         """
         if "input_ids" in kwargs:
             if inputs is not None:

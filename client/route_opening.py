@@ -39,6 +39,9 @@ _FIRST_LOOK_FRACTION = 0.3
 """How much of the time to connect a peer gets that has never worked for us, until everybody was
 asked once: announcing costs nothing, and a few silent peers would use up all the time there is."""
 
+_FLOAT_TOKENS = {KVFormat.FLOAT: 1.0, KVFormat.INT8: 0.5}
+"""Tokens of floats that a token takes the room of. Half is true where peers compute in 16 bits."""
+
 _SHORT_SECONDS = 0.5
 """What a peer gets to open a session even when time is up."""
 
@@ -59,6 +62,10 @@ class SessionFacts:
     client_secret: bytes = b""
     """What the client's name at each peer is made of; empty: it has none."""
     kv_format: KVFormat = KVFormat.FLOAT
+
+    def count_kv_tokens(self, num_rows: int) -> float:
+        """Return how much room so many rows may need, in the tokens that announcements count."""
+        return num_rows * self.max_tokens * _FLOAT_TOKENS[self.kv_format]
 
 
 @dataclass(eq=False)

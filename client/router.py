@@ -1,7 +1,7 @@
 """Which peers to send hidden states through: a pure decision over a swarm view.
 
 Shortest path over block boundaries: a hop costs its network round trip, what the peer's queue
-delays it, and the compute of the blocks used on it.
+delays it, and the compute of the blocks used on it; more where the peer lacks room for the session.
 """
 
 import math
@@ -20,6 +20,10 @@ from ..protocol.swarm_view import SwarmView
 
 _MOST_SPEEDUP = 4.0
 """How many times faster than others a peer is believed to be that has not shown it."""
+
+_FULL_FACTOR = 4.0
+"""How many times as dear a peer is that announces no room at all for what a session may need. It
+is no filter: sessions seldom grow to their limit, and what was announced may be over by now."""
 
 _MAX_RIVALS = 32
 """With how many offers each one is compared before the search."""
@@ -57,6 +61,8 @@ class RoutingCosts:
     route of a hop per block."""
     block_seconds: Mapping[PeerId, float] = field(default_factory=dict)
     """Of peers that have worked for us; all others are strangers, whose word counts for less."""
+    needed_kv_tokens: float = 0.0
+    """How far a session may grow: tokens of one row, in the floats that announcements count."""
 
     def estimate_unknown_rtt_seconds(self) -> float:
         """Return what to expect of a peer that was never measured."""
@@ -115,12 +121,23 @@ def _draw_offers(
         if start >= stop:
             continue
         noise = math.exp(rng.gauss(0.0, costs.noise_fraction))
+        dearness = noise * _rate_room(peer, stop - start, costs.needed_kv_tokens)
         rtt_seconds = costs.rtt_seconds.get(peer.peer_id, typical_rtt_seconds)
         if peer.peer_id not in costs.block_seconds:
             rtt_seconds += typical_rtt_seconds  # who is known to work is preferred
-        hop_seconds = noise * (rtt_seconds + peer.queue_seconds)
-        offers.append(_Offer(peer, start, stop, hop_seconds, noise * block_seconds))
+        hop_seconds = dearness * (rtt_seconds + peer.queue_seconds)
+        offers.append(_Offer(peer, start, stop, hop_seconds, dearness * block_seconds))
     return offers
+
+
+def _rate_room(peer: Announcement, num_blocks: int, needed_kv_tokens: float) -> float:
+    """Return how many times as dear a peer is because it will run out of room half way.
+
+    It counts free tokens through all of its blocks, and a session may use fewer of them.
+    """
+    needed = needed_kv_tokens * num_blocks / len(peer.span)
+    missing = max(0.0, needed - peer.free_kv_tokens)
+    return 1.0 + (_FULL_FACTOR - 1.0) * missing / needed if missing else 1.0
 
 
 def _estimate_blocks(peers: Sequence[Announcement], costs: RoutingCosts) -> list[float]:

@@ -115,12 +115,14 @@ class Swarm:
         max_age_seconds: float,
         weights: Collection[str | None],
         exclude: Collection[PeerId] = (),
+        needed_kv_tokens: float = 0.0,
     ) -> Route:
         """Return a route through `span`, waiting for peers to appear until `deadline`.
 
         `weights` are tried in order: the formats to prefer, None for any. Peers of `exclude` and
         those in quarantine are left out; who did not lie is used when nobody else is there.
-        While the directory cannot be read, the last view has to do.
+        While the directory cannot be read, the last view has to do. Room for `needed_kv_tokens`,
+        counted as in announcements, makes peers cheaper.
 
         Raises RouteError with the missing blocks once the deadline has passed, or DirectoryError
         when that is what hides the peers.
@@ -136,7 +138,7 @@ class Swarm:
             except TimeoutError:
                 unread = DirectoryError("the directory did not answer in time")
             try:
-                return self._plan(span, weights, exclude)
+                return self._plan(span, weights, exclude, needed_kv_tokens)
             except RouteError as missing:
                 remaining_seconds = deadline - self._clock.now()
                 if remaining_seconds <= 0:
@@ -146,9 +148,13 @@ class Swarm:
             max_age_seconds = 0.0
 
     def _plan(
-        self, span: Span, weights: Collection[str | None], exclude: Collection[PeerId]
+        self,
+        span: Span,
+        weights: Collection[str | None],
+        exclude: Collection[PeerId],
+        needed_kv_tokens: float,
     ) -> Route:
-        costs = self._measure_costs()
+        costs = self._measure_costs(needed_kv_tokens)
         doubts = self._list_doubts()
         error: RouteError | None = None
         for tolerated in sorted({_NO_DOUBT, *doubts.values()} - {Fault.STALE, Fault.LYING}):
@@ -163,10 +169,12 @@ class Swarm:
         assert error is not None
         raise error
 
-    def _measure_costs(self) -> RoutingCosts:
+    def _measure_costs(self, needed_kv_tokens: float) -> RoutingCosts:
         used = ((peer_id, times.block_seconds) for peer_id, times in self._times.items())
         block_seconds = {peer_id: median(seconds) for peer_id, seconds in used if seconds}
-        return RoutingCosts(self._rtt_seconds, block_seconds=block_seconds)
+        return RoutingCosts(
+            self._rtt_seconds, block_seconds=block_seconds, needed_kv_tokens=needed_kv_tokens
+        )
 
     def _list_doubts(self) -> dict[PeerId, int]:
         """Return whom to use only if nobody else is there, and how reluctantly.

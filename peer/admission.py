@@ -172,6 +172,9 @@ class Admission:
                 f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
             )
             raise RefusedError(ErrorCode.TOO_LONG, detail)
+        engine.pool.check_can_hold(
+            message.num_rows, message.max_tokens, message.span, message.kv_format
+        )
         if message.session in service.sessions or message.session in self._opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
 

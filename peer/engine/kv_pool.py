@@ -119,6 +119,22 @@ class KVCachePool:
         self._caches.add(cache)
         return cache
 
+    def check_can_hold(
+        self, num_rows: int, max_tokens: int, span: Span, kv_format: KVFormat
+    ) -> None:
+        """Raise CacheFullError when a stranger's session can never grow to its limit here.
+
+        Such a session would be computed to where its share ends, and be thrown away there.
+        """
+        row_bytes = PAGE_TOKENS * len(span) * self._layouts[kv_format].token_bytes
+        num_pages = self._compute_share(Holder("anybody"), {}) // (num_rows * row_bytes)
+        if max_tokens > num_pages * PAGE_TOKENS:
+            raise CacheFullError(
+                f"the KV cache has room for {num_pages * PAGE_TOKENS} tokens of a session of "
+                f"{num_rows} rows at most, not for {max_tokens}; open it for fewer tokens or rows, "
+                "keep them in int8 (--kv int8), or find a peer with a larger --kv-memory"
+            )
+
     def statistics(self) -> KVCacheStatistics:
         """Return the present account; pages that rolled back sessions can spare count as free.
 

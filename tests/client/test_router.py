@@ -216,6 +216,27 @@ def test_queue_and_round_trip_count() -> None:
     assert choose(0.9) == "near"
 
 
+def test_peer_without_room_is_dearer_and_still_there_when_it_is_the_only_one() -> None:
+    small = make_peer("small", (0, 80), free_kv_tokens=128)
+    roomy = make_peer("roomy", (0, 80), free_kv_tokens=4096, decode_steps_per_second=0.6)
+    far = make_peer("roomy", (0, 80), free_kv_tokens=4096, decode_steps_per_second=0.2)
+    long, short = (replace(SILENT, needed_kv_tokens=tokens) for tokens in (604, 128))
+
+    assert show(plan(make_view(small, roomy), (0, 80), costs=long)) == [("roomy", "0:80")]
+    assert show(plan(make_view(small, roomy), (0, 80), costs=short)) == [("small", "0:80")]
+    assert show(plan(make_view(small, far), (0, 80), costs=long)) == [("small", "0:80")]
+    assert show(plan(make_view(small), (0, 80), costs=long)) == [("small", "0:80")]
+
+
+def test_part_of_a_peers_blocks_takes_part_of_its_room() -> None:
+    costs = replace(SILENT, needed_kv_tokens=100)
+    wide = make_peer("wide", (0, 80), free_kv_tokens=50)
+    exact = make_peer("exact", (0, 40), free_kv_tokens=100, decode_steps_per_second=2.4)
+
+    assert show(plan(make_view(wide, exact), (0, 40), costs=costs)) == [("wide", "0:40")]
+    assert show(plan(make_view(wide, exact), (0, 80), costs=costs)) != [("wide", "0:80")]
+
+
 def test_speed_under_load_counts_before_the_speed_alone() -> None:
     loaded = make_peer("loaded", (0, 8), loaded_decode_steps_per_second=1.0)
     other = make_peer("other", (0, 8), decode_steps_per_second=5.0)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from session_scene import (
     CONFIG,
+    MODEL_ID,
     NUM_BLOCKS,
     SECRET,
     WIDTH,
@@ -21,10 +22,13 @@ from session_scene import (
     run,
 )
 
+from shoal.client.route_opening import SessionFacts
 from shoal.client.tensors import from_wire
 from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import SessionId
 from shoal.protocol.net.loopback import Link
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import KVFormat
 
 
 def test_steps_rollbacks_and_row_maps_equal_one_machine() -> None:
@@ -46,6 +50,28 @@ def test_steps_rollbacks_and_row_maps_equal_one_machine() -> None:
         assert [str(hop.span) for hop in session.hops] == ["0:2", "2:4", "4:6"]
 
     run(test)
+
+
+@pytest.mark.parametrize(("num_rows", "expected"), [(1, "near"), (2, "roomy")])
+def test_session_begins_where_its_rows_have_room_to_grow(num_rows: int, expected: str) -> None:
+    async def test(scene: Scene) -> None:
+        roomy = {"free_kv_tokens": 1000, "decode_steps_per_second": 50.0}
+        await scene.add("near", 0, NUM_BLOCKS, free_kv_tokens=100)
+        await scene.add("roomy", 0, NUM_BLOCKS, **roomy)
+        session = scene.open_session(max_tokens=100)
+
+        await session.step(draw(1, 4, num_rows))
+
+        assert scene.names_of(session) == [expected]
+
+    run(test)
+
+
+def test_session_in_int8_needs_half_the_room() -> None:
+    facts = SessionFacts(SECRET, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, 100)
+
+    assert facts.count_kv_tokens(2) == 200
+    assert replace(facts, kv_format=KVFormat.INT8).count_kv_tokens(2) == 100
 
 
 def test_long_prompts_travel_in_pieces() -> None:

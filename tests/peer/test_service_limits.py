@@ -197,13 +197,12 @@ def test_step_that_outgrows_the_kv_budget_is_refused_and_can_be_tried_again(
 
 def test_one_address_leaves_some_of_the_kv_budget_to_the_next(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        greedy = await peer.open(1, num_rows=32, max_tokens=512)
-        everything = draw_hidden(1, 32, 256)
-        refusal = assert_declined(
-            await greedy.ask(make_step(1, 0, everything)), ErrorCode.CACHE_FULL
-        )
+        talk = await peer.greet()
+        opening = make_open(1, num_rows=32, max_tokens=129)
+        refusal = assert_declined(await talk.ask(opening), ErrorCode.CACHE_FULL)
         assert refusal.retry_after_seconds is None  # not even when the peer is empty
-        expect_output(await greedy.ask(make_step(2, 0, everything[:, :128])))
+        greedy = await peer.open(1, num_rows=32, max_tokens=128)
+        expect_output(await greedy.ask(make_step(1, 0, draw_hidden(1, 32, 128))))
         refusal = assert_declined(await greedy.ask(make_open(2, num_rows=32)), ErrorCode.CACHE_FULL)
         assert refusal.retry_after_seconds
 
@@ -324,7 +323,7 @@ def test_stream_lives_on_when_its_session_is_closed(engine: Engine) -> None:
 
 def test_client_that_never_reads_its_answers_is_dropped(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        talk = await peer.open(max_tokens=512, num_rows=16)
+        talk = await peer.open(max_tokens=256, num_rows=16)
         hidden = draw_hidden(1, 16, 256)  # 1 MB each way; the network holds 4 MB
 
         async def flood() -> None:

@@ -131,10 +131,25 @@ def test_budget_too_small_for_the_session_is_told_at_once(run_story: Any) -> Non
 
         assert error.value.retry_after_seconds is None
         turns = world.make_turns(num_rows=2)
-        assert_same(await world.take_all(world.open(), turns), world.expect(turns))
+        assert_same(await world.take_all(world.open(64), turns), world.expect(turns))
 
     # An hour: whoever waits for other peers fails by the time limit of a story.
     # One client gets most of three pages: two of them.
+    run_story(story, kv_budget_bytes=3 * PAGE_BYTES, failover_timeout_seconds=3600.0)
+
+
+def test_session_that_may_outgrow_every_peer_is_refused_before_anything_is_computed(
+    run_story: Any,
+) -> None:
+    async def story(world: Any) -> None:
+        turns = world.make_turns()
+
+        with pytest.raises(CacheFullError, match=r"room for 128 tokens .* not for 129") as error:
+            await world.take(world.open(129), turns[0])
+
+        assert error.value.retry_after_seconds is None
+        assert_same(await world.take_all(world.open(128), turns), world.expect(turns))
+
     run_story(story, kv_budget_bytes=3 * PAGE_BYTES, failover_timeout_seconds=3600.0)
 
 
