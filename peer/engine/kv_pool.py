@@ -203,8 +203,9 @@ class KVCachePool:
         if held[holder] + num_bytes > share:
             most = self._compute_share(holder, {})
             raise CacheFullError(
-                f"{num_bytes} bytes more of the KV cache are beyond your share of {share} bytes; "
-                "take fewer or shorter rows, or a peer with a larger --kv-memory",
+                f"your sessions here hold {held[holder]} bytes of your share of {share} bytes of "
+                f"the KV cache, and {num_bytes} more are needed; close some of them, take fewer "
+                "tokens or rows, or keep them in int8 (--kv int8)",
                 RETRY_AFTER_SECONDS if largest_bytes <= most else None,
             )
 

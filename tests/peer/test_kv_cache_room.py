@@ -98,12 +98,28 @@ def test_what_is_beyond_any_share_is_refused_for_good() -> None:
     with pytest.raises(CacheFullError) as refusal:
         cache.prepare(0, 5 * PAGE_TOKENS)  # 80 pages
     assert refusal.value.retry_after_seconds is None
-    assert "fewer or shorter rows, or a peer with a larger --kv-memory" in str(refusal.value)
     cache.prepare(0, 4 * PAGE_TOKENS)
     other = pool.open(1, 3000, SPAN, Holder("home", "b"))
     with pytest.raises(CacheFullError) as refusal:
         other.prepare(0, 30 * PAGE_TOKENS)
     assert refusal.value.retry_after_seconds is not None
+
+
+def test_refusal_says_what_is_held_already_and_what_helps() -> None:
+    pool = make_pool(4)
+    take_step(pool.open(1, 500, SPAN, Holder("home", "a")), 0, torch.zeros(1, PAGE_TOKENS))
+    cache = pool.open(1, 500, SPAN, Holder("home", "a"))
+
+    with pytest.raises(CacheFullError) as refusal:
+        cache.prepare(0, 2 * PAGE_TOKENS)
+
+    held, share = ROW_PAGE_BYTES, 4 * ROW_PAGE_BYTES * 6 // 7 * 6 // 7
+    expected = (
+        f"your sessions here hold {held} bytes of your share of {share} bytes of the KV cache"
+    )
+    assert str(refusal.value).startswith(expected)
+    assert f"{2 * ROW_PAGE_BYTES} more are needed; close some" in str(refusal.value)
+    assert "--kv int8" in str(refusal.value)
 
 
 @pytest.mark.parametrize("num_pages", [1, 2])
