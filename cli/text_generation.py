@@ -308,10 +308,10 @@ def describe_route(route: Sequence[Any]) -> str:
 
 
 def describe_failover(failover: Any) -> str:
-    """Return for people who was lost, who took over, and whether the words may differ by it."""
+    """Return for people what happened to whom, who took over, and if the words may differ by it."""
     sentence = (
         f"failover at token {failover.position}: {tail_of(failover.lost.peer.peer_id)}"
-        f"[{failover.lost.span}] was lost, {describe_route(failover.replacements)} "
+        f"[{failover.lost.span}] {failover.what_happened}, {describe_route(failover.replacements)} "
         f"took over after {failover.seconds:.2f} s"
     )
     if failover.changed_weights is None:

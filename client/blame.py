@@ -27,6 +27,16 @@ _FAULTS = {
     ErrorCode.WRONG_SPAN: Fault.STALE,
 }
 
+WAS_LOST = "was lost"
+
+# What is said of the peer of a hop, by its answer; of all others, that they were lost.
+_LOSSES = {
+    ErrorCode.CACHE_FULL: "had no room",
+    ErrorCode.BUSY: "had no room",
+    ErrorCode.DRAINING: "is leaving",
+    ErrorCode.UNKNOWN_SESSION: "lost the session",
+}
+
 
 class LostHopError(UnavailableError):
     """A hop has to be replaced. It is hung up on, and its peer blamed; `__cause__` says why."""
@@ -34,6 +44,14 @@ class LostHopError(UnavailableError):
     def __init__(self, hop: Hop, detail: str) -> None:
         super().__init__(detail)
         self.hop = hop
+
+    @property
+    def what_happened(self) -> str:
+        """What happened to the peer, as the end of a sentence that begins with its name."""
+        cause = self.__cause__
+        if isinstance(cause, RefusedError):
+            return _LOSSES.get(cause.code, WAS_LOST)
+        return "did not answer in time" if isinstance(cause, SilentError) else WAS_LOST
 
 
 class Refusals:

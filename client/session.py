@@ -19,7 +19,7 @@ from ..kernels.compress import has_only_finite
 from ..protocol.errors import UsageError
 from ..protocol.limits import MAX_BATCH_ROWS
 from ..protocol.recovery_log import RecoveryLog
-from .blame import LostHopError, Refusals
+from .blame import WAS_LOST, LostHopError, Refusals
 from .live_hops import LiveHops, Question
 from .pipeline import Pipeline, choose_piece_tokens
 from .route_opening import LiveHop, Waiting
@@ -45,6 +45,8 @@ class Failover:
     position: int
     num_replayed_tokens: int
     seconds: float
+    what_happened: str = WAS_LOST
+    """In a few words, behind the name of the lost peer; `reason` has all of them."""
 
     @property
     def changed_weights(self) -> str | None:
@@ -327,6 +329,7 @@ class RemoteSession:
             position,
             lost.log.length,
             ended_at - started_at,
+            error.what_happened,
         )
         self.failovers.append(failover)
         if (recorder := self._driver.recorder) is not None:

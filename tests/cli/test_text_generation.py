@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -132,3 +133,10 @@ def test_failover_to_other_weights_is_said() -> None:
 def test_failover_to_the_same_weights_promises_the_same_words() -> None:
     assert describe_failover(make_failover("int8", "int8")).endswith("took over after 0.25 s")
     assert failover_facts(make_failover("int8", "int8"))["changed_weights"] is None
+
+
+def test_peer_without_room_is_not_called_lost() -> None:
+    failover = replace(make_failover("int8", "int8"), what_happened="had no room")
+
+    assert "[0:8] had no room, …" in describe_failover(failover)
+    assert "[0:8] was lost, …" in describe_failover(make_failover("int8", "int8"))

@@ -30,6 +30,46 @@ def test_peer_without_room_is_left_for_its_replica(code: ErrorCode, kind: type[M
     run(test)
 
 
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (ErrorCode.CACHE_FULL, "had no room"),
+        (ErrorCode.BUSY, "had no room"),
+        (ErrorCode.DRAINING, "is leaving"),
+        (ErrorCode.UNKNOWN_SESSION, "lost the session"),
+        (ErrorCode.INTERNAL, "was lost"),
+    ],
+)
+def test_failover_tells_what_happened_to_the_peer(code: ErrorCode, words: str) -> None:
+    async def test(scene: Scene) -> None:
+        full = await scene.add("full", 0, 6, decode_steps_per_second=1e6)
+        await scene.add("free", 0, 6)
+        full.mischief = decline_when(lambda message: isinstance(message, Step), code, 2.0)
+        session = scene.open_session()
+
+        await session.step(draw(1, 3))
+
+        assert session.failovers[0].what_happened == words
+
+    run(test)
+
+
+def test_failover_tells_a_silent_peer_from_one_that_hung_up() -> None:
+    async def test(scene: Scene) -> None:
+        for name in ("a", "b", "c"):
+            await scene.add(name, 0, 6)
+        session = scene.open_session()
+        await session.step(draw(1, 3))
+        for trouble in (scene.network.pause, scene.network.kill):
+            trouble(scene.names_of(session)[0])
+            await session.step(draw(2))
+
+        happened = [failover.what_happened for failover in session.failovers]
+        assert happened == ["did not answer in time", "was lost"]
+
+    run(test)
+
+
 @pytest.mark.parametrize("kind", [Open, Step])
 def test_no_room_anywhere_is_said_after_a_bounded_time(kind: type[Message]) -> None:
     async def test(scene: Scene) -> None:
