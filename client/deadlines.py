@@ -1,9 +1,11 @@
 """How long to wait for a peer's answer: from what it announced and what was measured since."""
 
+import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import median_low
+from types import TracebackType
 
 FLOOR_SECONDS = 1.0
 """Below this a busy machine looks dead: schedulers and garbage collectors pause that long."""
@@ -128,6 +130,54 @@ class AnswerTimes:
         if known := [seconds for seconds in usual if seconds > 0]:
             ceilings.append(FLOOR_SECONDS + _PATIENCE * _SLOWEST_OF_ALL * median_low(known))
         return max(_LONGEST_ON_TRUST_SECONDS, min(ceilings))
+
+
+_STANDSTILL_SECONDS = 0.5
+"""A timer that comes so much too late says that this process stood still: it was stopped (Ctrl-Z),
+or the machine slept. The answer may have come meanwhile, and nobody has looked."""
+
+
+class WakefulTimeout:
+    """A timeout for use in an `async with`; time in which this process stood still does not count.
+
+    Like `asyncio.timeout`, it raises TimeoutError. When it finds that it comes far too late, it
+    begins anew: whoever is waited for has had no chance to be heard.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._timeout = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> "WakefulTimeout":
+        await self._timeout.__aenter__()
+        self.restart(self._seconds)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        assert self._timer is not None
+        self._timer.cancel()
+        return await self._timeout.__aexit__(kind, error, trace)
+
+    def restart(self, seconds: float) -> None:
+        """Count so many seconds from now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._seconds = seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        assert self._timer is not None
+        now = asyncio.get_running_loop().time()
+        if now - self._timer.when() > _STANDSTILL_SECONDS:
+            self.restart(self._seconds)
+        else:
+            self._timeout.reschedule(now)
 
 
 _LONGEST_STEP_TOKENS = 2048

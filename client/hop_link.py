@@ -33,6 +33,7 @@ from ..protocol.messages import (
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Lane, Stream, Transport
 from ..protocol.wire import decode_frame, encode_frame
+from .deadlines import WakefulTimeout
 from .router import Hop
 from .trace import QuestionWatch
 
@@ -136,7 +137,7 @@ class HopLink:
         opening = replace(opening, span=hop.span)
         async with AsyncExitStack() as undo:
             try:
-                async with asyncio.timeout(timeout_seconds) as timeout:
+                async with WakefulTimeout(timeout_seconds) as timeout:
                     stream = await _dial(transport, hop, Lane.INTERACTIVE, timeout_seconds)
                     undo.push_async_callback(stream.close)
                     link = cls(transport, clock, hop, opening, client, stream)
@@ -145,8 +146,7 @@ class HopLink:
                     opened = await _receive(stream, link.name, opening.session)
                     if isinstance(opened, Queued) and opening.max_wait_seconds > 0:
                         on_queued(opened.wait_seconds)
-                        now = asyncio.get_running_loop().time()
-                        timeout.reschedule(now + opening.max_wait_seconds + timeout_seconds)
+                        timeout.restart(opening.max_wait_seconds + timeout_seconds)
                         opened = await _receive(stream, link.name, opening.session)
             except TimeoutError as error:
                 name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
@@ -174,11 +174,10 @@ class HopLink:
         if watch is not None:
             watch.note_encoded(len(frame))
         try:
-            async with asyncio.timeout(timeout_seconds + carrying_seconds) as timeout:
+            async with WakefulTimeout(timeout_seconds + carrying_seconds) as timeout:
                 stream = await self._choose_stream(len(frame))
                 await stream.send(frame)
-                now = asyncio.get_running_loop().time()
-                timeout.reschedule(now + timeout_seconds + carrying_seconds)
+                timeout.restart(timeout_seconds + carrying_seconds)
                 answer = await _receive(stream, self.name, step.session, watch)
         except TimeoutError as error:
             raise SilentError(

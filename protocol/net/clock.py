@@ -54,6 +54,10 @@ class VirtualClock:
         """
         return _running_virtual_loop().hold()
 
+    def stall(self, seconds: float) -> None:
+        """Let time pass in which the loop does not run, as if the process had been stopped."""
+        _running_virtual_loop().stall(seconds)
+
 
 class DeadlockError(RuntimeError):
     """Every task waits for something that nothing can bring about any more."""
@@ -101,6 +105,10 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual_now
+
+    def stall(self, seconds: float) -> None:
+        """Let time pass in which nothing runs: timers that were due meanwhile come late."""
+        self._virtual_now += seconds
 
     @contextlib.contextmanager
     def hold(self) -> Generator[None]:

@@ -26,6 +26,7 @@ from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages import Step
+from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.loopback import Link, LoopbackTransport
 from shoal.protocol.spans import Span
 
@@ -320,6 +321,41 @@ def test_silent_peer_that_goes_on_after_its_replacement_disturbs_nobody() -> Non
         await asyncio.sleep(1)
 
         assert silent.caches == {}
+
+    run(test)
+
+
+@pytest.mark.parametrize("moment", ["the question travels", "the answer travels", "all are asked"])
+def test_process_that_was_stopped_looks_for_the_answer_before_it_blames_a_peer(moment: str) -> None:
+    seconds = {"the question travels": 0.01, "the answer travels": 0.03, "all are asked": 0.09}
+
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+        loop = asyncio.get_running_loop()
+
+        loop.call_later(seconds[moment], VirtualClock().stall, 60.0)  # Ctrl-Z and, later, fg
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+
+        assert session.failovers == []
+        assert scene.quarantined == []
+
+    run(test, Link(delay_seconds=0.02))
+
+
+def test_peer_that_died_while_the_process_was_stopped_is_replaced() -> None:
+    async def test(scene: Scene) -> None:
+        await add_two_rows_of_peers(scene)
+        session, oracle = scene.open_session(), Oracle()
+        assert torch.equal(await session.step(draw(1, 3)), oracle.step(draw(1, 3)))
+        scene.network.pause(scene.names_of(session)[1])
+
+        asyncio.get_running_loop().call_later(0.5, VirtualClock().stall, 60.0)
+        assert torch.equal(await session.step(draw(2)), oracle.step(draw(2)))
+
+        assert len(session.failovers) == 1
+        assert now() < 70
 
     run(test)
 
