@@ -9,6 +9,7 @@ from types import TracebackType
 from ..protocol.errors import UsageError
 from ..protocol.ids import ModelId, SessionId
 from ..protocol.join_code import find_way_in
+from ..protocol.limits import MAX_SESSION_TOKENS
 from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Transport
@@ -125,6 +126,11 @@ class Client:
         max_length = make_whole("max_length", max_length)
         if max_length < 1:
             raise UsageError(f"a session needs a length of at least one token, not {max_length}")
+        if max_length > MAX_SESSION_TOKENS:
+            raise UsageError(
+                f"max_length is at most {MAX_SESSION_TOKENS} tokens, whatever the model, not "
+                f"{max_length}"
+            )
 
         def open_remote() -> RemoteSession:
             facts = SessionFacts(

@@ -249,6 +249,14 @@ def _plan_length(num_tokens: int, settings: Settings, model_config: PreTrainedCo
     return max_length
 
 
+def check_positions(num_tokens: int, model_config: PreTrainedConfig) -> None:
+    """Raise UsageError for more tokens than the model has positions."""
+    maximum = getattr(model_config, "max_position_embeddings", None)
+    if maximum is not None and num_tokens > maximum:
+        positions = describe_positions(model_config, maximum)
+        raise UsageError(f"{num_tokens} tokens are too many: {positions}")
+
+
 def describe_positions(model_config: PreTrainedConfig, max_positions: int) -> str:
     """Return how many positions a model has, and why that may be fewer than its card says."""
     rope = getattr(model_config, "rope_parameters", None) or {}

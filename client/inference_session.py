@@ -29,6 +29,7 @@ class InferenceSession:
         self._remote = open_remote()
         self._portal = portal
         self._thread_lock = threading.RLock()
+        self._forking_lock = threading.Lock()  # a fork waits for another fork, and for nothing else
         self._closing_lock = threading.Lock()  # nothing is opened behind the back of `close`
         self._num_rows: int | None = None
         self._row_map: tuple[int, ...] | None = None
@@ -61,8 +62,8 @@ class InferenceSession:
     def position(self) -> int:
         """Index of the next token. Setting a lower one rolls the session back.
 
-        Raises UsageError while generate() runs, in its streamer for one: the text would lose
-        tokens that are part of its result.
+        Raises UsageError when the session is closed, and while generate() runs, in its streamer
+        for one: the text would lose tokens that are part of its result.
         """
         return self._remote.position
 
@@ -71,6 +72,7 @@ class InferenceSession:
         position = make_whole("position", position)
         with self.claim():
             self.check_is_idle()
+            self._check_open()
             self.rollback(position)
 
     def rollback(self, position: int) -> None:
@@ -84,10 +86,11 @@ class InferenceSession:
 
         Or with the first `position` of them, as after a rollback. Peers copy what they hold, so
         nothing is computed again; a peer that cannot gets a replay with the fork's first step. Both
-        sessions go on independently, also on other threads, and each is closed on its own. Raises
-        UsageError for a session that is closed or in use, or has fewer tokens.
+        sessions go on independently, also on other threads, and each is closed on its own. Several
+        threads may fork at once; they take turns. Raises UsageError for a session that is closed
+        or in use otherwise, or has fewer tokens.
         """
-        with self.claim():
+        with self._forking_lock, self.claim():
             self.check_is_idle()
             at = self.position if position is None else make_whole("position", position)
             twin = InferenceSession(self._open_remote, self._portal)
@@ -203,8 +206,7 @@ class InferenceSession:
         is_decoded: bool | None,
     ) -> Tensor:
         """Do what `step` does, as whoever has claimed the session."""
-        if self.closed:
-            raise UsageError("the session is closed; open a new one")
+        self._check_open()
         _check_is_tensor("hidden states", hidden_BTH)
         if hypo_ids is not None:
             _check_is_tensor("hypo_ids", hypo_ids)
@@ -231,15 +233,34 @@ class InferenceSession:
                     f"step has {num_rows}; set session.position = 0 to begin anew with other "
                     "rows, or open another session"
                 )
-            with self._closing_lock:
-                if self.closed:
-                    raise UsageError("the session is closed; open a new one")
-                used, self._remote = self._remote, self._open_remote()
-                self._remote.record(self._recorder)
-            self._earlier_failovers += used.failovers
-            self._row_map = None
-            self._portal.run(used.close())
+            with self.beginning_anew():
+                pass
         self._num_rows = num_rows
+
+    @contextmanager
+    def beginning_anew(self) -> Iterator[None]:
+        """Be at position 0, for any number of rows; where the `with` fails, be as before it.
+
+        Inside, the peers hold what was before as well.
+        """
+        before = self._remote, self._num_rows, self._row_map
+        with self._closing_lock:
+            self._check_open()
+            self._remote, self._num_rows, self._row_map = self._open_remote(), None, None
+            self._remote.record(self._recorder)
+        used = before[0]
+        try:
+            yield
+        except BaseException:
+            with self._closing_lock:
+                used = self._remote
+                self._remote, self._num_rows, self._row_map = before
+            if self.closed:  # the other one, by somebody who did not know of this one
+                self._hang_up(self._remote)
+            raise
+        finally:
+            self._earlier_failovers += used.failovers
+            self._hang_up(used)
 
     def close(self) -> None:
         """Free the caches on all peers; safe to call twice, and on any thread.
@@ -252,8 +273,15 @@ class InferenceSession:
             self.closed = True
         if self._recorder is not None:
             self._recorder.end()  # saying goodbye is no part of the text
+        self._hang_up(self._remote)
+
+    def _hang_up(self, remote: RemoteSession) -> None:
         if not self._portal.is_closed:  # it hung up on everybody already
-            self._portal.run(self._remote.close())
+            self._portal.run(remote.close())
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UsageError("the session is closed; open a new one")
 
     def _compose(self, hypo_ids: Tensor | None) -> tuple[int, ...] | None:
         """Return the row map of this step after the one that waits from a step of no tokens."""

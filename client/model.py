@@ -7,7 +7,7 @@ are local and blocks that are not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
@@ -23,15 +23,15 @@ from ..protocol.ids import make_model_id
 from ..protocol.spans import Span
 from .assisted import BoundedCandidates
 from .client import Client, Connect, connect_over_network
-from .config import ClientConfig, make_client_config
+from .config import ClientConfig, make_client_config, make_whole
 from .generation import (
     GenerationPlan,
     NewTextStreamer,
     Settings,
     append_text,
     check_attention_mask,
+    check_positions,
     check_token_ids,
-    describe_positions,
     load_generation_config,
     plan_generation,
     recall_text,
@@ -148,8 +148,10 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         Inside, calls of generate() and of the model continue one text: what was computed is
         remembered, and `session.position = n` rolls back to the first n tokens. `kv_format` says
         how peers keep keys and values, "float" or "int8"; None: as the model was opened. With
-        "int8", only peers with int8 weights compute the same in any company.
+        "int8", only peers with int8 weights compute the same in any company. Raises UsageError for
+        more tokens than the model has positions.
         """
+        check_positions(make_whole("max_length", max_length), self.config)
         return self.transformer.h.inference_session(max_length=max_length, kv_format=kv_format)
 
     def use_session(
@@ -184,7 +186,7 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         check_attention_mask(attention_mask)
         cache = self._find_cache(past_key_values)
         position = 0 if cache is None else cache.get_seq_length()
-        self._check_positions(position + hidden_BTH.shape[1])
+        check_positions(position + hidden_BTH.shape[1], self.config)
         hidden_BTH = self.transformer.add_positions(hidden_BTH, position)
 
         last_token_only = isinstance(logits_to_keep, int) and logits_to_keep == 1
@@ -248,12 +250,6 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
             )
         return past_key_values
 
-    def _check_positions(self, num_tokens: int) -> None:
-        maximum = getattr(self.config, "max_position_embeddings", None)
-        if maximum is not None and num_tokens > maximum:
-            positions = describe_positions(self.config, maximum)
-            raise UsageError(f"{num_tokens} tokens are too many: {positions}")
-
     @torch.no_grad()
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -315,9 +311,18 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
             )
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = NewTextStreamer(kwargs["streamer"], plan.num_remembered)
-        if session.num_rows not in (None, plan.num_rows):
-            # Peers keep the number of rows they were opened with: the whole text is sent again.
-            session.rollback(0)
+        # Peers keep the number of rows they were opened with: for others the text is sent again.
+        is_of_other_rows = session.num_rows not in (None, plan.num_rows)
+        with session.beginning_anew() if is_of_other_rows else nullcontext():
+            return self._run_plan(session, plan, args, kwargs)
+
+    def _run_plan(
+        self,
+        session: InferenceSession,
+        plan: GenerationPlan,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Tensor | ModelOutput:
         if session.position == plan.input_ids_BT.shape[1]:
             # Everything is cached: the last token goes once more, for its logits.
             session.rollback(session.position - 1)

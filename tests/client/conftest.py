@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,6 +112,16 @@ class FakeSession:
     @property
     def num_rows(self) -> int | None:
         return self._num_rows
+
+    @contextmanager
+    def beginning_anew(self) -> Iterator[None]:
+        before = self._cache, self._num_rows
+        self._cache, self._num_rows = DynamicCache(), None
+        try:
+            yield
+        except BaseException:
+            self._cache, self._num_rows = before
+            raise
 
     def claim(self) -> AbstractContextManager[None]:
         return nullcontext()

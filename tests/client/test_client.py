@@ -15,6 +15,7 @@ from shoal.client.config import ClientConfig
 from shoal.client.model import AutoDistributedModelForCausalLM
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId
+from shoal.protocol.limits import MAX_SESSION_TOKENS
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
@@ -45,6 +46,20 @@ def test_blocks_that_nobody_serves_are_known_without_asking(client: Client) -> N
 def test_session_of_an_impossible_length_is_refused(client: Client, max_length: Any) -> None:
     with pytest.raises(UsageError, match=r"max_length|at least one token"):
         client.open_session(max_length, SPAN)
+
+
+@pytest.mark.parametrize("max_length", [MAX_SESSION_TOKENS + 1, 10**12, 2**70])
+def test_session_longer_than_any_may_be_is_refused(client: Client, max_length: int) -> None:
+    with pytest.raises(UsageError, match=f"at most {MAX_SESSION_TOKENS} tokens"):
+        client.open_session(max_length, SPAN)
+
+
+def test_closed_session_cannot_be_rolled_back(client: Client) -> None:
+    session = client.open_session(8, SPAN)
+    session.close()
+
+    with pytest.raises(UsageError, match="the session is closed; open a new one"):
+        session.position = 0
 
 
 @pytest.mark.parametrize("max_length", [8, numpy.int64(8), torch.tensor(8)])

@@ -105,6 +105,22 @@ def test_session_may_go_on_in_another_thread(model: Any) -> None:
         assert other.submit(model.generate, session=session, **GREEDY).result().shape == (1, 6)
 
 
+def test_forks_of_several_threads_take_turns(model: Any) -> None:
+    with model.inference_session(max_length=64) as session, ThreadPoolExecutor(8) as others:
+        model(make_ids(1))
+        starting = threading.Barrier(8)
+
+        def fork_at_once(_: int) -> Any:
+            starting.wait(30)
+            return session.fork()
+
+        forks = list(others.map(fork_at_once, range(8)))
+
+        assert [fork.position for fork in forks] == [5] * 8
+        for fork in forks:
+            fork.close()
+
+
 def test_calls_of_one_session_may_have_different_numbers_of_rows(
     model: Any, tiny_models: Any
 ) -> None:
@@ -131,6 +147,40 @@ def test_text_goes_on_with_another_number_of_rows(model: Any, tiny_models: Any) 
 
             assert torch.equal(new, longer[:, -new.shape[1] :])
             text, given = longer, None
+
+
+class Failing:
+    """A streamer that fails in the middle of a text."""
+
+    num_tokens = 0
+
+    def put(self, value: Tensor) -> None:
+        self.num_tokens += 1
+        if self.num_tokens == 3:
+            raise ZeroDivisionError
+
+    def end(self) -> None: ...
+
+
+@pytest.mark.parametrize("before", [GREEDY, BEAMS])
+def test_failed_call_with_another_number_of_rows_leaves_the_session_as_it_was(
+    model: Any, tiny_models: Any, swarm: LoopbackSwarm, before: dict[str, Any]
+) -> None:
+    text = tiny_models.get().reference.generate(make_ids(1), **before)
+    with model.inference_session(max_length=64) as session:
+        model.generate(make_ids(1), **before)
+        position, num_rows = session.position, session.num_rows
+
+        after = {"num_return_sequences": 2, "do_sample": True} if before is GREEDY else {}
+        with pytest.raises(ZeroDivisionError):
+            model.generate(streamer=Failing(), **GREEDY | after)
+
+        assert (session.position, session.num_rows) == (position, num_rows)
+        assert torch.equal(session.output_ids, text)
+        expected = tiny_models.get().reference.generate(text, **before)
+        assert torch.equal(model.generate(**before), expected[:, text.shape[1] :])
+        statistics = [peer.service.engine.pool.statistics() for peer in swarm.peers]
+        assert [each.num_sessions for each in statistics] == [1, 1]
 
 
 def test_peers_hold_no_caches_of_rows_that_are_gone(model: Any, swarm: LoopbackSwarm) -> None:
