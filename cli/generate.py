@@ -95,7 +95,7 @@ def run(options: argparse.Namespace) -> int:
             # Inside: the text is there, also if it turns out now that the trace cannot be written.
             summary = trace_file.summarize()
             if options.json:
-                facts = _make_json(generation)
+                facts = _make_json(generation) | {"kv_format": options.kv}
                 facts |= {"trace": make_summary_json(summary)} if summary else {}
                 output.print(json.dumps(facts))
             else:
@@ -230,6 +230,7 @@ def _report(terminal: Terminal, generation: Generation) -> None:
 def _make_json(generation: Generation) -> dict[str, object]:
     return {
         "text": generation.text,
+        "finish_reason": "stop" if generation.is_complete else "length",
         "tokens": len(generation.token_ids),
         "seconds": round(generation.seconds, 4),
         "tokens_per_second": round(generation.tokens_per_second, 2),

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import importlib
+import json
 import logging
 import os
 import sys
@@ -57,7 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a subcommand and turn what goes wrong into one sentence."""
+    """Run a subcommand and turn what goes wrong into one sentence.
+
+    With --json it is also the last line of stdout: whoever reads that finds an object there in any
+    case.
+    """
     try:
         return int(options.run(options))
     except BrokenPipeError:
@@ -67,6 +72,10 @@ def _run(options: argparse.Namespace) -> int:
             raise
         with contextlib.suppress(OSError):  # a stderr that takes no more has to do without
             print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
+        if options.json:
+            facts = {"error": _in_one_line(error), "kind": type(error).__name__}
+            with contextlib.suppress(OSError):
+                print(json.dumps(facts), flush=True)
         return 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -176,6 +177,26 @@ def test_what_cannot_be_done_is_one_line(
     assert code == 1
     assert error.startswith(f"shoal {arguments[0]}: ")
     assert words in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind"),
+    [
+        (["generate", "/no/such", "p", "--initial-peers", PEER], "ModelError"),
+        (["serve", "./no-such", "--new-swarm"], "ModelError"),
+        (["demo", "--prompt", ""], "UsageError"),
+        (["swarm", "no/such/model"], "ModelError"),
+    ],
+)
+def test_error_is_a_json_object_for_who_asks_for_json(
+    arguments: list[str], kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--json"]) == 1
+
+    output = capsys.readouterr()
+    facts = json.loads(output.out)
+    assert facts["kind"] == kind
+    assert output.err == f"shoal {arguments[0]}: {facts['error']}\n"
 
 
 def test_error_of_several_lines_is_told_in_one() -> None:

@@ -56,6 +56,7 @@ def test_generate_reports_what_transformers_would_say(
     assert code == 0
     assert result["text"] == tokenizer.decode(expected_BT[0, ids_BT.shape[1] :])
     assert result["tokens"] == 12
+    assert (result["finish_reason"], result["kv_format"]) == ("length", "float")
     assert result["failovers"] == []
     assert [hop["span"] for hop in result["route"]] == ["0:2", "2:4"]
     assert result["route"][0]["peer_id"] == swarm.peers[0].peer_id
@@ -71,7 +72,7 @@ def test_generate_over_int8_caches_tells_a_text(
     code, result = run_json([*command, "--initial-peers", *swarm.initial_peers], capsys)
 
     assert code == 0
-    assert result["tokens"] == 12
+    assert (result["tokens"], result["kv_format"]) == (12, "int8")
 
 
 def test_generate_with_a_seed_repeats_itself_and_beams_work(
