@@ -67,6 +67,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the demo; return 0 when a peer was lost and no token changed, else 1."""
     model_path, prompt = find_model(), read_prompt(options.prompt)
+    if options.tokens < 2:
+        raise UsageError("the demo kills a peer between two tokens; take --tokens 2 at least")
     kill_after = options.kill_after or max(1, min(40, options.tokens // 2))
     if kill_after >= options.tokens:
         raise UsageError(

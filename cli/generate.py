@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..protocol.errors import UsageError
+from ..protocol.spans import Span
 from .bundled_model import BUNDLED_NAME, find_model
 from .interrupts import quitting_at_once
 from .joining import add_join_arguments, read_joining
@@ -179,12 +180,27 @@ def _wait(
     def describe() -> str:
         if sessions and sessions[0].waiting:
             return f"Waiting for {sessions[0].waiting}"
-        names = ", ".join(map(str, model.missing_blocks))
-        return f"Waiting for blocks {names}, at most {seconds:g} s" if names else "Generating"
+        return _describe_wait(model.missing_blocks, seconds)
 
-    if model.missing_blocks and not notices.is_terminal:
+    if model.missing_blocks and seconds and not notices.is_terminal:
         notices.print(describe())
     waiting.enter_context(Progress(notices, describe))
+
+
+def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
+    """Return what a first token waits for.
+
+    >>> _describe_wait([Span(0, 4)], 20.0)
+    'Waiting for blocks 0:4, at most 20 s'
+    >>> _describe_wait([Span(0, 4)], 0.0)
+    'Nobody serves blocks 0:4'
+    """
+    names = ", ".join(map(str, missing))
+    if not names:
+        return "Generating"
+    if seconds == 0:
+        return f"Nobody serves blocks {names}"
+    return f"Waiting for blocks {names}, at most {seconds:g} s"
 
 
 class _Printer:

@@ -72,7 +72,7 @@ def _run(options: argparse.Namespace) -> int:
             raise
         with contextlib.suppress(OSError):  # a stderr that takes no more has to do without
             print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
-        if options.json:
+        if getattr(options, "json", False):
             facts = {"error": _in_one_line(error), "kind": type(error).__name__}
             with contextlib.suppress(OSError):
                 print(json.dumps(facts), flush=True)

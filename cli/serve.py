@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import json
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -42,6 +43,7 @@ _PURPOSES = {
     "use": "The swarm is private. Join code (--join) for those who may use it:",
     "serve": "Join code for those who may serve as well:",
 }
+_PORT = re.compile(r"[0-9]{1,5}")  # int() raises for thousands of digits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", choices=("cpu",), default=_DEFAULTS.device,
         help="where to compute (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument("--threads", type=parse_threads, metavar="N", help="compute threads")
+    parser.add_argument(
+        "--threads", type=parse_threads, metavar="N",
+        help="compute threads (default: one for each core)",
+    )  # fmt: skip
     parser.add_argument(
         "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
         help="memory for running sessions, such as 512M or 4G (default: 1G)",
@@ -76,8 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="where to accept sessions (default: %(default)s, any free port)",
     )  # fmt: skip
     parser.add_argument(
-        "--announce-host", type=parse_host, metavar="HOST", help="address that others dial"
-    )
+        "--announce-host", type=parse_host, metavar="HOST",
+        help="address that others dial (default: that of --listen)",
+    )  # fmt: skip
     parser.add_argument(
         "--directory-port",
         type=parse_port,
@@ -161,7 +167,7 @@ def parse_listen(text: str) -> tuple[str, int]:
         host, _, port = text.partition(":")
     else:
         host, port = text, ""
-    if not host or (port and not (port.isdecimal() and int(port) < 2**16)):
+    if not host or (port and not _PORT.fullmatch(port)) or int(port or 0) >= 2**16:
         raise UsageError(f"--listen takes HOST or HOST:PORT, not {text!r}")
     return host, int(port or 0)
 

@@ -41,6 +41,8 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The names that the command line and peers use."""
 
 
 class LocalNorm(nn.Module):
@@ -167,6 +169,7 @@ def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:
     if requested is None or requested == "auto":
         return None
     name = str(requested).removeprefix("torch.")
+    name = _SHORT_DTYPES.get(name, name)
     if name not in _DTYPES:
         raise UsageError(f"torch_dtype is one of auto, {', '.join(_DTYPES)}; got {requested}")
     return _DTYPES[name]

@@ -58,18 +58,19 @@ def _load(path: Path) -> Identity:
         mode = os.fstat(descriptor).st_mode
         if not stat.S_ISREG(mode):
             raise UsageError(f"{path} is not an identity file: name a file, or none that exists")
-        if mode & 0o077:
-            raise UsageError(
-                f"others may read the identity file {path} (mode {stat.S_IMODE(mode):04o}): "
-                "chmod 600 it, or delete it to get a new identity"
-            )
         content = os.read(descriptor, _MAX_FILE_BYTES)
     finally:
         os.close(descriptor)
     try:
-        return Identity.from_libp2p_private_key(content)
+        identity = Identity.from_libp2p_private_key(content)
     except (RemoteProtocolError, ValueError) as error:
         raise UsageError(f"{path} is not an identity file: {error}") from error
+    if mode & 0o077:  # said of keys only: /etc/passwd is not to be deleted
+        raise UsageError(
+            f"others may read the identity file {path} (mode {stat.S_IMODE(mode):04o}): "
+            "chmod 600 it, or delete it to get a new identity"
+        )
+    return identity
 
 
 def _create(path: Path) -> Identity:

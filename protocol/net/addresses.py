@@ -69,4 +69,10 @@ async def check_can_bind(host: str, port: int) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(f"port {port} on {host} is in use; choose another one") from error
-        raise UsageError(f"cannot listen on {Endpoint(host, port)}: {error}") from error
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise UsageError(
+                f"{host} is not an address of this machine; listen on 0.0.0.0, and name what "
+                "others dial with --announce-host"
+            ) from error
+        where = Endpoint(host, port) if port else host
+        raise UsageError(f"cannot listen on {where}: {error.strerror or error}") from error

@@ -251,6 +251,7 @@ def test_configuration_cannot_ask_for_foreign_attention_code(
         ("auto", None),
         ("float16", torch.float16),
         ("torch.bfloat16", torch.bfloat16),
+        ("bf16", torch.bfloat16),
         (torch.float32, torch.float32),
     ],
 )

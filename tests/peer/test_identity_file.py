@@ -92,12 +92,13 @@ GOOD = Identity(bytes(32)).to_libp2p_private_key()
 )
 def test_file_that_holds_something_else_is_refused_and_kept(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "peer.key"
-    write_key(path, content)
+    for mode in (0o600, 0o644):  # /etc/passwd is not to be deleted for being public
+        write_key(path, content, mode=mode)
 
-    with pytest.raises(UsageError, match="not an identity file"):
-        load_or_create_identity(path)
+        with pytest.raises(UsageError, match="not an identity file"):
+            load_or_create_identity(path)
 
-    assert path.read_bytes() == content
+        assert path.read_bytes() == content
 
 
 def test_error_does_not_show_the_key(tmp_path: Path) -> None:

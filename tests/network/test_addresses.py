@@ -1,0 +1,26 @@
+"""What is said of a place where nobody can listen."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from shoal.protocol.errors import UsageError
+from shoal.protocol.net.addresses import check_can_bind
+
+pytestmark = pytest.mark.network
+
+ELSEWHERE = "192.0.2.1"
+"""An address for documents, which no machine has (RFC 5737)."""
+
+
+@pytest.mark.parametrize("port", [0, 80])
+def test_address_of_another_machine_comes_with_advice(port: int) -> None:
+    with pytest.raises(UsageError, match=f"^{ELSEWHERE} is not an address of this machine; listen"):
+        asyncio.run(check_can_bind(ELSEWHERE, port))
+
+
+def test_host_that_nobody_knows_is_named_without_a_port_that_nobody_chose() -> None:
+    with pytest.raises(UsageError, match=r"^cannot listen on a\.invalid: [A-Z]"):
+        asyncio.run(check_can_bind("a.invalid", 0))
