@@ -6,7 +6,7 @@ import secrets
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 
-from ..protocol.errors import UsageError
+from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.ids import ModelId, SessionId
 from ..protocol.join_code import find_way_in
 from ..protocol.limits import MAX_SESSION_TOKENS
@@ -82,11 +82,18 @@ class Client:
     ) -> "Client":
         """Join a swarm and return when its directory was read once.
 
-        Raises DirectoryError when no initial peer answers.
+        Raises DirectoryError when no initial peer answers, the second time either.
         """
         portal = Portal()
 
         async def join_on_loop() -> Client:
+            try:
+                return await join_once()
+            except DirectoryError:
+                # A busy machine may have been too slow, above all where many join at once.
+                return await join_once()
+
+        async def join_once() -> Client:
             transport, directory = await connect(config)
             rng = random.Random(config.seed)
             swarm = Swarm(directory, model_id, num_blocks, SystemClock(), rng)

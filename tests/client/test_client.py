@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from shoal.client.client import Client
 from shoal.client.config import ClientConfig
 from shoal.client.model import AutoDistributedModelForCausalLM
-from shoal.protocol.errors import UsageError
+from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.limits import MAX_SESSION_TOKENS
 from shoal.protocol.net.clock import SystemClock
@@ -137,3 +138,22 @@ def test_one_initial_peer_needs_no_list(tiny_models: Any) -> None:
     ).close()
 
     assert seen[0].initial_peers == ("/ip4/...",)
+
+
+@pytest.mark.parametrize("num_failures", [1, 2])
+def test_joining_is_tried_twice(num_failures: int) -> None:
+    attempts: list[int] = []
+
+    async def connect_at_last(config: ClientConfig) -> tuple[Transport, Directory]:
+        attempts.append(len(attempts) + 1)
+        if attempts[-1] <= num_failures:
+            raise DirectoryError(f"nobody answers attempt {attempts[-1]}")
+        return await connect(config)
+
+    expected = (
+        nullcontext() if num_failures == 1 else pytest.raises(DirectoryError, match="attempt 2")
+    )
+    with expected:
+        Client.join(ModelId("a" * 32), len(SPAN), 64, ClientConfig(), connect_at_last).close()
+
+    assert attempts == [1, 2]
