@@ -130,9 +130,9 @@ class KVCachePool:
         num_pages = self._compute_share(Holder("anybody"), {}) // (num_rows * row_bytes)
         if max_tokens > num_pages * PAGE_TOKENS:
             raise CacheFullError(
-                f"the KV cache has room for {num_pages * PAGE_TOKENS} tokens of a session of "
-                f"{num_rows} rows at most, not for {max_tokens}; open it for fewer tokens or rows, "
-                "keep them in int8 (--kv int8), or find a peer with a larger --kv-memory"
+                f"the KV cache has room for {num_pages * PAGE_TOKENS} tokens at most in each row "
+                f"of a session with {num_rows}, not for {max_tokens}; open it for fewer tokens or "
+                "rows, keep them in int8 (--kv int8), or find a peer with a larger --kv-memory"
             )
 
     def statistics(self) -> KVCacheStatistics:

@@ -144,7 +144,7 @@ def test_session_that_may_outgrow_every_peer_is_refused_before_anything_is_compu
     async def story(world: Any) -> None:
         turns = world.make_turns()
 
-        with pytest.raises(CacheFullError, match=r"room for 128 tokens .* not for 129") as error:
+        with pytest.raises(CacheFullError, match=r"room for 128 .* with 1, not for 129") as error:
             await world.take(world.open(129), turns[0])
 
         assert error.value.retry_after_seconds is None
