@@ -10,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ..protocol.errors import ShoalError
+from ..protocol.errors import ShoalError, UnavailableError
 from ..protocol.versions import SOFTWARE
 from .interrupts import INTERRUPTED, quitting_at_once
 from .options import join_addresses
-from .terminal import open_closed_streams
+from .terminal import Terminal, open_closed_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
 _COMMANDS = {
@@ -74,8 +74,8 @@ def _run(options: argparse.Namespace) -> int:
             print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
         if getattr(options, "json", False):
             facts = {"error": _in_one_line(error), "kind": type(error).__name__}
-            with contextlib.suppress(OSError):
-                print(json.dumps(facts), flush=True)
+            with contextlib.suppress(UnavailableError):  # the same of stdout
+                Terminal(sys.stdout).print(json.dumps(facts))
         return 1
 
 

@@ -295,6 +295,27 @@ def test_output_that_takes_no_more_is_named(
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_error_that_has_no_place_on_stdout_is_told_on_stderr_alone() -> None:
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "shoal.cli",
+        "serve",
+        "/no/such",
+        "--new-swarm",
+        "--json",
+    ]
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+
+    assert process.returncode == 1
+    assert process.stderr.startswith("shoal serve: there is no model directory")
+    assert process.stderr.count("\n") == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 @pytest.mark.parametrize(
     "arguments",
