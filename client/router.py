@@ -6,11 +6,13 @@ delays it, and the compute of the blocks used on it; more where the peer lacks r
 
 import math
 import random
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ..protocol.announcements import Announcement
 from ..protocol.errors import RouteError
@@ -25,8 +27,8 @@ _FULL_FACTOR = 4.0
 """How many times as dear a peer is that announces no room at all for what a session may need. It
 is no filter: sessions seldom grow to their limit, and what was announced may be over by now."""
 
-_MAX_RIVALS = 32
-"""With how many offers each one is compared before the search."""
+_Column = NDArray[Any]
+"""A number for each peer."""
 
 
 @dataclass(frozen=True)
@@ -70,23 +72,18 @@ class RoutingCosts:
         return median(known) if known else self.unknown_rtt_seconds
 
 
-class _Offer(NamedTuple):
-    """What using a peer costs, with noise, within the span that is wanted."""
+class _Offers(NamedTuple):
+    """What using each peer costs, with noise, within the span that is wanted; one row a peer.
 
-    peer: Announcement
-    start: int
-    stop: int
-    hop_seconds: float
-    block_seconds: float
+    Columns and not objects, for a route over ten thousand peers is to be found while a person
+    does not notice.
+    """
 
-
-@dataclass(slots=True)
-class _Use:
-    """An offer, and the cheapest way to the end once the hidden states are at its peer."""
-
-    offer: _Offer
-    onward_seconds: float
-    exit_block: int
+    peers: Sequence[Announcement]
+    starts: _Column
+    stops: _Column
+    hop_seconds: _Column
+    block_seconds: _Column
 
 
 def plan_route(
@@ -107,137 +104,108 @@ def plan_route(
         if (weights is None or peer.weights == weights) and peer.peer_id not in exclude
     ]
     check_coverage(span, peers, weights)
-    return _find_cheapest(span, _drop_dominated(_draw_offers(span, peers, costs, rng)))
+    return _find_cheapest(span, _draw_offers(span, peers, costs, rng))
 
 
 def _draw_offers(
     span: Span, peers: Sequence[Announcement], costs: RoutingCosts, rng: random.Random
-) -> list[_Offer]:
-    """Return what each peer that serves blocks of `span` costs, with noise."""
+) -> _Offers:
+    """Return what each peer costs, with noise; whoever serves nothing of `span` is left empty."""
+    spans = [peer.span for peer in peers]
+    starts = np.array([own.start for own in spans]).clip(min=span.start)
+    stops = np.array([own.stop for own in spans]).clip(max=span.stop)
     typical_rtt_seconds = costs.estimate_unknown_rtt_seconds()
-    offers: list[_Offer] = []
-    for peer, block_seconds in zip(peers, _estimate_blocks(peers, costs), strict=True):
-        start, stop = max(peer.span.start, span.start), min(peer.span.stop, span.stop)
-        if start >= stop:
-            continue
-        noise = math.exp(rng.gauss(0.0, costs.noise_fraction))
-        dearness = noise * _rate_room(peer, stop - start, costs.needed_kv_tokens)
-        rtt_seconds = costs.rtt_seconds.get(peer.peer_id, typical_rtt_seconds)
-        if peer.peer_id not in costs.block_seconds:
-            rtt_seconds += typical_rtt_seconds  # who is known to work is preferred
-        hop_seconds = dearness * (rtt_seconds + peer.queue_seconds)
-        offers.append(_Offer(peer, start, stop, hop_seconds, dearness * block_seconds))
-    return offers
+    peer_ids = [peer.peer_id for peer in peers]
+    rtt_seconds = _look_up(costs.rtt_seconds, peer_ids, typical_rtt_seconds)
+    shown_seconds = _look_up(costs.block_seconds, peer_ids, math.nan)
+    # Who is known to work is preferred.
+    rtt_seconds += np.where(np.isnan(shown_seconds), typical_rtt_seconds, 0.0)
+    queue_seconds = np.array([peer.queue_seconds for peer in peers])
+    normal = np.random.default_rng(rng.getrandbits(64)).standard_normal(len(peers))
+    noise = np.exp(costs.noise_fraction * normal)
+    dearness = noise * _rate_room(peers, stops - starts, costs.needed_kv_tokens)
+    block_seconds = _estimate_block_seconds(_read_block_seconds(peers), shown_seconds)
+    return _Offers(
+        peers, starts, stops, dearness * (rtt_seconds + queue_seconds), dearness * block_seconds
+    )
 
 
-def _rate_room(peer: Announcement, num_blocks: int, needed_kv_tokens: float) -> float:
+def _rate_room(
+    peers: Sequence[Announcement], num_blocks: _Column, needed_kv_tokens: float
+) -> _Column:
     """Return how many times as dear a peer is because it will run out of room half way.
 
     It counts free tokens through all of its blocks, and a session may use fewer of them.
     """
-    needed = needed_kv_tokens * num_blocks / len(peer.span)
-    missing = max(0.0, needed - peer.free_kv_tokens)
-    return 1.0 + (_FULL_FACTOR - 1.0) * missing / needed if missing else 1.0
+    if not needed_kv_tokens:
+        return np.ones(len(peers))
+    all_blocks = np.array([len(peer.span) for peer in peers])
+    # Whoever serves nothing of the span is left empty anyway.
+    needed = needed_kv_tokens * num_blocks.clip(min=1) / all_blocks
+    free = np.array([peer.free_kv_tokens for peer in peers])
+    return 1.0 + (_FULL_FACTOR - 1.0) * ((needed - free) / needed).clip(min=0.0)
 
 
-def _estimate_blocks(peers: Sequence[Announcement], costs: RoutingCosts) -> list[float]:
+def _look_up(known: Mapping[PeerId, float], peer_ids: list[PeerId], unknown: float) -> _Column:
+    """Return what is known of each peer."""
+    if not known:
+        return np.full(len(peer_ids), unknown)
+    return np.array([known.get(peer_id, unknown) for peer_id in peer_ids])
+
+
+def _read_block_seconds(peers: Sequence[Announcement]) -> _Column:
+    """Return what a block takes for one token by each announcement; NaN if never measured.
+
+    Nobody is quicker under load than alone: of two speeds that say so, the lower one counts. It
+    is what the deadline is made from, and must not be slower than what the route was chosen for.
+    """
+    alone = np.array([peer.decode_steps_per_second or math.inf for peer in peers])
+    loaded = np.array([peer.loaded_decode_steps_per_second or math.inf for peer in peers])
+    num_blocks = np.array([len(peer.span) for peer in peers])
+    with np.errstate(over="ignore"):  # a speed may be announced as next to nothing
+        seconds = 1.0 / (np.minimum(alone, loaded) * num_blocks)
+    return np.where(seconds > 0.0, seconds, math.nan)
+
+
+def _estimate_block_seconds(announced: _Column, shown: _Column) -> _Column:
     """Return what a block takes at each peer.
 
     An announcement may be slower than what was measured, for a peer may be busy by now, but not
     faster; and a stranger is taken to be only so much faster than those who have shown it, or
     than most announce: or else whoever announces the most gets every session.
     """
-    announced = [_estimate_block_seconds(peer) for peer in peers]
-    known = [seconds for seconds in announced if seconds is not None]
-    unknown = median(known) if known else 1e-3  # all alike: only ratios matter then
-    seconds = [
-        max(unknown if given is None else given, costs.block_seconds.get(peer.peer_id, 0.0))
-        for peer, given in zip(peers, announced, strict=True)
-    ]
-    is_stranger = [peer.peer_id not in costs.block_seconds for peer in peers]
-    shown = [given for given, is_new in zip(seconds, is_stranger, strict=True) if not is_new]
-    least = min(shown, default=unknown) / _MOST_SPEEDUP
-    return [
-        max(given, least) if is_new else given
-        for given, is_new in zip(seconds, is_stranger, strict=True)
-    ]
+    known = announced[~np.isnan(announced)]
+    unknown = float(np.median(known)) if known.size else 1e-3  # all alike: only ratios matter then
+    seconds = np.fmax(np.where(np.isnan(announced), unknown, announced), shown)
+    is_stranger = np.isnan(shown)
+    least = (unknown if is_stranger.all() else seconds[~is_stranger].min()) / _MOST_SPEEDUP
+    return np.where(is_stranger, np.maximum(seconds, least), seconds)
 
 
-def _estimate_block_seconds(peer: Announcement) -> float | None:
-    """Return the compute time of one block for one token; None if never measured.
-
-    Nobody is quicker under load than alone: of two speeds that say so, the lower one counts. It
-    is what the deadline is made from, and must not be slower than what the route was chosen for.
-    """
-    speeds = peer.loaded_decode_steps_per_second, peer.decode_steps_per_second
-    speed = min((speed for speed in speeds if speed), default=None)
-    return 1.0 / (speed * (peer.span.stop - peer.span.start)) if speed else None
-
-
-def _drop_dominated(offers: list[_Offer]) -> list[_Offer]:
-    """Leave out most offers to which another one is nowhere inferior.
-
-    Whoever is cheapest per block beats nearly all of a crowd, so it is enough to compare with
-    the first few of those. However peers announce themselves, this stays quick.
-    """
-    kept: list[_Offer] = []
-    rivals: list[_Offer] = []
-    for offer in sorted(offers, key=_seconds_per_block):
-        if not _is_beaten(offer, rivals):
-            kept.append(offer)
-            if len(rivals) < _MAX_RIVALS:
-                rivals.append(offer)
-    return kept
-
-
-def _seconds_per_block(offer: _Offer) -> float:
-    """Return the cost of a block when the peer is used from end to end."""
-    return offer.hop_seconds / (offer.stop - offer.start) + offer.block_seconds
-
-
-def _is_beaten(offer: _Offer, rivals: list[_Offer]) -> bool:
-    _, start, stop, hop_seconds, block_seconds = offer
-    for _, rival_start, rival_stop, rival_hop_seconds, rival_block_seconds in rivals:
-        if (
-            rival_start <= start
-            and stop <= rival_stop
-            and rival_hop_seconds <= hop_seconds
-            and rival_block_seconds <= block_seconds
-        ):
-            return True
-    return False
-
-
-def _find_cheapest(span: Span, offers: list[_Offer]) -> Route:
+def _find_cheapest(span: Span, offers: _Offers) -> Route:
     """Return the cheapest route, by a sweep over the blocks from the last to the first.
 
     Before each block, every peer that serves it knows the cheapest way on: through the next block
     as well, or over to whoever is cheapest from there.
     """
-    ending_at: dict[int, list[_Offer]] = defaultdict(list)
-    for offer in offers:
-        ending_at[offer.stop].append(offer)
-    serving: list[_Use] = []
+    onward_seconds = np.full(len(offers.peers), math.inf)  # to the end, from where a peer is
+    exit_blocks = offers.stops.copy()
     first_hops: dict[int, Hop] = {}
     cheapest_seconds = 0.0  # from the next block to the end
     for block in range(span.stop - 1, span.start - 1, -1):
-        serving = [use for use in serving if use.offer.start <= block]
-        serving += [_Use(offer, math.inf, block + 1) for offer in ending_at[block + 1]]
-        for use in serving:
-            if cheapest_seconds < use.onward_seconds:
-                use.onward_seconds, use.exit_block = cheapest_seconds, block + 1
-            use.onward_seconds += use.offer.block_seconds
-        first = min(serving, key=_total_seconds)
-        cheapest_seconds = _total_seconds(first)
-        first_hops[block] = Hop(first.offer.peer, Span(block, first.exit_block))
+        serving = np.flatnonzero((offers.starts <= block) & (block < offers.stops))
+        leaving = serving[cheapest_seconds < onward_seconds[serving]]
+        onward_seconds[leaving] = cheapest_seconds
+        exit_blocks[leaving] = block + 1
+        onward_seconds[serving] += offers.block_seconds[serving]
+        total_seconds = offers.hop_seconds[serving] + onward_seconds[serving]
+        cheapest = int(total_seconds.argmin())
+        cheapest_seconds, first = float(total_seconds[cheapest]), int(serving[cheapest])
+        first_hops[block] = Hop(offers.peers[first], Span(block, int(exit_blocks[first])))
     hops = [first_hops[span.start]]
     while hops[-1].span.stop < span.stop:
         hops.append(first_hops[hops[-1].span.stop])
     return Route(tuple(hops))
-
-
-def _total_seconds(use: _Use) -> float:
-    return use.offer.hop_seconds + use.onward_seconds
 
 
 def check_coverage(span: Span, peers: Collection[Announcement], weights: str | None) -> None:
