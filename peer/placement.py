@@ -1,0 +1,313 @@
+"""Which span of blocks a peer should serve: a pure decision over a swarm view.
+
+First every block gets two replicas, then the weakest blocks get more steps per second, then spans
+join into few hops. All peers decide by themselves and by the same measure: what the swarm would
+lose without the peer at a place. Each move makes the swarm better by that measure, so moves end.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import groupby
+from typing import NamedTuple
+
+import numpy as np
+
+from ..protocol.ids import PeerId
+from ..protocol.spans import Span
+from .supply import LEAST_SPEED, Column, Supply
+
+LOOKS_PER_PERIOD = 2
+"""How often a peer decides in one announcement period."""
+
+INTENT_PERIODS = 0.25
+"""How long an intent is announced before it is looked at again and carried out: a replicated
+directory shows it to everybody within a few seconds."""
+
+MIN_REPLICAS = 2
+MIN_RESIDENCY_SECONDS = 600.0
+"""How long a peer stays at least, unless there is a gap."""
+
+_HYSTERESIS = 1.0
+"""How much more a peer must be worth elsewhere. Worth falls with the fifth power of the speed that
+is there without it, so twice as much is where blocks are about 13 % slower."""
+
+_STEEPNESS = 4
+"""How much more a step per second is worth at weak blocks than at strong ones: the loss of having
+c times less is c to this power. High enough that the weakest block decides."""
+
+_NEXT_TO_NOTHING = 0.01
+"""Of the even share of steps per second; keeps the loss at a block with nobody finite."""
+
+_ALIKE = 0.97
+"""Places worth at least this part of the best one differ only in hops."""
+
+_HORIZON_SECONDS = 3600.0
+"""How long a move is expected to be of use; loading takes its part of it."""
+
+_MOVERS_PER_LOOK = 4
+"""How many peers of a swarm consider a move for speed at a time, on average; few of them want to.
+So of 1,000 peers never more than half move in an hour."""
+
+_MOVERS_PER_GAP = 8
+"""How many consider to close a gap. The first announcement holds back all who look after it."""
+
+_RELUCTANCE = 16
+"""How much less likely somebody considers it who is missed: there may be peers that nobody misses
+and that were told to stay where they are."""
+
+
+class Action(StrEnum):
+    """What a peer does about its span."""
+
+    STAY = "stay"
+    TAKE = "take"
+    """Serve a first span."""
+    MOVE = "move"
+    """Leave the span for another one."""
+    SHIFT = "shift"
+    """Give up blocks at one edge and take others at the other; the rest stays loaded."""
+
+
+@dataclass(frozen=True)
+class Intent:
+    """A span that a peer has announced as JOINING and not begun to load."""
+
+    span: Span
+    seen: frozenset[PeerId]
+    """Who was JOINING when this was decided: those were taken into account."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The peer that decides: what it can do, and where it is."""
+
+    peer_id: PeerId
+    max_blocks: int
+    """How many blocks its memory holds."""
+    blocks_per_second: float
+    """Measured steps of one token through one block."""
+    load_seconds: float
+    """What loading a block takes."""
+    span: Span | None = None
+    """What it serves; None before its first span."""
+    residency_seconds: float = 0.0
+    """For how long."""
+    intent: Intent | None = None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What to do, and the reason for people to read.
+
+    `span` is where the peer is to be: announced as JOINING for a while, then loaded if the next
+    decision is the same. None is for a peer without a span that cannot take one.
+    """
+
+    action: Action
+    span: Span | None
+    why: str
+
+
+class _Place(NamedTuple):
+    """What a peer is worth at a span, compared from the first field on."""
+
+    num_gaps: int
+    """Blocks that nobody else serves."""
+    num_thin: int
+    """Blocks that too few others serve."""
+    worth: float
+    """What the swarm loses without it there."""
+
+
+def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -> Decision:
+    """Return what a peer should do now, given `Supply.of_view(view)`.
+
+    The same view, candidate and seed decide alike.
+    """
+    own = candidate.span
+    if candidate.max_blocks < 1 or supply.num_blocks < 1:
+        return Decision(Action.STAY, own, "there is no memory for a block, or no block")
+    others = supply.without({candidate.peer_id, *_find_yielding(supply, candidate)})
+    survey = _Survey(others, candidate)
+    if candidate.intent is not None:
+        return _confirm(survey, own, candidate.intent.span, rng)
+    if own is None:
+        return _take(survey, survey.find_best(rng))
+    return _reconsider(survey, candidate, own, rng)
+
+
+def _find_yielding(supply: Supply, candidate: Candidate) -> list[PeerId]:
+    """Return whose intents give way to ours: announced at about the same time, by a lower id."""
+    if candidate.intent is None:
+        return []
+    return [
+        peer_id
+        for peer_id in supply.list_joining()
+        if peer_id not in candidate.intent.seen and peer_id < candidate.peer_id
+    ]
+
+
+def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Random) -> Decision:
+    """Return whether what was announced is still right, now that others have spoken too."""
+    place = survey.judge(planned)
+    if own is None:
+        best = survey.find_best(rng)
+        return _take(survey, best if _improves(place, survey.judge(best)) else planned)
+    if _improves(survey.judge(own), place, _HYSTERESIS / 2):
+        return _move(survey, own, planned)
+    return Decision(Action.STAY, own, f"others take care of blocks {planned}")
+
+
+def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Random) -> Decision:
+    """Return whether a peer that serves should be somewhere else."""
+    if rng.random() >= _chance_to_consider(survey.others, own):
+        return Decision(Action.STAY, own, "it is the turn of others to move")
+    if (survey.others.num_online[own.start : own.stop] == 0).any():
+        return Decision(Action.STAY, own, f"nobody else serves all of blocks {own}")
+    best = survey.find_best(rng)
+    own_place, best_place = survey.judge(own), survey.judge(best)
+    is_urgent = best_place.num_gaps > own_place.num_gaps
+    if not is_urgent and candidate.residency_seconds < MIN_RESIDENCY_SECONDS:
+        return Decision(Action.STAY, own, "it has not been here for long")
+    if not _improves(own_place, best_place):
+        return Decision(Action.STAY, own, f"it is worth about as much at blocks {own}")
+    return _move(survey, own, best)
+
+
+def _chance_to_consider(others: Supply, own: Span) -> float:
+    """Return how likely this peer is one of the few that think of moving.
+
+    To close a gap, those come first whom nobody misses.
+    """
+    num_online = 1 + others.count_online()
+    if not (others.num_hosts == 0).any():
+        return _MOVERS_PER_LOOK / num_online
+    if (others.num_hosts[own.start : own.stop] >= MIN_REPLICAS).all():
+        return _MOVERS_PER_GAP / (1 + others.count_dispensable(MIN_REPLICAS))
+    if others.count_dispensable(MIN_REPLICAS) == 0:
+        return _MOVERS_PER_GAP / num_online
+    return _MOVERS_PER_GAP / num_online / _RELUCTANCE
+
+
+def _improves(place: _Place, other: _Place, hysteresis: float = _HYSTERESIS) -> bool:
+    """Return whether the other place is so much better that it is worth the trouble."""
+    if place[:2] != other[:2]:
+        return other[:2] > place[:2]
+    return other.worth > (1 + hysteresis) * place.worth
+
+
+def _take(survey: _Survey, span: Span) -> Decision:
+    return Decision(Action.TAKE, span, survey.explain(span))
+
+
+def _move(survey: _Survey, own: Span, span: Span) -> Decision:
+    action = Action.SHIFT if own.overlap(span) else Action.MOVE
+    return Decision(action, span, survey.explain(span))
+
+
+class _Survey:
+    """What a candidate would be worth at each span, given the supply of all others."""
+
+    def __init__(self, others: Supply, candidate: Candidate) -> None:
+        self.others = others
+        self._candidate = candidate
+        # As others see it, for all must go by the same measure.
+        self._speed = min(max(candidate.blocks_per_second, LEAST_SPEED), others.fastest)
+        self._even = (others.total_blocks_per_second + self._speed) / others.num_blocks
+        """Steps per second of every block if speed were spread evenly."""
+
+    def judge(self, span: Span) -> _Place:
+        """Return what the candidate is worth at a span."""
+        blocks = slice(span.start, span.stop)
+        return _Place(
+            int((self.others.num_hosts[blocks] == 0).sum()),
+            int((self.others.num_hosts[blocks] < MIN_REPLICAS).sum()),
+            float(self._losses(len(span))[blocks].sum()) * self._useful_part(span),
+        )
+
+    def find_best(self, rng: random.Random) -> Span:
+        """Return where the candidate is worth most; of places about alike, where hops are few."""
+        length = min(self._candidate.max_blocks, self.others.num_blocks)
+        starts = np.arange(self.others.num_blocks - length + 1)
+        worth = _sum_windows(self._losses(length), length)
+        worth *= [self._useful_part(Span(int(start), int(start) + length)) for start in starts]
+        for num_hosts in (1, MIN_REPLICAS):
+            num_lacking = _sum_windows(self.others.num_hosts < num_hosts, length)[starts]
+            starts = starts[num_lacking == num_lacking.max()]
+        starts = starts[worth[starts] >= _ALIKE * worth[starts].max()]
+        return min(
+            (Span(int(start), int(start) + length) for start in starts),
+            key=lambda span: (
+                *self._count_pieces(span),
+                self._count_hops(span),
+                self._count_loose_edges(span),
+                -round(worth[span.start] / worth[starts].max(), 3),
+                rng.random(),
+            ),
+        )
+
+    def explain(self, span: Span) -> str:
+        """Return in a sentence why the candidate is wanted at a span."""
+        place, blocks = self.judge(span), slice(span.start, span.stop)
+        if place.num_gaps:
+            return f"nobody serves {place.num_gaps} of blocks {span}"
+        if place.num_thin:
+            return f"{place.num_thin} of blocks {span} have fewer than {MIN_REPLICAS} other hosts"
+        percent = 100 * float(self.others.steps_per_second[blocks].min()) / self._even
+        return f"the weakest of blocks {span} has {percent:.0f} % of an even share of speed"
+
+    def _losses(self, length: int) -> Column:
+        """Return what the swarm loses at each block without the candidate."""
+        without = self.others.steps_per_second / self._even + _NEXT_TO_NOTHING
+        share = self._speed / length / self._even
+        return without**-_STEEPNESS - (without + share) ** -_STEEPNESS
+
+    def _useful_part(self, span: Span) -> float:
+        """Return which part of the time ahead is left once the span is loaded."""
+        own = self._candidate.span
+        if own is None:
+            return 1.0
+        kept = own.overlap(span)
+        num_new = len(span) - (len(kept) if kept else 0)
+        return max(0.0, 1.0 - num_new * self._candidate.load_seconds / _HORIZON_SECONDS)
+
+    def _count_pieces(self, span: Span) -> list[int]:
+        """Return how many peers like this one it still takes to close gaps, and to have replicas.
+
+        Spans that begin where others end leave the fewest.
+        """
+        num_hosts = self.others.num_hosts.copy()
+        num_hosts[span.start : span.stop] += 1
+        return [
+            sum(
+                math.ceil(len(list(run)) / len(span))
+                for is_lacking, run in groupby(num_hosts < wanted)
+                if is_lacking
+            )
+            for wanted in (1, MIN_REPLICAS)
+        ]
+
+    def _count_hops(self, span: Span) -> int:
+        """Return how many hops the shortest route needs; a block that nobody serves is one."""
+        num_hops, block, reach = 0, 0, self.others.reach
+        while block < self.others.num_blocks:
+            onward = max(int(reach[block]), span.stop if block in span else 0)
+            num_hops, block = num_hops + 1, max(onward, block + 1)
+        return num_hops
+
+    def _count_loose_edges(self, span: Span) -> int:
+        """Return at how many of its two ends a span meets no other, nor the end of the model."""
+        starts, stops = self.others.edges
+        begins_well = span.start == 0 or span.start in stops
+        ends_well = span.stop == self.others.num_blocks or span.stop in starts
+        return 2 - begins_well - ends_well
+
+
+def _sum_windows(amounts: Column, length: int) -> Column:
+    """Return the sum over each run of so many blocks, by its first block."""
+    sums = np.concatenate(([0.0], np.cumsum(amounts)))
+    return sums[length:] - sums[:-length]

@@ -1,0 +1,174 @@
+"""What the peers of a swarm view give to each block: hosts, and steps per second.
+
+Announcements are claims, so each is worth only so much here, and only while it is renewed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..protocol.announcements import Announcement, PeerState
+from ..protocol.ids import PeerId
+from ..protocol.swarm_view import SwarmView
+
+_MOST_SPEEDUP = 4.0
+"""How many times faster than the median a peer is believed to be. Who claims more would make
+others leave the blocks that it says it serves."""
+
+_PUNCTUAL_FRACTION = 1.25 / 3
+"""Part of its life after which an announcement should have been renewed. It lives for three
+periods: who is a quarter of one late is taken for lost, long before the record expires."""
+
+LEAST_SPEED = 1e-6
+"""Blocks per second. Who needs two weeks for a block hosts nothing, and would only make the
+arithmetic overflow."""
+
+Column = NDArray[Any]
+"""A number for each peer or for each block."""
+
+
+@dataclass(frozen=True)
+class Supply:
+    """The peers of one view that can be counted on, a row each. Never changes.
+
+    JOINING peers are in it with the span that they intend to serve. Speeds are in blocks per
+    second: steps of one token through one block.
+    """
+
+    rows: dict[PeerId, int]
+    starts: Column
+    stops: Column
+    blocks_per_second: Column
+    is_online: Column
+    is_counted: Column
+    """False for peers that a question leaves out."""
+    fastest: float
+    """Blocks per second that anybody is believed; infinite if nobody has announced a speed."""
+    steps_per_second: Column
+    """For each block, what its hosts do together when each is used from end to end."""
+    num_hosts: Column
+    """For each block, how many peers serve it or intend to."""
+    num_online: Column
+    """For each block, how many peers serve it now."""
+
+    @classmethod
+    def of_view(cls, view: SwarmView, doubted: Collection[PeerId] = ()) -> Supply:
+        """Return what the punctual peers of a view give, ONLINE and JOINING ones.
+
+        `doubted` are peers whose announcements do not count: those that cannot be reached, and
+        those that have been JOINING for too long.
+        """
+        peers = [
+            peer
+            for peer in view.peers
+            if _can_be_counted_on(peer, view) and peer.peer_id not in doubted
+        ]
+        claims = np.array([_read_blocks_per_second(peer) for peer in peers], dtype=float)
+        known = claims[~np.isnan(claims)]
+        # Nobody measured: all alike, for only ratios matter then.
+        typical = float(np.median(known)) if known.size else 1.0
+        fastest = _MOST_SPEEDUP * typical if known.size else np.inf
+        speeds = np.where(np.isnan(claims), typical, claims).clip(max=fastest)
+        starts = np.array([peer.span.start for peer in peers], dtype=int)
+        stops = np.array([min(peer.span.stop, view.num_blocks) for peer in peers], dtype=int)
+        is_online = np.array([peer.state is PeerState.ONLINE for peer in peers], dtype=bool)
+        edges = starts, stops, view.num_blocks
+        return cls(
+            rows={peer.peer_id: row for row, peer in enumerate(peers)},
+            starts=starts,
+            stops=stops,
+            blocks_per_second=speeds,
+            is_online=is_online,
+            is_counted=np.ones(len(peers), dtype=bool),
+            fastest=fastest,
+            steps_per_second=_sum_over_blocks(speeds / (stops - starts), *edges),
+            num_hosts=_sum_over_blocks(np.ones(len(peers)), *edges).round(),
+            num_online=_sum_over_blocks(is_online, *edges).round(),
+        )
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return len(self.num_hosts)
+
+    def without(self, peer_ids: Collection[PeerId]) -> Supply:
+        """Return the supply as if these peers were not there."""
+        is_counted = self.is_counted.copy()
+        steps_per_second, num_hosts, num_online = (
+            amounts.copy() for amounts in (self.steps_per_second, self.num_hosts, self.num_online)
+        )
+        for row in {self.rows[peer_id] for peer_id in peer_ids if peer_id in self.rows}:
+            blocks = slice(self.starts[row], self.stops[row])
+            steps_per_second[blocks] -= self.blocks_per_second[row] / (blocks.stop - blocks.start)
+            num_hosts[blocks] -= is_counted[row]
+            num_online[blocks] -= is_counted[row] & self.is_online[row]
+            is_counted[row] = False
+        return replace(
+            self,
+            is_counted=is_counted,
+            steps_per_second=np.where(num_hosts > 0, steps_per_second, 0.0).clip(min=0.0),
+            num_hosts=num_hosts,
+            num_online=num_online,
+        )
+
+    def list_joining(self) -> list[PeerId]:
+        """Return who intends to serve a span."""
+        is_joining = self.is_counted & ~self.is_online
+        return [peer_id for peer_id, row in self.rows.items() if is_joining[row]]
+
+    @cached_property
+    def reach(self) -> Column:
+        """For each block, where the span ends that holds it and goes furthest; else the block."""
+        reach = np.arange(self.num_blocks)
+        np.maximum.at(reach, self.starts[self.is_counted], self.stops[self.is_counted])
+        return np.maximum(np.maximum.accumulate(reach), np.arange(self.num_blocks))
+
+    @cached_property
+    def edges(self) -> tuple[frozenset[int], frozenset[int]]:
+        """Where spans begin, and where they end."""
+        starts, stops = self.starts[self.is_counted], self.stops[self.is_counted]
+        return frozenset(starts.tolist()), frozenset(stops.tolist())
+
+    @property
+    def total_blocks_per_second(self) -> float:
+        """What all peers do together."""
+        return float(self.steps_per_second.sum())
+
+    def count_online(self) -> int:
+        """Return how many peers serve."""
+        return int((self.is_counted & self.is_online).sum())
+
+    def count_dispensable(self, min_replicas: int) -> int:
+        """Return how many peers serve only blocks that keep so many hosts without them."""
+        is_thin = np.concatenate(([0], np.cumsum(self.num_hosts <= min_replicas)))
+        is_needed = is_thin[self.stops] > is_thin[self.starts]
+        return int((self.is_counted & self.is_online & ~is_needed).sum())
+
+
+def _sum_over_blocks(amounts: Column, starts: Column, stops: Column, num_blocks: int) -> Column:
+    """Return for each block the sum of the amounts of those who host it."""
+    changes = np.bincount(starts, amounts, num_blocks + 1)
+    changes -= np.bincount(stops, amounts, num_blocks + 1)
+    return np.cumsum(changes)[:num_blocks].clip(min=0.0)
+
+
+def _can_be_counted_on(peer: Announcement, view: SwarmView) -> bool:
+    lifetime_seconds = peer.expires_at - peer.issued_at
+    return (
+        peer.state in (PeerState.ONLINE, PeerState.JOINING)
+        and peer.span.start < view.num_blocks
+        and view.taken_at - peer.issued_at <= _PUNCTUAL_FRACTION * lifetime_seconds
+        and not _read_blocks_per_second(peer) < LEAST_SPEED
+    )
+
+
+def _read_blocks_per_second(peer: Announcement) -> float:
+    """Return a peer's speed by its announcement; NaN when it has not measured yet."""
+    speed = peer.decode_steps_per_second
+    return np.nan if speed is None else speed * len(peer.span)
