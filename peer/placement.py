@@ -155,8 +155,10 @@ def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Rando
     """Return whether what was announced is still right, now that others have spoken too."""
     place = survey.judge(planned)
     if own is None:
-        best = survey.find_best(rng)
-        return _take(survey, best if _improves(place, survey.judge(best)) else planned)
+        if not _improves(place, survey.judge(survey.find_best(rng)), _HYSTERESIS):
+            return _take(survey, planned)
+        # Many have come at once and chose the same. If they did so again, it would not end.
+        return _take(survey, survey.draw(rng))
     if _improves(survey.judge(own), place, _HYSTERESIS / 2):
         return _move(survey, own, planned)
     return Decision(Action.STAY, own, f"others take care of blocks {planned}")
@@ -173,7 +175,7 @@ def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Ra
     is_urgent = best_place.num_gaps > own_place.num_gaps
     if not is_urgent and candidate.residency_seconds < MIN_RESIDENCY_SECONDS:
         return Decision(Action.STAY, own, "it has not been here for long")
-    if not _improves(own_place, best_place):
+    if not _improves(own_place, best_place, _HYSTERESIS):
         return Decision(Action.STAY, own, f"it is worth about as much at blocks {own}")
     return _move(survey, own, best)
 
@@ -193,7 +195,7 @@ def _chance_to_consider(others: Supply, own: Span) -> float:
     return _MOVERS_PER_GAP / num_online / _RELUCTANCE
 
 
-def _improves(place: _Place, other: _Place, hysteresis: float = _HYSTERESIS) -> bool:
+def _improves(place: _Place, other: _Place, hysteresis: float) -> bool:
     """Return whether the other place is so much better that it is worth the trouble."""
     if place[:2] != other[:2]:
         return other[:2] > place[:2]
@@ -217,6 +219,7 @@ class _Survey:
         self._candidate = candidate
         # As others see it, for all must go by the same measure.
         self._speed = min(max(candidate.blocks_per_second, LEAST_SPEED), others.fastest)
+        self._length = min(candidate.max_blocks, others.num_blocks)
         self._even = (others.total_blocks_per_second + self._speed) / others.num_blocks
         """Steps per second of every block if speed were spread evenly."""
 
@@ -231,16 +234,10 @@ class _Survey:
 
     def find_best(self, rng: random.Random) -> Span:
         """Return where the candidate is worth most; of places about alike, where hops are few."""
-        length = min(self._candidate.max_blocks, self.others.num_blocks)
-        starts = np.arange(self.others.num_blocks - length + 1)
-        worth = _sum_windows(self._losses(length), length)
-        worth *= [self._useful_part(Span(int(start), int(start) + length)) for start in starts]
-        for num_hosts in (1, MIN_REPLICAS):
-            num_lacking = _sum_windows(self.others.num_hosts < num_hosts, length)[starts]
-            starts = starts[num_lacking == num_lacking.max()]
+        starts, worth = self._list_starts()
         starts = starts[worth[starts] >= _ALIKE * worth[starts].max()]
         return min(
-            (Span(int(start), int(start) + length) for start in starts),
+            (Span(int(start), int(start) + self._length) for start in starts),
             key=lambda span: (
                 *self._count_pieces(span),
                 self._count_hops(span),
@@ -249,6 +246,23 @@ class _Survey:
                 rng.random(),
             ),
         )
+
+    def draw(self, rng: random.Random) -> Span:
+        """Return a place by chance: the more it is worth, the likelier."""
+        starts, worth = self._list_starts()
+        start = rng.choices(starts.tolist(), worth[starts].tolist())[0]
+        return Span(start, start + self._length)
+
+    def _list_starts(self) -> tuple[Column, Column]:
+        """Return where spans begin that close the largest gap, and the worth of all there are."""
+        length, num_blocks = self._length, self.others.num_blocks
+        starts = np.arange(num_blocks - length + 1)
+        worth = _sum_windows(self._losses(length), length)
+        worth *= [self._useful_part(Span(int(start), int(start) + length)) for start in starts]
+        for num_hosts in (1, MIN_REPLICAS):
+            num_lacking = _sum_windows(self.others.num_hosts < num_hosts, length)[starts]
+            starts = starts[num_lacking == num_lacking.max()]
+        return starts, worth
 
     def explain(self, span: Span) -> str:
         """Return in a sentence why the candidate is wanted at a span."""
