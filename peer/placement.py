@@ -23,7 +23,7 @@ from .supply import LEAST_SPEED, Column, Supply
 LOOKS_PER_PERIOD = 2
 """How often a peer decides in one announcement period."""
 
-INTENT_PERIODS = 0.25
+INTENT_PERIODS = 0.2
 """How long an intent is announced before it is looked at again and carried out: a replicated
 directory shows it to everybody within a few seconds."""
 
@@ -77,8 +77,8 @@ class Intent:
     """A span that a peer has announced as JOINING and not begun to load."""
 
     span: Span
-    seen: frozenset[PeerId]
-    """Who was JOINING when this was decided: those were taken into account."""
+    planned_on: Supply
+    """What was known when this was decided."""
 
 
 @dataclass(frozen=True)
@@ -128,27 +128,28 @@ def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -
 
     The same view, candidate and seed decide alike.
     """
-    own = candidate.span
+    own, intent = candidate.span, candidate.intent
     if candidate.max_blocks < 1 or supply.num_blocks < 1:
         return Decision(Action.STAY, own, "there is no memory for a block, or no block")
-    others = supply.without({candidate.peer_id, *_find_yielding(supply, candidate)})
+    others = supply.without([candidate.peer_id])
+    if intent is not None:
+        others = _send_back_rivals(others, candidate.peer_id, intent.planned_on)
+        return _confirm(_Survey(others, candidate), own, intent.span, rng)
     survey = _Survey(others, candidate)
-    if candidate.intent is not None:
-        return _confirm(survey, own, candidate.intent.span, rng)
     if own is None:
         return _take(survey, survey.find_best(rng))
     return _reconsider(survey, candidate, own, rng)
 
 
-def _find_yielding(supply: Supply, candidate: Candidate) -> list[PeerId]:
-    """Return whose intents give way to ours: announced at about the same time, by a lower id."""
-    if candidate.intent is None:
-        return []
-    return [
-        peer_id
-        for peer_id in supply.list_joining()
-        if peer_id not in candidate.intent.seen and peer_id < candidate.peer_id
-    ]
+def _send_back_rivals(others: Supply, peer_id: PeerId, planned_on: Supply) -> Supply:
+    """Return the supply as if those had given way who have to, and were back where they were.
+
+    Of intents that came up at about the same time the one with the highest peer id holds. Those
+    that were known when ours was planned were taken into account.
+    """
+    known = planned_on.list_joining()
+    rivals = [other for other in others.list_joining() if other not in known and other < peer_id]
+    return others.with_earlier(rivals, planned_on)
 
 
 def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Random) -> Decision:
@@ -159,7 +160,7 @@ def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Rando
             return _take(survey, planned)
         # Many have come at once and chose the same. If they did so again, it would not end.
         return _take(survey, survey.draw(rng))
-    if _improves(survey.judge(own), place, _HYSTERESIS / 2):
+    if not survey.is_missed(own) and _improves(survey.judge(own), place, _HYSTERESIS / 2):
         return _move(survey, own, planned)
     return Decision(Action.STAY, own, f"others take care of blocks {planned}")
 
@@ -168,7 +169,7 @@ def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Ra
     """Return whether a peer that serves should be somewhere else."""
     if rng.random() >= _chance_to_consider(survey.others, own):
         return Decision(Action.STAY, own, "it is the turn of others to move")
-    if (survey.others.num_online[own.start : own.stop] == 0).any():
+    if survey.is_missed(own):
         return Decision(Action.STAY, own, f"nobody else serves all of blocks {own}")
     best = survey.find_best(rng)
     own_place, best_place = survey.judge(own), survey.judge(best)
@@ -222,6 +223,10 @@ class _Survey:
         self._length = min(candidate.max_blocks, others.num_blocks)
         self._even = (others.total_blocks_per_second + self._speed) / others.num_blocks
         """Steps per second of every block if speed were spread evenly."""
+
+    def is_missed(self, own: Span) -> bool:
+        """Return whether blocks of a span would not be served the moment the candidate leaves."""
+        return bool((self.others.num_online[own.start : own.stop] == 0).any())
 
     def judge(self, span: Span) -> _Place:
         """Return what the candidate is worth at a span."""

@@ -21,9 +21,10 @@ _MOST_SPEEDUP = 4.0
 """How many times faster than the median a peer is believed to be. Who claims more would make
 others leave the blocks that it says it serves."""
 
-_PUNCTUAL_FRACTION = 1.25 / 3
+_PUNCTUAL_FRACTION = 1.15 / 3
 """Part of its life after which an announcement should have been renewed. It lives for three
-periods: who is a quarter of one late is taken for lost, long before the record expires."""
+periods: who is a seventh of one late is taken for lost, long before the record expires. A wrong
+guess costs little, for who turns out to be there counts again."""
 
 LEAST_SPEED = 1e-6
 """Blocks per second. Who needs two weeks for a block hosts nothing, and would only make the
@@ -99,19 +100,28 @@ class Supply:
 
     def without(self, peer_ids: Collection[PeerId]) -> Supply:
         """Return the supply as if these peers were not there."""
+        rows = {self.rows[peer_id] for peer_id in peer_ids if peer_id in self.rows}
         is_counted = self.is_counted.copy()
-        steps_per_second, num_hosts, num_online = (
-            amounts.copy() for amounts in (self.steps_per_second, self.num_hosts, self.num_online)
-        )
-        for row in {self.rows[peer_id] for peer_id in peer_ids if peer_id in self.rows}:
-            blocks = slice(self.starts[row], self.stops[row])
-            steps_per_second[blocks] -= self.blocks_per_second[row] / (blocks.stop - blocks.start)
-            num_hosts[blocks] -= is_counted[row]
-            num_online[blocks] -= is_counted[row] & self.is_online[row]
-            is_counted[row] = False
+        is_counted[list(rows)] = False
+        return replace(self, is_counted=is_counted)._change(self, rows, -1)
+
+    def with_earlier(self, peer_ids: Collection[PeerId], earlier: Supply) -> Supply:
+        """Return the supply as if these peers were still where they were in an earlier one."""
+        rows = {earlier.rows[peer_id] for peer_id in peer_ids if peer_id in earlier.rows}
+        return self.without(peer_ids)._change(earlier, rows, 1)
+
+    def _change(self, known: Supply, rows: Collection[int], sign: int) -> Supply:
+        """Return the supply with what some peers give added to the blocks, or taken away."""
+        sums = self.steps_per_second.copy(), self.num_hosts.copy(), self.num_online.copy()
+        steps_per_second, num_hosts, num_online = sums
+        for row in rows:
+            start, stop = known.starts[row], known.stops[row]
+            steps_per_second[start:stop] += sign * known.blocks_per_second[row] / (stop - start)
+            num_hosts[start:stop] += sign
+            num_online[start:stop] += sign * int(known.is_online[row])
         return replace(
             self,
-            is_counted=is_counted,
+            # Where nobody is left, no rounding error shall be.
             steps_per_second=np.where(num_hosts > 0, steps_per_second, 0.0).clip(min=0.0),
             num_hosts=num_hosts,
             num_online=num_online,

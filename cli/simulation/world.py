@@ -45,6 +45,17 @@ class WorldConfig:
     """What a move costs before loading begins: sessions are handed over."""
 
 
+@dataclass(frozen=True)
+class Move:
+    """A peer that left a span for another one."""
+
+    seconds: float
+    """When it began."""
+    peer_id: PeerId
+    origin: Span
+    target: Span
+
+
 class SimulatedPeer:
     """A peer in the simulation, and what has become of it."""
 
@@ -56,11 +67,8 @@ class SimulatedPeer:
         """What it serves, if it is ONLINE."""
         self.online_since = 0.0
         self.intent: Intent | None = None
-        self.is_loading = False
         self.is_alive = True
         self.sequence = 0
-        self.left: list[tuple[float, Span]] = []
-        """When it left which spans."""
 
     def make_candidate(self, now: float) -> Candidate:
         """Return what the peer knows of itself."""
@@ -82,19 +90,19 @@ class World:
         self.config = config
         self.now = 0.0
         self.peers: dict[PeerId, SimulatedPeer] = {}
-        self.moves: list[tuple[float, PeerId, Span, Span]] = []
-        """When, who, from where, to where: of moves that were begun."""
+        self.moves: list[Move] = []
+        """Those that were begun."""
         self.num_withdrawn = 0
         self.on_change: Callable[[SimulatedPeer, bool], None] = lambda peer, serves: None
         """Called when a peer begins or ends to serve its span."""
         self._rng = rng
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._events: list[tuple[float, int, Callable[[], object]]] = []
         self._numbers = count()
         self._directory: dict[PeerId, Announcement] = {}
         self._on_their_way: list[tuple[float, int, Announcement]] = []
         self._seen: tuple[float, SwarmView, Supply] | None = None
 
-    def schedule(self, seconds: float, action: Callable[[], None]) -> None:
+    def schedule(self, seconds: float, action: Callable[[], object]) -> None:
         """Do something in so many seconds."""
         heapq.heappush(self._events, (self.now + seconds, next(self._numbers), action))
 
@@ -176,7 +184,7 @@ class World:
         supply = self._take_supply()
         decision = decide_placement(supply, peer.make_candidate(self.now), self._rng)
         if decision.action is not Action.STAY and decision.span is not None:
-            self._intend(peer, Intent(decision.span, frozenset(supply.list_joining())))
+            self._intend(peer, Intent(decision.span, supply))
 
     def _intend(self, peer: SimulatedPeer, intent: Intent) -> None:
         if peer.state is PeerState.ONLINE:
@@ -200,21 +208,19 @@ class World:
             self._serve(peer)
         else:
             assert decision.span is not None
-            self._intend(peer, Intent(decision.span, frozenset(supply.list_joining())))
+            self._intend(peer, Intent(decision.span, supply))
 
     def _begin_loading(self, peer: SimulatedPeer, span: Span) -> None:
         kept = None if peer.span is None else peer.span.overlap(span)
         seconds = (len(span) - (len(kept) if kept else 0)) * peer.machine.load_seconds
         if peer.span is not None:
             seconds += self.config.drain_seconds
-            peer.left.append((self.now, peer.span))
-            self.moves.append((self.now, peer.peer_id, peer.span, span))
-        peer.is_loading = True
+            self.moves.append(Move(self.now, peer.peer_id, peer.span, span))
         self.schedule(seconds, lambda: self._begin_serving(peer, span))
 
     def _begin_serving(self, peer: SimulatedPeer, span: Span) -> None:
         if peer.is_alive:
-            peer.span, peer.online_since, peer.is_loading = span, self.now, False
+            peer.span, peer.online_since = span, self.now
             self._serve(peer)
 
     def _serve(self, peer: SimulatedPeer) -> None:

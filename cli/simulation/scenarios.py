@@ -1,0 +1,194 @@
+"""The questions that are put to a simulated swarm, and their answers in numbers."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...peer.placement import MIN_RESIDENCY_SECONDS
+from ...protocol.spans import Span
+from .churn import ChurnEvent, draw_churn
+from .machines import Machine, draw_machine
+from .recorder import (
+    Recorder,
+    Sample,
+    count_returns,
+    find_bound,
+    find_most_moves_of_a_peer,
+    search_optimum,
+)
+from .world import Move, World, WorldConfig
+
+WARM_UP_SECONDS = 2400.0
+"""Everybody joins in the first quarter, and the last block is loaded before the end."""
+
+_SAMPLE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class ChurnSetting:
+    """A swarm in which peers come and go."""
+
+    num_peers: int = 1000
+    hours: float = 3.0
+    per_hour: float = 0.3
+    """Which part of the peers is replaced in an hour."""
+    quiet_hours: float = 1.0
+    """How long is watched afterwards, while nobody comes or goes."""
+    liars: float = 0.0
+    """Which part of the peers claims to be a hundred times as fast as it is."""
+    seed: int = 0
+
+    @property
+    def end_seconds(self) -> float:
+        """When the churn ends."""
+        return WARM_UP_SECONDS + 3600 * self.hours
+
+
+@dataclass(frozen=True)
+class ChurnOutcome:
+    """What churn did to a swarm, after the warm-up."""
+
+    setting: ChurnSetting
+    samples: list[Sample]
+    """From the very beginning, to draw."""
+    moves: list[Move]
+    recovery_seconds: list[float]
+
+    @property
+    def judged(self) -> list[Sample]:
+        """The samples after the warm-up."""
+        return [sample for sample in self.samples if sample.seconds >= WARM_UP_SECONDS]
+
+    @property
+    def least_ratio(self) -> float:
+        """The lowest that the weakest block ever had, as a part of the optimum."""
+        return min(sample.ratio for sample in self.judged)
+
+    @property
+    def mean_ratio(self) -> float:
+        """The same on average."""
+        return sum(sample.ratio for sample in self.judged) / len(self.judged)
+
+    @property
+    def moves_per_peer_and_hour(self) -> float:
+        """How often a peer moves while others come and go."""
+        num_moves = sum(
+            WARM_UP_SECONDS <= move.seconds < self.setting.end_seconds for move in self.moves
+        )
+        return num_moves / self.setting.num_peers / self.setting.hours
+
+    @property
+    def num_late_moves(self) -> int:
+        """Moves in the second half of the quiet time."""
+        begin = self.setting.end_seconds + 1800 * self.setting.quiet_hours
+        return sum(move.seconds >= begin for move in self.moves)
+
+    def summarize(self) -> dict[str, float]:
+        """Return the figures."""
+        return {
+            "least_ratio": self.least_ratio,
+            "mean_ratio": self.mean_ratio,
+            "min_replicas": min(sample.min_replicas for sample in self.judged),
+            "min_covered_blocks": min(sample.num_covered for sample in self.judged),
+            "moves_per_peer_and_hour": self.moves_per_peer_and_hour,
+            "most_moves_of_a_peer_in_an_hour": find_most_moves_of_a_peer(self.moves),
+            "returns": count_returns(self.moves),
+            "moves_in_quiet_half_hour": self.num_late_moves,
+        }
+
+
+def run_churn(
+    setting: ChurnSetting,
+    trace: Sequence[ChurnEvent] | None = None,
+    config: WorldConfig = WorldConfig(),  # noqa: B008  (frozen)
+) -> ChurnOutcome:
+    """Let peers come and go, by a trace if one is given."""
+    rng = random.Random(setting.seed)
+    world = World(config, random.Random(setting.seed + 1))
+    if trace is None:
+        trace = draw_churn(
+            rng, setting.num_peers, setting.per_hour, WARM_UP_SECONDS, setting.end_seconds
+        )
+    world.follow(
+        trace,
+        lambda _: draw_machine(
+            rng, config.num_blocks, boast=100.0 if rng.random() < setting.liars else 1.0
+        ),
+    )
+    recorder = Recorder(world, _SAMPLE_SECONDS)
+    world.run_until(setting.end_seconds + 3600 * setting.quiet_hours)
+    return ChurnOutcome(setting, recorder.samples, world.moves, recorder.recovery_seconds)
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A span lost its only host while others were idle elsewhere."""
+
+    noticed_seconds: float
+    """From the death until somebody began to load the span."""
+    load_seconds: float
+    """That takes, with leaving the old place."""
+    total_seconds: float
+    """From the death until all blocks were served."""
+
+
+def run_recovery(seed: int, num_spare: int = 3, config: WorldConfig | None = None) -> Recovery:
+    """Kill the only host of half of a model, `num_spare` others being at the other half."""
+    config = config or WorldConfig(num_blocks=16)
+    rng = random.Random(seed)
+    world = World(config, random.Random(seed + 1))
+    half = config.num_blocks // 2
+    machine = replace(draw_machine(rng, config.num_blocks), max_blocks=half)
+    for index in range(num_spare):
+        world.add(f"spare-{rng.random()}-{index}", machine, Span(0, half))
+    only = world.add("only", machine, Span(half, config.num_blocks))
+    recorder = Recorder(world, _SAMPLE_SECONDS)
+    for peer in world.peers.values():
+        world.on_change(peer, True)
+    # Before the others may give it a replica, which they will.
+    died_at = rng.uniform(60.0, MIN_RESIDENCY_SECONDS - 60.0)
+    world.run_until(died_at)
+    world.remove(only, says_goodbye=False)
+    world.run_until(died_at + 3600.0)
+    load_seconds = half * machine.load_seconds + config.drain_seconds
+    begun_at = min(move.seconds for move in world.moves)
+    return Recovery(begun_at - died_at, load_seconds, max(recorder.recovery_seconds))
+
+
+@dataclass(frozen=True)
+class SmallOutcome:
+    """What peers reached by themselves in a small swarm, and what the best placement reaches."""
+
+    replicas: int
+    best_replicas: int
+    steps_per_second: float
+    best_steps_per_second: float
+    bound: float
+
+    @property
+    def ratio(self) -> float:
+        """Speed as a part of the best one with as many replicas."""
+        return self.steps_per_second / self.best_steps_per_second
+
+
+def run_small(seed: int, num_blocks: int = 6) -> SmallOutcome:
+    """Let a handful of unequal machines join one by one, and search for the best placement."""
+    rng = random.Random(seed)
+    machines: list[Machine] = []
+    while sum(machine.max_blocks for machine in machines) < 2 * num_blocks + 2:
+        machine = draw_machine(rng, num_blocks)
+        machines.append(replace(machine, max_blocks=rng.randint(2, num_blocks)))
+    world = World(WorldConfig(num_blocks=num_blocks), random.Random(seed + 1))
+    recorder = Recorder(world, _SAMPLE_SECONDS)
+    for index, machine in enumerate(machines):
+        world.schedule(rng.uniform(0, 1200), lambda i=index, m=machine: world.add(f"p{i}", m))
+    world.run_until(3 * 3600.0)
+    last = recorder.samples[-1]
+    best_replicas, best_speed = search_optimum(machines, num_blocks)
+    return SmallOutcome(
+        replicas=min(2, last.min_replicas),
+        best_replicas=best_replicas,
+        steps_per_second=last.steps_per_second,
+        best_steps_per_second=best_speed,
+        bound=find_bound(machines, num_blocks),
+    )
