@@ -18,7 +18,7 @@ import numpy as np
 
 from ..protocol.ids import PeerId
 from ..protocol.spans import Span
-from .supply import LEAST_SPEED, Column, Supply
+from .supply import LEAST_SPEED, MIN_REPLICAS, Column, Supply
 
 LOOKS_PER_PERIOD = 2
 """How often a peer decides in one announcement period."""
@@ -27,13 +27,12 @@ INTENT_PERIODS = 0.2
 """How long an intent is announced before it is looked at again and carried out: a replicated
 directory shows it to everybody within a few seconds."""
 
-MIN_REPLICAS = 2
 MIN_RESIDENCY_SECONDS = 600.0
 """How long a peer stays at least, unless there is a gap."""
 
-_HYSTERESIS = 1.0
+_HYSTERESIS = 0.5
 """How much more a peer must be worth elsewhere. Worth falls with the fifth power of the speed that
-is there without it, so twice as much is where blocks are about 13 % slower."""
+is there without it, so half as much again is where blocks are about 8 % slower."""
 
 _STEEPNESS = 4
 """How much more a step per second is worth at weak blocks than at strong ones: the loss of having
@@ -131,6 +130,8 @@ def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -
     own, intent = candidate.span, candidate.intent
     if candidate.max_blocks < 1 or supply.num_blocks < 1:
         return Decision(Action.STAY, own, "there is no memory for a block, or no block")
+    if intent is None and own is not None and rng.random() >= _chance_to_consider(supply, own):
+        return Decision(Action.STAY, own, "it is the turn of others to move")
     others = supply.without([candidate.peer_id])
     if intent is not None:
         others = _send_back_rivals(others, candidate.peer_id, intent.planned_on)
@@ -139,6 +140,19 @@ def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -
     if own is None:
         return _take(survey, survey.find_best(rng))
     return _reconsider(survey, candidate, own, rng)
+
+
+def _chance_to_consider(supply: Supply, own: Span) -> float:
+    """Return how likely this peer is one of the few that think of moving.
+
+    To close a gap, those come first whom nobody misses.
+    """
+    if not supply.has_gap:
+        return _MOVERS_PER_LOOK / max(1, supply.num_serving)
+    if (supply.num_hosts[own.start : own.stop] > MIN_REPLICAS).all():
+        return _MOVERS_PER_GAP / max(1, supply.num_dispensable)
+    reluctance = _RELUCTANCE if supply.num_dispensable else 1
+    return _MOVERS_PER_GAP / max(1, supply.num_serving) / reluctance
 
 
 def _send_back_rivals(others: Supply, peer_id: PeerId, planned_on: Supply) -> Supply:
@@ -167,8 +181,6 @@ def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Rando
 
 def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Random) -> Decision:
     """Return whether a peer that serves should be somewhere else."""
-    if rng.random() >= _chance_to_consider(survey.others, own):
-        return Decision(Action.STAY, own, "it is the turn of others to move")
     if survey.is_missed(own):
         return Decision(Action.STAY, own, f"nobody else serves all of blocks {own}")
     best = survey.find_best(rng)
@@ -179,21 +191,6 @@ def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Ra
     if not _improves(own_place, best_place, _HYSTERESIS):
         return Decision(Action.STAY, own, f"it is worth about as much at blocks {own}")
     return _move(survey, own, best)
-
-
-def _chance_to_consider(others: Supply, own: Span) -> float:
-    """Return how likely this peer is one of the few that think of moving.
-
-    To close a gap, those come first whom nobody misses.
-    """
-    num_online = 1 + others.count_online()
-    if not (others.num_hosts == 0).any():
-        return _MOVERS_PER_LOOK / num_online
-    if (others.num_hosts[own.start : own.stop] >= MIN_REPLICAS).all():
-        return _MOVERS_PER_GAP / (1 + others.count_dispensable(MIN_REPLICAS))
-    if others.count_dispensable(MIN_REPLICAS) == 0:
-        return _MOVERS_PER_GAP / num_online
-    return _MOVERS_PER_GAP / num_online / _RELUCTANCE
 
 
 def _improves(place: _Place, other: _Place, hysteresis: float) -> bool:
@@ -220,7 +217,6 @@ class _Survey:
         self._candidate = candidate
         # As others see it, for all must go by the same measure.
         self._speed = min(max(candidate.blocks_per_second, LEAST_SPEED), others.fastest)
-        self._length = min(candidate.max_blocks, others.num_blocks)
         self._even = (others.total_blocks_per_second + self._speed) / others.num_blocks
         """Steps per second of every block if speed were spread evenly."""
 
@@ -231,43 +227,49 @@ class _Survey:
     def judge(self, span: Span) -> _Place:
         """Return what the candidate is worth at a span."""
         blocks = slice(span.start, span.stop)
+        useful_part = self._find_useful_part(np.array([span.start]), np.array([span.stop]))[0]
         return _Place(
             int((self.others.num_hosts[blocks] == 0).sum()),
             int((self.others.num_hosts[blocks] < MIN_REPLICAS).sum()),
-            float(self._losses(len(span))[blocks].sum()) * self._useful_part(span),
+            float(self._losses(len(span))[blocks].sum() * useful_part),
         )
 
     def find_best(self, rng: random.Random) -> Span:
         """Return where the candidate is worth most; of places about alike, where hops are few."""
-        starts, worth = self._list_starts()
-        starts = starts[worth[starts] >= _ALIKE * worth[starts].max()]
+        starts, stops, worth = self._list_places()
+        alike = worth >= _ALIKE * worth.max()
+        places = zip(starts[alike], stops[alike], worth[alike] / worth.max(), strict=True)
         return min(
-            (Span(int(start), int(start) + self._length) for start in starts),
-            key=lambda span: (
-                *self._count_pieces(span),
-                self._count_hops(span),
-                self._count_loose_edges(span),
-                -round(worth[span.start] / worth[starts].max(), 3),
+            ((Span(int(start), int(stop)), float(part)) for start, stop, part in places),
+            key=lambda place: (
+                *self._count_pieces(place[0]),
+                self._count_hops(place[0]),
+                self._count_loose_edges(place[0]),
+                -round(place[1], 3),
                 rng.random(),
             ),
-        )
+        )[0]
 
     def draw(self, rng: random.Random) -> Span:
         """Return a place by chance: the more it is worth, the likelier."""
-        starts, worth = self._list_starts()
-        start = rng.choices(starts.tolist(), worth[starts].tolist())[0]
-        return Span(start, start + self._length)
+        starts, stops, worth = self._list_places()
+        row = rng.choices(range(len(worth)), worth.tolist())[0]
+        return Span(int(starts[row]), int(stops[row]))
 
-    def _list_starts(self) -> tuple[Column, Column]:
-        """Return where spans begin that close the largest gap, and the worth of all there are."""
-        length, num_blocks = self._length, self.others.num_blocks
-        starts = np.arange(num_blocks - length + 1)
-        worth = _sum_windows(self._losses(length), length)
-        worth *= [self._useful_part(Span(int(start), int(start) + length)) for start in starts]
+    def _list_places(self) -> tuple[Column, Column, Column]:
+        """Return where the spans begin and end that close the largest gap, and their worth.
+
+        All are as long as memory allows: speed is the same in sum, and hops are fewer.
+        """
+        length = min(self._candidate.max_blocks, self.others.num_blocks)
+        starts = np.arange(self.others.num_blocks - length + 1)
         for num_hosts in (1, MIN_REPLICAS):
-            num_lacking = _sum_windows(self.others.num_hosts < num_hosts, length)[starts]
+            sums = _sum_up(self.others.num_hosts < num_hosts)
+            num_lacking = sums[starts + length] - sums[starts]
             starts = starts[num_lacking == num_lacking.max()]
-        return starts, worth
+        stops, sums = starts + length, _sum_up(self._losses(length))
+        worth = self._find_useful_part(starts, stops) * (sums[stops] - sums[starts])
+        return starts, stops, worth
 
     def explain(self, span: Span) -> str:
         """Return in a sentence why the candidate is wanted at a span."""
@@ -285,14 +287,14 @@ class _Survey:
         share = self._speed / length / self._even
         return without**-_STEEPNESS - (without + share) ** -_STEEPNESS
 
-    def _useful_part(self, span: Span) -> float:
-        """Return which part of the time ahead is left once the span is loaded."""
+    def _find_useful_part(self, starts: Column, stops: Column) -> Column:
+        """Return which part of the time ahead is left once a span is loaded."""
         own = self._candidate.span
         if own is None:
-            return 1.0
-        kept = own.overlap(span)
-        num_new = len(span) - (len(kept) if kept else 0)
-        return max(0.0, 1.0 - num_new * self._candidate.load_seconds / _HORIZON_SECONDS)
+            return np.ones(len(starts))
+        kept = np.minimum(stops, own.stop) - np.maximum(starts, own.start)
+        load_seconds = (stops - starts - kept.clip(min=0)) * self._candidate.load_seconds
+        return (1.0 - load_seconds / _HORIZON_SECONDS).clip(min=0.0)
 
     def _count_pieces(self, span: Span) -> list[int]:
         """Return how many peers like this one it still takes to close gaps, and to have replicas.
@@ -326,7 +328,6 @@ class _Survey:
         return 2 - begins_well - ends_well
 
 
-def _sum_windows(amounts: Column, length: int) -> Column:
-    """Return the sum over each run of so many blocks, by its first block."""
-    sums = np.concatenate(([0.0], np.cumsum(amounts)))
-    return sums[length:] - sums[:-length]
+def _sum_up(amounts: Column) -> Column:
+    """Return sums of which two make that of a span: the one at its stop less that at its start."""
+    return np.concatenate(([0.0], np.cumsum(amounts)))

@@ -17,6 +17,9 @@ from ..protocol.announcements import Announcement, PeerState
 from ..protocol.ids import PeerId
 from ..protocol.swarm_view import SwarmView
 
+MIN_REPLICAS = 2
+"""How many hosts every block is to have before anything else counts."""
+
 _MOST_SPEEDUP = 4.0
 """How many times faster than the median a peer is believed to be. Who claims more would make
 others leave the blocks that it says it serves."""
@@ -150,13 +153,20 @@ class Supply:
         """What all peers do together."""
         return float(self.steps_per_second.sum())
 
-    def count_online(self) -> int:
-        """Return how many peers serve."""
+    @cached_property
+    def has_gap(self) -> bool:
+        """Whether there is a block that nobody serves or intends to."""
+        return bool((self.num_hosts == 0).any())
+
+    @cached_property
+    def num_serving(self) -> int:
+        """How many peers are ONLINE."""
         return int((self.is_counted & self.is_online).sum())
 
-    def count_dispensable(self, min_replicas: int) -> int:
-        """Return how many peers serve only blocks that keep so many hosts without them."""
-        is_thin = np.concatenate(([0], np.cumsum(self.num_hosts <= min_replicas)))
+    @cached_property
+    def num_dispensable(self) -> int:
+        """How many ONLINE peers serve only blocks that have enough replicas without them."""
+        is_thin = np.concatenate(([0], np.cumsum(self.num_hosts <= MIN_REPLICAS)))
         is_needed = is_thin[self.stops] > is_thin[self.starts]
         return int((self.is_counted & self.is_online & ~is_needed).sum())
 

@@ -93,8 +93,12 @@ def find_bound(machines: Sequence[Machine], num_blocks: int) -> float:
     return sum(machine.blocks_per_second for machine in machines) / num_blocks
 
 
-def search_optimum(machines: Sequence[Machine], num_blocks: int) -> tuple[int, float]:
+def search_optimum(
+    machines: Sequence[Machine], num_blocks: int, may_be_shorter: bool
+) -> tuple[int, float]:
     """Return what the best of all placements reaches, every span of every machine tried.
+
+    Peers take spans as long as their memory allows; the best placement `may_be_shorter`.
 
     That is the replicas of every block, of which two are enough, and then steps per second of the
     weakest block. The work is a power of the number of machines: for small swarms only.
@@ -107,6 +111,7 @@ def search_optimum(machines: Sequence[Machine], num_blocks: int) -> tuple[int, f
             Span(start, stop)
             for start in range(num_blocks)
             for stop in range(start + 1, min(start + machine.max_blocks, num_blocks) + 1)
+            if may_be_shorter or stop - start == machine.max_blocks
         ]
         shape = [1] * num_machines
         shape[axis] = len(spans)
