@@ -9,7 +9,7 @@ from ...protocol.errors import UsageError
 from .curve import SessionsCurve
 
 _NAME = "sessions"
-_STYLE = {
+STYLE = {
     "font.size": 9.0,
     "axes.titlesize": 10.0,
     "figure.constrained_layout.wspace": 0.04,
@@ -39,7 +39,7 @@ def draw_curve(curve: SessionsCurve, machine: str, folder: Path) -> list[Path]:
     """Write the plot as SVG and PNG into a folder; return the files."""
     matplotlib: Any = importlib.import_module("matplotlib")
     figures: Any = importlib.import_module("matplotlib.figure")
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(STYLE):
         figure = figures.Figure(figsize=(7.2, 3.4), layout="constrained")
         speed, latency = figure.subplots(1, 2)
         _draw_speed(speed, curve)
@@ -47,11 +47,16 @@ def draw_curve(curve: SessionsCurve, machine: str, folder: Path) -> list[Path]:
         for axes in (speed, latency):
             _set_sessions_axis(axes, [point.num_sessions for point in curve.points])
         figure.supxlabel(machine, fontsize=7, color="0.4")
-        folder.mkdir(parents=True, exist_ok=True)
-        files = [folder / f"{_NAME}.svg", folder / f"{_NAME}.png"]
-        # No date and no version of the program: the same numbers are the same file.
-        figure.savefig(files[0], metadata={"Date": None, "Creator": None})
-        figure.savefig(files[1], dpi=160, metadata={"Software": None})
+        return save_figure(figure, folder, _NAME)
+
+
+def save_figure(figure: Any, folder: Path, name: str) -> list[Path]:
+    """Write a figure as SVG and PNG into a folder; return the files."""
+    folder.mkdir(parents=True, exist_ok=True)
+    files = [folder / f"{name}.svg", folder / f"{name}.png"]
+    # No date and no version of the program: the same numbers are the same file.
+    figure.savefig(files[0], metadata={"Date": None, "Creator": None})
+    figure.savefig(files[1], dpi=160, metadata={"Software": None})
     return files
 
 

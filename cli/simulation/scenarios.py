@@ -12,7 +12,6 @@ from .recorder import (
     Recorder,
     Sample,
     count_returns,
-    find_bound,
     find_most_moves_of_a_peer,
     search_optimum,
 )
@@ -149,7 +148,7 @@ def run_recovery(seed: int, num_spare: int = 3, config: WorldConfig | None = Non
     died_at = rng.uniform(60.0, MIN_RESIDENCY_SECONDS - 60.0)
     world.run_until(died_at)
     world.remove(only, says_goodbye=False)
-    world.run_until(died_at + 3600.0)
+    world.run_until(died_at + 900.0)
     load_seconds = half * machine.load_seconds + config.drain_seconds
     begun_at = min(move.seconds for move in world.moves)
     return Recovery(begun_at - died_at, load_seconds, max(recorder.recovery_seconds))
@@ -163,12 +162,9 @@ class SmallOutcome:
     best_replicas: int
     steps_per_second: float
     best_steps_per_second: float
-    bound: float
-
-    @property
-    def ratio(self) -> float:
-        """Speed as a part of the best one with as many replicas."""
-        return self.steps_per_second / self.best_steps_per_second
+    """With spans as long as memory allows, as peers take them."""
+    best_of_any_length: float
+    """With shorter spans as well, which cost hops."""
 
 
 def run_small(seed: int, num_blocks: int = 6) -> SmallOutcome:
@@ -182,13 +178,56 @@ def run_small(seed: int, num_blocks: int = 6) -> SmallOutcome:
     recorder = Recorder(world, _SAMPLE_SECONDS)
     for index, machine in enumerate(machines):
         world.schedule(rng.uniform(0, 1200), lambda i=index, m=machine: world.add(f"p{i}", m))
-    world.run_until(3 * 3600.0)
+    world.run_until(1.5 * 3600.0)
     last = recorder.samples[-1]
-    best_replicas, best_speed = search_optimum(machines, num_blocks)
+    best_replicas, best_speed = search_optimum(machines, num_blocks, may_be_shorter=False)
+    _, best_of_any_length = search_optimum(machines, num_blocks, may_be_shorter=True)
     return SmallOutcome(
         replicas=min(2, last.min_replicas),
         best_replicas=best_replicas,
         steps_per_second=last.steps_per_second,
         best_steps_per_second=best_speed,
-        bound=find_bound(machines, num_blocks),
+        best_of_any_length=best_of_any_length,
     )
+
+
+@dataclass(frozen=True)
+class StormOutcome:
+    """Half of the peers of a quarter of the blocks died at once, and nobody joined."""
+
+    samples: list[Sample]
+    moves: list[Move]
+    storm_seconds: float
+    num_peers: int
+    """Who is left."""
+
+    def find_ratio(self, minutes_later: float) -> float:
+        """Return the speed of the weakest block as a part of the optimum, some time after."""
+        later = self.storm_seconds + 60 * minutes_later
+        return next(sample.ratio for sample in self.samples if sample.seconds >= later)
+
+    @property
+    def moves_per_peer_and_hour(self) -> float:
+        """How often a peer moved in the first hour after."""
+        return len(self.moves) / self.num_peers
+
+
+def run_storm(
+    seed: int,
+    num_peers: int = 1000,
+    config: WorldConfig = WorldConfig(),  # noqa: B008
+) -> StormOutcome:
+    """Kill half of those who serve the first quarter of the blocks, and watch the others."""
+    rng = random.Random(seed)
+    world = World(config, random.Random(seed + 1))
+    trace = draw_churn(rng, num_peers, 0.0, WARM_UP_SECONDS, WARM_UP_SECONDS)
+    world.follow(trace, lambda _: draw_machine(rng, config.num_blocks))
+    recorder = Recorder(world, _SAMPLE_SECONDS)
+    world.run_until(WARM_UP_SECONDS)
+    quarter = Span(0, max(1, config.num_blocks // 4))
+    for peer in list(world.peers.values()):
+        if peer.span is not None and peer.span.overlap(quarter) and rng.random() < 0.5:
+            world.remove(peer, says_goodbye=False)
+    num_left = len(world.peers)
+    world.run_until(WARM_UP_SECONDS + 3700.0)
+    return StormOutcome(recorder.samples, world.moves, WARM_UP_SECONDS, num_left)

@@ -7,7 +7,7 @@ announcements that a directory would show at that moment. Time is a number; noth
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 
 from ...peer.announcer import LIFETIME_PERIODS
@@ -235,22 +235,36 @@ class World:
         if span is None:
             return
         peer.sequence += 1
-        claimed = peer.machine.boast * peer.machine.blocks_per_second / len(span)
-        announcement = Announcement(
-            peer_id=peer.peer_id,
-            model_id=MODEL_ID,
-            num_blocks=self.config.num_blocks,
-            span=span,
-            state=state,
-            endpoints=(),
-            min_version=1,
-            max_version=1,
-            weights="int8",
-            compute_dtype="bf16",
+        announcement = make_announcement(
+            peer.peer_id, peer.machine, span, state, self.config.num_blocks
+        )
+        announcement = replace(
+            announcement,
             sequence=peer.sequence,
             issued_at=self.now,
             expires_at=self.now + LIFETIME_PERIODS * self.config.period_seconds,
-            decode_steps_per_second=claimed,
         )
         visible_at = self.now + self.config.propagation_seconds
         heapq.heappush(self._on_their_way, (visible_at, next(self._numbers), announcement))
+
+
+def make_announcement(
+    peer_id: PeerId, machine: Machine, span: Span, state: PeerState, num_blocks: int
+) -> Announcement:
+    """Return what a simulated peer says of itself, as of the beginning of time."""
+    return Announcement(
+        peer_id=peer_id,
+        model_id=MODEL_ID,
+        num_blocks=num_blocks,
+        span=span,
+        state=state,
+        endpoints=(),
+        min_version=1,
+        max_version=1,
+        weights="int8",
+        compute_dtype="bf16",
+        sequence=0,
+        issued_at=0.0,
+        expires_at=90.0,
+        decode_steps_per_second=machine.boast * machine.blocks_per_second / len(span),
+    )
