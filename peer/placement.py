@@ -39,7 +39,7 @@ _STEEPNESS = 4
 c times less is c to this power. High enough that the weakest block decides."""
 
 _NEXT_TO_NOTHING = 0.01
-"""Of the even share of steps per second; keeps the loss at a block with nobody finite."""
+"""Of the even share of steps per second; keeps the loss finite where peers are very slow."""
 
 _ALIKE = 0.97
 """Places worth at least this part of the best one differ only in hops."""
@@ -269,7 +269,8 @@ class _Survey:
             starts = starts[num_lacking == num_lacking.max()]
         stops, sums = starts + length, _sum_up(self._losses(length))
         worth = self._find_useful_part(starts, stops) * (sums[stops] - sums[starts])
-        return starts, stops, worth
+        # A peer so slow that nobody would notice it is worth the same everywhere.
+        return starts, stops, worth.clip(min=1e-30)
 
     def explain(self, span: Span) -> str:
         """Return in a sentence why the candidate is wanted at a span."""
@@ -282,10 +283,15 @@ class _Survey:
         return f"the weakest of blocks {span} has {percent:.0f} % of an even share of speed"
 
     def _losses(self, length: int) -> Column:
-        """Return what the swarm loses at each block without the candidate."""
+        """Return what the swarm loses at each block without the candidate.
+
+        Blocks that nobody else serves are left out. They are counted, and so great a loss would
+        hide all others.
+        """
         without = self.others.steps_per_second / self._even + _NEXT_TO_NOTHING
         share = self._speed / length / self._even
-        return without**-_STEEPNESS - (without + share) ** -_STEEPNESS
+        losses = without**-_STEEPNESS - (without + share) ** -_STEEPNESS
+        return np.where(self.others.num_hosts == 0, 0.0, losses)
 
     def _find_useful_part(self, starts: Column, stops: Column) -> Column:
         """Return which part of the time ahead is left once a span is loaded."""
