@@ -171,7 +171,7 @@ def read_options() -> argparse.Namespace:
         "scenarios", nargs="*", choices=[[], *SCENARIOS], help=f"of {', '.join(SCENARIOS)}"
     )
     parser.add_argument("--peers", type=int, default=1000, help="default: %(default)s")
-    parser.add_argument("--hours", type=float, default=3.0, help="of churn (default: %(default)s)")
+    parser.add_argument("--hours", type=float, default=2.0, help="of churn (default: %(default)s)")
     parser.add_argument("--churn", type=float, default=0.3, help="part replaced in an hour")
     parser.add_argument("--trace", type=Path, help="lines of `seconds,join|leave|kill,name`")
     parser.add_argument("--seed", type=int, default=0)

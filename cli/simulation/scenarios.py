@@ -17,6 +17,9 @@ from .recorder import (
 )
 from .world import Move, World, WorldConfig
 
+LARGE = WorldConfig(view_seconds=5.0)
+"""A large swarm, in which views are taken less often: for peers that is harder."""
+
 WARM_UP_SECONDS = 2400.0
 """Everybody joins in the first quarter, and the last block is loaded before the end."""
 
@@ -28,10 +31,10 @@ class ChurnSetting:
     """A swarm in which peers come and go."""
 
     num_peers: int = 1000
-    hours: float = 3.0
+    hours: float = 2.0
     per_hour: float = 0.3
     """Which part of the peers is replaced in an hour."""
-    quiet_hours: float = 1.0
+    quiet_hours: float = 0.5
     """How long is watched afterwards, while nobody comes or goes."""
     liars: float = 0.0
     """Which part of the peers claims to be a hundred times as fast as it is."""
@@ -99,7 +102,7 @@ class ChurnOutcome:
 def run_churn(
     setting: ChurnSetting,
     trace: Sequence[ChurnEvent] | None = None,
-    config: WorldConfig = WorldConfig(),  # noqa: B008  (frozen)
+    config: WorldConfig = LARGE,
 ) -> ChurnOutcome:
     """Let peers come and go, by a trace if one is given."""
     rng = random.Random(setting.seed)
@@ -215,7 +218,7 @@ class StormOutcome:
 def run_storm(
     seed: int,
     num_peers: int = 1000,
-    config: WorldConfig = WorldConfig(),  # noqa: B008
+    config: WorldConfig = LARGE,
 ) -> StormOutcome:
     """Kill half of those who serve the first quarter of the blocks, and watch the others."""
     rng = random.Random(seed)

@@ -105,7 +105,16 @@ def _make_machine(distance: float, row: PublishedRow, blocks_per_second: float) 
 
 def _view_of(peer_ids: Sequence[PeerId], spans: Sequence[Span], machine: Machine) -> SwarmView:
     announcements = [
-        make_announcement(peer_id, machine, span, PeerState.ONLINE, _BLOOM_BLOCKS)
+        make_announcement(
+            peer_id,
+            machine,
+            span,
+            PeerState.ONLINE,
+            num_blocks=_BLOOM_BLOCKS,
+            sequence=1,
+            issued_at=0.0,
+            expires_at=90.0,
+        )
         for peer_id, span in zip(peer_ids, spans, strict=True)
     ]
     return SwarmView.from_announcements(MODEL_ID, announcements, 0.0, _BLOOM_BLOCKS)

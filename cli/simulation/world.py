@@ -7,8 +7,9 @@ announcements that a directory would show at that moment. Time is a number; noth
 import heapq
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
+from typing import Any
 
 from ...peer.announcer import LIFETIME_PERIODS
 from ...peer.placement import (
@@ -236,10 +237,11 @@ class World:
             return
         peer.sequence += 1
         announcement = make_announcement(
-            peer.peer_id, peer.machine, span, state, self.config.num_blocks
-        )
-        announcement = replace(
-            announcement,
+            peer.peer_id,
+            peer.machine,
+            span,
+            state,
+            num_blocks=self.config.num_blocks,
             sequence=peer.sequence,
             issued_at=self.now,
             expires_at=self.now + LIFETIME_PERIODS * self.config.period_seconds,
@@ -249,13 +251,12 @@ class World:
 
 
 def make_announcement(
-    peer_id: PeerId, machine: Machine, span: Span, state: PeerState, num_blocks: int
+    peer_id: PeerId, machine: Machine, span: Span, state: PeerState, **facts: Any
 ) -> Announcement:
-    """Return what a simulated peer says of itself, as of the beginning of time."""
+    """Return what a simulated peer says of itself; `facts` are the other fields."""
     return Announcement(
         peer_id=peer_id,
         model_id=MODEL_ID,
-        num_blocks=num_blocks,
         span=span,
         state=state,
         endpoints=(),
@@ -263,8 +264,6 @@ def make_announcement(
         max_version=1,
         weights="int8",
         compute_dtype="bf16",
-        sequence=0,
-        issued_at=0.0,
-        expires_at=90.0,
         decode_steps_per_second=machine.boast * machine.blocks_per_second / len(span),
+        **facts,
     )
