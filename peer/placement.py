@@ -34,6 +34,10 @@ _HYSTERESIS = 0.5
 """How much more a peer must be worth elsewhere. Worth falls with the fifth power of the speed that
 is there without it, so half as much again is where blocks are about 8 % slower."""
 
+_PATIENCE = 9.0
+"""The same for a newcomer whose intent is out, which is where others have a half more speed: in a
+crowd of newcomers everybody's place gets worse while they wait, and none would ever begin."""
+
 _STEEPNESS = 4
 """How much more a step per second is worth at weak blocks than at strong ones: the loss of having
 c times less is c to this power. High enough that the weakest block decides."""
@@ -49,7 +53,7 @@ _HORIZON_SECONDS = 3600.0
 
 _MOVERS_PER_LOOK = 4
 """How many peers of a swarm consider a move for speed at a time, on average; few of them want to.
-So of 1,000 peers never more than half move in an hour."""
+So 1,000 peers make about one move per peer and hour at most."""
 
 _MOVERS_PER_GAP = 8
 """How many consider to close a gap. The first announcement holds back all who look after it."""
@@ -170,7 +174,7 @@ def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Rando
     """Return whether what was announced is still right, now that others have spoken too."""
     place = survey.judge(planned)
     if own is None:
-        if not _improves(place, survey.judge(survey.find_best(rng)), _HYSTERESIS):
+        if not _improves(place, survey.judge(survey.find_best(rng)), _PATIENCE):
             return _take(survey, planned)
         # Many have come at once and chose the same. If they did so again, it would not end.
         return _take(survey, survey.draw(rng))
