@@ -31,18 +31,18 @@ MIN_RESIDENCY_SECONDS = 600.0
 """How long a peer stays at least, unless there is a gap."""
 
 _HYSTERESIS = 0.5
-"""How much more a peer must be worth elsewhere. Worth falls with the fifth power of the speed that
-is there without it, so half as much again is where blocks are about 8 % slower."""
+"""How much more a peer must be worth elsewhere. Worth falls with the ninth power of the speed that
+is there without it, so half as much again is where blocks are about 5 % slower."""
 
-_PATIENCE = 9.0
+_PATIENCE = 50.0
 """The same for a newcomer whose intent is out, which is where others have a half more speed: in a
 crowd of newcomers everybody's place gets worse while they wait, and none would ever begin."""
 
-_STEEPNESS = 4
+_STEEPNESS = 8
 """How much more a step per second is worth at weak blocks than at strong ones: the loss of having
 c times less is c to this power. High enough that the weakest block decides."""
 
-_NEXT_TO_NOTHING = 0.01
+_NEXT_TO_NOTHING = 0.05
 """Of the even share of steps per second; keeps the loss finite where peers are very slow."""
 
 _ALIKE = 0.97
