@@ -30,9 +30,9 @@ directory shows it to everybody within a few seconds."""
 MIN_RESIDENCY_SECONDS = 600.0
 """How long a peer stays at least, unless there is a gap."""
 
-_HYSTERESIS = 0.5
+_HYSTERESIS = 1.0
 """How much more a peer must be worth elsewhere. Worth falls with the ninth power of the speed that
-is there without it, so half as much again is where blocks are about 5 % slower."""
+is there without it, so twice as much is where blocks are about 7 % slower."""
 
 _PATIENCE = 50.0
 """The same for a newcomer whose intent is out, which is where others have a half more speed: in a

@@ -88,7 +88,7 @@ def test_span_that_lost_its_only_host_is_served_within_two_periods_and_loading(
 
 @pytest.mark.slow
 def test_swarm_recovers_from_the_loss_of_a_part_of_it() -> None:
-    storm = run_storm(1, 80, SMALL)
+    storm = run_storm(2, 80, SMALL)
 
     assert storm.find_ratio(1.0) < 0.7
     assert storm.find_ratio(60.0) > 0.8
