@@ -10,6 +10,7 @@ from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.ids import ModelId, SessionId
 from ..protocol.join_code import find_way_in
 from ..protocol.limits import MAX_SESSION_TOKENS
+from ..protocol.net.choosing_transport import ChoosingTransport
 from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Transport
@@ -29,9 +30,9 @@ Connect = Callable[[ClientConfig], Awaitable[tuple[Transport, Directory]]]
 
 
 async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directory]:
-    """Return TCP and the DHT, joined as the join code or the initial peers say.
+    """Return TCP, with libp2p for relayed peers, and the DHT, joined by code or initial peers.
 
-    The two are imported here, not above: they cost seconds, and a client over loopback or a
+    They are imported here, not above: they cost seconds, and a client over loopback or a
     script that only reads `--help` needs neither.
     """
     if not config.initial_peers and not config.join:
@@ -45,7 +46,8 @@ async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directo
     directory = await hivemind_directory.HivemindDirectory.join(
         addresses, identity=None, clock=SystemClock(), client_mode=True, membership=membership
     )
-    return tcp_transport.TcpTransport(membership=directory.membership), directory
+    direct = tcp_transport.TcpTransport(membership=directory.membership)
+    return ChoosingTransport(direct, directory.make_transport()), directory
 
 
 class Client:

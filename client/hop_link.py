@@ -227,7 +227,7 @@ async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: flo
     """Try the endpoints of a peer in their order; that they are good ones is for it to see to."""
     error: UnavailableError | RemoteProtocolError
     error = RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} announced no endpoint")
-    for endpoint in hop.peer.endpoints:
+    for endpoint in hop.peer.doors:
         try:
             return await transport.open_stream(endpoint, lane, timeout_seconds)
         except UnavailableError as failure:

@@ -21,6 +21,7 @@ from ..protocol.errors import (
 from ..protocol.ids import NO_CLIENT
 from ..protocol.membership import Membership
 from ..protocol.messages import Welcome
+from ..protocol.net.choosing_transport import ChoosingTransport
 from ..protocol.net.clock import Clock, SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Lane, Transport
@@ -114,6 +115,7 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
     """
     tcp_transport = importlib.import_module("..protocol.net.tcp_transport", __package__)
     hivemind_directory = importlib.import_module("..protocol.net.hivemind_directory", __package__)
+    lazy_libp2p = importlib.import_module("..protocol.net.lazy_libp2p", __package__)
     tls = importlib.import_module("..protocol.net.tls", __package__)
     clock = SystemClock()
 
@@ -122,7 +124,10 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
             addresses, identity=None, clock=clock, client_mode=True, membership=membership
         )
 
-    transport = tcp_transport.TcpTransport(membership=membership)
+    transport = ChoosingTransport(
+        tcp_transport.TcpTransport(membership=membership),
+        lazy_libp2p.LazyLibp2pTransport(membership),
+    )
     return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate)
 
 
@@ -148,7 +153,7 @@ async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:
         detail = f"it speaks protocol versions {theirs}, this machine {ours}"
         return PeerCheck(peer, Fault.VERSION, detail)
     result = PeerCheck(peer, Fault.UNREACHABLE, "it announces no endpoint")
-    for endpoint in peer.endpoints:
+    for endpoint in peer.doors:
         try:
             async with asyncio.timeout(PEER_SECONDS):
                 result = await _ask_peer(peer, endpoint, probes)

@@ -4,7 +4,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..kernels.checkpoint import Checkpoint
@@ -21,7 +21,7 @@ from ..protocol.net.hivemind_directory import HivemindDirectory
 from ..protocol.net.multiaddrs import replace_host
 from ..protocol.net.tcp_transport import TcpTransport
 from ..protocol.net.tls import make_tls_identity
-from ..protocol.net.transport import Listener, Stream
+from ..protocol.net.transport import Listener, Stream, Transport
 from ..protocol.spans import Span
 from .announcer import Announcer
 from .config import PeerConfig
@@ -63,22 +63,25 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         identity = stack.enter_context(_hold_identity(config))
         plan = await asyncio.to_thread(_plan_span, config)
         report(PeerEvent("started", {"peer_id": identity.peer_id, "model_id": plan.model_id}))
-        directory = await _join_directory(config, identity, clock)
-        stack.push_async_callback(directory.close)
-        report(PeerEvent("directory", _describe_directory(config, directory)))
-
         # Whoever knows the announcement from before a restart finds the same key again.
         tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
-        transport = TcpTransport(tls_identity, membership=directory.membership)
+        transport = TcpTransport(tls_identity, membership=config.membership)
         stack.push_async_callback(transport.close)
         ready: asyncio.Future[Service] = asyncio.get_running_loop().create_future()
-        listener = await _listen(config, transport, ready)
-        endpoint = _choose_endpoint(config, listener.endpoint)
+        listeners = [await _listen(config, transport, config.listen_port, ready)]
+        endpoint = _choose_endpoint(config, listeners[0].endpoint)
+        directory = await _join_directory(config, identity, clock, endpoint)
+        stack.push_async_callback(directory.close)
+        report(PeerEvent("directory", _describe_directory(config, directory)))
+        if directory.relays:
+            listeners.append(await _listen_behind_relays(config, directory, stack, ready))
 
         lag = LoopLag(clock)
         template = make_template(
             config, identity.peer_id, plan.model_id, plan.span, plan.num_blocks, endpoint
         )
+        if directory.relays:
+            template = replace(template, endpoints=(), relays=directory.relays)
         description = SelfDescription(template, lag)
         announcer = Announcer(
             directory, identity, description.describe, clock, config.announce_period_seconds
@@ -89,7 +92,8 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
 
         engine = await _load_engine(config, plan, report)
         compute = await stack.enter_async_context(ComputeThread(engine, config.token_budget))
-        stack.push_async_callback(listener.close)
+        for listener in listeners:
+            stack.push_async_callback(listener.close)
         throughput = await compute.call(lambda: measure_throughput(engine))
         facts = ServiceFacts(
             identity.peer_id, plan.model_id, config.max_sessions, config.session_idle_seconds
@@ -174,7 +178,7 @@ def _plan_span(config: PeerConfig) -> _Plan:
 
 
 async def _join_directory(
-    config: PeerConfig, identity: Identity, clock: SystemClock
+    config: PeerConfig, identity: Identity, clock: SystemClock, endpoint: Endpoint
 ) -> HivemindDirectory:
     return await HivemindDirectory.join(
         config.initial_peers,
@@ -183,6 +187,7 @@ async def _join_directory(
         port=config.directory_port,
         clock=clock,
         membership=config.membership,
+        endpoint=endpoint,
     )
 
 
@@ -199,13 +204,24 @@ def _describe_directory(config: PeerConfig, directory: HivemindDirectory) -> dic
 
 
 async def _listen(
-    config: PeerConfig, transport: TcpTransport, ready: asyncio.Future[Service]
+    config: PeerConfig, transport: Transport, port: int, ready: asyncio.Future[Service]
 ) -> Listener:
     async def serve(stream: Stream) -> None:
         # Whoever dials while the blocks are being loaded waits for them.
         await (await asyncio.shield(ready)).serve(stream)
 
-    return await transport.listen(config.listen_host, config.listen_port, serve)
+    return await transport.listen(config.listen_host, port, serve)
+
+
+async def _listen_behind_relays(
+    config: PeerConfig,
+    directory: HivemindDirectory,
+    stack: AsyncExitStack,
+    ready: asyncio.Future[Service],
+) -> Listener:
+    transport = directory.make_transport()
+    stack.push_async_callback(transport.close)
+    return await _listen(config, transport, config.directory_port, ready)
 
 
 async def _load_engine(config: PeerConfig, plan: _Plan, report: Report) -> Engine:
@@ -250,7 +266,7 @@ def _describe_online(
         "num_blocks": engine.spec.num_blocks,
         "weights_bytes": engine.num_weight_bytes,
         "kernels": engine.kernels,
-        "endpoint": str(template.endpoints[0]),
+        "endpoint": str(template.doors[0]),
         "addresses": list(directory.addresses),
         "decode_steps_per_second": round(throughput.decode_steps_per_second, 1),
         "prefill_tokens_per_second": round(throughput.prefill_tokens_per_second, 1),

@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from . import limits
-from .endpoints import Endpoint
+from .endpoints import Endpoint, Libp2pEndpoint, Relay
 from .errors import LocalProtocolError, RemoteProtocolError
 from .identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 from .ids import MODEL_ID_CHARACTERS, ModelId, PeerId
@@ -22,6 +22,7 @@ from .spans import Span
 
 MAX_ADAPTERS = 16
 MAX_RTTS = 16
+MAX_RELAYS = 4
 
 # A record is one byte of version, the signature, and the body as compact JSON. The signed bytes
 # travel as they are, so no canonical form is needed. The context keeps a signature from being
@@ -61,9 +62,16 @@ def _check_endpoint(endpoint: Endpoint) -> Endpoint:
     return endpoint
 
 
+def _check_relay(relay: Relay) -> Relay:
+    _check_endpoint(Endpoint(relay.host, relay.port))
+    _check_peer_id(relay.peer_id)
+    return relay
+
+
 _PeerId = Annotated[PeerId, AfterValidator(_check_peer_id)]
 _ModelId = Annotated[ModelId, Field(pattern=rf"^[0-9a-f]{{{MODEL_ID_CHARACTERS}}}$")]
 _Endpoint = Annotated[Endpoint, AfterValidator(_check_endpoint)]
+_Relay = Annotated[Relay, AfterValidator(_check_relay)]
 _AdapterHash = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 _Version = Annotated[int, Field(ge=0, lt=2**16)]
 _Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
@@ -121,6 +129,8 @@ class Announcement:
     """Name and version of the software, for people to read."""
     kernels: Annotated[str, Field(max_length=64)] = ""
     """What the peer found fastest to compute with, for people to read."""
+    relays: Annotated[tuple[_Relay, ...], Field(max_length=MAX_RELAYS)] = ()
+    """Who carries streams to the peer, best first, where it cannot be dialled itself."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:
@@ -130,6 +140,12 @@ class Announcement:
         lifetime_seconds = self.expires_at - self.issued_at
         if not 0 < lifetime_seconds <= limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS:
             raise ValueError(f"a lifetime of {lifetime_seconds:.1f} seconds is not allowed")
+
+    @property
+    def doors(self) -> tuple[Endpoint, ...]:
+        """Every way to dial the peer, best first: its own endpoints, then those behind relays."""
+        behind = (Libp2pEndpoint.behind(relay, self.peer_id) for relay in self.relays)
+        return (*self.endpoints, *behind)
 
 
 _SCHEMA = TypeAdapter(Announcement)

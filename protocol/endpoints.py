@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .ids import PeerId
+
 
 @dataclass(frozen=True, order=True)
 class Endpoint:
@@ -19,3 +21,56 @@ class Endpoint:
     def __str__(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"{host}:{self.port}"
+
+
+@dataclass(frozen=True)
+class Relay:
+    """A peer that carries streams to others which cannot be dialled, and its libp2p host and port.
+
+    >>> str(Relay("192.0.2.1", 4001, PeerId("12D3Koo")))
+    '/ip4/192.0.2.1/tcp/4001/p2p/12D3Koo'
+    """
+
+    host: str
+    port: int
+    peer_id: PeerId
+
+    def __str__(self) -> str:
+        return f"{_name_address(self.host, self.port)}/p2p/{self.peer_id}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Libp2pEndpoint(Endpoint):
+    """A peer that is dialled through libp2p, which proves its peer id; there is no fingerprint.
+
+    Host and port are those of its relay, or of its own libp2p node where there is no relay.
+
+    >>> relay = Relay("192.0.2.1", 4001, PeerId("12D3Rel"))
+    >>> str(Libp2pEndpoint.behind(relay, PeerId("12D3Pee")))
+    '/ip4/192.0.2.1/tcp/4001/p2p/12D3Rel/p2p-circuit/p2p/12D3Pee'
+    """
+
+    peer_id: PeerId
+    relay_id: PeerId | None = None
+
+    @classmethod
+    def behind(cls, relay: Relay, peer_id: PeerId) -> Libp2pEndpoint:
+        """Return the endpoint of a peer that is reached through a relay."""
+        return cls(relay.host, relay.port, peer_id=peer_id, relay_id=relay.peer_id)
+
+    @property
+    def address(self) -> str:
+        """Where libp2p dials, without the peer that must answer."""
+        address = _name_address(self.host, self.port)
+        return f"{address}/p2p/{self.relay_id}/p2p-circuit" if self.relay_id else address
+
+    def __str__(self) -> str:
+        return f"{self.address}/p2p/{self.peer_id}"
+
+
+def _name_address(host: str, port: int) -> str:
+    """Write a host and port as libp2p does."""
+    if ":" in host:
+        return f"/ip6/{host}/tcp/{port}"
+    is_ipv4 = host.replace(".", "").isdecimal()
+    return f"/{'ip4' if is_ipv4 else 'dns'}/{host}/tcp/{port}"

@@ -112,6 +112,11 @@ def public_key_of(peer_id: str) -> bytes:
     return decoded[len(_PEER_ID_PREFIX) :]
 
 
+def peer_id_bytes(peer_id: str) -> bytes:
+    """Return the binary form of a peer id; raises RemoteProtocolError like `public_key_of`."""
+    return _PEER_ID_PREFIX + public_key_of(peer_id)
+
+
 def verify(peer_id: str, message: bytes, signature: bytes) -> bool:
     """Return whether the peer of that id signed the message; False for a malformed peer id."""
     try:

@@ -18,13 +18,18 @@ from contextlib import suppress
 from typing import Any, cast
 
 from ..announcements import Announcement
+from ..endpoints import Endpoint, Relay
 from ..errors import DirectoryError, LocalProtocolError, RemoteProtocolError, UsageError
 from ..identity import Identity
 from ..ids import ModelId, PeerId
 from ..limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
 from ..membership import SWARM_ID_BYTES, Membership, make_public
 from ..revocations import Revocations, sign_revocations
+from .addresses import is_loopback
 from .clock import Clock
+from .dht_validator import GateValidator
+from .dial_back import DialBack, make_reachable
+from .libp2p_transport import Libp2pTransport
 from .multiaddrs import PeerAddress, find_listening
 from .p2p_daemon import (
     PROBE_SECONDS,
@@ -43,7 +48,6 @@ with warnings.catch_warnings():
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import ValidationError
     from hivemind.dht.routing import DHTID
-    from hivemind.dht.validation import DHTRecord, RecordValidatorBase
     from hivemind.p2p import P2P, PeerID
     from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
     from hivemind.utils import MSGPackSerializer
@@ -88,16 +92,17 @@ class HivemindDirectory:
         node: DHTNode,
         p2p: P2P,
         gate: RecordGate,
-        membership: Membership,
         initial_peers: Sequence[PeerAddress],
         addresses: Sequence[str],
+        relays: Sequence[Relay],
     ) -> None:
         self._node = node
         self._p2p = p2p
         self._gate = gate
-        self.membership = membership
         self._initial_peers = initial_peers
         self._addresses = tuple(addresses)
+        self.relays = tuple(relays)
+        """Who carries streams to us, since others cannot dial us; none when they can."""
         self._is_closed = False
 
     @classmethod
@@ -111,12 +116,14 @@ class HivemindDirectory:
         port: int = 0,
         client_mode: bool = False,
         membership: Membership | None = None,
+        endpoint: Endpoint | None = None,
     ) -> HivemindDirectory:
         """Start a node and join through `initial_peers`; with none of them, begin a new DHT.
 
         With an identity, the node has its peer id. With `client_mode`, the node reads, and
         neither listens nor stores. `port` 0 takes any free one. Without a membership the swarm is
-        the public one of the initial peers, or a new one.
+        the public one of the initial peers, or a new one. With an `endpoint`, others are asked to
+        dial it; if they cannot, initial peers become our relays (see `relays`).
 
         Raises UsageError for a malformed address and when it cannot listen there, WrongSwarmError
         when the membership does not fit the initial peers, DirectoryError when no initial peer
@@ -132,6 +139,12 @@ class HivemindDirectory:
             if peers:
                 membership, peers = await find_swarm(peers, membership, make_ask(p2p))
             membership = membership or make_public(secrets.token_bytes(SWARM_ID_BYTES))
+            relays: Sequence[Relay] = ()
+            if endpoint is not None and not is_loopback(listen_host):
+                p2p, relays = await make_reachable(
+                    p2p, peers, identity, listen_host, port, endpoint
+                )
+                await DialBack(clock).start(p2p)
             gate = RecordGate(
                 membership,
                 clock,
@@ -143,18 +156,28 @@ class HivemindDirectory:
                 await answer_questions(p2p, membership)
             node = await _start_node(p2p, gate, peers, client_mode)
         except BaseException:
-            await stop_p2pd(p2p)
+            if child_of(p2p).returncode is None:
+                await stop_p2pd(p2p)
             raise
-        return cls(node, p2p, gate, membership, peers, [str(address) for address in addresses])
+        return cls(node, p2p, gate, peers, [str(address) for address in addresses], relays)
 
     def __repr__(self) -> str:
         num_neighbours = len(self._node.protocol.routing_table.uid_to_peer_id)
         return f"<HivemindDirectory {self._p2p.peer_id}, {num_neighbours} neighbours>"
 
     @property
+    def membership(self) -> Membership:
+        """What we know of the swarm that was joined."""
+        return self._gate.membership
+
+    @property
     def addresses(self) -> Sequence[str]:
         """Multiaddrs with our peer id, `/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…`; see the seam."""
         return self._addresses
+
+    def make_transport(self) -> Libp2pTransport:
+        """Return a transport over the same p2pd; close it before the directory."""
+        return Libp2pTransport(self._p2p, self.membership)
 
     async def announce(self, record: bytes) -> None:
         """See Directory.announce. Raises UsageError in client mode."""
@@ -304,36 +327,10 @@ class HivemindDirectory:
         return {}
 
 
-class _Validator(RecordValidatorBase):
-    """Makes hivemind ask our gate before it stores anything or believes a replica."""
-
-    def __init__(self, gate: RecordGate) -> None:
-        self._gate = gate
-
-    def validate(self, record: DHTRecord) -> bool:
-        return self._gate.accept(record.key, record.subkey, record.value, record.expiration_time)
-
-    def keep_valid(self, key: bytes, dictionary: Any) -> bool:
-        """Remove what is not valid from a replica's DictionaryDHTValue and let the rest pass.
-
-        hivemind would refuse the whole answer, so that one bad record hid all good ones. The
-        maximal size also comes from the replica and ends in our own storage.
-        """
-        dictionary.maxsize = float("inf")
-        for _ in range(2):  # of a long list, a later record may displace an earlier one
-            for subkey, (value, expires_at) in list(dictionary.data.items()):
-                is_typed = isinstance(subkey, str) and isinstance(value, bytes)
-                if not is_typed or not self._gate.accept(
-                    key, MSGPackSerializer.dumps(subkey), value, expires_at
-                ):
-                    del dictionary[subkey]
-        return True
-
-
 async def _start_node(
     p2p: P2P, gate: RecordGate, initial_peers: Sequence[PeerAddress], client_mode: bool
 ) -> DHTNode:
-    validator = _Validator(gate)
+    validator = GateValidator(gate)
     try:
         node = await DHTNode.create(
             p2p=p2p,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import DirectoryError, RemoteProtocolError, UsageError
-from ..identity import public_key_of
+from ..identity import peer_id_bytes, public_key_of
 from ..ids import PeerId
 from .addresses import is_loopback
 
@@ -17,6 +17,15 @@ _HOST_PARTS = frozenset({"ip4", "ip6", "dns", "dns4", "dns6"})
 _PORT_PARTS = frozenset({"tcp", "udp"})
 _PARTS_WITH_VALUE = _HOST_PARTS | _PORT_PARTS | {"p2p"}
 _PARTS_WITHOUT_VALUE = frozenset({"p2p-circuit", "quic", "quic-v1", "tls", "ws", "wss"})
+# Code of each part in the binary form (multiformats/multicodec, table.csv), as a varint.
+_CODES = {
+    "ip4": b"\x04",
+    "tcp": b"\x06",
+    "ip6": b"\x29",
+    "dns": b"\x35",
+    "p2p-circuit": b"\xa2\x02",
+    "p2p": b"\xa5\x03",
+}
 # No comma above all: p2pd takes its initial peers as a list with commas.
 _CHARACTERS = re.compile(r"/[0-9A-Za-z._:/-]+")
 
@@ -86,6 +95,44 @@ def _check_part(name: str, value: str) -> None:
         raise ValueError(f"{name} needs a value")
     elif name not in _PARTS_WITH_VALUE | _PARTS_WITHOUT_VALUE:
         raise ValueError(f"{name!r} is unknown")
+
+
+def split_multiaddr(text: str) -> tuple[str, int]:
+    """Return the host and port that a multiaddr begins with; nothing and 0 where it has none.
+
+    >>> split_multiaddr("/ip4/192.0.2.7/tcp/4001/p2p/12D3Koo"), split_multiaddr("/p2p/12D3Koo")
+    (('192.0.2.7', 4001), ('', 0))
+    """
+    words = text.split("/")[1:]
+    if len(words) < 4 or words[0] not in _HOST_PARTS or words[2] not in _PORT_PARTS:
+        return "", 0
+    return words[1], int(words[3])
+
+
+def pack_multiaddr(text: str) -> bytes:
+    """Return the bytes of an address with TCP and maybe a relay; raises ValueError for others.
+
+    >>> pack_multiaddr("/ip4/192.0.2.7/tcp/4001").hex()
+    '04c0000207060fa1'
+    """
+    words, packed = text.split("/")[1:], b""
+    while words:
+        name = words.pop(0)
+        if name not in _CODES:
+            raise ValueError(f"{name!r} is unknown")
+        packed += _CODES[name] + (b"" if name == "p2p-circuit" else _pack_value(name, words.pop(0)))
+    return packed
+
+
+def _pack_value(name: str, value: str) -> bytes:
+    if name == "tcp":
+        return int(value).to_bytes(2, "big")
+    if name in ("ip4", "ip6"):
+        return ipaddress.ip_address(value).packed
+    data = peer_id_bytes(value) if name == "p2p" else value.encode()
+    if len(data) > 127:  # then the length would take more than one byte
+        raise ValueError(f"{name} has {len(data)} bytes")
+    return bytes([len(data)]) + data
 
 
 def make_listen_multiaddr(host: str, port: int) -> str:

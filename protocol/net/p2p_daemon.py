@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+from ..endpoints import Relay
 from ..errors import DirectoryError, UnavailableError, UsageError
 from ..identity import Identity
 from ..ids import PeerId
@@ -33,6 +34,7 @@ PROBE_SECONDS = 1.5
 
 _START_SECONDS = 5.5  # p2pd itself gives its initial peers 5 s
 _STOP_SECONDS = 2.0
+_NUM_RELAYS = 2  # as many as p2pd keeps connections to
 
 # Python puts itself into a process group of its own and becomes p2pd, under the same process id.
 # No session of its own: a stopped p2pd would then survive us, as the kernel would not wake it.
@@ -48,28 +50,41 @@ class _OwnGroupP2P(P2P):
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
         start = [sys.executable, "-I", "-S", "-c", _IN_OWN_GROUP]
+        if kwargs.get("autoRelay"):
+            # Else p2pd looks at the DHT for more relays, three minutes long, before it uses one.
+            kwargs["relayDiscovery"] = False
         return start + P2P._make_process_args(*args, **kwargs)
 
 
 async def start_reading_p2pd(
-    initial_peers: Sequence[PeerAddress], identity: Identity | None
+    initial_peers: Sequence[PeerAddress], identity: Identity | None, *, use_relay: bool = False
 ) -> P2P:
-    """Start a p2pd that only asks. Raises DirectoryError when no initial peer can be reached."""
+    """Start a p2pd that only asks, through relays where asked or where initial peers are far.
+
+    Raises DirectoryError when no initial peer can be reached.
+    """
     options: dict[str, Any] = {
         "host_maddrs": None,
         "no_listen": True,
         "dht_mode": "client",
         "nat_port_map": False,
         "auto_nat": False,
-        "use_relay": not all(peer.is_loopback for peer in initial_peers),
+        "use_relay": use_relay or not all(peer.is_loopback for peer in initial_peers),
     }
     return await _start(await find_listening(initial_peers, PROBE_SECONDS), identity, options)
 
 
 async def start_serving_p2pd(
-    initial_peers: Sequence[PeerAddress], identity: Identity | None, host: str, port: int
+    initial_peers: Sequence[PeerAddress],
+    identity: Identity | None,
+    host: str,
+    port: int,
+    relays: Sequence[Relay] = (),
 ) -> P2P:
     """Start a p2pd that others ask; port 0 takes any free one. Outside traffic only off loopback.
+
+    With relays it stays connected to them, and they carry to us what is meant for us. Without any
+    it takes itself for reachable, off loopback, and is a relay for others.
 
     Raises UsageError when it cannot listen there or when an initial peer has the same identity,
     DirectoryError when no initial peer can be reached.
@@ -81,6 +96,11 @@ async def start_serving_p2pd(
         "auto_nat": is_public,
         "use_relay": is_public,
     }
+    if relays:
+        options |= {"use_auto_relay": True, "trusted_relays": [str(relay) for relay in relays]}
+    if is_public:
+        # p2pd would need minutes to find out by itself.
+        options["force_reachability"] = "private" if relays else "public"
     # p2pd would share a port with another p2pd, and then get half of its connections.
     await check_can_bind(host, port)
     listening = await find_listening(initial_peers, PROBE_SECONDS)
@@ -95,7 +115,17 @@ async def stop_p2pd(p2p: P2P) -> None:
             await p2p.shutdown()
     except TimeoutError:
         child_of(p2p).kill()
-        await child_of(p2p).wait()
+    # Not only waits: it closes the pipe of what p2pd says, which hivemind leaves open.
+    await child_of(p2p).communicate()
+
+
+def choose_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
+    """Return the initial peers that may carry streams to us: p2pd asks two of them for it."""
+    return [
+        Relay(peer.host, peer.tcp_port, peer.peer_id)
+        for peer in initial_peers
+        if peer.tcp_port is not None and not peer.is_loopback
+    ][:_NUM_RELAYS]
 
 
 def child_of(p2p: P2P) -> asyncio.subprocess.Process:

@@ -50,7 +50,7 @@ class RecordGate:
 
         `secret` decides the lottery of a full book; a fresh one by default.
         """
-        self._membership = membership
+        self.membership = membership
         self._clock = clock
         self._digest_key = digest_key
         self._pack = pack
@@ -97,19 +97,19 @@ class RecordGate:
 
     def key_of(self, model_id: ModelId) -> str:
         """Return the key of a model in our swarm."""
-        return _make_key(self._membership.swarm_id, model_id)
+        return _make_key(self.membership.swarm_id, model_id)
 
     @property
     def revocations_key(self) -> str:
         """The key under which the owner's list of our swarm stands."""
-        return _make_key(self._membership.swarm_id, REVOCATIONS)
+        return _make_key(self.membership.swarm_id, REVOCATIONS)
 
     def wrap(self, record: bytes) -> bytes:
         """Return the value that stands in the DHT for a record of ours.
 
         Raises UsageError when we may not serve.
         """
-        certificate = self._membership.certify(self.read(record).peer_id)
+        certificate = self.membership.certify(self.read(record).peer_id)
         return self._seal(certificate + record)
 
     def wrap_revocations(self, record: bytes | None = None) -> bytes:
@@ -119,7 +119,7 @@ class RecordGate:
 
     def _seal(self, content: bytes) -> bytes:
         nonce = secrets.token_bytes(NONCE_BYTES)
-        return self._membership.swarm_id + self._membership.seal(content, nonce)
+        return self.membership.swarm_id + self.membership.seal(content, nonce)
 
     def accept(
         self, key_digest: bytes, packed_subkey: bytes, packed_value: bytes, expires_at: float
@@ -148,7 +148,7 @@ class RecordGate:
     def _open_anew(self, value: bytes) -> tuple[bytes, bytes]:
         """Return swarm id and record of a value, if its swarm lets the peer of it serve."""
         swarm_id, sealed = value[:SWARM_ID_BYTES], value[SWARM_ID_BYTES:]
-        membership = self._membership
+        membership = self.membership
         if swarm_id != membership.swarm_id:
             if membership.is_private or len(swarm_id) < SWARM_ID_BYTES:
                 raise RemoteProtocolError("the record is of another swarm")
@@ -163,13 +163,13 @@ class RecordGate:
     def _accept_revocations(self, key_digest: bytes, value: bytes, expires_at: float) -> None:
         """Take the owner's list, from whoever hands it on; raises RemoteProtocolError else."""
         latest = self._clock.wall() + limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
-        is_ours = value.startswith(self._membership.swarm_id)
+        is_ours = value.startswith(self.membership.swarm_id)
         if not is_ours or key_digest != self._digest_key(self.revocations_key):
             raise RemoteProtocolError("the revocations stand in a wrong place")
         if expires_at > latest + limits.MAX_CLOCK_SKEW_SECONDS:
             raise RemoteProtocolError("the revocations are to stay for too long")
-        record = self._membership.open(value[SWARM_ID_BYTES:])
-        found = read_revocations(self._membership, record)
+        record = self.membership.open(value[SWARM_ID_BYTES:])
+        found = read_revocations(self.membership, record)
         if found.sequence < self.revocations.sequence:
             raise RemoteProtocolError("newer revocations are already known")
         self.revocations, self._revocations_record = found, record

@@ -9,6 +9,7 @@ from transport_seam import Seam
         "loopback",
         pytest.param("tcp-tls", marks=pytest.mark.network),
         pytest.param("tcp-plain", marks=pytest.mark.network),
+        pytest.param("libp2p", marks=pytest.mark.network),
     ]
 )
 def seam(request: pytest.FixtureRequest) -> Seam:

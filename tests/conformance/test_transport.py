@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import pytest
 from transport_seam import Seam, echo, expect_unavailable, send_all
 
-from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
     ErrorCode,
     LocalProtocolError,
@@ -245,8 +244,7 @@ def test_wrong_fingerprint_is_the_fault_of_the_other_end(seam: Seam) -> None:
             served.append(stream)
 
         listener = await seam.listen(note)
-        right = listener.endpoint
-        wrong = Endpoint(right.host, right.port, "0" * 64)
+        wrong = seam.misname(listener.endpoint)
 
         with pytest.raises(RemoteProtocolError):
             await seam.transport("client").open_stream(wrong)

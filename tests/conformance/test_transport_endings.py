@@ -216,7 +216,8 @@ def test_closing_a_transport_with_everything_open_does_not_hang(seam: Seam) -> N
         outcome, serve = watch()
         transport = seam.transport()
         listener = await transport.listen(seam.host(), 0, serve)
-        stream = await transport.open_stream(listener.endpoint)
+        other = await seam.transport("client").open_stream(listener.endpoint)
+        stream = await transport.open_stream((await seam.listen(echo)).endpoint)
         waiting = asyncio.create_task(stream.receive())
         await asyncio.sleep(0.01)
 
@@ -226,6 +227,7 @@ def test_closing_a_transport_with_everything_open_does_not_hang(seam: Seam) -> N
         await expect_unavailable(waiting)
         assert isinstance(await outcome, UnavailableError)
         await stream.close()
+        await other.close()
 
     seam.run(test)
 
@@ -242,21 +244,19 @@ def test_many_streams_leave_no_task_and_no_descriptor(seam: Seam) -> None:
             await stream.close()
 
         await talk()
-        await wait_until(lambda: num_tasks() <= num_tasks_idle)
+        await wait_until(lambda: num_tasks() <= seam.num_idle_tasks)
         num_files = count_files()
         for _ in range(10):
             async with asyncio.TaskGroup() as group:
                 for _ in range(20):
                     group.create_task(talk())
 
-        await wait_until(lambda: num_tasks() <= num_tasks_idle)
+        await wait_until(lambda: num_tasks() <= seam.num_idle_tasks)
         await wait_until(lambda: count_files() <= num_files)
 
     def num_tasks() -> int:
         return len(asyncio.all_tasks())
 
-    # The test itself, and those in which listeners wait for their next stream.
-    num_tasks_idle = 1 if seam.name == "loopback" else 2
     seam.run(test)
 
 

@@ -11,13 +11,14 @@ import pytest
 from shoal.protocol import limits
 from shoal.protocol.announcements import (
     MAX_ADAPTERS,
+    MAX_RELAYS,
     MAX_RTTS,
     Announcement,
     PeerState,
     read_announcement,
     sign_announcement,
 )
-from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
 from shoal.protocol.errors import LocalProtocolError, RemoteProtocolError
 from shoal.protocol.identity import Identity
 from shoal.protocol.spans import Span
@@ -48,6 +49,7 @@ def make_full(announce: Announce, identity_of: IdentityOf) -> Announcement:
         queue_seconds=0.25,
         rtts=((identity_of(2).peer_id, 0.012345678901234567),),
         software="shoal 0.1",
+        relays=(Relay("192.0.2.7", 4001, identity_of(2).peer_id),),
     )
 
 
@@ -163,6 +165,14 @@ BAD_FIELDS = [
     ("rtts", [["nobody", 0.1]]),
     ("rtts", [[0.1]]),
     ("rtts", {}),
+    ("relays", [{"host": "192.0.2.7", "port": 4001, "peer_id": "nobody"}]),
+    ("relays", [{"host": "192.0.2.7", "port": 4001}]),
+    ("relays", [{"host": "a/p2p/b", "port": 4001, "peer_id": Identity(bytes(32)).peer_id}]),
+    ("relays", [{"host": "192.0.2.7", "port": 0, "peer_id": Identity(bytes(32)).peer_id}]),
+    (
+        "relays",
+        [{"host": "a", "port": 1, "peer_id": Identity(bytes(32)).peer_id}] * (MAX_RELAYS + 1),
+    ),
     ("software", "x" * 65),
     ("software", 1),
 ]
@@ -179,6 +189,36 @@ def test_bad_field_is_refused_although_well_signed(
         read_announcement(sign_body(identity_of(1), json.dumps(body).encode()), now)
 
     assert len(str(caught.value)) < limits.MAX_TEXT_CHARACTERS
+
+
+def test_peer_is_dialled_itself_first_and_then_through_its_relays(
+    announce: Announce, identity_of: IdentityOf
+) -> None:
+    own = Endpoint("192.0.2.1", 7000, "0" * 64)
+    relay = Relay("192.0.2.7", 4001, identity_of(2).peer_id)
+
+    doors = announce(endpoints=(own,), relays=(relay,)).doors
+
+    assert doors[0] == own
+    assert doors[1] == Libp2pEndpoint(
+        "192.0.2.7", 4001, peer_id=identity_of(1).peer_id, relay_id=identity_of(2).peer_id
+    )
+
+
+def test_reader_that_knows_no_relays_reads_the_rest(
+    announce: Announce, identity_of: IdentityOf, now: float
+) -> None:
+    """Relays are no kind of endpoint: who does not know them would refuse the whole record."""
+    record = sign_announcement(identity_of(1), make_full(announce, identity_of))
+
+    body = json.loads(record[HEADER_BYTES:])
+
+    assert {key for endpoint in body["endpoints"] for key in endpoint} == {
+        "host",
+        "port",
+        "fingerprint",
+    }
+    assert len(body["relays"]) == 1
 
 
 def test_too_many_rtts_are_refused(announce: Announce, identity_of: IdentityOf, now: float) -> None:

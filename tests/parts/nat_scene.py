@@ -1,0 +1,95 @@
+"""Real networks with NAT on this machine: network namespaces, veth pairs and iptables.
+
+    home a ── router a ──┐                       ┌── router b ── home b
+    10.0.1.2    (NAT)    └──── public network ───┘    (NAT)   10.0.2.2
+                               198.51.100.1
+
+Nothing outside the namespaces is touched: they hold the public network as well.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+PUBLIC_HOST = "198.51.100.1"
+ROUTER_HOSTS = {"a": "198.51.100.2", "b": "198.51.100.3"}
+HOME_HOSTS = {"a": "10.0.1.2", "b": "10.0.2.2"}
+
+
+class NatNetworks:
+    """The namespaces, by short names: `public`, `router-a`, `home-a`, and so on."""
+
+    def __init__(self) -> None:
+        self._prefix = f"shoal-{os.getpid()}-"
+        self._names = ["public", "router-a", "home-a", "router-b", "home-b"]
+
+    def make(self) -> None:
+        for name in self._names:
+            _run("ip", "netns", "add", self._prefix + name)
+            self._ip(name, "link set lo up")
+        self._ip("public", "link add public type bridge")
+        self._ip("public", "link set public up")
+        self._ip("public", f"addr add {PUBLIC_HOST}/24 dev public")
+        for letter in HOME_HOSTS:
+            self._make_home(letter)
+
+    def remove(self) -> None:
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", self._prefix + name], capture_output=True)
+
+    def command(self, name: str, *command: str) -> list[str]:
+        """Return a command as it runs inside a namespace; it replaces `ip`, under its pid."""
+        return ["ip", "netns", "exec", self._prefix + name, *command]
+
+    def _make_home(self, letter: str) -> None:
+        router, home = f"router-{letter}", f"home-{letter}"
+        gateway = HOME_HOSTS[letter].removesuffix("2") + "1"
+        self._ip(
+            "public", f"link add to-{letter} type veth peer name wan netns {self._prefix}{router}"
+        )
+        self._ip("public", f"link set to-{letter} master public up")
+        self._ip(router, f"addr add {ROUTER_HOSTS[letter]}/24 dev wan")
+        self._ip(router, "link set wan up")
+        self._ip(router, f"link add lan type veth peer name eth0 netns {self._prefix}{home}")
+        self._ip(router, f"addr add {gateway}/24 dev lan")
+        self._ip(router, "link set lan up")
+        self._ip(home, f"addr add {HOME_HOSTS[letter]}/24 dev eth0")
+        self._ip(home, "link set eth0 up")
+        self._ip(home, f"route add default via {gateway}")
+        forwarding = "echo 1 > /proc/sys/net/ipv4/ip_forward"
+        _run(*self.command(router, "sh", "-c", forwarding))
+        for rule in (
+            "-t nat -A POSTROUTING -o wan -j MASQUERADE",
+            "-A FORWARD -i wan -m state --state NEW -j DROP",
+        ):
+            _run(*self.command(router, "iptables", *rule.split()))
+
+    def _ip(self, name: str, words: str) -> None:
+        _run("ip", "-n", self._prefix + name, *words.split())
+
+
+@contextlib.contextmanager
+def nat_networks() -> Iterator[NatNetworks]:
+    """Make the networks for as long as it lasts; skip the test where that is impossible."""
+    missing = [tool for tool in ("ip", "iptables") if shutil.which(tool) is None]
+    if missing:
+        pytest.skip(f"networks with NAT need {' and '.join(missing)}")
+    networks = NatNetworks()
+    try:
+        try:
+            networks.make()
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no networks with NAT here: {error.cmd}: {error.stderr.strip()}")
+        yield networks
+    finally:
+        networks.remove()
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

@@ -1,0 +1,100 @@
+"""Streams over bytes: what strangers may write into them, over a pair of sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from shoal.protocol.errors import RemoteProtocolError, UnavailableError
+from shoal.protocol.net.libp2p_stream import Libp2pStream
+from shoal.protocol.net.pieces import MAX_MESSAGE_BYTES, cut_frame
+
+
+def pack(*messages: bytes) -> bytes:
+    return b"".join(struct.pack("<I", len(message)) + message for message in messages)
+
+
+@asynccontextmanager
+async def stream_and_stranger() -> AsyncIterator[tuple[Libp2pStream, asyncio.StreamWriter]]:
+    """Yield a stream, and the raw other end of its socket."""
+    ours, theirs = socket.socketpair()
+    stream = Libp2pStream(*await asyncio.open_connection(sock=ours), None, "peer", lambda _: None)
+    _, writer = await asyncio.open_connection(sock=theirs)
+    try:
+        yield stream, writer
+    finally:
+        await stream.abort("the test is over")
+        writer.transport.abort()
+        await asyncio.sleep(0)  # for the transports to close their sockets
+
+
+def test_end_is_told_from_a_break() -> None:
+    async def test() -> None:
+        async with stream_and_stranger() as (stream, stranger):
+            stranger.write(pack(*cut_frame(b"frame"), b""))
+            stranger.close()
+            assert await stream.receive() == b"frame"
+            assert await stream.receive() is None
+
+        async with stream_and_stranger() as (stream, stranger):
+            stranger.write(pack(*cut_frame(b"frame")))
+            stranger.close()
+            async with asyncio.timeout(5):
+                await stream.wait_over()
+            with pytest.raises(UnavailableError):
+                await stream.receive()
+
+    asyncio.run(test())
+
+
+def test_break_is_noticed_behind_frames_that_nobody_has_read() -> None:
+    async def test() -> None:
+        async with stream_and_stranger() as (stream, stranger):
+            stranger.write(pack(*cut_frame(bytes(20_000)), *cut_frame(bytes(20_000))))
+            stranger.close()
+
+            async with asyncio.timeout(5):
+                await stream.wait_over()
+
+    asyncio.run(test())
+
+
+def test_no_more_is_taken_in_than_the_window_and_one_message() -> None:
+    async def test() -> None:
+        async with stream_and_stranger() as (_, stranger):
+            stranger.write(pack(*cut_frame(bytes(200_000))) * 20)
+
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await stranger.drain()
+            assert stranger.transport.get_write_buffer_size() > 2_000_000
+
+    asyncio.run(test())
+
+
+def test_message_beyond_the_limit_is_the_fault_of_the_other_end_who_hears_our_answer() -> None:
+    async def test() -> None:
+        ours, theirs = socket.socketpair()
+        stream = Libp2pStream(
+            *await asyncio.open_connection(sock=ours), None, "peer", lambda _: None
+        )
+        reader, writer = await asyncio.open_connection(sock=theirs)
+        writer.write(struct.pack("<I", MAX_MESSAGE_BYTES + 1) + bytes(1_000_000))
+
+        for _ in range(2):
+            with pytest.raises(RemoteProtocolError):
+                await stream.receive()
+        await stream.send(b"too large")
+        await stream.close()
+
+        expected = pack(*cut_frame(b"too large"), b"")
+        assert await reader.readexactly(len(expected)) == expected
+        writer.close()
+        await stream.wait_gone()
+
+    asyncio.run(test())
