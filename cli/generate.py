@@ -80,6 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "little precision (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
+        "--delivery", choices=("chain", "star"),
+        help="how hidden states get from peer to peer: pushed along (chain), or all through this "
+        "machine (star)",
+    )  # fmt: skip
+    parser.add_argument(
         "--trace", type=parse_trace_path, metavar="FILE",
         help="write what every token took at every hop, for ui.perfetto.dev, and sum it up",
     )  # fmt: skip
@@ -138,6 +143,7 @@ def _generate(
             tokenizer,
             options.kv,
             joining.join,
+            options.delivery,
         )
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []

@@ -156,16 +156,20 @@ class TextModel:
         tokenizer: Any = None,
         kv_format: str = "float",
         join: str = "",
+        delivery: str | None = None,
     ) -> "TextModel":
         """Load a tokenizer (None: the model's) and the client's layers, and join the swarm.
 
         Steps wait `wait_seconds` for blocks that nobody serves (None: the client's default); peers
-        keep keys and values in `kv_format`.
+        keep keys and values in `kv_format`, and `delivery` is how hidden states get from one to
+        the next (None: the client's default).
         Raises ModelError when there is no tokenizer, else as from_pretrained does.
         """
         client = import_client()
         tokenizer = tokenizer or load_tokenizer(name)
         settings: dict[str, Any] = {"kv_format": kv_format, "join": join}
+        if delivery is not None:
+            settings["delivery"] = delivery
         if wait_seconds is not None:
             settings["failover_timeout_seconds"] = wait_seconds
         model = client.AutoDistributedModelForCausalLM.from_pretrained(

@@ -10,7 +10,7 @@ from ..protocol.errors import (
     UnavailableError,
 )
 from ..protocol.ids import PeerId
-from .hop_link import StaleAnnouncementError
+from ..protocol.net.dialling import StaleAnnouncementError
 from .router import Hop
 from .swarm import Fault, Swarm
 

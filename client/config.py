@@ -35,6 +35,10 @@ class ClientConfig:
     weights: str | None = None
     """Use only peers that hold their weights like this (int8, bf16, fp32); None: any."""
 
+    delivery: str = "chain"
+    """How hidden states get from hop to hop: chain, pushed by each peer to the next, or star,
+    through this client. A chain needs fewer round trips; star is used where a link is missing."""
+
     connect_timeout_seconds: float = 5.0
     """How long one peer may take to accept a connection and open a session."""
 
@@ -59,6 +63,7 @@ class ClientConfig:
             JoinCode.parse(self.join)
         _check_choice("wire_dtype", self.wire_dtype, ("auto", *(d.name.lower() for d in WireDtype)))
         read_kv_format(self.kv_format)
+        _check_choice("delivery", self.delivery, ("chain", "star"))
         if self.weights is not None:
             _check_choice("weights", self.weights, [known.value for known in WeightFormat])
         if not _is_seconds(self.connect_timeout_seconds) or self.connect_timeout_seconds == 0:

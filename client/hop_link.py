@@ -7,21 +7,17 @@ from dataclasses import dataclass, replace
 
 from ..protocol import versions
 from ..protocol.errors import (
-    CacheFullError,
-    ErrorCode,
     LocalProtocolError,
-    RefusedError,
     RemoteProtocolError,
+    ShoalError,
     SilentError,
     UnavailableError,
-    UsageError,
 )
-from ..protocol.ids import ClientToken, SessionId
+from ..protocol.ids import NO_CAPABILITY, ClientToken
 from ..protocol.messages import (
+    Attach,
     Close,
-    Declined,
     Gap,
-    Hello,
     Message,
     Open,
     Opened,
@@ -31,24 +27,22 @@ from ..protocol.messages import (
     Welcome,
 )
 from ..protocol.net.clock import Clock
+from ..protocol.net.dialling import (
+    StaleAnnouncementError,
+    choose_lane,
+    dial,
+    greet,
+    receive,
+)
 from ..protocol.net.transport import Lane, Stream, Transport
 from ..protocol.wire import decode_frame, encode_frame
 from .deadlines import WakefulTimeout
+from .mailbox import Mailbox
 from .router import Hop
 from .trace import QuestionWatch
 
-BULK_FRAME_BYTES = 256 * 2**10
-"""Larger steps go over the second connection, so that they never delay a token."""
-
 _GOODBYE_SECONDS = 1.0
 """How long saying Close may take: a stream that is stuck is hung up on without."""
-
-
-class StaleAnnouncementError(UnavailableError):
-    """What a peer announced is not, or no longer, what is found there.
-
-    That need not be its fault: it was restarted with other blocks, or its port went to another.
-    """
 
 
 @dataclass(frozen=True)
@@ -58,49 +52,6 @@ class LinkFacts:
     rtt_seconds: float
     queue_seconds: float
     free_kv_tokens: int
-
-
-async def greet(
-    stream: Stream, hop_name: str, clock: Clock, client: ClientToken, *more: Message
-) -> tuple[Welcome, float]:
-    """Say Hello (and `more` right behind it); return the Welcome and the round-trip seconds.
-
-    Raises RefusedError when the versions do not fit, RemoteProtocolError for any other answer.
-    """
-    asked_at = clock.now()
-    hello = Hello(versions.MIN_VERSION, versions.MAX_VERSION, versions.SOFTWARE, client)
-    await stream.send(encode_frame(hello))
-    for message in more:
-        await stream.send(encode_frame(message))
-    answer = await _receive(stream, hop_name)
-    if not isinstance(answer, Welcome):
-        raise RemoteProtocolError(f"{hop_name} answered Hello with {type(answer).__name__}")
-    return answer, clock.now() - asked_at
-
-
-async def _receive(
-    stream: Stream,
-    hop_name: str,
-    session: SessionId | None = None,
-    watch: QuestionWatch | None = None,
-) -> Message:
-    """Return the next message; a Declined becomes the RefusedError it stands for.
-
-    Raises RemoteProtocolError for a refusal of some other session.
-    """
-    frame = await stream.receive()
-    if frame is None:
-        raise UnavailableError(f"{hop_name} ended the stream")
-    if watch is not None:
-        watch.note_arrived(len(frame))
-    message = decode_frame(frame)
-    if not isinstance(message, Declined):
-        return message
-    if message.session not in (None, session):
-        raise RemoteProtocolError(f"{hop_name} declined what it was not asked")
-    if message.code is ErrorCode.CACHE_FULL:
-        raise CacheFullError(message.detail, message.retry_after_seconds)
-    raise RefusedError(message.code, message.detail, message.retry_after_seconds)
 
 
 class HopLink:
@@ -116,6 +67,10 @@ class HopLink:
         self._client = client
         self._interactive = stream
         self._bulk: Stream | None = None
+        self._bulk_capability = NO_CAPABILITY  # the one that was shown there
+        self._listening: asyncio.Task[None] | None = None
+        self._sending = asyncio.Lock()
+        self.capability = opening.capability
         self.hop = hop
         self.session = opening.session
         self.name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
@@ -143,11 +98,11 @@ class HopLink:
                     link = cls(transport, clock, hop, opening, client, stream)
                     welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
                     _check_welcome(welcome, hop, opening)
-                    opened = await _receive(stream, link.name, opening.session)
+                    opened = await receive(stream, link.name, opening.session)
                     if isinstance(opened, Queued) and opening.max_wait_seconds > 0:
                         on_queued(opened.wait_seconds)
                         timeout.restart(opening.max_wait_seconds + timeout_seconds)
-                        opened = await _receive(stream, link.name, opening.session)
+                        opened = await receive(stream, link.name, opening.session)
             except TimeoutError as error:
                 name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
                 raise SilentError(f"{name} did not open a session in time") from error
@@ -175,25 +130,56 @@ class HopLink:
             watch.note_encoded(len(frame))
         try:
             async with WakefulTimeout(timeout_seconds + carrying_seconds) as timeout:
-                stream = await self._choose_stream(len(frame))
+                stream = await self._choose_stream(choose_lane(step, len(frame)))
                 await stream.send(frame)
                 timeout.restart(timeout_seconds + carrying_seconds)
-                answer = await _receive(stream, self.name, step.session, watch)
+                on_frame = _ignore if watch is None else watch.note_arrived
+                answer = await receive(stream, self.name, step.session, on_frame)
         except TimeoutError as error:
             raise SilentError(
                 f"{self.name} did not answer within {timeout_seconds + carrying_seconds:.1f} s"
             ) from error
         if isinstance(answer, Gap):
             raise UnavailableError(f"{self.name} lost the prefix of the session")
-        self._check_output(step, answer)
-        assert isinstance(answer, Output)
-        return answer
+        return self.check_output(step, answer)
+
+    def listen(self, mailbox: Mailbox) -> None:
+        """Put everything that the peer says from now on into a mailbox, until `close`."""
+        self._listening = asyncio.create_task(self._listen(mailbox))
+
+    async def _listen(self, mailbox: Mailbox) -> None:
+        try:
+            while (frame := await self._interactive.receive()) is not None:
+                mailbox.put(self.session, decode_frame(frame), len(frame))
+            mailbox.put_trouble(self.session, UnavailableError(f"{self.name} ended the stream"))
+        except ShoalError as error:
+            mailbox.put_trouble(self.session, error)
+
+    async def send(self, message: Message, timeout_seconds: float, carrying: float = 0.0) -> int:
+        """Say something without waiting for an answer; return the bytes of its frame.
+
+        Raises SilentError when the peer does not take it in time, UnavailableError when the
+        stream is broken.
+        """
+        frame = encode_frame(message)
+        is_step = isinstance(message, Step)
+        lane = choose_lane(message, len(frame)) if is_step else Lane.INTERACTIVE
+        try:
+            async with asyncio.timeout(timeout_seconds + carrying), self._sending:
+                stream = await self._choose_stream(lane)
+                await stream.send(frame)
+        except TimeoutError as error:
+            raise SilentError(f"{self.name} does not read what is sent") from error
+        return len(frame)
 
     async def close(self) -> None:
         """Tell the peer that the session is over and hang up. Never raises."""
+        if self._listening is not None:
+            self._listening.cancel()
+            await asyncio.wait((self._listening,))
         goodbye = encode_frame(Close(self._opening.session, self._opening.epoch))
         try:
-            async with asyncio.timeout(_GOODBYE_SECONDS):
+            async with asyncio.timeout(_GOODBYE_SECONDS), self._sending:
                 await self._interactive.send(goodbye)
         except (UnavailableError, LocalProtocolError, TimeoutError):
             pass  # the peer frees the session when the stream ends
@@ -202,16 +188,21 @@ class HopLink:
             if self._bulk is not None:
                 await self._bulk.close()
 
-    async def _choose_stream(self, frame_bytes: int) -> Stream:
-        if frame_bytes <= BULK_FRAME_BYTES:
+    async def _choose_stream(self, lane: Lane) -> Stream:
+        if lane is Lane.INTERACTIVE:
             return self._interactive
         if self._bulk is None:
             self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
             welcome, _ = await greet(self._bulk, self.name, self._clock, self._client)
             _check_welcome(welcome, self.hop, self._opening)
+        if self._bulk_capability != self.capability:
+            attach = Attach(self.session, self._opening.epoch, self.capability)
+            await self._bulk.send(encode_frame(attach))
+            self._bulk_capability = self.capability
         return self._bulk
 
-    def _check_output(self, step: Step, answer: Message) -> None:
+    def check_output(self, step: Step, answer: Message) -> Output:
+        """Return the answer to a step; raises RemoteProtocolError if it is none."""
         num_tokens = 1 if step.last_token_only else step.hidden.tokens
         expected = (step.hidden.rows, num_tokens, step.hidden.width)
         if (
@@ -221,24 +212,15 @@ class HopLink:
             or answer.hidden.dtype is not self._opening.dtype
         ):
             raise RemoteProtocolError(f"{self.name} answered a step with something else")
+        return answer
 
 
 async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: float) -> Stream:
-    """Try the endpoints of a peer in their order; that they are good ones is for it to see to."""
-    error: UnavailableError | RemoteProtocolError
-    error = RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} announced no endpoint")
-    for endpoint in hop.peer.doors:
-        try:
-            return await transport.open_stream(endpoint, lane, timeout_seconds)
-        except UnavailableError as failure:
-            error = failure
-        except RemoteProtocolError as failure:  # another certificate, or another program
-            error = StaleAnnouncementError(str(failure))
-            error.__cause__ = failure
-        except UsageError as failure:
-            error = RemoteProtocolError(f"an endpoint that cannot be used: {failure}")
-            error.__cause__ = failure
-    raise error
+    return await dial(transport, hop.peer.peer_id, hop.peer.doors, lane, timeout_seconds)
+
+
+def _ignore(num_bytes: int) -> None:
+    """Be told of a frame while nobody watches."""
 
 
 def _check_welcome(welcome: Welcome, hop: Hop, opening: Open) -> None:

@@ -11,9 +11,10 @@ from torch import Tensor
 from ..protocol.errors import UsageError
 from .config import make_whole
 from .live_hops import Waiting
+from .mending import Failover
 from .portal import Portal
 from .router import Hop
-from .session import Failover, RemoteSession
+from .session import RemoteSession
 from .trace import Recorder
 
 

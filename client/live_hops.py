@@ -10,33 +10,26 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..kernels.compress import DTYPES, has_only_finite
-from ..protocol.errors import (
-    DirectoryError,
-    RefusedError,
-    RemoteProtocolError,
-    RouteError,
-    SilentError,
-    UnavailableError,
-)
-from ..protocol.ids import PeerId, SessionId
+from ..kernels.compress import DTYPES
+from ..protocol.errors import DirectoryError, RefusedError, RouteError
+from ..protocol.ids import PeerId
 from ..protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES
-from ..protocol.messages import Step
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.spans import Span
 from ..protocol.tensors import ELEMENT_BYTES, WireDtype
-from .blame import LostHopError, Refusals, blame
+from .asking import Asking, BrokenSegmentError, Question
+from .blame import LostHopError, Refusals
 from .config import ClientConfig
 from .farewells import Farewells
 from .hop_link import HopLink
 from .replay import merge_pieces
-from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting, invert
-from .router import Hop, Route
+from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting
+from .router import Route
 from .swarm import Fault, Swarm
-from .tensors import from_wire, to_wire
-from .trace import Kind, QuestionWatch, Recorder, choose_kind
+from .trace import Recorder
+from .wiring import Wiring, cut_segments
 
 _logger = logging.getLogger(__name__)
 
@@ -47,14 +40,25 @@ _RETRY_VIEW_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
-class Question:
-    """What one hop is asked; see `messages.Step` for the fields."""
+class Place:
+    """Blocks of a session that need hops, and what is there around them.
 
-    hidden_BTH: Tensor
-    position: int
-    row_map: tuple[int, ...] | None = None
-    is_decoded: bool = False
-    last_token_only: bool = False
+    The hop `before` has pushed what the lost ones got, or, without one, the client's `log` tells.
+    Steps with the sequences `pending` are under way; those of them that are missing are pushed to
+    the hop `after`, which has all that is older.
+    """
+
+    span: Span
+    log: RecoveryLog[Tensor]
+    pending: tuple[int, ...]
+    position: int = 0
+    before: LiveHop | None = None
+    after: LiveHop | None = None
+
+    @property
+    def neighbours(self) -> list[LiveHop]:
+        """The hops on both sides."""
+        return [live for live in (self.before, self.after) if live is not None]
 
 
 class LiveHops:
@@ -73,8 +77,9 @@ class LiveHops:
         self.clock = clock
         self._swarm = swarm
         self._config = config
-        self._farewells = farewells
         self._opener = RouteOpener(facts, swarm, transport, clock, config)
+        self.asking = Asking(self._opener, swarm, clock, farewells)
+        self._wiring = Wiring(self._opener, self.asking, swarm, config)
         self._sequence = 0
         self._num_rows = 0
 
@@ -107,75 +112,20 @@ class LiveHops:
         piece_bytes = min(self._config.max_step_bytes, MAX_FRAME_BYTES - MAX_CONTROL_BYTES)
         return max(1, min(piece_bytes // token_bytes, _MAX_PIECE_TOKENS))
 
-    async def ask(self, live: LiveHop, question: Question, is_replay: bool = False) -> Tensor:
-        """Return a hop's checked answer to a question.
+    def number_steps(self, num_steps: int) -> range:
+        """Return the sequence numbers of the next steps: the same ones at all hops."""
+        first, self._sequence = self._sequence + 1, self._sequence + num_steps
+        return range(first, self._sequence + 1)
 
-        Raises LostHopError when the hop has to be replaced.
-        """
-        peer = live.hop.peer
-        if live.link is None:
-            raise LostHopError(live.hop, "the hop was lost before")
-        watch = self._watch(live.hop, question, is_replay)
-        step = self._make_step(live.link.session, question)
-        times = self._swarm.times(peer.peer_id)
-        num_tokens = step.hidden.rows * step.hidden.tokens
-        timeout_seconds = times.choose_timeout_seconds(
-            num_tokens,
-            invert(peer.decode_steps_per_second),
-            invert(peer.prefill_tokens_per_second),
-            peer.queue_seconds,
-            self._swarm.times_of_others(peer.peer_id),
-        )
-        asked_at = self.clock.now()
-        try:
-            output_BTH = await self._exchange(live.link, step, timeout_seconds, watch)
-        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            if watch is not None:
-                watch.note_lost(error)
-            await self.hang_up(live)
-            raise blame(self._swarm, live.hop, error, self._opener.forgiven) from error
-        except asyncio.CancelledError:
-            await self.hang_up(live)  # a late answer would be taken for that of the next question
-            raise
-        self._swarm.note_answer(live.hop, num_tokens, self.clock.now() - asked_at)
-        return output_BTH
-
-    def _watch(self, hop: Hop, question: Question, is_replay: bool) -> QuestionWatch | None:
-        if self.recorder is None:
-            return None
-        kind = Kind.REPLAY if is_replay else choose_kind(question.is_decoded)
-        return self.recorder.watch(hop, kind, question.position, question.hidden_BTH.shape[1])
-
-    async def _exchange(
-        self, link: HopLink, step: Step, timeout_seconds: float, watch: QuestionWatch | None
-    ) -> Tensor:
-        """Return the checked answer to a step; the timeout is for what the peer does."""
-        num_bytes = _count_bytes(step)
-        line = self._swarm.line
-        asked_at = self.clock.now()
-        try:
-            with line.carry(num_bytes) as carrying_seconds:
-                output = await link.step(step, timeout_seconds, carrying_seconds, watch)
-        except SilentError:
-            line.note_silence(num_bytes)
-            raise
-        line.note_answer(num_bytes, self.clock.now() - asked_at)
-        output_BTH = from_wire(output.hidden)
-        if not has_only_finite(output_BTH):
-            raise RemoteProtocolError(f"{link.name} answered with NaN or infinity")
-        if watch is not None:
-            watch.note_answered(output)
-        return output_BTH
+    async def bridge(
+        self, before: LiveHop, after: LiveHop, pending: Sequence[int], position: int
+    ) -> None:
+        """Carry from now on what one hop has pushed to another. Raises BrokenSegmentError."""
+        await self._wiring.bridge(before, after, pending, position)
 
     async def hang_up(self, *lives: LiveHop) -> None:
-        """Drop the links of hops, all of them before the first wait; their logs stay.
-
-        The links are closed even when the caller is cancelled meanwhile.
-        """
-        links = [live.link for live in lives if live.link is not None]
-        for live in lives:
-            live.link = None
-        await self._farewells.hang_up(links)
+        """Drop the links of hops; their logs stay."""
+        await self.asking.hang_up(*lives)
 
     def accuse(self, refusals: Refusals) -> None:
         """Avoid the peers that declined what another one has taken by now."""
@@ -189,18 +139,18 @@ class LiveHops:
 
     async def cover(
         self,
-        span: Span,
-        log: RecoveryLog[Tensor],
+        place: Place,
         num_rows: int,
         deadline: float,
         refusals: Refusals,
         preferred: str | None = None,
     ) -> list[LiveHop]:
-        """Open hops for a span and bring them to the state of the log, within the deadline.
+        """Open hops for a place and bring them to the state of its log, within the deadline.
 
         `preferred` is the weight format of the peer that was lost: its replica computes the
         same. Raises RouteError with the missing blocks, or the last failure, when time is up, and
-        RefusedError when the peers that are there decline for good.
+        RefusedError when the peers that are there decline for good. BrokenSegmentError says that a
+        hop before or after is lost, too, and StartOverError that no log will do.
         """
         self._num_rows = num_rows
         configured = self._config.weights
@@ -211,7 +161,7 @@ class LiveHops:
         while True:
             num_tried = len(tried)
             route = await self._find_route(
-                span, weights, deadline, refusals, tried, is_failover=log.length > 0
+                place.span, weights, deadline, refusals, tried, is_failover=place.position > 0
             )
             if len(tried) < num_tried:
                 # Everybody was asked once. Who is full may take us into its queue now; with some
@@ -222,7 +172,7 @@ class LiveHops:
                 pause_seconds = min(2 * pause_seconds, 1.0)  # nobody is to be stormed
             self._opener.begin(route)
             try:
-                return await self._open_route(route, log, deadline, max_wait_seconds)
+                return await self._open_route(route, place, deadline, max_wait_seconds)
             except LostHopError as lost:
                 tried.add(lost.hop.peer.peer_id)
                 refusals.note(lost)
@@ -248,14 +198,20 @@ class LiveHops:
         """
         self._num_rows = num_rows
         self._opener.begin_fork(parent._opener)
-        twins = [LiveHop(live.hop, None, live.log.copy()) for live in hops]
+        self._sequence = parent._sequence
+        twins = [
+            LiveHop(live.hop, None, live.log.copy(), live.feeds, live.is_log_whole) for live in hops
+        ]
         for twin in twins:
-            twin.log.rollback(position)
+            twin.log.rollback(min(position, twin.log.length))
+        self._wiring.connect(twins)
         deadline = self.make_deadline()
 
         async def open_twin(twin: LiveHop, link: HopLink) -> None:
             try:
-                await self._opener.open_link(twin, num_rows, deadline, parent=link.session)
+                await self._opener.open_link(
+                    twin, num_rows, deadline, parent=link.session, prefix_tokens=position
+                )
             except LostHopError as lost:
                 _logger.info("blocks %s get a replay: %s", twin.hop.span, lost)
 
@@ -308,53 +264,57 @@ class LiveHops:
             raise refusals.first from None
 
     async def _open_route(
-        self, route: Route, log: RecoveryLog[Tensor], deadline: float, max_wait_seconds: float
+        self, route: Route, place: Place, deadline: float, max_wait_seconds: float
     ) -> list[LiveHop]:
-        """Open all hops of a route at once, then replay the log through them in order."""
+        """Open all hops of a route at once, then have them computed what is behind us."""
         hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
-        hops[0].log = log
+        if place.before is None:
+            hops[0].log = place.log
+        self._wiring.plan(hops, place)
         try:
             await self._opener.open(hops, self._num_rows, deadline, max_wait_seconds)
-            await self._replay(hops)
+            try:
+                await self._wiring.admit(place)
+                if place.before is None:
+                    await self._replay(hops)
+                else:
+                    num_tokens = self._num_rows * place.position
+                    await self._wiring.have_replayed(place, hops, num_tokens)
+            except BrokenSegmentError as broken:
+                if any(live.link is None for live in place.neighbours):
+                    raise
+                # Two of them that cannot reach each other are not linked the next time.
+                raise (
+                    broken.lost[0] if broken.lost else LostHopError(hops[0].hop, str(broken))
+                ) from broken
         except BaseException:
             await self.hang_up(*hops)
             raise
         return hops
 
     async def _replay(self, hops: list[LiveHop]) -> None:
-        """Send the first hop's log through all of them; each output is the next one's log."""
-        for index, live in enumerate(hops):
-            following = hops[index + 1] if index + 1 < len(hops) else None
+        """Send the first hop's log through all; what comes out of a segment is the next one's."""
+        segments = cut_segments(hops)
+        for index, segment in enumerate(segments):
+            following = segments[index + 1][0] if index + 1 < len(segments) else None
             max_tokens = self.max_piece_tokens(self._num_rows)
-            for piece in merge_pieces(live.log.plan_replay(), max_tokens):
+            pieces = merge_pieces(segment[0].log.plan_replay(), max_tokens)
+            for sequence, piece in enumerate(pieces, 1):
                 question = Question(
                     piece.hidden_BTH,
                     piece.position,
                     is_decoded=piece.is_decoded,
                     last_token_only=following is None,
+                    is_piece=True,
+                    sequence=sequence,
                 )
-                output_BTH = await self.ask(live, question, is_replay=True)
+                try:
+                    output_BTH = await self.asking.ask(segment, question, is_replay=True)
+                except BrokenSegmentError as broken:
+                    if broken.cut is not None:
+                        self._wiring.note_cut(segment[broken.cut], segment[broken.cut + 1])
+                    raise
                 if following is not None:
                     following.log.append(
                         piece.position, output_BTH.shape[1], output_BTH, None, piece.is_decoded
                     )
-
-    def _make_step(self, session: SessionId, question: Question) -> Step:
-        assert self._opener.wire_dtype is not None
-        self._sequence += 1
-        return Step(
-            session,
-            self._opener.epoch,
-            self._sequence,
-            question.position,
-            to_wire(question.hidden_BTH, self._opener.wire_dtype),
-            question.row_map,
-            question.is_decoded,
-            question.last_token_only,
-        )
-
-
-def _count_bytes(step: Step) -> int:
-    """Return how many bytes of hidden states a step brings to a peer and back."""
-    num_bytes = len(step.hidden.data)
-    return num_bytes + (num_bytes // step.hidden.tokens if step.last_token_only else num_bytes)

@@ -23,9 +23,9 @@ from ..protocol.membership import Membership
 from ..protocol.messages import Welcome
 from ..protocol.net.choosing_transport import ChoosingTransport
 from ..protocol.net.clock import Clock, SystemClock
+from ..protocol.net.dialling import greet
 from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Lane, Transport
-from .hop_link import greet
 
 PEER_SECONDS = 6.0
 """How long one endpoint of a peer may keep us waiting."""

@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from .blame import LostHopError, Refusals
-from .live_hops import LiveHops, Question
+from .asking import BrokenSegmentError, Question
+from .blame import Refusals
+from .live_hops import LiveHops
 from .route_opening import LiveHop
+from .wiring import cut_segments
 
 _LEAST_PIECE_TOKENS = 128
 """Rows times tokens below which a piece is not worth its frame."""
@@ -50,20 +52,44 @@ class Trouble:
     pause_seconds: float = 0.0
 
 
-@dataclass
-class _Place:
-    """One hop's place: the pieces that wait for it, and how many have yet to come by."""
+@dataclass(eq=False)
+class Stretch:
+    """A segment's part of a pipeline: the pieces that wait for it, how many of them were sent
+    already, and how many have yet to come by.
+    """
 
+    hops: list[LiveHop]
     waiting: deque[Question]
     num_left: int
+    num_sent: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     trouble: Trouble = field(default_factory=Trouble)
 
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The sequences of the pieces that wait."""
+        return tuple(piece.sequence for piece in self.waiting)
+
+    @property
+    def position(self) -> int:
+        """Where the next piece begins."""
+        return self.waiting[0].position
+
+    def find_lost(self) -> tuple[int, int] | None:
+        """Return the last run of lost hops, as a half-open range of indices."""
+        lost = [index for index, live in enumerate(self.hops) if live.link is None]
+        if not lost:
+            return None
+        start = stop = lost[-1]
+        while start - 1 in lost:
+            start -= 1
+        return start, stop + 1
+
 
 class Pipeline:
-    """Takes pieces over the hops of a session, in order. `outputs` are those behind the last.
+    """Takes pieces over the segments of a route, in order. `outputs` are those behind the last.
 
-    Hops are lost on the way: `run` says which, its owner puts others there with `replace` and
+    Hops are lost on the way: `run` says where, its owner puts others there with `replace` and
     runs it again. What every other hop has done stays done.
     """
 
@@ -71,86 +97,106 @@ class Pipeline:
         self, driver: LiveHops, hops: Sequence[LiveHop], pieces: Sequence[Question]
     ) -> None:
         self._driver = driver
-        self._hops = list(hops)
-        self._places = [_Place(deque(), len(pieces)) for _ in hops]
-        self._places[0].waiting.extend(pieces)
-        self._lost: dict[int, LostHopError] = {}
+        self._stretches = [Stretch(segment, deque(), len(pieces)) for segment in cut_segments(hops)]
+        self._stretches[0].waiting.extend(pieces)
+        self._broken: list[tuple[Stretch, BrokenSegmentError]] = []
         self.outputs: list[Tensor] = []
 
-    def trouble(self, index: int) -> Trouble:
-        """Return what the place has seen since it last got a piece through."""
-        return self._places[index].trouble
+    @property
+    def hops(self) -> list[LiveHop]:
+        """All hops, in order."""
+        return [live for stretch in self._stretches for live in stretch.hops]
 
-    def position(self, index: int) -> int:
-        """Return where the next piece for a place begins."""
-        return self._places[index].waiting[0].position
+    def replace(
+        self, stretch: Stretch, start: int, stop: int, replacements: Sequence[LiveHop]
+    ) -> None:
+        """Put one or more hops into the place of some; who pushes to whom may have changed."""
+        if start == 0 and stop > 0:
+            stretch.num_sent = 0
+        stretch.hops[start:stop] = replacements
+        segments = cut_segments(stretch.hops)
+        stretch.hops = segments[0]
+        index = self._stretches.index(stretch) + 1
+        self._stretches[index:index] = [
+            Stretch(segment, deque(), stretch.num_left) for segment in segments[1:]
+        ]
 
-    def replace(self, index: int, replacements: Sequence[LiveHop]) -> None:
-        """Put one or more hops into the place of one."""
-        self._hops[index : index + 1] = replacements
-        num_left = self._places[index].num_left
-        self._places[index + 1 : index + 1] = [_Place(deque(), num_left) for _ in replacements[1:]]
-
-    async def run(self) -> dict[int, LostHopError]:
-        """Go on until every piece is through or hops are lost; return those by index."""
-        self._lost = {}
-        if max(place.num_left for place in self._places) <= 1:
+    async def run(self) -> list[tuple[Stretch, BrokenSegmentError]]:
+        """Go on until every piece is through or hops are lost; return where, and why."""
+        self._broken = []
+        if max(stretch.num_left for stretch in self._stretches) <= 1:
             await self._take_one()
-            return self._lost
-        for place in self._places:
-            place.ready.clear()
+            return self._broken
+        for stretch in self._stretches:
+            stretch.ready.clear()
         try:
             async with asyncio.TaskGroup() as tasks:
-                for index in range(len(self._places)):
-                    tasks.create_task(self._work(index))
+                for stretch in self._stretches:
+                    tasks.create_task(self._work(stretch))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
-        return self._lost
+        return self._broken
 
     async def _take_one(self) -> None:
         """Take the only piece along, from where it is."""
-        for index, place in enumerate(self._places):
-            if place.waiting and not await self._advance(index):
+        for stretch in self._stretches:
+            if stretch.waiting and not await self._advance(stretch):
                 return
 
-    async def _work(self, index: int) -> None:
-        """Take pieces over one hop until all are through or some hop is lost.
+    async def _work(self, stretch: Stretch) -> None:
+        """Take pieces over one segment until all are through or some hop is lost.
 
         The others finish the piece that they are at: cut short, they would be lost as well.
         """
-        place = self._places[index]
-        while place.num_left and not self._lost:
-            if place.waiting:
-                await self._advance(index)
+        while stretch.num_left and not self._broken:
+            if stretch.waiting:
+                await self._advance(stretch)
             else:
-                place.ready.clear()
-                await place.ready.wait()
+                stretch.ready.clear()
+                await stretch.ready.wait()
 
-    async def _advance(self, index: int) -> bool:
-        """Take the next piece over one hop; return False when the hop is lost."""
-        place, live = self._places[index], self._hops[index]
-        is_last = index + 1 == len(self._places)
-        piece = place.waiting[0]
-        asked = replace(piece, last_token_only=piece.last_token_only and is_last)
+    async def _advance(self, stretch: Stretch) -> bool:
+        """Take the next piece over one segment; return False when hops of it are lost."""
+        index = self._stretches.index(stretch)
+        is_last = index + 1 == len(self._stretches)
+        piece = stretch.waiting[0]
         try:
-            output_BTH = await self._driver.ask(live, asked)
-        except LostHopError as error:
-            self._lost[index] = error
-            for other in self._places:
+            output_BTH = await self._ask(stretch, is_last)
+        except BrokenSegmentError as error:
+            self._broken.append((stretch, error))
+            for other in self._stretches:
                 other.ready.set()
             return False
-        self._driver.accuse(place.trouble.refusals)
-        place.trouble = Trouble()
-        place.waiting.popleft()
-        place.num_left -= 1
-        num_tokens = piece.hidden_BTH.shape[1]
-        live.log.append(
-            piece.position, num_tokens, piece.hidden_BTH, piece.row_map, piece.is_decoded
-        )
+        self._driver.accuse(stretch.trouble.refusals)
+        stretch.trouble = Trouble()
+        stretch.waiting.popleft()
+        stretch.num_left -= 1
+        first, num_tokens = stretch.hops[0], piece.hidden_BTH.shape[1]
+        if first.is_log_whole:
+            first.log.append(
+                piece.position, num_tokens, piece.hidden_BTH, piece.row_map, piece.is_decoded
+            )
         if is_last:
             self.outputs.append(output_BTH)
         else:
-            following = self._places[index + 1]
+            following = self._stretches[index + 1]
             following.waiting.append(replace(piece, hidden_BTH=output_BTH))
             following.ready.set()
         return True
+
+    async def _ask(self, stretch: Stretch, is_last: bool) -> Tensor:
+        """Return the output of the next piece; into a chain, send some more behind it."""
+
+        def prepare(piece: Question) -> Question:
+            return replace(piece, last_token_only=piece.last_token_only and is_last)
+
+        asking, waiting = self._driver.asking, stretch.waiting
+        if not stretch.hops[0].capability:
+            return await asking.ask(stretch.hops, prepare(waiting[0]))
+        num_ahead = len(stretch.hops) + 1
+        while stretch.num_sent < min(len(waiting), num_ahead):
+            await asking.send(stretch.hops, prepare(waiting[stretch.num_sent]))
+            stretch.num_sent += 1
+        output_BTH = await asking.receive(stretch.hops, prepare(waiting[0]))
+        stretch.num_sent -= 1
+        return output_BTH

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from ..protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ..protocol.ids import (
+    CAPABILITY_BYTES,
+    NO_CAPABILITY,
     NO_CLIENT,
     SESSION_ID_BYTES,
+    Capability,
     ClientToken,
     ModelId,
     PeerId,
     SessionId,
     make_client_token,
 )
-from ..protocol.messages import Open
+from ..protocol.messages import NextHop, Open
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
@@ -29,6 +32,7 @@ from .blame import blame
 from .config import ClientConfig
 from .deadlines import choose_open_timeout_seconds
 from .hop_link import HopLink
+from .mailbox import Mailbox
 from .router import Hop, Route
 from .swarm import Swarm
 from .trace import Recorder
@@ -70,11 +74,19 @@ class SessionFacts:
 
 @dataclass(eq=False)
 class LiveHop:
-    """A hop in use: its link, None once lost, and a log of everything that was sent to it."""
+    """A hop in use: its link, None once lost, and a log of everything that was sent to it.
+
+    Hops of which each `feeds` the next are a segment of the route. The log of the first of them
+    is complete, unless `is_log_whole` says otherwise; the others were sent nothing from here.
+    """
 
     hop: Hop
     link: HopLink | None
     log: RecoveryLog[Tensor]
+    feeds: bool = False
+    is_log_whole: bool = True
+    capability: Capability = NO_CAPABILITY
+    next: NextHop | None = None
 
 
 @dataclass(frozen=True)
@@ -112,6 +124,7 @@ class RouteOpener:
         self.forgiven: set[PeerId] = set()
         self.waiting: Waiting | None = None  # for whoever watches
         self.recorder: Recorder | None = None
+        self.mailbox = Mailbox()
 
     def begin(self, route: Route) -> None:
         """Count a route; the first one settles the dtype, which replacements have to speak."""
@@ -129,6 +142,18 @@ class RouteOpener:
         """Count the route of another session as the first one of this, with its dtype."""
         self.epoch += 1
         self.wire_dtype = parent.wire_dtype
+
+    def name_session(self, span: Span) -> SessionId:
+        """Return the id of a session that is opened now; it tells nothing of the others."""
+        return SessionId(self._derive("session", span, SESSION_ID_BYTES))
+
+    def make_capability(self, span: Span) -> Capability:
+        """Return what lets a hop be pushed to that is opened, or admits another one, now."""
+        return Capability(self._derive("capability", span, CAPABILITY_BYTES))
+
+    def _derive(self, purpose: str, span: Span, num_bytes: int) -> bytes:
+        text = f"{purpose}/{self.epoch}/{span}".encode()
+        return hashlib.blake2b(text, key=self._facts.session, digest_size=num_bytes).digest()
 
     async def open(
         self, hops: Sequence[LiveHop], num_rows: int, deadline: float, max_wait_seconds: float
@@ -149,14 +174,15 @@ class RouteOpener:
         deadline: float,
         max_wait_seconds: float = 0.0,
         parent: SessionId | None = None,
+        prefix_tokens: int = 0,
     ) -> None:
         """Open the session of one hop, under an id of its own; LostHopError if that fails.
 
-        With a `parent`, it begins with as many tokens of that one as are in the log.
+        With a `parent`, it begins with the first `prefix_tokens` tokens of that one.
         """
         recording = nullcontext() if self.recorder is None else self.recorder.opening(live.hop)
         with recording:
-            await self._open_link(live, num_rows, deadline, max_wait_seconds, parent)
+            await self._open_link(live, num_rows, deadline, max_wait_seconds, parent, prefix_tokens)
 
     async def _open_link(
         self,
@@ -165,11 +191,12 @@ class RouteOpener:
         deadline: float,
         max_wait_seconds: float,
         parent: SessionId | None,
+        prefix_tokens: int,
     ) -> None:
         assert self.wire_dtype is not None
         hop = live.hop
         opening = Open(
-            _derive_session_id(self._facts.session, self.epoch, hop.span),
+            self.name_session(hop.span),
             self.epoch,
             self._facts.model_id,
             hop.span,
@@ -179,7 +206,9 @@ class RouteOpener:
             max_wait_seconds,
             self._facts.kv_format,
             parent=parent,
-            prefix_tokens=0 if parent is None else live.log.length,
+            prefix_tokens=0 if parent is None else prefix_tokens,
+            capability=live.capability,
+            next=live.next,
         )
 
         def note_queued(seconds: float) -> None:
@@ -202,6 +231,8 @@ class RouteOpener:
         finally:
             if self.waiting is not None and self.waiting.hop is hop:
                 self.waiting = None  # not that of another hop
+        if live.capability:
+            live.link.listen(self.mailbox)
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
     def _choose_timeout_seconds(self, hop: Hop, deadline: float, is_first_look: bool) -> float:
@@ -217,12 +248,6 @@ class RouteOpener:
     def _name_for(self, hop: Hop) -> ClientToken:
         secret = self._facts.client_secret
         return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
-
-
-def _derive_session_id(secret: SessionId, epoch: int, span: Span) -> SessionId:
-    """Return the id of a session at one hop; it tells nothing of the others."""
-    text = f"{epoch}/{span}".encode()
-    return SessionId(hashlib.blake2b(text, key=secret, digest_size=SESSION_ID_BYTES).digest())
 
 
 def invert(speed: float | None) -> float | None:

@@ -1,4 +1,4 @@
-"""Drives one session over a route in star mode, and survives the loss of any hop.
+"""Drives one session over a route, in chains or a star, and survives the loss of any hop.
 
 The client keeps what it sent to every hop. When a hop is lost, only its span is routed anew: the
 new peer gets the logged prefix in one replay, every other hop keeps its cache, and the step that
@@ -9,54 +9,30 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ..kernels.compress import has_only_finite
-from ..protocol.errors import UsageError
+from ..protocol.errors import UnavailableError, UsageError
 from ..protocol.limits import MAX_BATCH_ROWS
 from ..protocol.recovery_log import RecoveryLog
-from .blame import WAS_LOST, LostHopError, Refusals
-from .live_hops import LiveHops, Question
+from .asking import Question
+from .blame import Refusals
+from .live_hops import LiveHops, Place
+from .mending import Failover, Mender
 from .pipeline import Pipeline, choose_piece_tokens
 from .route_opening import LiveHop, Waiting
 from .router import Hop
-from .trace import Recorder, Replacement, choose_kind
+from .trace import Recorder, choose_kind
+from .wiring import StartOverError
 
 _logger = logging.getLogger(__name__)
 
 _UNKNOWN_SPEED = 1000.0
 """Tokens of a prompt per second, for a peer that does not announce it."""
-
-
-@dataclass(frozen=True)
-class Failover:
-    """One unplanned change of hop, for whoever watches.
-
-    `seconds` runs from the moment the loss was noticed until the replacement was ready.
-    """
-
-    lost: Hop
-    reason: str
-    replacements: tuple[Hop, ...]
-    position: int
-    num_replayed_tokens: int
-    seconds: float
-    what_happened: str = WAS_LOST
-    """In a few words, behind the name of the lost peer; `reason` has all of them."""
-
-    @property
-    def changed_weights(self) -> str | None:
-        """The format of other weights that computes from here on, None while it is the same.
-
-        Only peers of the same format compute the same to the last bit.
-        """
-        before = self.lost.peer.weights
-        others = (hop.peer.weights for hop in self.replacements)
-        return next((weights for weights in others if weights != before), None)
 
 
 class RemoteSession:
@@ -178,9 +154,9 @@ class RemoteSession:
         await self._open(hidden_BTH.shape[0])
         before = [] if row_map is None else [(live, live.log.copy()) for live in self._hops]
         moves = None if row_map is None else tuple(row_map)
-        pieces = self._cut(Question(hidden_BTH, self._position, moves, is_decoded, last_token_only))
+        question = Question(hidden_BTH, self._position, moves, is_decoded, last_token_only)
         try:
-            outputs = await self._run(pieces)
+            outputs = await self._take(question)
         except BaseException:
             if row_map is not None:
                 await self._restore(before)
@@ -193,8 +169,9 @@ class RemoteSession:
     async def _open(self, num_rows: int) -> None:
         """Choose the hops and open the session there, with the first step."""
         if not self._hops:
+            place = Place(self._facts.span, RecoveryLog(), ())
             self._hops = await self._driver.cover(
-                self._facts.span, RecoveryLog(), num_rows, self._driver.make_deadline(), Refusals()
+                place, num_rows, self._driver.make_deadline(), Refusals()
             )
             self._num_rows = num_rows
 
@@ -203,14 +180,17 @@ class RemoteSession:
         hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
         parts = hidden_BTH.split(self._choose_piece_tokens(), dim=1)
         positions = accumulate((part.shape[1] for part in parts), initial=question.position)
+        sequences = self._driver.number_steps(len(parts))
         return [
             replace(
                 question,
                 hidden_BTH=part,
                 position=position,
                 row_map=question.row_map if part is parts[0] else None,
+                is_piece=len(parts) > 1,
+                sequence=sequence,
             )
-            for part, position in zip(parts, positions, strict=False)
+            for part, position, sequence in zip(parts, positions, sequences, strict=False)
         ]
 
     async def _restore(self, before: Sequence[tuple[LiveHop, RecoveryLog[Tensor]]]) -> None:
@@ -285,64 +265,34 @@ class RemoteSession:
             self._driver.max_piece_tokens(self._num_rows),
         )
 
+    async def _take(self, question: Question) -> list[Tensor]:
+        """Take a step over all hops; from the first token on where nobody else kept those."""
+        log = self._hops[0].log.copy()
+        deadline: float | None = None
+        while True:
+            try:
+                return await self._run(self._cut(question))
+            except StartOverError as error:
+                _logger.info("sending all tokens again from the first one")
+                deadline = deadline or self._driver.make_deadline()
+                if self._clock.now() > deadline:
+                    raise UnavailableError("hops of the route were lost over and over") from error
+                await self._driver.hang_up(*self._hops)
+                place = Place(self._facts.span, log.copy(), (), position=question.position)
+                self._hops = await self._driver.cover(place, self._num_rows, deadline, Refusals())
+
     async def _run(self, pieces: Sequence[Question]) -> list[Tensor]:
         """Take pieces over all hops, replacing those that are lost on the way.
 
         A hop that took one and is asked again, after an error of the step, rolls back first.
         """
         pipeline = Pipeline(self._driver, self._hops, pieces)
-        while lost := await pipeline.run():
-            # From the last: a hop that is replaced by several moves those behind it.
-            for index, error in sorted(lost.items(), reverse=True):
-                await self._replace(pipeline, index, error)
-        return pipeline.outputs
-
-    async def _replace(self, pipeline: Pipeline, index: int, error: LostHopError) -> None:
-        """Put other hops, with the same cache, into the place of a lost one."""
-        trouble = pipeline.trouble(index)
-        trouble.refusals.note(error)
-        trouble.deadline = trouble.deadline or self._driver.make_deadline()
-        # At once the first time; peers that open and then fail must not be stormed.
-        await asyncio.sleep(trouble.pause_seconds)
-        trouble.pause_seconds = min(max(2 * trouble.pause_seconds, 0.05), 1.0)
-        lost = self._hops[index]
-        started_at = self._clock.now()
-        if started_at > trouble.deadline:
-            # Replacements were found and lost again, over and over.
-            raise error.__cause__ or error
-        replacements = await self._driver.cover(
-            lost.hop.span,
-            lost.log,
-            self._num_rows,
-            trouble.deadline,
-            trouble.refusals,
-            lost.hop.peer.weights,
-        )
-        self._hops[index : index + 1] = replacements
-        pipeline.replace(index, replacements)
-        position = pipeline.position(index)
-        ended_at = self._clock.now()
-        failover = Failover(
-            lost.hop,
-            str(error),
-            tuple(live.hop for live in replacements),
-            position,
-            lost.log.length,
-            ended_at - started_at,
-            error.what_happened,
-        )
-        self.failovers.append(failover)
-        if (recorder := self._driver.recorder) is not None:
-            recorder.add(
-                Replacement(
-                    recorder.step,
-                    started_at,
-                    ended_at,
-                    lost.hop,
-                    failover.replacements,
-                    failover.reason,
-                    position,
-                    failover.num_replayed_tokens,
-                )
-            )
-        _logger.info("replaced blocks %s at token %d: %s", lost.hop.span, position, error)
+        mender = Mender(self._driver, pipeline, self._num_rows, self.failovers)
+        try:
+            while broken := await pipeline.run():
+                for stretch, error in broken:
+                    await mender.mend(stretch, error)
+            return pipeline.outputs
+        finally:
+            self._hops = pipeline.hops
+            self._driver.asking.end_step()

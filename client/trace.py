@@ -5,12 +5,12 @@ there. Those two durations are put inside of the time between question and answe
 of it was the network's, half on the way there and half on the way back.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 
-from ..protocol.messages import Output
+from ..protocol.messages import HopSeconds, Output
 from ..protocol.net.clock import Clock
 from ..protocol.spans import Span
 from .router import Hop
@@ -165,6 +165,44 @@ class QuestionWatch:
                 self._num_bytes_received,
             )
         )
+
+    def note_passed(self, hops: Sequence[Hop], output: Output) -> None:
+        """Note that the answer to a question was read that some hops passed along.
+
+        The time that they do not tell of is what it took to get from one to the next: all ways
+        are taken to be equal.
+        """
+        times = (*output.before, HopSeconds(output.queue_seconds, output.compute_seconds))
+        if len(times) != len(hops):  # one was replaced meanwhile: the others' times are lost
+            times = (HopSeconds(0.0, 0.0),) * (len(hops) - 1) + times[-1:]
+        there_seconds = self._answered_at - self._sent_at
+        said_seconds = sum(map(sum, times))
+        scale = min(1.0, there_seconds / said_seconds) if said_seconds > 0 else 0.0
+        way_seconds = max(0.0, there_seconds - scale * said_seconds) / len(hops)
+        started_at, sent_at = self._started_at, self._sent_at
+        for hop, (queue_seconds, compute_seconds) in zip(hops, times, strict=True):
+            is_last = hop is hops[-1]
+            own_seconds = scale * (queue_seconds + compute_seconds)
+            answered_at = self._answered_at if is_last else sent_at + own_seconds + way_seconds
+            ended_at = self._recorder.now() if is_last else answered_at
+            self._recorder.add(
+                Exchange(
+                    self._recorder.step,
+                    started_at,
+                    ended_at,
+                    self._kind,
+                    hop,
+                    self._position,
+                    self._num_tokens,
+                    sent_at,
+                    answered_at,
+                    scale * queue_seconds,
+                    scale * compute_seconds,
+                    self._num_bytes_sent if hop is hops[0] else 0,
+                    self._num_bytes_received if is_last else 0,
+                )
+            )
+            started_at = sent_at = answered_at
 
     def note_lost(self, error: Exception) -> None:
         """Note that the hop is lost."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from .engine.kv_pool import IDLE_SECONDS
 from .engine.prefix_copy import PrefixCopy
 from .fair_share import Holder, check_room_for_client, may_displace
 from .held_session import HeldSession
+from .outlet import Outlet
 from .prefix_copies import PrefixCopies
 
 if TYPE_CHECKING:
@@ -33,6 +35,9 @@ _LOOK_AGAIN_SECONDS = 1.0
 """How often a waiter looks for sessions that have become idle; that makes no other sign."""
 
 _SMOOTHING = 0.1
+
+Post = Callable[[bytes], None]
+"""Sends a frame to the client of a session."""
 
 _TEMPORARY_CODES = frozenset({ErrorCode.BUSY, ErrorCode.CACHE_FULL})
 
@@ -87,19 +92,21 @@ class Admission:
             return False
         return True
 
-    async def open(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
+    async def open(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
         """Hold a session; return it and how many more tokens its holder may have.
+
+        `post` is how the session says what it was not asked.
 
         Raises RefusedError; one that may pass says in `retry_after_seconds` when to ask again.
         """
         try:
-            return await self._open(message, holder)
+            return await self._open(message, holder, post)
         except RefusedError as refusal:
             if not _may_pass(refusal):
                 raise
             raise _with_retry(refusal, self.estimate_wait_seconds()) from refusal
 
-    async def wait(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
+    async def wait(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
         """Do so as soon as there is room, within the time that the message allows."""
         clock = self._service.clock
         deadline = clock.now() + min(message.max_wait_seconds, _LONGEST_WAIT_SECONDS)
@@ -112,11 +119,11 @@ class Admission:
                         await woken.wait()
                 woken.clear()
                 with contextlib.suppress(_StillFullError):
-                    return await self._try_again(message, holder)
+                    return await self._try_again(message, holder, post)
         finally:
             del self._waiting[woken]
             self._service.note_change()
-        return await self.open(message, holder)
+        return await self.open(message, holder, post)
 
     def estimate_wait_seconds(self) -> float:
         """Estimate how long one more session would have to wait.
@@ -131,15 +138,17 @@ class Admission:
         num_before = len(self._waiting) + 1
         return max(_LOOK_AGAIN_SECONDS, lifetime_seconds * num_before / max(1, len(ages)))
 
-    async def _try_again(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
+    async def _try_again(
+        self, message: Open, holder: Holder, post: Post
+    ) -> tuple[HeldSession, int]:
         try:
-            return await self._open(message, holder)
+            return await self._open(message, holder, post)
         except RefusedError as refusal:
             if _may_pass(refusal):
                 raise _StillFullError from refusal
             raise
 
-    async def _open(self, message: Open, holder: Holder) -> tuple[HeldSession, int]:
+    async def _open(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
         service = self._service
         self._check(message)
         parent = self._find_parent(message, holder)
@@ -153,8 +162,15 @@ class Admission:
         state = SessionState(
             message.num_rows, message.max_tokens, message.epoch, message.prefix_tokens
         )
-        held = HeldSession(state, cache, message.span, message.dtype, service.clock.now(), holder)
+        outlet = Outlet(message.session, holder, service.ways, post)
+        held = HeldSession(
+            state, cache, message.span, message.dtype, service.clock.now(), holder, outlet,
+            message.capability,
+        )  # fmt: skip
         service.sessions[message.session] = held
+        if message.next is not None:
+            log = None if parent is None else parent.outlet.fork_log(message.prefix_tokens)
+            outlet.open(message.next, log, message.prefix_tokens)
         return held, free_tokens
 
     def _check(self, message: Open) -> None:
@@ -175,6 +191,8 @@ class Admission:
         engine.pool.check_can_hold(
             message.num_rows, message.max_tokens, message.span, message.kv_format
         )
+        if message.next is not None and service.ways.neighbours is None:
+            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer pushes to no other")
         if message.session in service.sessions or message.session in self._opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
 

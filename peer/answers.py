@@ -2,27 +2,33 @@
 
 import asyncio
 import logging
+from dataclasses import replace
 
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.ids import SessionId
-from ..protocol.messages import Declined, Gap, Step
+from ..protocol.messages import Declined, Gap, Output, Status, Step
 from ..protocol.wire import encode_frame
 from .engine.compute_thread import ComputedStep
 from .held_session import HeldSession
-from .step_work import make_output
+from .step_work import make_output, take_last_token
 
 _logger = logging.getLogger(__name__)
 
 
-def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]) -> bytes:
-    """Tell the session's state how a step ended, and return the answer to it."""
+def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]) -> bytes | None:
+    """Tell the session's state how a step ended, push its output if it is to be pushed, and return
+    the answer to the client, if there is any.
+    """
     try:
         computed = future.result()
         if held.state.is_lost(step.sequence):
             # The engine does not know that the answer before this one could not be sent.
             held.state.fail(step.sequence)
             return encode_gap(step, held)
-        frame = encode_frame(make_output(step, held.dtype, computed))
+        output = make_output(step, held.dtype, computed)
+        if held.outlet.next is not None:
+            return _push(step, held, output)
+        frame = encode_frame(output)
     except RefusedError as error:
         refusal = error
     except Exception:
@@ -33,6 +39,25 @@ def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]
         return frame
     held.state.fail(step.sequence)
     return encode_refusal(step.session, step.sequence, refusal)
+
+
+def _push(step: Step, held: HeldSession, output: Output) -> bytes | None:
+    """Send an output to the next hop; the client gets the end of a replay, as a sign of life."""
+    held.state.complete(step.sequence, b"")
+    held.outlet.push(step, output)
+    if held.outlet.is_pushed(step.sequence):
+        return None
+    return encode_frame(replace(output, hidden=take_last_token(output.hidden)))
+
+
+def encode_status(session: SessionId, held: HeldSession, num_replayed: int = 0) -> bytes:
+    """Return the frame that says how far a session is."""
+    state = held.state
+    return encode_frame(
+        Status(
+            session, state.epoch, state.sequence, state.length, state.done_sequence, num_replayed
+        )
+    )
 
 
 def encode_gap(step: Step, held: HeldSession) -> bytes:

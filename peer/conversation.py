@@ -1,4 +1,4 @@
-"""One stream of a client: messages in, work for the engine, messages out. No decisions.
+"""One stream of a client, or of a peer that pushes: messages in, work for the engine, messages out.
 
 What to do with a step is decided by `protocol.session`; what to compute next by
 `engine.scheduler`. Answers leave a stream in the order of their questions.
@@ -16,14 +16,18 @@ from typing import TYPE_CHECKING
 
 from ..protocol import limits
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
-from ..protocol.ids import SessionId
+from ..protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ..protocol.messages import (
+    Admit,
+    Attach,
     Close,
     Hello,
     Message,
     Open,
     Opened,
+    Probe,
     Queued,
+    Redirect,
     Step,
     Welcome,
 )
@@ -31,19 +35,18 @@ from ..protocol.net.transport import Stream
 from ..protocol.session import Action
 from ..protocol.versions import SOFTWARE, agree_on_version
 from ..protocol.wire import decode_frame, encode_frame
+from .answer_queue import Answer, AnswerQueue
 from .answers import conclude, encode_gap, encode_refusal
 from .engine.compute_thread import ComputedStep
 from .fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from .held_session import HeldSession
+from .steering import check_attach, may_push, steer
 from .step_work import check_step_size, make_work
 
 if TYPE_CHECKING:
     from .service import Service
 
 _logger = logging.getLogger(__name__)
-
-_MAX_PENDING_ANSWERS = 16
-"""Questions of one stream that wait for their answer; more are not read until one is sent."""
 
 _HELLO_SECONDS = 20.0
 """How long a stream may stay without a session: it costs a stranger nothing to open thousands."""
@@ -52,22 +55,11 @@ _STREAMS_PER_SESSION = 4
 """Streams that a peer serves for each session it may hold: a session uses two, and some streams
 have none yet. By default far fewer than the listener takes, so that a refusal can be told."""
 
-_SEND_SECONDS = 30.0
-"""How long a frame may take to leave: the largest one needs 27 seconds at 5 megabits a second. A
-client that reads less has gone, or wants the memory that its answers take."""
-
-_MAX_STREAM_PENDING_BYTES = 2 * limits.MAX_FRAME_BYTES
-"""Steps of one stream that wait for the engine, and answers that wait to be sent; no more is read
-until there are less."""
-
 _ROOM_SECONDS = 30.0
 """How long a large frame that has begun to arrive may wait for room: its sender waits as well."""
 
 _LOOK_AGAIN_SECONDS = 1.0
 """How soon to ask again whether a stream is idle on which a large frame is on its way."""
-
-_Answer = asyncio.Future[bytes | None]
-"""The answer to a step, which is not known yet; None when its session was closed before."""
 
 
 class Conversation:
@@ -80,12 +72,9 @@ class Conversation:
         self._opened: dict[SessionId, HeldSession] = {}
         self._waiting: dict[SessionId, asyncio.Task[bytes]] = {}  # sessions that have to wait
         self._tasks: asyncio.TaskGroup | None = None
+        self._attached: dict[SessionId, Capability] = {}  # sessions that another peer pushes here
         self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
-        self._pending_bytes = 0
-        self._unsent_bytes = 0  # those of them that are computed
-        self._has_ended = False
-        self._room = asyncio.Event()
-        self._answers: asyncio.Queue[bytes | _Answer | None] = asyncio.Queue(_MAX_PENDING_ANSWERS)
+        self._answers = AnswerQueue(stream, service.pending, self.holder)
         self._idle_seconds = service.facts.session_idle_seconds
         self._is_welcome = False
         self._active_at = service.clock.now()
@@ -98,19 +87,18 @@ class Conversation:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
                 watching = tasks.create_task(self._watch())
-                sending = tasks.create_task(self._send_answers())
+                sending = tasks.create_task(self._answers.run())
                 await self._read_questions()
                 for waiting in self._waiting.values():
                     waiting.cancel()
-                await self._answers.put(None)
+                self._answers.finish()
                 await sending
                 watching.cancel()
         except* UnavailableError as group:
             _logger.debug("a client went away: %s", group.exceptions[0])
         finally:
             # What is in the engine still is somewhere in memory: it counts until it is done.
-            self._has_ended = True
-            self._count_pending(-self._unsent_bytes)
+            self._answers.end()
             for session, held in self._opened.items():
                 self._service.close_session(session, held)
 
@@ -126,9 +114,9 @@ class Conversation:
             while (frame := await self._receive()) is not None:
                 await self._take(decode_frame(frame))
         except RemoteProtocolError as error:
-            await self._end_stream(RefusedError(ErrorCode.BAD_FRAME, str(error)))
+            self._end_stream(RefusedError(ErrorCode.BAD_FRAME, str(error)))
         except RefusedError as error:
-            await self._end_stream(error)
+            self._end_stream(error)
 
     def _join_service(self) -> None:
         service = self._service
@@ -139,7 +127,7 @@ class Conversation:
 
     async def _receive(self) -> bytes | None:
         """Wait for a frame. Raises RefusedError when nothing was done here for too long."""
-        await self._wait_for_room()
+        await self._answers.wait_for_room(self._idle_seconds)
         clock = self._service.clock
         while (seconds := self._find_deadline() - clock.now()) > 0:
             with contextlib.suppress(TimeoutError):
@@ -158,6 +146,7 @@ class Conversation:
         held = [sessions[session] for session in self._used if session in sessions]
         if len(held) < len(self._used):
             self._used &= sessions.keys()
+            self._attached = {s: shown for s, shown in self._attached.items() if s in self._used}
             self._active_at = now
         idle_seconds = self._idle_seconds
         if not self._used and not self._waiting:
@@ -183,53 +172,38 @@ class Conversation:
         finally:
             self._frame_arrives_until = self._service.clock.now() + _LOOK_AGAIN_SECONDS
 
-    async def _wait_for_room(self) -> None:
-        try:
-            async with asyncio.timeout(self._idle_seconds):
-                while self._pending_bytes > _MAX_STREAM_PENDING_BYTES:
-                    self._room.clear()
-                    await self._room.wait()
-        except TimeoutError as error:
-            detail = f"the engine computed nothing for {self._idle_seconds:.0f} s"
-            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS) from error
-
-    async def _end_stream(self, error: RefusedError) -> None:
+    def _end_stream(self, error: RefusedError) -> None:
         _logger.info("closing a stream: %s", error)
-        await self._answers.put(encode_refusal(None, 0, error))
-
-    async def _send_answers(self) -> None:
-        while (answer := await self._answers.get()) is not None:
-            if isinstance(answer, bytes):
-                await self._send(answer)
-                continue
-            await asyncio.wait([answer])
-            frame = answer.result()
-            if frame is not None:
-                await self._send(frame)
-                self._count_unsent(-len(frame))
-
-    async def _send(self, frame: bytes) -> None:
-        """Send a frame; a client that never reads is one that went away."""
-        try:
-            async with asyncio.timeout(_SEND_SECONDS):
-                await self._stream.send(frame)
-        except TimeoutError as error:
-            raise UnavailableError("the client does not read its answers") from error
+        self._answers.put(encode_refusal(None, 0, error))
 
     async def _take(self, message: Message) -> None:
         """Act on one message; a refusal of a session is an answer, of a stream an exception."""
         if isinstance(message, Hello):
-            await self._answers.put(encode_frame(self._welcome(message)))
+            self._answers.put(encode_frame(self._welcome(message)))
         elif not self._is_welcome:
             raise _make_no_hello_error()
         elif isinstance(message, Step):
-            await self._take_step(message)
+            self._take_step(message)
         elif isinstance(message, Open):
             await self._open(message)
         elif isinstance(message, Close):
             self._close(message.session)
+        elif isinstance(message, Admit | Redirect | Probe):
+            self._answers.put(steer(message, self._opened.get(message.session)))
+        elif isinstance(message, Attach):
+            self._attach(message)
         else:
             raise RemoteProtocolError(f"a client does not send {type(message).__name__}")
+
+    def _attach(self, message: Attach) -> None:
+        session = message.session
+        try:
+            check_attach(message, self._service.sessions.get(session))
+        except RefusedError as error:
+            self._answers.put(encode_refusal(session, 0, error))
+        else:
+            self._attached[session] = message.capability
+            self._used.add(session)
 
     def _close(self, session: SessionId) -> None:
         waiting = self._waiting.get(session)
@@ -245,7 +219,7 @@ class Conversation:
         version = agree_on_version(hello.min_version, hello.max_version)
         self._is_welcome = True
         self._active_at = self._service.clock.now()
-        self.holder = self.holder._replace(client=hello.client.hex())
+        self.holder = self._answers.holder = self.holder._replace(client=hello.client.hex())
         facts, engine = self._service.facts, self._service.engine
         wall = self._service.clock.wall()
         return Welcome(version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
@@ -259,22 +233,24 @@ class Conversation:
             if len(self._opened) + len(self._waiting) >= limits.MAX_SESSIONS_PER_STREAM:
                 may_wait = False
                 raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
-            opened = await self._service.admission.open(message, self.holder)
+            opened = await self._service.admission.open(message, self.holder, self._answers.post)
         except RefusedError as error:
             seconds = error.retry_after_seconds
             if may_wait and seconds is not None and self._service.admission.may_wait(self.holder):
-                await self._wait_for_session(message, seconds)
+                self._wait_for_session(message, seconds)
             else:
-                await self._answers.put(encode_refusal(message.session, 0, error))
+                self._answers.put(encode_refusal(message.session, 0, error))
         else:
-            await self._answers.put(self._note_opened(message, *opened))
+            self._answers.put(self._note_opened(message, *opened))
 
-    async def _wait_for_session(self, message: Open, seconds: float) -> None:
+    def _wait_for_session(self, message: Open, seconds: float) -> None:
         """Leave a session that has to wait to a task, and say about how long that takes."""
 
         async def wait() -> bytes:
             try:
-                opened = await self._service.admission.wait(message, self.holder)
+                opened = await self._service.admission.wait(
+                    message, self.holder, self._answers.post
+                )
             except RefusedError as error:
                 return encode_refusal(message.session, 0, error)
             return self._note_opened(message, *opened)
@@ -282,15 +258,15 @@ class Conversation:
         def settle(task: asyncio.Task[bytes]) -> None:
             del self._waiting[message.session]
             is_known = not task.cancelled() and task.exception() is None
-            self._deliver(answer, task.result() if is_known else None)
+            self._answers.deliver(answer, task.result() if is_known else None)
 
         assert self._tasks is not None
-        answer: _Answer = asyncio.Future()
+        answer: Answer = asyncio.Future()
         self._active_at = self._service.clock.now()
         self._waiting[message.session] = task = self._tasks.create_task(wait())
         task.add_done_callback(settle)
-        await self._answers.put(encode_frame(Queued(message.session, message.epoch, seconds)))
-        await self._answers.put(answer)
+        self._answers.put(encode_frame(Queued(message.session, message.epoch, seconds)))
+        self._answers.put(answer)
 
     def _note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
         self._opened[message.session] = held
@@ -299,35 +275,54 @@ class Conversation:
         queue_seconds = self._service.compute.queue_seconds
         return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
 
-    async def _take_step(self, step: Step) -> None:
-        held = self._service.sessions.get(step.session)
+    def _take_step(self, step: Step) -> None:
+        held = self._find_session(step.session)
         try:
             if held is None:
                 raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open here")
             decision = held.state.decide(step)
             self._check_size(step, held)
         except RefusedError as error:
-            await self._answers.put(encode_refusal(step.session, step.sequence, error))
+            self._answer(held, encode_refusal(step.session, step.sequence, error))
             return
         if decision.action is Action.RESEND:
-            await self._answers.put(decision.answer)
+            self._answer(held, decision.answer)
         elif decision.action is Action.GAP:
-            await self._answers.put(encode_gap(step, held))
+            self._answer(held, encode_gap(step, held))
         elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
             held.used_at = self._service.clock.now()
             held.cache.touch()
             held.state.accept(step)
             self._used.add(step.session)
-            self._count_pending(len(step.hidden.data))
-            work = make_work(step, held.cache, held.span)
+            answer: Answer | None = None if held.capability else asyncio.Future()
+            self._count_step(held, answer, len(step.hidden.data))
+            work = make_work(step, held.cache, held.span, held.outlet.next is not None)
             future = self._service.compute.submit(work, held.holder)
             held.running.add(future)
-            answer: _Answer = asyncio.Future()
             future.add_done_callback(partial(self._settle, step, held, answer))
-            await self._answers.put(answer)
+            if answer is not None:
+                self._answers.put(answer)
+
+    def _find_session(self, session: SessionId) -> HeldSession | None:
+        """Return a session that may be stepped on this stream."""
+        held = self._service.sessions.get(session)
+        if held is None or not held.capability or session in self._opened:
+            return held
+        return held if may_push(self._attached.get(session, NO_CAPABILITY), held) else None
+
+    def _answer(self, held: HeldSession | None, frame: bytes) -> None:
+        """Answer a step: here, or, what is part of a chain, on the stream of its client."""
+        if held is not None and held.capability:
+            held.outlet.post(frame)
+        else:
+            self._answers.put(frame)
 
     def _settle(
-        self, step: Step, held: HeldSession, answer: _Answer, future: asyncio.Future[ComputedStep]
+        self,
+        step: Step,
+        held: HeldSession,
+        answer: Answer | None,
+        future: asyncio.Future[ComputedStep],
     ) -> None:
         """Note what became of a step, as soon as that is known, and give its sender the answer.
 
@@ -336,33 +331,30 @@ class Conversation:
         """
         held.running.discard(future)
         frame = None if future.cancelled() else conclude(step, held, future)
-        self._deliver(answer, frame)
+        if answer is not None:
+            self._answers.deliver(answer, frame)
+        elif frame is not None:
+            held.outlet.post(frame)
         num_bytes = len(step.hidden.data)
         if not future.cancelled():
-            self._count_pending(-num_bytes)
+            self._count_step(held, answer, -num_bytes)
             return
         # The engine may be at it still, and has it in its queue until the next iteration.
         dropped = self._service.compute.call(_do_nothing)
-        dropped.add_done_callback(lambda _: self._count_pending(-num_bytes))
+        dropped.add_done_callback(lambda _: self._count_step(held, answer, -num_bytes))
 
-    def _deliver(self, answer: _Answer, frame: bytes | None) -> None:
-        """Give the sender an answer that it waits for; the frame counts until it is sent."""
-        if frame is not None and not self._has_ended:
-            self._count_unsent(len(frame))
-        answer.set_result(frame)
-
-    def _count_unsent(self, num_bytes: int) -> None:
-        self._unsent_bytes += num_bytes
-        self._count_pending(num_bytes)
-
-    def _count_pending(self, num_bytes: int) -> None:
-        self._pending_bytes += num_bytes
-        self._service.pending.count(self.holder, num_bytes)
-        self._room.set()
+    def _count_step(self, held: HeldSession, answer: Answer | None, num_bytes: int) -> None:
+        """Count a step that waits for the engine: one that is pushed holds up no other session."""
+        if answer is None:
+            self._service.pending.count(held.holder, num_bytes)
+        else:
+            self._answers.count(num_bytes)
 
     def _check_size(self, step: Step, held: HeldSession) -> None:
-        check_step_size(step, held.dtype, self._service.engine.spec.hidden_size)
-        self._service.pending.check_room_for(self.holder, len(step.hidden.data))
+        is_pushed = held.outlet.next is not None
+        check_step_size(step, held.dtype, self._service.engine.spec.hidden_size, is_pushed)
+        holder = held.holder if held.capability else self.holder
+        self._service.pending.check_room_for(holder, len(step.hidden.data))
 
 
 def _do_nothing() -> None:

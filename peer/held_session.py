@@ -3,17 +3,22 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from ..protocol.ids import NO_CAPABILITY, Capability
 from ..protocol.session import SessionState
 from ..protocol.spans import Span
 from ..protocol.tensors import WireDtype
 from .engine.compute_thread import ComputedStep
 from .engine.kv_cache import SessionCache
 from .fair_share import Holder
+from .outlet import Outlet
 
 
 @dataclass(slots=True)
 class HeldSession:
     """A session and its cache; closed by the stream that opened it.
+
+    One with a `capability` is part of a chain: who pushes to it has to show that, and everything
+    it has to say goes to the stream that opened it.
 
     `used_at` is when it was last stepped, on whatever stream; `holder` is who opened it, as
     `fair_share` counts; `running` are the steps of it in the engine. The clock is the service's.
@@ -25,6 +30,8 @@ class HeldSession:
     dtype: WireDtype
     opened_at: float
     holder: Holder
+    outlet: Outlet
+    capability: Capability = NO_CAPABILITY
     running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
     used_at: float = field(init=False)
 

@@ -31,6 +31,7 @@ from .engine.engine import Engine
 from .engine.families import read_spec
 from .engine.loader import check_span, open_checkpoint
 from .loop_lag import LoopLag
+from .neighbours import Neighbours
 from .network_control import NetworkControl
 from .self_description import SelfDescription, make_template
 from .service import Service, ServiceFacts
@@ -166,13 +167,15 @@ class LoopbackSwarm:
         facts = ServiceFacts(
             identity.peer_id, model_id, config.max_sessions, config.session_idle_seconds
         )
-        service = Service(facts, engine, compute, clock)
+        transport = LoopbackTransport(self._network, host)
+        stack.push_async_callback(transport.close)
+        neighbours = Neighbours(transport, clock)
+        stack.push_async_callback(neighbours.close)
+        service = Service(facts, engine, compute, clock, neighbours)
 
         async def serve(stream: Stream) -> None:
             await peer.serve(stream)
 
-        transport = LoopbackTransport(self._network, host)
-        stack.push_async_callback(transport.close)
         listener = await transport.listen(host, 0, serve)
         template = make_template(
             config,

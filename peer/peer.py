@@ -32,6 +32,7 @@ from .engine.families import read_spec
 from .engine.loader import check_span, check_weights, open_checkpoint
 from .identity_file import hold_identity
 from .loop_lag import LoopLag
+from .neighbours import Neighbours
 from .self_description import SelfDescription, make_template
 from .service import Service, ServiceFacts
 from .throughput import Throughput, measure_throughput
@@ -95,10 +96,10 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         for listener in listeners:
             stack.push_async_callback(listener.close)
         throughput = await compute.call(lambda: measure_throughput(engine))
-        facts = ServiceFacts(
-            identity.peer_id, plan.model_id, config.max_sessions, config.session_idle_seconds
-        )
-        service = Service(facts, engine, compute, clock)
+        neighbours = Neighbours(transport, clock)
+        stack.push_async_callback(neighbours.close)
+        facts = _gather_facts(config, identity, plan)
+        service = Service(facts, engine, compute, clock, neighbours)
         ready.set_result(service)
         description.begin_serving(engine, compute, throughput)
         await announcer.announce(PeerState.ONLINE)
@@ -188,6 +189,12 @@ async def _join_directory(
         clock=clock,
         membership=config.membership,
         endpoint=endpoint,
+    )
+
+
+def _gather_facts(config: PeerConfig, identity: Identity, plan: _Plan) -> ServiceFacts:
+    return ServiceFacts(
+        identity.peer_id, plan.model_id, config.max_sessions, config.session_idle_seconds
     )
 
 

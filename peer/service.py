@@ -13,11 +13,17 @@ from .conversation import Conversation
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine
 from .held_session import HeldSession
+from .neighbours import Neighbours
+from .outlet import Ways
 from .shared_bytes import SharedBytes
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
 """Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that
 wait for their reader."""
+
+MAX_LOGGED_BYTES = 256 * 2**20
+"""Outputs of all sessions that were pushed to other peers and may have to be pushed again: 32,000
+tokens of a model of width 4096 in 16 bits. A session that finds no room is not logged."""
 
 
 @dataclass(frozen=True)
@@ -38,15 +44,19 @@ class Service:
     engine: Engine
     compute: ComputeThread
     clock: Clock
+    neighbours: Neighbours | None = None
     is_draining: bool = False
     pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
     streams: set[Conversation] = field(default_factory=set)
     admission: Admission = field(init=False)
+    ways: Ways = field(init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self)
+        logged = SharedBytes(MAX_LOGGED_BYTES, times_free=3)
+        self.ways = Ways(self.neighbours, self.pending, logged)
 
     async def serve(self, stream: Stream) -> None:
         """Serve one stream until it ends; frees everything that the stream opened."""
@@ -95,6 +105,7 @@ class Service:
         if self.sessions.get(session) is not held:
             return
         del self.sessions[session]
+        held.outlet.close()
         for future in held.running:
             future.cancel()
         closing = self.compute.call(held.cache.close)

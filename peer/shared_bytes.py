@@ -11,8 +11,10 @@ from .fair_share import Holder, compute_share
 class SharedBytes:
     """A budget of memory for what strangers send and do not fetch, and who holds how much of it."""
 
-    def __init__(self, budget_bytes: int) -> None:
+    def __init__(self, budget_bytes: int, times_free: int = 1) -> None:
+        """Let nobody hold more than `times_free` times what stays free."""
         self._budget_bytes = budget_bytes
+        self._times_free = times_free
         self._held: Counter[Holder] = Counter()
         self._freed = asyncio.Event()
 
@@ -26,14 +28,14 @@ class SharedBytes:
 
     def check_room_for(self, holder: Holder, num_bytes: int) -> None:
         """Raise RefusedError unless a holder may have so many bytes more."""
-        if not self._has_room_for(holder, num_bytes):
+        if not self.has_room_for(holder, num_bytes):
             raise RefusedError(ErrorCode.BUSY, "too many steps wait at this peer", 1.0)
 
     async def wait_for_room(self, holder: Holder, num_bytes: int, seconds: float) -> None:
         """Wait until a holder may have so many bytes more. Raises RefusedError after so long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self._has_room_for(holder, num_bytes):
+                while not self.has_room_for(holder, num_bytes):
                     self._freed.clear()
                     await self._freed.wait()
         self.check_room_for(holder, num_bytes)
@@ -46,6 +48,7 @@ class SharedBytes:
         if num_bytes < 0:
             self._freed.set()
 
-    def _has_room_for(self, holder: Holder, num_bytes: int) -> bool:
-        share = compute_share(holder, self._held, self._budget_bytes)
+    def has_room_for(self, holder: Holder, num_bytes: int) -> bool:
+        """Return whether a holder may have so many bytes more."""
+        share = compute_share(holder, self._held, self._budget_bytes, self._times_free)
         return self._held[holder] + num_bytes <= share

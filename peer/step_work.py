@@ -14,7 +14,7 @@ _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
 """The tensor of one answer; what is left of the frame is enough for everything else."""
 
 
-def check_step_size(step: Step, dtype: WireDtype, hidden_size: int) -> None:
+def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: bool) -> None:
     """Refuse, before a copy is made, a step that no engine could take or no frame answer.
 
     Raises RefusedError when its width is not the model's, or when the answer, in the dtype of the
@@ -26,15 +26,15 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int) -> None:
             ErrorCode.BAD_VALUES,
             f"hidden states of this model have size {hidden_size}, not {width}",
         )
-    num_tokens = 1 if step.last_token_only else tokens
+    num_tokens = 1 if step.last_token_only and not is_pushed else tokens
     if compute_num_bytes(dtype, rows, num_tokens, width) > _MAX_ANSWER_BYTES:
         raise RefusedError(
             ErrorCode.TOO_LONG, "the answer would not fit into one frame; send fewer tokens"
         )
 
 
-def make_work(step: Step, cache: SessionCache, span: Span) -> StepWork:
-    """Return what the engine has to do for a step."""
+def make_work(step: Step, cache: SessionCache, span: Span, is_pushed: bool) -> StepWork:
+    """Return what the engine has to do for a step; who pushes needs all of its tokens."""
     hidden_BTH = decode_tensor(step.hidden.data, DTYPES[step.hidden.dtype.name], step.hidden.shape)
     return StepWork(
         cache=cache,
@@ -42,7 +42,7 @@ def make_work(step: Step, cache: SessionCache, span: Span) -> StepWork:
         position=step.position,
         hidden_BTH=hidden_BTH,
         row_map=step.row_map,
-        last_token_only=step.last_token_only,
+        last_token_only=step.last_token_only and not is_pushed,
         decoded=step.is_decoded,
     )
 
@@ -64,4 +64,12 @@ def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
         WireTensor(dtype, WireCodec.RAW, rows, tokens, width, encode_tensor(hidden_BTH)),
         computed.queue_seconds,
         computed.compute_seconds,
+        step.before,
     )
+
+
+def take_last_token(hidden: WireTensor) -> WireTensor:
+    """Return the last token of each row."""
+    hidden_BTH = decode_tensor(hidden.data, DTYPES[hidden.dtype.name], hidden.shape)[:, -1:]
+    rows, _, width = hidden.shape
+    return WireTensor(hidden.dtype, hidden.codec, rows, 1, width, encode_tensor(hidden_BTH))

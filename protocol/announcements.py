@@ -6,7 +6,6 @@ knows where records are kept.
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated, Literal
@@ -14,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from . import limits
-from .endpoints import Endpoint, Libp2pEndpoint, Relay
+from .endpoints import Endpoint, Libp2pEndpoint, Relay, check_endpoint
 from .errors import LocalProtocolError, RemoteProtocolError
 from .identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 from .ids import MODEL_ID_CHARACTERS, ModelId, PeerId
@@ -30,8 +29,6 @@ MAX_RELAYS = 4
 _VERSION = b"\x01"
 _CONTEXT = b"shoal announcement 1\0"
 _HEADER_BYTES = len(_VERSION) + SIGNATURE_BYTES
-_HOST = re.compile(r"[0-9A-Za-z_.:%-]{1,253}")  # a name, or an IPv4 or IPv6 address
-_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 _MAX_COUNT = 2**53 - 1  # the largest whole number that every JSON reader keeps exactly
 
 
@@ -52,25 +49,15 @@ def _check_peer_id(peer_id: PeerId) -> PeerId:
     return peer_id
 
 
-def _check_endpoint(endpoint: Endpoint) -> Endpoint:
-    if not _HOST.fullmatch(endpoint.host):
-        raise ValueError("the host is not a name or an address")
-    if not 0 < endpoint.port < 2**16:
-        raise ValueError("the port is not in 1..65535")
-    if endpoint.fingerprint and not _FINGERPRINT.fullmatch(endpoint.fingerprint):
-        raise ValueError("the fingerprint is not 64 lower-case hex digits")
-    return endpoint
-
-
 def _check_relay(relay: Relay) -> Relay:
-    _check_endpoint(Endpoint(relay.host, relay.port))
+    check_endpoint(Endpoint(relay.host, relay.port))
     _check_peer_id(relay.peer_id)
     return relay
 
 
 _PeerId = Annotated[PeerId, AfterValidator(_check_peer_id)]
 _ModelId = Annotated[ModelId, Field(pattern=rf"^[0-9a-f]{{{MODEL_ID_CHARACTERS}}}$")]
-_Endpoint = Annotated[Endpoint, AfterValidator(_check_endpoint)]
+_Endpoint = Annotated[Endpoint, AfterValidator(check_endpoint)]
 _Relay = Annotated[Relay, AfterValidator(_check_relay)]
 _AdapterHash = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 _Version = Annotated[int, Field(ge=0, lt=2**16)]

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from .ids import PeerId
+
+_HOST = re.compile(r"[0-9A-Za-z_.:%-]{1,253}")  # a name, or an IPv4 or IPv6 address
+_FINGERPRINT = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, order=True)
@@ -74,3 +78,14 @@ def _name_address(host: str, port: int) -> str:
         return f"/ip6/{host}/tcp/{port}"
     is_ipv4 = host.replace(".", "").isdecimal()
     return f"/{'ip4' if is_ipv4 else 'dns'}/{host}/tcp/{port}"
+
+
+def check_endpoint(endpoint: Endpoint) -> Endpoint:
+    """Return an endpoint that a stranger named; raises ValueError when it cannot be one."""
+    if not _HOST.fullmatch(endpoint.host):
+        raise ValueError("the host is not a name or an address")
+    if not 0 < endpoint.port < 2**16:
+        raise ValueError("the port is not in 1..65535")
+    if endpoint.fingerprint and not _FINGERPRINT.fullmatch(endpoint.fingerprint):
+        raise ValueError("the fingerprint is not 64 lower-case hex digits")
+    return endpoint

@@ -58,6 +58,8 @@ class ErrorCode(IntEnum):
     BAD_VALUES = 9
     BUSY = 10
     INTERNAL = 11
+    NEXT_UNREACHABLE = 12
+    LOG_INCOMPLETE = 13
     NOT_A_MEMBER = 16  # said by the transport, before any message
 
 

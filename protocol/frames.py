@@ -39,14 +39,21 @@ class Kind(IntEnum):
     CLOSE = 8
     DECLINED = 9
     QUEUED = 10
+    ATTACH = 11
+    ADMIT = 12
+    REDIRECT = 13
+    PROBE = 14
+    STATUS = 15
 
 
 class Flag(IntFlag):
     LAST_TOKEN_ONLY = 1
     IS_DECODED = 2
+    IS_PIECE = 4
 
 
-_ALL_FLAGS = int(Flag.LAST_TOKEN_ONLY | Flag.IS_DECODED)  # ~ of an IntFlag knows no others
+# ~ of an IntFlag knows no others
+_ALL_FLAGS = int(Flag.LAST_TOKEN_ONLY | Flag.IS_DECODED | Flag.IS_PIECE)
 
 
 class Parts(NamedTuple):

@@ -18,11 +18,19 @@ ClientToken = NewType("ClientToken", bytes)
 """What a client calls itself at one peer, so that its sessions can be counted together: 16 bytes,
 or none. No proof of anything: knowing it is being it, so each peer is told another one."""
 
+Capability = NewType("Capability", bytes)
+"""The right to push steps into one session: 16 random bytes that the client gives to the peer
+before it on the route, or none."""
+
+NO_CAPABILITY = Capability(b"")
+"""Of a session that takes steps from its client only."""
+
 NO_CLIENT = ClientToken(b"")
 """Of a client that has no name."""
 
 SESSION_ID_BYTES = 16
 CLIENT_TOKEN_BYTES = 16
+CAPABILITY_BYTES = 16
 MODEL_ID_CHARACTERS = 32
 
 # Fields that a loader or a save call adds and that do not change what the weights mean.

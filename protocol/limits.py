@@ -35,6 +35,9 @@ MAX_TEXT_CHARACTERS = 512
 MAX_SESSIONS_PER_STREAM = 16
 """Open sessions that one stream may hold."""
 
+MAX_HOPS = 256
+"""Hops of one route."""
+
 MAX_ANNOUNCEMENT_BYTES = 4096
 """One signed announcement, as stored in the directory."""
 

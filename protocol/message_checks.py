@@ -4,21 +4,29 @@ One check per message, in one table. A check raises ValueError; `wire` says whos
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import limits
-from .ids import CLIENT_TOKEN_BYTES, MODEL_ID_CHARACTERS, SESSION_ID_BYTES
+from .endpoints import check_endpoint
+from .ids import CAPABILITY_BYTES, CLIENT_TOKEN_BYTES, MODEL_ID_CHARACTERS, SESSION_ID_BYTES
 from .messages import (
+    Admit,
+    Attach,
     Close,
     Declined,
     Gap,
     Hello,
+    HopSeconds,
     Message,
+    NextHop,
     Open,
     Opened,
     Output,
+    Probe,
     Queued,
+    Redirect,
+    Status,
     Step,
     Welcome,
 )
@@ -116,6 +124,9 @@ def _check_open(message: Open) -> None:
     _check_count(message.max_tokens, limits.MAX_SESSION_TOKENS, "session length")
     _check_seconds(message.max_wait_seconds)
     _check_parent(message)
+    if message.capability:
+        _check_capability(message.capability)
+    _check_next(message.next, message.session)
 
 
 def _check_parent(message: Open) -> None:
@@ -148,6 +159,7 @@ def _check_step(message: Step) -> None:
         len(row_map) != num_rows or not all(0 <= row < num_rows for row in row_map)
     ):
         raise ValueError(f"the row map does not fit {num_rows} rows")
+    _check_before(message.before)
 
 
 def _check_output(message: Output) -> None:
@@ -155,6 +167,7 @@ def _check_output(message: Output) -> None:
     _check_position(message.position)
     check_tensor(message.hidden)
     _check_seconds(message.queue_seconds, message.compute_seconds)
+    _check_before(message.before)
 
 
 def _check_gap(message: Gap) -> None:
@@ -173,6 +186,51 @@ def _check_declined(message: Declined) -> None:
         _check_seconds(message.retry_after_seconds)
 
 
+def _check_before(before: Sequence[HopSeconds]) -> None:
+    if len(before) > limits.MAX_HOPS:
+        raise ValueError(f"{len(before)} hops are more than a route may have")
+    for seconds in before:
+        _check_seconds(*seconds)
+
+
+def _check_capability(value: bytes) -> None:
+    if len(value) != CAPABILITY_BYTES:
+        raise ValueError(f"a capability has {CAPABILITY_BYTES} bytes, not {len(value)}")
+
+
+def _check_next(following: NextHop | None, session: bytes) -> None:
+    if following is None:
+        return
+    check_text(following.peer_id)
+    if not 0 < len(following.endpoints) <= limits.MAX_ENDPOINTS:
+        raise ValueError(f"a next hop has 1 to {limits.MAX_ENDPOINTS} endpoints")
+    for endpoint in following.endpoints:
+        check_endpoint(endpoint)
+    _check_session(following.session)
+    if following.session == session:
+        raise ValueError("a session cannot be its own next hop")
+    _check_capability(following.capability)
+
+
+def _check_capability_holder(message: Attach | Admit) -> None:
+    _check_session(message.session)
+    _check_capability(message.capability)
+
+
+def _check_redirect(message: Redirect) -> None:
+    _check_session(message.session)
+    _check_next(message.next, message.session)
+
+
+def _check_probe(message: Probe) -> None:
+    _check_session(message.session)
+
+
+def _check_status(message: Status) -> None:
+    _check_session(message.session)
+    _check_position(message.length)
+
+
 _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Hello: _check_hello,
     Welcome: _check_welcome,
@@ -184,4 +242,9 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Gap: _check_gap,
     Close: _check_close,
     Declined: _check_declined,
+    Attach: _check_capability_holder,
+    Admit: _check_capability_holder,
+    Redirect: _check_redirect,
+    Probe: _check_probe,
+    Status: _check_status,
 }

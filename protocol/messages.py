@@ -3,12 +3,17 @@
 A conversation on one stream: the dialler says `Hello`, the peer answers `Welcome`. For each
 session the client sends `Open` and gets `Opened`, perhaps `Queued` before, then `Step` and gets
 `Output` (or `Gap`), then `Close`. Anything can be answered by `Declined`.
+
+In a chain a peer pushes its outputs to the next one, as `Step` behind an `Attach`, and only the
+last peer answers the client, which keeps a stream to each for `Admit`, `Redirect` and `Probe`.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
+from .endpoints import Endpoint
 from .errors import ErrorCode
-from .ids import NO_CLIENT, ClientToken, ModelId, PeerId, SessionId
+from .ids import NO_CAPABILITY, NO_CLIENT, Capability, ClientToken, ModelId, PeerId, SessionId
 from .spans import Span
 from .tensors import KVFormat, WireDtype, WireTensor
 
@@ -40,6 +45,29 @@ class Welcome:
 
 
 @dataclass(frozen=True, slots=True)
+class NextHop:
+    """Where a peer pushes the outputs of a session: a session at another peer, and the key to it.
+
+    Outputs of steps before `first_sequence` are not pushed but answered: they are a replay, which
+    the next hop has no need of.
+    """
+
+    peer_id: PeerId
+    endpoints: tuple[Endpoint, ...]
+    session: SessionId
+    epoch: int
+    capability: Capability
+    first_sequence: int = 0
+
+
+class HopSeconds(NamedTuple):
+    """How long a step waited and was computed at one hop."""
+
+    queue: float
+    compute: float
+
+
+@dataclass(frozen=True, slots=True)
 class Open:
     """Ask a peer to hold a session for some of its blocks.
 
@@ -50,6 +78,8 @@ class Open:
 
     With a `parent`, a session of the same client with the same span, rows and `kv_format`, the new
     one begins with the first `prefix_tokens` tokens that the peer holds of it.
+
+    In a chain, `capability` is what the peer before has to show, and `next` where outputs go.
     """
 
     session: SessionId
@@ -63,6 +93,8 @@ class Open:
     kv_format: KVFormat = KVFormat.FLOAT
     parent: SessionId | None = None
     prefix_tokens: int = 0
+    capability: Capability = NO_CAPABILITY
+    next: NextHop | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +123,9 @@ class Step:
     `row_map[i]` names the row whose cached prefix row i continues (beam search); None keeps the
     rows as they are. `is_decoded` says that these tokens were generated one by one, so a peer
     that rebuilds a cache computes them the way it would have then. With `last_token_only` the
-    answer holds only the last token of each row.
+    answer holds only the last token of each row. Of a step cut in several, each `is_piece`: they
+    stay on one lane, so that none overtakes another. A pushed step brings the times of the hops
+    `before`.
     """
 
     session: SessionId
@@ -102,11 +136,13 @@ class Step:
     row_map: tuple[int, ...] | None = None
     is_decoded: bool = False
     last_token_only: bool = False
+    is_piece: bool = False
+    before: tuple[HopSeconds, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """What the span made of a step, and how long it waited and computed."""
+    """What the span made of a step, and how long it waited and computed, here and `before`."""
 
     session: SessionId
     epoch: int
@@ -115,6 +151,7 @@ class Output:
     hidden: WireTensor
     queue_seconds: float = 0.0
     compute_seconds: float = 0.0
+    before: tuple[HopSeconds, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,4 +188,77 @@ class Declined:
     retry_after_seconds: float | None = None
 
 
-Message = Hello | Welcome | Open | Queued | Opened | Step | Output | Gap | Close | Declined
+@dataclass(frozen=True, slots=True)
+class Attach:
+    """A peer is about to push steps of a session on this stream. Only a refusal is answered."""
+
+    session: SessionId
+    epoch: int
+    capability: Capability
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """From now on take steps of this epoch only, from whoever shows this capability. The answer is
+    a `Status`.
+    """
+
+    session: SessionId
+    epoch: int
+    capability: Capability
+
+
+@dataclass(frozen=True, slots=True)
+class Redirect:
+    """Push outputs somewhere else from now on, or (None) answer with them. The answer is a
+    `Status`.
+
+    What was pushed before is sent again from the log: up to `resume_sequence` as a replay of what
+    is left of it, which is for a new hop only, and from there on as it was.
+    """
+
+    session: SessionId
+    epoch: int
+    resume_sequence: int
+    next: NextHop | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Ask how far a session is; answered at once with a `Status`, by whoever lives."""
+
+    session: SessionId
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a session is: the newest step that was taken, the newest that is done, its length,
+    and of how many steps the replay consists that a `Redirect` has set off.
+    """
+
+    session: SessionId
+    epoch: int
+    sequence: int
+    length: int
+    done_sequence: int = 0
+    num_replayed: int = 0
+
+
+Message = (
+    Hello
+    | Welcome
+    | Open
+    | Queued
+    | Opened
+    | Step
+    | Output
+    | Gap
+    | Close
+    | Declined
+    | Attach
+    | Admit
+    | Redirect
+    | Probe
+    | Status
+)

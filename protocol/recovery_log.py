@@ -4,7 +4,7 @@ The log follows everything that changes a cache: steps, rollbacks and the row ma
 search. Rebuilding a cache from it takes one replay of the prefix, not the history of every step.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -88,16 +88,21 @@ class RecoveryLog(Generic[Payload]):
         )
         self._length = position + num_tokens
 
-    def rollback(self, position: int) -> None:
-        """Forget everything from `position` on; row maps stay, they moved the rest as well."""
+    def rollback(self, position: int) -> list[Payload]:
+        """Forget everything from `position` on; row maps stay, they moved the rest as well.
+
+        Returns the payloads of which nothing is left.
+        """
         if not 0 <= position <= self._length:
             raise LocalProtocolError(
                 f"cannot roll back to token {position}, the log holds {self._length}"
             )
+        dropped: list[Payload] = []
         while self._entries and self._entries[-1].position >= position:
-            self._entries.pop()
+            dropped.append(self._entries.pop().payload)
         self._length = position
         self._join_last_row_maps()
+        return dropped
 
     def permute(self, row_map: Sequence[int]) -> None:
         """Note that every row i continues the prefix of row `row_map[i]`."""
@@ -143,3 +148,28 @@ class RecoveryLog(Generic[Payload]):
             stop = entry.position
         pieces.reverse()
         return pieces
+
+
+def group_pieces(
+    pieces: Iterable[ReplayPiece[Payload]], max_tokens: int
+) -> Iterator[list[ReplayPiece[Payload]]]:
+    """Join generated tokens into steps of at most `max_tokens` tokens per row, in order.
+
+    A rebuilt cache must hold what the lost one held, and a peer chooses its arithmetic by the
+    size of a step. So the steps of a prompt stay alone, and where a rollback cut one short, it is
+    sent whole; the next step begins where the rollback led and has the peer forget the rest.
+    Generated tokens are computed one by one however many arrive.
+    """
+    group: list[ReplayPiece[Payload]] = []
+    num_tokens = 0
+    for piece in pieces:
+        if group and (not piece.is_decoded or num_tokens + piece.num_tokens > max_tokens):
+            yield group
+            group, num_tokens = [], 0
+        if piece.is_decoded:
+            group.append(piece)
+            num_tokens += piece.num_tokens
+        else:
+            yield [piece]
+    if group:
+        yield group

@@ -137,6 +137,7 @@ class SessionState:
         self.epoch = epoch
         self.length = prefix_tokens
         self._last_sequence = 0
+        self._done_sequence = 0
         self._answers: OrderedDict[int, bytes] = OrderedDict()
         # Steps in the engine by sequence: where each begins, where the prefix ends after it, and
         # where if it fails.
@@ -177,11 +178,15 @@ class SessionState:
         self._running[step.sequence] = (step.position, self.length, rest)
 
     def complete(self, sequence: int, answer: bytes) -> None:
-        """Note the answer to an accepted step, so that a repeat can be answered again."""
+        """Note the answer to an accepted step, so that a repeat can be answered again.
+
+        Empty where there is none to keep: what was pushed is in the sender log.
+        """
+        self._done_sequence = max(self._done_sequence, sequence)
         # The engine takes steps in order: how the ones before this ended has no say any more.
         self._running = {n: extent for n, extent in self._running.items() if n > sequence}
         self._lost = {n for n in self._lost if n > sequence}
-        if len(answer) > MAX_CACHED_ANSWER_BYTES:
+        if not answer or len(answer) > MAX_CACHED_ANSWER_BYTES:
             return
         self._answers[sequence] = answer
         while len(self._answers) > MAX_CACHED_ANSWERS:
@@ -209,6 +214,20 @@ class SessionState:
     def is_lost(self, sequence: int) -> bool:
         """Return whether a step stood on tokens that were taken back, whatever came out of it."""
         return sequence in self._lost
+
+    @property
+    def sequence(self) -> int:
+        """Number of the newest step that was accepted."""
+        return self._last_sequence
+
+    @property
+    def done_sequence(self) -> int:
+        """Number of the newest step that was completed."""
+        return self._done_sequence
+
+    def admit(self, epoch: int) -> None:
+        """Move on to an epoch: what comes of older ones is a zombie's. Never moves back."""
+        self.epoch = max(self.epoch, epoch)
 
     def _order_epoch(self, epoch: int) -> EpochOrder:
         if epoch == self.epoch:

@@ -3,7 +3,10 @@
 from .errors import ErrorCode, RefusedError
 
 MIN_VERSION = 1
-MAX_VERSION = 1
+MAX_VERSION = 2
+CHAIN_VERSION = 2
+"""From which version on a peer can push to another one."""
+
 SOFTWARE = "shoal 0.1.0"
 
 
@@ -13,7 +16,7 @@ def agree_on_version(their_min: int, their_max: int) -> int:
     Raises RefusedError with BAD_VERSION and both ranges when there is none.
 
     >>> agree_on_version(1, 7)
-    1
+    2
     """
     version = min(MAX_VERSION, their_max)
     if version < max(MIN_VERSION, their_min):

@@ -9,9 +9,11 @@ from google.protobuf.message import Message as ProtobufMessage
 
 from .errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from .frames import Flag, Kind, Parts, join_frame, split_frame
-from .ids import ClientToken, ModelId, PeerId, SessionId
+from .ids import Capability, ClientToken, ModelId, PeerId, SessionId
 from .message_checks import NO_SESSION, check_message, check_text, clean_text
 from .messages import (
+    Admit,
+    Attach,
     Close,
     Declined,
     Gap,
@@ -20,13 +22,17 @@ from .messages import (
     Open,
     Opened,
     Output,
+    Probe,
     Queued,
+    Redirect,
+    Status,
     Step,
     Welcome,
 )
 from .proto import wire_pb2 as pb
 from .spans import Span
 from .tensors import KVFormat, WireDtype, WireTensor
+from .wire_chain import decode_before, decode_next, encode_before, encode_next
 
 
 def encode_frame(message: Message) -> bytes:
@@ -130,6 +136,8 @@ def _encode_open(message: Open) -> Parts:
         kv_format=message.kv_format,
         parent=message.parent or b"",
         prefix_tokens=message.prefix_tokens,
+        capability=message.capability,
+        next=encode_next(message.next),
     )
     return Parts(Kind.OPEN, message.session, message.epoch, control=body.SerializeToString())
 
@@ -148,6 +156,8 @@ def _decode_open(parts: Parts) -> Open:
         KVFormat(body.kv_format),
         parent=SessionId(body.parent) if body.parent else None,
         prefix_tokens=body.prefix_tokens,
+        capability=Capability(body.capability),
+        next=decode_next(body.next) if body.HasField("next") else None,
     )
 
 
@@ -177,9 +187,12 @@ def _encode_step(message: Step) -> Parts:
         flags |= Flag.LAST_TOKEN_ONLY
     if message.is_decoded:
         flags |= Flag.IS_DECODED
+    if message.is_piece:
+        flags |= Flag.IS_PIECE
     control = b""
-    if message.row_map is not None:
-        control = pb.StepBody(row_map=message.row_map).SerializeToString()
+    if message.row_map is not None or message.before:
+        before = encode_before(message.before)
+        control = pb.StepBody(row_map=message.row_map, before_seconds=before).SerializeToString()
     return Parts(
         Kind.STEP, message.session, message.epoch, message.sequence, message.position,
         flags, control, message.hidden,
@@ -188,9 +201,12 @@ def _encode_step(message: Step) -> Parts:
 
 def _decode_step(parts: Parts) -> Step:
     hidden = _tensor(parts)
-    row_map = None
+    row_map, before = None, ()
     if parts.control:
-        row_map = tuple(_parse(pb.StepBody(), parts).row_map)
+        body = _parse(pb.StepBody(), parts)
+        row_map, before = tuple(body.row_map) or None, decode_before(body.before_seconds)
+        if row_map is None and not before:
+            raise ValueError("its control part has no row map and no times")
     return Step(
         _session(parts),
         parts.epoch,
@@ -200,12 +216,16 @@ def _decode_step(parts: Parts) -> Step:
         row_map,
         is_decoded=bool(parts.flags & Flag.IS_DECODED),
         last_token_only=bool(parts.flags & Flag.LAST_TOKEN_ONLY),
+        is_piece=bool(parts.flags & Flag.IS_PIECE),
+        before=before,
     )
 
 
 def _encode_output(message: Output) -> Parts:
     body = pb.OutputBody(
-        queue_seconds=message.queue_seconds, compute_seconds=message.compute_seconds
+        queue_seconds=message.queue_seconds,
+        compute_seconds=message.compute_seconds,
+        before_seconds=encode_before(message.before),
     )
     return Parts(
         Kind.OUTPUT, message.session, message.epoch, message.sequence, message.position,
@@ -223,6 +243,7 @@ def _decode_output(parts: Parts) -> Output:
         _tensor(parts),
         body.queue_seconds,
         body.compute_seconds,
+        decode_before(body.before_seconds),
     )
 
 
@@ -269,6 +290,64 @@ def _decode_declined(parts: Parts) -> Declined:
     )
 
 
+def _encode_capability(message: Attach | Admit) -> Parts:
+    kind = Kind.ATTACH if isinstance(message, Attach) else Kind.ADMIT
+    body = pb.CapabilityBody(capability=message.capability)
+    return Parts(kind, message.session, message.epoch, control=body.SerializeToString())
+
+
+def _decode_attach(parts: Parts) -> Attach:
+    body = _parse(pb.CapabilityBody(), parts)
+    return Attach(_session(parts), parts.epoch, Capability(body.capability))
+
+
+def _decode_admit(parts: Parts) -> Admit:
+    body = _parse(pb.CapabilityBody(), parts)
+    return Admit(_session(parts), parts.epoch, Capability(body.capability))
+
+
+def _encode_redirect(message: Redirect) -> Parts:
+    body = pb.RedirectBody(next=encode_next(message.next))
+    return Parts(
+        Kind.REDIRECT, message.session, message.epoch, message.resume_sequence,
+        control=body.SerializeToString(),
+    )  # fmt: skip
+
+
+def _decode_redirect(parts: Parts) -> Redirect:
+    body = _parse(pb.RedirectBody(), parts)
+    following = decode_next(body.next) if body.HasField("next") else None
+    return Redirect(_session(parts), parts.epoch, parts.sequence, following)
+
+
+def _encode_probe(message: Probe) -> Parts:
+    return Parts(Kind.PROBE, message.session, message.epoch)
+
+
+def _decode_probe(parts: Parts) -> Probe:
+    return Probe(_session(parts), parts.epoch)
+
+
+def _encode_status(message: Status) -> Parts:
+    body = pb.StatusBody(done_sequence=message.done_sequence, num_replayed=message.num_replayed)
+    return Parts(
+        Kind.STATUS, message.session, message.epoch, message.sequence, message.length,
+        control=body.SerializeToString(),
+    )  # fmt: skip
+
+
+def _decode_status(parts: Parts) -> Status:
+    body = _parse(pb.StatusBody(), parts)
+    return Status(
+        _session(parts),
+        parts.epoch,
+        parts.sequence,
+        parts.position,
+        body.done_sequence,
+        body.num_replayed,
+    )
+
+
 class _Codec(NamedTuple):
     """Both ways of one kind; `unused` are the fields of a frame that it must leave empty."""
 
@@ -295,6 +374,11 @@ CODECS = (
     _Codec(Kind.CLOSE, Close, _encode_close, _decode_close, (*_SESSION, "control")),
     _Codec(Kind.DECLINED, Declined, _encode_declined, _decode_declined, _REFUSAL),
     _Codec(Kind.QUEUED, Queued, _encode_queued, _decode_queued, _SESSION),
+    _Codec(Kind.ATTACH, Attach, _encode_capability, _decode_attach, _SESSION),
+    _Codec(Kind.ADMIT, Admit, _encode_capability, _decode_admit, _SESSION),
+    _Codec(Kind.REDIRECT, Redirect, _encode_redirect, _decode_redirect, ("position", "flags")),
+    _Codec(Kind.PROBE, Probe, _encode_probe, _decode_probe, (*_SESSION, "control")),
+    _Codec(Kind.STATUS, Status, _encode_status, _decode_status, ("flags",)),
 )
 _CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}
 _CODEC_OF_KIND = {codec.kind: codec for codec in CODECS}

@@ -1,8 +1,8 @@
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable
-from typing import ClassVar as _ClassVar, Optional as _Optional
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
@@ -37,7 +37,7 @@ class WelcomeBody(_message.Message):
     def __init__(self, version: _Optional[int] = ..., software: _Optional[str] = ..., peer_id: _Optional[str] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., wall_seconds: _Optional[float] = ...) -> None: ...
 
 class OpenBody(_message.Message):
-    __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype", "max_wait_seconds", "kv_format", "parent", "prefix_tokens")
+    __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype", "max_wait_seconds", "kv_format", "parent", "prefix_tokens", "capability", "next")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_START_FIELD_NUMBER: _ClassVar[int]
     SPAN_STOP_FIELD_NUMBER: _ClassVar[int]
@@ -48,6 +48,8 @@ class OpenBody(_message.Message):
     KV_FORMAT_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    NEXT_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     span_start: int
     span_stop: int
@@ -58,7 +60,35 @@ class OpenBody(_message.Message):
     kv_format: int
     parent: bytes
     prefix_tokens: int
-    def __init__(self, model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., max_wait_seconds: _Optional[float] = ..., kv_format: _Optional[int] = ..., parent: _Optional[bytes] = ..., prefix_tokens: _Optional[int] = ...) -> None: ...
+    capability: bytes
+    next: NextHopBody
+    def __init__(self, model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., max_wait_seconds: _Optional[float] = ..., kv_format: _Optional[int] = ..., parent: _Optional[bytes] = ..., prefix_tokens: _Optional[int] = ..., capability: _Optional[bytes] = ..., next: _Optional[_Union[NextHopBody, _Mapping]] = ...) -> None: ...
+
+class EndpointBody(_message.Message):
+    __slots__ = ("host", "port", "fingerprint")
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    PORT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    host: str
+    port: int
+    fingerprint: str
+    def __init__(self, host: _Optional[str] = ..., port: _Optional[int] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+
+class NextHopBody(_message.Message):
+    __slots__ = ("peer_id", "endpoints", "session", "epoch", "capability", "first_sequence")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    FIRST_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    endpoints: _containers.RepeatedCompositeFieldContainer[EndpointBody]
+    session: bytes
+    epoch: int
+    capability: bytes
+    first_sequence: int
+    def __init__(self, peer_id: _Optional[str] = ..., endpoints: _Optional[_Iterable[_Union[EndpointBody, _Mapping]]] = ..., session: _Optional[bytes] = ..., epoch: _Optional[int] = ..., capability: _Optional[bytes] = ..., first_sequence: _Optional[int] = ...) -> None: ...
 
 class QueuedBody(_message.Message):
     __slots__ = ("wait_seconds",)
@@ -75,18 +105,42 @@ class OpenedBody(_message.Message):
     def __init__(self, queue_seconds: _Optional[float] = ..., free_kv_tokens: _Optional[int] = ...) -> None: ...
 
 class StepBody(_message.Message):
-    __slots__ = ("row_map",)
+    __slots__ = ("row_map", "before_seconds")
     ROW_MAP_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     row_map: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, row_map: _Optional[_Iterable[int]] = ...) -> None: ...
+    before_seconds: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, row_map: _Optional[_Iterable[int]] = ..., before_seconds: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class OutputBody(_message.Message):
-    __slots__ = ("queue_seconds", "compute_seconds")
+    __slots__ = ("queue_seconds", "compute_seconds", "before_seconds")
     QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
     queue_seconds: float
     compute_seconds: float
-    def __init__(self, queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+    before_seconds: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ..., before_seconds: _Optional[_Iterable[float]] = ...) -> None: ...
+
+class CapabilityBody(_message.Message):
+    __slots__ = ("capability",)
+    CAPABILITY_FIELD_NUMBER: _ClassVar[int]
+    capability: bytes
+    def __init__(self, capability: _Optional[bytes] = ...) -> None: ...
+
+class RedirectBody(_message.Message):
+    __slots__ = ("next",)
+    NEXT_FIELD_NUMBER: _ClassVar[int]
+    next: NextHopBody
+    def __init__(self, next: _Optional[_Union[NextHopBody, _Mapping]] = ...) -> None: ...
+
+class StatusBody(_message.Message):
+    __slots__ = ("done_sequence", "num_replayed")
+    DONE_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    NUM_REPLAYED_FIELD_NUMBER: _ClassVar[int]
+    done_sequence: int
+    num_replayed: int
+    def __init__(self, done_sequence: _Optional[int] = ..., num_replayed: _Optional[int] = ...) -> None: ...
 
 class DeclinedBody(_message.Message):
     __slots__ = ("code", "detail", "retry_after_seconds", "whole_stream")

@@ -19,8 +19,8 @@ from shoal.cli.text_generation import (
     describe_failover,
     failover_facts,
 )
+from shoal.client.mending import Failover
 from shoal.client.router import Hop
-from shoal.client.session import Failover
 from shoal.protocol.announcements import Announcement, PeerState
 from shoal.protocol.errors import ModelError
 from shoal.protocol.identity import Identity

@@ -108,6 +108,7 @@ def test_initial_peers_that_are_no_addresses_are_refused(
         ("weights", "nf4", "int8, bf16, fp32"),
         ("weights", 8, "int8, bf16, fp32"),
         ("wire_dtype", "int4", "auto, fp32, fp16, bf16"),
+        ("delivery", "ring", "chain, star"),
         ("kv_format", "int4", "float, int8"),
         ("kv_format", 8, "float, int8"),
         ("wire_dtype", ["fp32"], "auto, fp32, fp16, bf16"),

@@ -27,7 +27,7 @@ from hop_scene import (
     run,
 )
 
-from shoal.client.hop_link import BULK_FRAME_BYTES, HopLink, StaleAnnouncementError
+from shoal.client.hop_link import HopLink
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
     CacheFullError,
@@ -39,6 +39,7 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.messages import Close, Gap, Hello, Open, Opened, Step
 from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
 from shoal.protocol.net.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.tensors import WireDtype

@@ -29,7 +29,6 @@ from hop_scene import (
     run,
 )
 
-from shoal.client.hop_link import BULK_FRAME_BYTES, StaleAnnouncementError
 from shoal.client.router import Hop
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
@@ -44,6 +43,7 @@ from shoal.protocol.errors import (
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages import Hello, Message, Open, Opened, Queued
 from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
 from shoal.protocol.net.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Lane
 

@@ -32,10 +32,10 @@ class DyingConversation(conversation.Conversation):
         die_at("open", 1)
         await super()._open(message)
 
-    async def _take_step(self, step: Step) -> None:
+    def _take_step(self, step: Step) -> None:
         if step.hidden.tokens > 1:
             die_at("prefill", 2)
-        await super()._take_step(step)
+        super()._take_step(step)
 
     def _settle(self, step: Step, held: Any, answer: Any, future: Any) -> None:
         super()._settle(step, held, answer, future)

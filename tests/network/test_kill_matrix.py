@@ -35,6 +35,7 @@ class LiveSwarm:
     def __init__(self, swarm: LocalSwarm, model: Any) -> None:
         self.swarm = swarm
         self.tiny = model
+        self.delivery = "star"
 
     def heal(self, num_replicas: int) -> None:
         """Leave exactly that many healthy peers on every span."""
@@ -52,7 +53,10 @@ class LiveSwarm:
 
     def connect(self, **settings: Any) -> Any:
         return AutoDistributedModelForCausalLM.from_pretrained(
-            self.tiny.directory, initial_peers=self.swarm.initial_peers, **settings
+            self.tiny.directory,
+            initial_peers=self.swarm.initial_peers,
+            delivery=self.delivery,
+            **settings,
         )
 
 
@@ -64,6 +68,12 @@ def live(tiny_models: Any) -> Iterator[LiveSwarm]:
         tiny.directory, spans=spans, weights="fp32", announce_period_seconds=2.0
     ) as swarm:
         yield LiveSwarm(swarm, tiny)
+
+
+@pytest.fixture(autouse=True, params=["star", "chain"])
+def delivery(live: LiveSwarm, request: pytest.FixtureRequest) -> None:
+    """Every test runs in both wirings."""
+    live.delivery = request.param
 
 
 @pytest.fixture
@@ -115,7 +125,9 @@ def test_reference_without_any_kill(live: LiveSwarm, prompt: Tensor) -> None:
 
 
 @pytest.mark.parametrize(
-    "indices", [(0,), (1,), (2,), (0, 2), (0, 1)], ids=lambda indices: f"hops{indices}"
+    "indices",
+    [(0,), (1,), (2,), (0, 2), (0, 1), (1, 2), (0, 1, 2)],
+    ids=lambda indices: f"hops{indices}",
 )
 def test_kill_between_decode_steps(
     live: LiveSwarm, prompt: Tensor, indices: tuple[int, ...]

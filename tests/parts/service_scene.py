@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.kernels.compress import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.neighbours import Neighbours
 from shoal.peer.service import Service, ServiceFacts
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
@@ -240,8 +241,9 @@ def run(
         network = LoopbackNetwork()
         async with HoldingComputeThread(engine) as compute:
             facts = ServiceFacts(PEER_ID, MODEL_ID, max_sessions, idle_seconds)
-            service = Service(facts, engine, compute, VirtualClock())
             server = LoopbackTransport(network, "peer")
+            neighbours = Neighbours(server, VirtualClock())
+            service = Service(facts, engine, compute, VirtualClock(), neighbours)
             listener = await server.listen("peer", 0, service.serve)
             client = LoopbackTransport(network, "client")
             peer = Peer(service, compute, engine, network, client, [client], listener.endpoint)
@@ -249,6 +251,9 @@ def run(
             for client in peer.clients:
                 await client.close()
             await peer.wait_until_empty()
+            assert service.ways.logged.used_bytes == 0
+            await neighbours.close()
+            assert service.pending.used_bytes == 0
             await server.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -6,19 +6,27 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.protocol import limits
+from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
 from shoal.protocol.frames import HEADER_BYTES, Kind
-from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
+from shoal.protocol.ids import Capability, ClientToken, ModelId, PeerId, SessionId
 from shoal.protocol.messages import (
+    Admit,
+    Attach,
     Close,
     Declined,
     Gap,
     Hello,
+    HopSeconds,
     Message,
+    NextHop,
     Open,
     Opened,
     Output,
+    Probe,
     Queued,
+    Redirect,
+    Status,
     Step,
     Welcome,
 )
@@ -62,6 +70,10 @@ STEP = Step(SESSION, 1, 2, 3, make_tensor(1, 1, 8))
 OUTPUT = Output(SESSION, 1, 2, 3, make_tensor(1, 1, 8), 0.25, 0.5)
 PARENT = SessionId(b"the session from")
 OPEN = Open(SESSION, 1, MODEL, Span(2, 5), 2, 128, WireDtype.BF16)
+CAPABILITY = Capability(b"the key to a hop")
+ENDPOINTS = (Endpoint("192.0.2.7", 4040, "f" * 64), Endpoint("peer.example", 1))
+NEXT = NextHop(PeerId("12D3KooW"), ENDPOINTS, PARENT, 2, CAPABILITY, 7)
+BEFORE = (HopSeconds(0.25, 0.5), HopSeconds(0.0, 1.5))
 WELCOME = Welcome(1, "shoal", PeerId("12D3KooW"), MODEL, Span(0, 4), 1_700_000_000.25)
 
 HONEST: list[Message] = [
@@ -86,6 +98,8 @@ HONEST: list[Message] = [
     replace(OPEN, parent=PARENT, prefix_tokens=1),
     replace(OPEN, parent=PARENT, prefix_tokens=OPEN.max_tokens),
     replace(OPEN, kv_format=KVFormat.INT8),
+    replace(OPEN, capability=CAPABILITY, next=NEXT),
+    replace(OPEN, next=replace(NEXT, endpoints=ENDPOINTS[:1] * limits.MAX_ENDPOINTS)),
     Queued(SESSION, 1, 0.0),
     Queued(SESSION, U32, 1234.5),
     Opened(SESSION, 1, 0.5, 1000),
@@ -97,8 +111,18 @@ HONEST: list[Message] = [
     Step(SESSION, 1, 1, 1, make_tensor(256, 1, 2), tuple(range(255, -1, -1))),
     Step(SESSION, 1, 1, 1, make_tensor(1, 4096, 2), None, False, True),
     Step(SESSION, 1, 1, 1, make_tensor(1, 1, 2**16, WireDtype.FP32), None, True, False),
+    Step(SESSION, 1, 1, 1, make_tensor(1, 1, 2), None, is_piece=True, before=BEFORE),
+    Step(SESSION, 1, 1, 1, make_tensor(), (1, 0), before=BEFORE[:1] * limits.MAX_HOPS),
     OUTPUT,
     Output(SESSION, U32, U64, limits.MAX_SESSION_TOKENS, make_tensor(dtype=WireDtype.FP16)),
+    replace(OUTPUT, before=BEFORE),
+    Attach(SESSION, U32, CAPABILITY),
+    Admit(SESSION, 0, CAPABILITY),
+    Redirect(SESSION, 1, U64, NEXT),
+    Redirect(SESSION, 1, 0),
+    Probe(SESSION, U32),
+    Status(SESSION, 1, U64, limits.MAX_SESSION_TOKENS, U64, U32),
+    Status(SESSION, 1, 0, 0),
     Gap(SESSION, 0, 1, 0),
     Gap(SESSION, U32, U64, limits.MAX_SESSION_TOKENS),
     Close(SESSION, 0),
@@ -118,6 +142,11 @@ ONE_OF_EACH: dict[Kind, Message] = {
     Kind.GAP: Gap(SESSION, 1, 2, 3),
     Kind.CLOSE: Close(SESSION, 1),
     Kind.DECLINED: Declined(SESSION, 7, ErrorCode.CACHE_FULL, "full", 2.5),
+    Kind.ATTACH: Attach(SESSION, 1, CAPABILITY),
+    Kind.ADMIT: Admit(SESSION, 1, CAPABILITY),
+    Kind.REDIRECT: Redirect(SESSION, 1, 5, NEXT),
+    Kind.PROBE: Probe(SESSION, 1),
+    Kind.STATUS: Status(SESSION, 1, 5, 6, 4, 3),
     Kind.QUEUED: Queued(SESSION, 1, 2.5),
 }
 

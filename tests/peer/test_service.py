@@ -40,7 +40,7 @@ def test_hello_is_answered_with_who_the_peer_is(engine: Engine) -> None:
         answer = await (await peer.dial()).ask(Hello(0, 7, "from the future"))
 
         assert isinstance(answer, Welcome)
-        assert (answer.version, answer.peer_id, answer.model_id) == (1, PEER_ID, MODEL_ID)
+        assert (answer.version, answer.peer_id, answer.model_id) == (2, PEER_ID, MODEL_ID)
         assert answer.span == SPAN
         assert answer.wall_seconds == pytest.approx(VirtualClock().wall())
 
@@ -50,7 +50,7 @@ def test_hello_is_answered_with_who_the_peer_is(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("first", "code"),
     [
-        (Hello(2, 9, "too new"), ErrorCode.BAD_VERSION),
+        (Hello(3, 9, "too new"), ErrorCode.BAD_VERSION),
         (Hello(0, 0, "too old"), ErrorCode.BAD_VERSION),
         (make_open(), ErrorCode.BAD_FRAME),
         (make_step(1, 0, torch.zeros(1, 1, HIDDEN)), ErrorCode.BAD_FRAME),

@@ -26,7 +26,7 @@ from service_scene import (
 )
 
 from shoal.kernels.quantize import WeightFormat
-from shoal.peer import conversation
+from shoal.peer import answer_queue
 from shoal.peer.config import PeerConfig
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
@@ -366,7 +366,7 @@ def test_clients_that_do_not_read_answers_shut_nobody_out_and_are_gone_soon(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = draw_hidden(1, 1, 100)
-    monkeypatch.setattr(conversation, "_MAX_STREAM_PENDING_BYTES", 2 * prompt.nbytes)
+    monkeypatch.setattr(answer_queue, "_MAX_STREAM_PENDING_BYTES", 2 * prompt.nbytes)
 
     async def test(peer: Peer) -> None:
         peer.service.pending = SharedBytes(64 * prompt.nbytes)
@@ -526,7 +526,7 @@ def test_break_of_a_stream_is_noticed_while_it_waits_for_the_engine(
 ) -> None:
     gated = GatedEngine(engine, "execute")
     prompt = draw_hidden(1, 1, 50)
-    monkeypatch.setattr(conversation, "_MAX_STREAM_PENDING_BYTES", prompt.nbytes)
+    monkeypatch.setattr(answer_queue, "_MAX_STREAM_PENDING_BYTES", prompt.nbytes)
 
     async def test(peer: Peer) -> None:
         talk = await peer.open()

@@ -192,13 +192,18 @@ class World:
         return {self.loopback.find(peer.peer_id).host for peer in quarantined}
 
     def break_links(self, *hosts: str) -> None:
+        """Let nobody reach some hosts any more."""
+        self._set_links(hosts, BROKEN)
+
+    def _set_links(self, hosts: Sequence[str], link: Link) -> None:
         for host in hosts:
-            self.network.set_link(CLIENT_HOST, host, BROKEN)
+            for source in (CLIENT_HOST, *(peer.host for peer in self.loopback.peers)):
+                self.network.set_link(source, host, link)
 
     async def mend_links(self, *hosts: str) -> None:
         """Let peers be reached again, and say so themselves."""
+        self._set_links(hosts, Link())
         for host in hosts:
-            self.network.set_link(CLIENT_HOST, host, Link())
             await self.peer_on(host).announcer.announce(PeerState.ONLINE)
 
     async def close_sessions(self) -> None:
@@ -224,8 +229,14 @@ def whole_engine(tiny_models: Any) -> Engine:
 RunStory = Callable[..., None]
 
 
+@pytest.fixture(params=["star", "chain"])
+def delivery(request: pytest.FixtureRequest) -> str:
+    """How hidden states get from hop to hop: every story comes out the same."""
+    return request.param
+
+
 @pytest.fixture
-def run_story(tiny_models: Any, whole_engine: Engine) -> RunStory:
+def run_story(tiny_models: Any, whole_engine: Engine, delivery: str) -> RunStory:
     """Runs a story in a world of its own; when it is over, nothing may be left of it."""
     directory: Path = tiny_models.get().directory
 
@@ -236,7 +247,7 @@ def run_story(tiny_models: Any, whole_engine: Engine) -> RunStory:
         **settings: Any,
     ) -> None:
         problems: list[dict[str, Any]] = []
-        config = ClientConfig(seed=0, **settings)
+        config = ClientConfig(**{"seed": 0, "delivery": delivery, **settings})
 
         async def main() -> None:
             loop = asyncio.get_running_loop()

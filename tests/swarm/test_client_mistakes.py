@@ -71,6 +71,7 @@ def test_session_beyond_the_limit_of_the_model_is_refused_and_no_peer_is_blamed(
     run_story(story)
 
 
+@pytest.mark.parametrize("delivery", ["star"], indirect=True)
 def test_peer_that_blames_sound_values_is_replaced_and_avoided(run_story: Any) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns()

@@ -1,0 +1,186 @@
+"""A segment of a route: hops of which each pushes to the next. Asked at its first, answered by its
+last, and every hop of it says on a stream of its own what is wrong.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Sequence
+
+from ..protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    ShoalError,
+    SilentError,
+    UnavailableError,
+)
+from ..protocol.ids import SessionId
+from ..protocol.messages import Admit, Probe, Redirect, Status, Step
+from ..protocol.net.clock import Clock
+from .deadlines import FLOOR_SECONDS, WakefulTimeout
+from .hop_link import HopLink
+from .mailbox import Arrived, GapError, Mailbox
+
+_QUESTIONABLE_CODES = frozenset({ErrorCode.BAD_VALUES, ErrorCode.BAD_FRAME})
+"""What a hop may say of a step that another peer pushed: one of the two is wrong."""
+
+
+class ChainFault(Exception):
+    """Why a segment does not answer: the hops that are lost, by index, or (`cut`) the link behind
+    one of them, between two that live.
+    """
+
+    def __init__(self, lost: dict[int, ShoalError], cut: int | None = None) -> None:
+        super().__init__(next((str(error) for error in lost.values()), f"link {cut} is cut"))
+        self.lost = lost
+        self.cut = cut
+
+
+class Chain:
+    """The links of one segment, in order, and what they have said. Made for one question."""
+
+    def __init__(
+        self, links: Sequence[HopLink], mailbox: Mailbox, clock: Clock, probe_seconds: float
+    ) -> None:
+        self._links = links
+        self._mailbox = mailbox
+        self._clock = clock
+        self._probe_seconds = probe_seconds
+
+    async def send(self, step: Step, timeout_seconds: float, carrying_seconds: float) -> int:
+        """Hand a step to the first hop; return the bytes of its frame. Raises ChainFault."""
+        self._mailbox.expect(self._links[-1].session, step.sequence)
+        try:
+            return await self._links[0].send(step, timeout_seconds, carrying_seconds)
+        except UnavailableError as error:
+            raise ChainFault({0: error}) from error
+
+    async def receive(self, session: SessionId, sequence: int, timeout_seconds: float) -> Arrived:
+        """Return the output of a step that the session at the last hop answers with.
+
+        When it does not come in time, every hop is asked how far it is. Raises ChainFault.
+        """
+        deadline = self._clock.now() + timeout_seconds
+        before: list[tuple[int, int]] | None = None
+        while (arrived := self._mailbox.take_output(session, sequence)) is None:
+            await self._check_troubles()
+            remaining_seconds = deadline - self._clock.now()
+            if remaining_seconds > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with WakefulTimeout(remaining_seconds):
+                        await self._mailbox.wait()
+                continue
+            statuses = await self.probe(range(len(self._links)))
+            progress = [(status.sequence, status.done_sequence) for status in statuses]
+            if before is None or progress == before:
+                self._check_progress(sequence, statuses, timeout_seconds, is_first=before is None)
+            before = progress
+            deadline = self._clock.now() + timeout_seconds
+        return arrived
+
+    async def probe(self, indices: Sequence[int]) -> list[Status]:
+        """Return how far some hops are; raises ChainFault with those that say nothing."""
+        statuses = await asyncio.gather(
+            *(
+                ask_status(link, self._mailbox, Probe(link.session, 0), self._probe_seconds)
+                for link in (self._links[index] for index in indices)
+            ),
+            return_exceptions=True,
+        )
+        lost: dict[int, ShoalError] = {}
+        found: list[Status] = []
+        for index, status in zip(indices, statuses, strict=True):
+            if isinstance(status, ShoalError):
+                lost[index] = status
+            elif isinstance(status, BaseException):
+                raise status
+            else:
+                found.append(status)
+        if lost:
+            raise ChainFault(lost)
+        return found
+
+    async def _check_troubles(self) -> None:
+        """Raise ChainFault for what any of the hops has said."""
+        lost: dict[int, ShoalError] = {}
+        cuts: list[int] = []
+        last = len(self._links) - 1
+        for index, link in enumerate(self._links):
+            error = self._mailbox.trouble(link.session)
+            if error is None:
+                continue
+            if _is_about_link_behind(error):
+                if index < last:  # or else it pushes to a hop that is not asked here
+                    cuts.append(index)
+            elif index > 0 and _is_about_link_before(error):
+                cuts.append(index - 1)
+            elif isinstance(error, GapError):
+                detail = f"{link.name} lost the prefix of the session"
+                lost[index] = UnavailableError(detail)
+            else:
+                lost[index] = error
+        if lost:
+            raise ChainFault(lost)
+        if cuts:
+            await self.probe((cuts[0], cuts[0] + 1))
+            raise ChainFault({}, cut=cuts[0])
+
+    def _check_progress(
+        self, sequence: int, statuses: Sequence[Status], timeout_seconds: float, is_first: bool
+    ) -> None:
+        """Raise ChainFault for the hop, or the link, at which a step stands still."""
+        for index, status in enumerate(statuses):
+            if status.done_sequence >= sequence:
+                continue
+            if index > 0 and status.sequence < sequence:
+                raise ChainFault({}, cut=index - 1)
+            raise ChainFault({index: self._make_silence(index, timeout_seconds)})
+        if not is_first:  # its answer may have been on its way
+            last = len(self._links) - 1
+            raise ChainFault({last: self._make_silence(last, timeout_seconds)})
+
+    def _make_silence(self, index: int, timeout_seconds: float) -> SilentError:
+        name = self._links[index].name
+        return SilentError(f"{name} did not answer within {timeout_seconds:.1f} s")
+
+
+async def ask_status(
+    link: HopLink, mailbox: Mailbox, message: Probe | Admit | Redirect, timeout_seconds: float
+) -> Status:
+    """Say something to a hop that it answers at once.
+
+    What was wrong with the links of the hop before is seen to by admitting or redirecting. Raises
+    SilentError when it does not answer, or what else is wrong with it.
+    """
+    number = mailbox.expect_status(link.session)
+    try:
+        async with WakefulTimeout(timeout_seconds):
+            await link.send(message, timeout_seconds)
+            while (status := mailbox.find_status(link.session, number)) is None:
+                error = mailbox.trouble(link.session)
+                if error is not None and not _is_about_links(error):
+                    raise error
+                await mailbox.wait()
+    except TimeoutError as error:
+        raise SilentError(f"{link.name} did not answer within {timeout_seconds:.1f} s") from error
+    if not isinstance(message, Probe):
+        mailbox.forgive(link.session)
+    return status
+
+
+def choose_probe_seconds(rtt_seconds: float) -> float:
+    """Return how long a peer that lives may take to say so, however busy it is."""
+    return FLOOR_SECONDS + 2 * rtt_seconds
+
+
+def _is_about_link_behind(error: ShoalError) -> bool:
+    return isinstance(error, RefusedError) and error.code is ErrorCode.NEXT_UNREACHABLE
+
+
+def _is_about_link_before(error: ShoalError) -> bool:
+    if isinstance(error, GapError):
+        return True
+    return isinstance(error, RefusedError) and error.code in _QUESTIONABLE_CODES
+
+
+def _is_about_links(error: ShoalError) -> bool:
+    return _is_about_link_behind(error) or _is_about_link_before(error)

@@ -1,0 +1,269 @@
+"""A peer's own connections to other peers: one for each and lane, shared by all sessions.
+
+Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, there are
+only so many at a time and a minute for each address that asks, and what failed is left alone for
+a while.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ..protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+)
+from ..protocol.ids import SessionId
+from ..protocol.messages import Attach, Declined, NextHop
+from ..protocol.net.clock import Clock
+from ..protocol.net.dialling import dial, greet
+from ..protocol.net.transport import Lane, Stream, Transport
+from ..protocol.wire import decode_frame, encode_frame
+from .fair_share import BUSY_SECONDS, Holder, check_room_for
+
+_logger = logging.getLogger(__name__)
+
+_DIAL_SECONDS = 5.0
+_MAX_DIALS_AT_ONCE = 8
+_MAX_DIALS_A_MINUTE = 128
+"""For all who ask; an address alone gets half of them and one. Sessions share what is open."""
+
+_AGAIN_SECONDS = 10.0
+"""How long a neighbour that could not be reached is not dialled again, whoever asks."""
+
+_IDLE_SECONDS = 10.0
+"""How long a connection stays that no session uses; the other end waits twice as long for one."""
+
+_SEND_SECONDS = 30.0
+
+
+class Sender(Protocol):
+    """One session's outputs on their way to the next hop."""
+
+    @property
+    def holder(self) -> Holder:
+        """Whose session it is."""
+        ...
+
+    def pushes_to(self, following: NextHop) -> bool:
+        """Return whether what is queued for a next hop is still to be sent there."""
+        ...
+
+    def note_left(self, num_bytes: int) -> None:
+        """Hear that a frame of so many bytes was sent, or never will be."""
+        ...
+
+    def note_lost(self, following: NextHop, error: ShoalError) -> None:
+        """Hear that the next hop cannot be reached, or does not take the session."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    sender: Sender
+    following: NextHop
+    frame: bytes
+
+
+class Neighbours:
+    """All of them, for one peer. Closes what it has opened."""
+
+    def __init__(self, transport: Transport, clock: Clock) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._known: dict[Hashable, _Neighbour] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._dialling = asyncio.Semaphore(_MAX_DIALS_AT_ONCE)
+        self._dials: deque[tuple[float, str]] = deque()
+        self._failed_at: dict[Hashable, float] = {}
+
+    def __repr__(self) -> str:
+        return f"<Neighbours: {len(self._known)} connections>"
+
+    def prepare(self, following: NextHop, sender: Sender) -> None:
+        """Dial a next hop before there is anything to push, if that may be."""
+        with contextlib.suppress(RefusedError):
+            self._find(following, Lane.INTERACTIVE, sender.holder)
+
+    def push(self, following: NextHop, lane: Lane, frame: bytes, sender: Sender) -> None:
+        """Send a step to the session of a next hop, behind what was pushed there before."""
+        try:
+            neighbour = self._find(following, lane, sender.holder)
+        except RefusedError as error:
+            sender.note_left(len(frame))
+            # Behind the answer to what has set this off.
+            asyncio.get_running_loop().call_soon(sender.note_lost, following, error)
+        else:
+            neighbour.take(_Parcel(sender, following, frame))
+
+    def forget(self, following: NextHop) -> None:
+        """Note that a session pushes there no more."""
+        for neighbour in self._known.values():
+            neighbour.forget(following)
+
+    async def close(self) -> None:
+        """Hang up on everybody."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _find(self, following: NextHop, lane: Lane, holder: Holder) -> "_Neighbour":
+        """Return the connection, or begin one. Raises RefusedError when that is too much."""
+        key = (following.peer_id, following.endpoints, lane)
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        now = self._clock.now()
+        if now - self._failed_at.get(key, -_AGAIN_SECONDS) < _AGAIN_SECONDS:
+            raise RefusedError(ErrorCode.BUSY, "it could not be reached a moment ago", BUSY_SECONDS)
+        while self._dials and now - self._dials[0][0] >= 60.0:
+            self._dials.popleft()
+        asked = [address for _, address in self._dials]
+        check_room_for(holder.address, asked, _MAX_DIALS_A_MINUTE, "connections to other peers")
+        self._dials.append((now, holder.address))
+        neighbour = self._known[key] = _Neighbour(following, lane)
+        task = asyncio.create_task(self._serve(key, neighbour), name=repr(neighbour))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return neighbour
+
+    async def _serve(self, key: Hashable, neighbour: "_Neighbour") -> None:
+        """Be one connection, from the dial to its end."""
+        error: ShoalError = UnavailableError("the peer hung up on its neighbour")
+        try:
+            stream = await self._dial(key, neighbour)
+            try:
+                await neighbour.run(stream)
+            finally:
+                await stream.close()
+        except ShoalError as failure:
+            _logger.info("lost %r: %s", neighbour, failure)
+            error = failure
+        finally:
+            del self._known[key]
+            neighbour.give_up(error)
+
+    async def _dial(self, key: Hashable, neighbour: "_Neighbour") -> Stream:
+        following = neighbour.following
+        try:
+            async with self._dialling, asyncio.timeout(_DIAL_SECONDS):
+                stream = await dial(
+                    self._transport,
+                    following.peer_id,
+                    following.endpoints,
+                    neighbour.lane,
+                    _DIAL_SECONDS,
+                )
+                try:
+                    welcome, _ = await greet(stream, repr(neighbour), self._clock)
+                    if welcome.peer_id != following.peer_id:
+                        raise RemoteProtocolError(f"another peer answers for {neighbour!r}")
+                except BaseException:
+                    await stream.close()
+                    raise
+                return stream
+        except TimeoutError as error:
+            self._note_failure(key)
+            raise UnavailableError(f"{neighbour!r} did not answer in time") from error
+        except ShoalError:
+            self._note_failure(key)
+            raise
+
+    def _note_failure(self, key: Hashable) -> None:
+        now = self._clock.now()
+        recent = {k: at for k, at in self._failed_at.items() if now - at < _AGAIN_SECONDS}
+        self._failed_at = {**recent, key: now}
+
+
+class _Neighbour:
+    """One connection to another peer, and the sessions that push over it."""
+
+    def __init__(self, following: NextHop, lane: Lane) -> None:
+        self.following = following
+        self.lane = lane
+        self._parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
+        self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
+
+    def __repr__(self) -> str:
+        return f"<neighbour …{self.following.peer_id[-6:]}, {self.lane.value}>"
+
+    def take(self, parcel: _Parcel) -> None:
+        """Queue a step."""
+        self._parcels.put_nowait(parcel)
+
+    def forget(self, following: NextHop) -> None:
+        """Note that a session is over, or pushes elsewhere."""
+        if self._is_attached(following):
+            del self._users[following.session]
+
+    def _is_attached(self, following: NextHop) -> bool:
+        known = self._users.get(following.session)
+        return known is not None and known[0].capability == following.capability
+
+    async def run(self, stream: Stream) -> None:
+        """Send what is queued until the stream breaks or nobody uses it for a while."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                hearing = tasks.create_task(self._hear(stream))
+                await self._send_all(stream)
+                hearing.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+
+    async def _send_all(self, stream: Stream) -> None:
+        while True:
+            try:
+                async with asyncio.timeout(_IDLE_SECONDS):
+                    parcel = await self._parcels.get()
+            except TimeoutError:
+                if not self._users:
+                    return
+            else:
+                await self._send(stream, parcel)
+
+    async def _send(self, stream: Stream, parcel: _Parcel) -> None:
+        following = parcel.following
+        try:
+            if not parcel.sender.pushes_to(following):
+                return  # the session is over, or pushes elsewhere by now
+            async with asyncio.timeout(_SEND_SECONDS):
+                if not self._is_attached(following):
+                    self._users[following.session] = following, parcel.sender
+                    attach = Attach(following.session, following.epoch, following.capability)
+                    await stream.send(encode_frame(attach))
+                await stream.send(parcel.frame)
+        except TimeoutError as error:
+            raise UnavailableError(f"{self!r} does not read what is pushed") from error
+        finally:
+            parcel.sender.note_left(len(parcel.frame))
+
+    async def _hear(self, stream: Stream) -> None:
+        """Read what the neighbour says: nothing, unless it does not take a session."""
+        while (frame := await stream.receive()) is not None:
+            message = decode_frame(frame)
+            if not isinstance(message, Declined):
+                raise RemoteProtocolError(f"{self!r} said {type(message).__name__}")
+            if message.session is None:
+                raise UnavailableError(f"{self!r} ended the stream: {message.detail}")
+            following, sender = self._users.pop(message.session, (None, None))
+            if following is not None and sender is not None:
+                sender.note_lost(following, RefusedError(message.code, message.detail))
+        raise UnavailableError(f"{self!r} ended the stream")
+
+    def give_up(self, error: ShoalError) -> None:
+        """Tell everybody whose steps may not have arrived."""
+        lost, self._users = self._users, {}
+        while not self._parcels.empty():
+            parcel = self._parcels.get_nowait()
+            parcel.sender.note_left(len(parcel.frame))
+            lost[parcel.following.session] = parcel.following, parcel.sender
+        for following, sender in lost.values():
+            sender.note_lost(following, error)

@@ -1,0 +1,240 @@
+"""Where the outputs of one session go: to its client, or pushed to the next hop and logged."""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..kernels.compress import DTYPES, decode_tensor, encode_tensor
+from ..kernels.replay import join_pieces
+from ..protocol.errors import ErrorCode, RefusedError, ShoalError
+from ..protocol.ids import SessionId
+from ..protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES, MAX_STEP_TOKENS
+from ..protocol.messages import Declined, HopSeconds, NextHop, Output, Step
+from ..protocol.net.dialling import choose_lane
+from ..protocol.recovery_log import ReplayPiece, group_pieces
+from ..protocol.sender_log import SenderLog, SentStep
+from ..protocol.tensors import WireCodec, WireTensor, compute_num_bytes
+from ..protocol.wire import encode_frame
+from .fair_share import Holder
+from .neighbours import Neighbours
+from .shared_bytes import SharedBytes
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What all outlets of a peer share: connections, and the memory for what is not sent or may
+    have to be sent again.
+    """
+
+    neighbours: Neighbours | None
+    pending: SharedBytes
+    logged: SharedBytes
+
+
+class Outlet:
+    """The outputs of one session at its peer. `post` sends a frame to the session's client."""
+
+    def __init__(
+        self, session: SessionId, holder: Holder, ways: Ways, post: Callable[[bytes], None]
+    ) -> None:
+        self.holder = holder
+        self.next: NextHop | None = None
+        self.post = post
+        self._session = session
+        self._ways = ways
+        self._log: SenderLog[WireTensor] | None = None
+        self._logged_bytes = 0
+        self._resume_sequence = 0
+
+    def __repr__(self) -> str:
+        return f"<Outlet to {'the client' if self.next is None else self.next.peer_id[-6:]}>"
+
+    def open(
+        self, following: NextHop, log: SenderLog[WireTensor] | None, prefix_tokens: int
+    ) -> None:
+        """Push to a next hop from the first step on; a fork brings the log of its prefix."""
+        self.next = following
+        if prefix_tokens == 0:
+            self._log = SenderLog[WireTensor]()
+        elif log is not None:
+            num_bytes = _count_bytes(log.payloads)
+            if self._ways.logged.has_room_for(self.holder, num_bytes):
+                self._log = log
+                self._count(num_bytes)
+        self._neighbours.prepare(following, self)
+
+    def fork_log(self, prefix_tokens: int) -> SenderLog[WireTensor] | None:
+        """Return the log of a session that begins with a prefix of this one; None: it is lost."""
+        if self._log is None or self._log.length < prefix_tokens:
+            return None
+        return self._log.begin_fork(prefix_tokens)
+
+    def give_up_log(self) -> None:
+        """Keep nothing of what was pushed; nothing more is logged."""
+        self._log = None
+        self._count(-self._logged_bytes)
+
+    def close(self) -> None:
+        """Forget everything: the session is over."""
+        if self.next is not None:
+            self._neighbours.forget(self.next)
+        self.next = None
+        self.give_up_log()
+
+    def is_pushed(self, sequence: int) -> bool:
+        """Return whether the output of a step goes to the next hop."""
+        return self.next is not None and sequence >= self.next.first_sequence
+
+    def push(self, step: Step, output: Output) -> None:
+        """Log the output of a step and, unless it is a replay, send it to the next hop."""
+        assert self.next is not None
+        hidden = output.hidden
+        self._note(
+            SentStep(
+                step.sequence,
+                step.position,
+                hidden.tokens,
+                hidden,
+                step.row_map,
+                step.is_decoded,
+                step.last_token_only,
+            )
+        )
+        if self.is_pushed(step.sequence):
+            pushed = replace(
+                step,
+                hidden=hidden,
+                # A replay may still be under way on the bulk lane.
+                is_piece=step.is_piece or step.sequence <= self._resume_sequence,
+                before=(
+                    *step.before,
+                    HopSeconds(output.queue_seconds, output.compute_seconds),
+                ),
+            )
+            self._send(pushed)
+
+    def redirect(self, following: NextHop | None, resume_sequence: int, length: int) -> int:
+        """Push elsewhere from now on, or nowhere; return of how many steps the replay consists.
+
+        Raises RefusedError when the log does not hold what the other one lacks.
+        """
+        log = self._log
+        if log is None and length == 0 and self.next is None:
+            log = SenderLog[WireTensor]()  # nothing was computed that could be missing
+        if log is None:
+            raise RefusedError(ErrorCode.LOG_INCOMPLETE, "what was pushed is not kept any more")
+        prefix, rest = log.plan(resume_sequence)
+        num_bytes = _count_bytes([piece.payload for piece in (*prefix, *rest)])
+        if not self._ways.pending.has_room_for(self.holder, num_bytes):
+            raise RefusedError(ErrorCode.LOG_INCOMPLETE, "there is no room to send it all again")
+        if self.next is not None:
+            self._neighbours.forget(self.next)
+        self.next, self._log, self._resume_sequence = following, log, resume_sequence
+        if following is None:
+            for sent in rest:
+                self.post(encode_frame(self._make_output(sent)))
+            self.give_up_log()
+            return 0
+        steps = list(_make_replay(prefix))
+        for sent in (*steps, *rest):
+            self._send_again(sent)
+        return len(steps)
+
+    def pushes_to(self, following: NextHop) -> bool:
+        """See `Sender`."""
+        return following is self.next
+
+    def note_left(self, num_bytes: int) -> None:
+        """See `Sender`."""
+        self._ways.pending.count(self.holder, -num_bytes)
+
+    def note_lost(self, following: NextHop, error: ShoalError) -> None:
+        """See `Sender`: the client decides what happens; it may have decided already."""
+        if self.pushes_to(following):
+            refusal = f"blocks behind cannot be reached: {error}"
+            self.post(encode_frame(Declined(self._session, 0, ErrorCode.NEXT_UNREACHABLE, refusal)))
+
+    @property
+    def _neighbours(self) -> Neighbours:
+        if self._ways.neighbours is None:
+            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer pushes to no other")
+        return self._ways.neighbours
+
+    def _note(self, sent: SentStep[WireTensor]) -> None:
+        """Log an output, or give the log up where there is no room for it."""
+        if self._log is None:
+            return
+        if not self._ways.logged.has_room_for(self.holder, _count_bytes([sent.payload])):
+            _logger.info("no room to log more of a session")
+            self.give_up_log()
+            return
+        dropped = self._log.append(sent)
+        self._count(_count_bytes([sent.payload]) - _count_bytes(dropped))
+
+    def _count(self, num_bytes: int) -> None:
+        self._logged_bytes += num_bytes
+        if num_bytes:
+            self._ways.logged.count(self.holder, num_bytes)
+
+    def _send_again(self, sent: SentStep[WireTensor]) -> None:
+        self._send(
+            Step(
+                self._session,
+                0,
+                sent.sequence,
+                sent.position,
+                sent.payload,
+                sent.row_map,
+                sent.is_decoded,
+                sent.last_token_only,
+                is_piece=True,
+            )
+        )
+
+    def _send(self, step: Step) -> None:
+        assert self.next is not None
+        frame = encode_frame(replace(step, session=self.next.session, epoch=self.next.epoch))
+        self._ways.pending.count(self.holder, len(frame))
+        self._neighbours.push(self.next, choose_lane(step, len(frame)), frame, self)
+
+    def _make_output(self, sent: SentStep[WireTensor]) -> Output:
+        return Output(self._session, 0, sent.sequence, sent.position, sent.payload)
+
+
+def _make_replay(pieces: Sequence[ReplayPiece[WireTensor]]) -> Iterator[SentStep[WireTensor]]:
+    """Return the steps of a replay, numbered from 1."""
+    if not pieces:
+        return
+    dtype, (rows, _, width) = pieces[0].payload.dtype, pieces[0].payload.shape
+    token_bytes = compute_num_bytes(dtype, rows, 1, width)
+    max_tokens = min(MAX_STEP_TOKENS, (MAX_FRAME_BYTES - MAX_CONTROL_BYTES) // token_bytes)
+    for number, group in enumerate(group_pieces(pieces, max_tokens), 1):
+        first = group[0]
+        hidden_BTH = join_pieces([_Decoded(piece) for piece in group])
+        data = encode_tensor(hidden_BTH)
+        hidden = WireTensor(dtype, WireCodec.RAW, rows, hidden_BTH.shape[1], width, data)
+        yield SentStep(
+            number,
+            first.position,
+            hidden.tokens,
+            hidden,
+            is_decoded=first.is_decoded,
+            last_token_only=True,
+        )
+
+
+class _Decoded:
+    """A piece of what was pushed, as a tensor."""
+
+    def __init__(self, piece: ReplayPiece[WireTensor]) -> None:
+        self.num_tokens = piece.num_tokens
+        self.is_decoded = piece.is_decoded
+        self.rows = piece.rows
+        wire = piece.payload
+        self.payload = decode_tensor(wire.data, DTYPES[wire.dtype.name], wire.shape)
+
+
+def _count_bytes(payloads: Iterable[WireTensor]) -> int:
+    return sum(memoryview(payload.data).nbytes for payload in payloads)

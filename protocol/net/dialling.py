@@ -1,0 +1,110 @@
+"""The first words on a stream to a peer: whoever dials one says them, client or peer."""
+
+from collections.abc import Callable, Sequence
+
+from .. import versions
+from ..endpoints import Endpoint
+from ..errors import (
+    CacheFullError,
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    UnavailableError,
+    UsageError,
+)
+from ..ids import NO_CLIENT, ClientToken, PeerId, SessionId
+from ..messages import Declined, Hello, Message, Step, Welcome
+from ..wire import decode_frame, encode_frame
+from .clock import Clock
+from .transport import Lane, Stream, Transport
+
+BULK_FRAME_BYTES = 256 * 2**10
+"""Larger steps go over the second connection, so that they never delay a token."""
+
+
+class StaleAnnouncementError(UnavailableError):
+    """What a peer announced is not, or no longer, what is found there.
+
+    That need not be its fault: it was restarted with other blocks, or its port went to another.
+    """
+
+
+def choose_lane(step: Step, num_bytes: int) -> Lane:
+    """Return the lane of a step that is a frame of so many bytes; pieces of one share a lane."""
+    is_bulk = step.is_piece or num_bytes > BULK_FRAME_BYTES
+    return Lane.BULK if is_bulk else Lane.INTERACTIVE
+
+
+async def dial(
+    transport: Transport,
+    peer_id: PeerId,
+    endpoints: Sequence[Endpoint],
+    lane: Lane,
+    timeout_seconds: float,
+) -> Stream:
+    """Try the endpoints of a peer in their order; that they are good ones is for it to see to.
+
+    Raises UnavailableError (StaleAnnouncementError where somebody else answers) or
+    RemoteProtocolError.
+    """
+    error: UnavailableError | RemoteProtocolError
+    error = RemoteProtocolError(f"peer …{peer_id[-6:]} announced no endpoint")
+    for endpoint in endpoints:
+        try:
+            return await transport.open_stream(endpoint, lane, timeout_seconds)
+        except UnavailableError as failure:
+            error = failure
+        except RemoteProtocolError as failure:  # another certificate, or another program
+            error = StaleAnnouncementError(str(failure))
+            error.__cause__ = failure
+        except UsageError as failure:
+            error = RemoteProtocolError(f"an endpoint that cannot be used: {failure}")
+            error.__cause__ = failure
+    raise error
+
+
+async def greet(
+    stream: Stream, name: str, clock: Clock, client: ClientToken = NO_CLIENT, *more: Message
+) -> tuple[Welcome, float]:
+    """Say Hello (and `more` right behind it); return the Welcome and the round-trip seconds.
+
+    Raises RefusedError when the versions do not fit, RemoteProtocolError for any other answer.
+    """
+    asked_at = clock.now()
+    hello = Hello(versions.MIN_VERSION, versions.MAX_VERSION, versions.SOFTWARE, client)
+    await stream.send(encode_frame(hello))
+    for message in more:
+        await stream.send(encode_frame(message))
+    answer = await receive(stream, name)
+    if not isinstance(answer, Welcome):
+        raise RemoteProtocolError(f"{name} answered Hello with {type(answer).__name__}")
+    return answer, clock.now() - asked_at
+
+
+async def receive(
+    stream: Stream,
+    name: str,
+    session: SessionId | None = None,
+    on_frame: Callable[[int], None] = lambda num_bytes: None,
+) -> Message:
+    """Return the next message; a Declined becomes the RefusedError it stands for.
+
+    Raises RemoteProtocolError for a refusal of some other session.
+    """
+    frame = await stream.receive()
+    if frame is None:
+        raise UnavailableError(f"{name} ended the stream")
+    on_frame(len(frame))
+    message = decode_frame(frame)
+    if not isinstance(message, Declined):
+        return message
+    if message.session not in (None, session):
+        raise RemoteProtocolError(f"{name} declined what it was not asked")
+    raise make_refusal(message)
+
+
+def make_refusal(message: Declined) -> RefusedError:
+    """Return the error that a Declined stands for."""
+    if message.code is ErrorCode.CACHE_FULL:
+        return CacheFullError(message.detail, message.retry_after_seconds)
+    return RefusedError(message.code, message.detail, message.retry_after_seconds)

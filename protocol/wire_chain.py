@@ -1,0 +1,54 @@
+"""The parts of messages that only chains need, as protobuf and back: see `wire` for the rest."""
+
+from collections.abc import Sequence
+
+from .endpoints import Endpoint
+from .ids import Capability, PeerId, SessionId
+from .messages import HopSeconds, NextHop
+from .proto import wire_pb2 as pb
+
+
+def encode_next(following: NextHop | None) -> pb.NextHopBody | None:
+    """Return the protobuf part of a next hop; None says that there is none."""
+    if following is None:
+        return None
+    endpoints = [
+        pb.EndpointBody(host=known.host, port=known.port, fingerprint=known.fingerprint)
+        for known in following.endpoints
+    ]
+    return pb.NextHopBody(
+        peer_id=following.peer_id,
+        endpoints=endpoints,
+        session=following.session,
+        epoch=following.epoch,
+        capability=following.capability,
+        first_sequence=following.first_sequence,
+    )
+
+
+def decode_next(body: pb.NextHopBody) -> NextHop:
+    """Return the next hop that a stranger wrote; `message_checks` says whether it can be one."""
+    return NextHop(
+        PeerId(body.peer_id),
+        tuple(Endpoint(given.host, given.port, given.fingerprint) for given in body.endpoints),
+        SessionId(body.session),
+        body.epoch,
+        Capability(body.capability),
+        body.first_sequence,
+    )
+
+
+def encode_before(before: Sequence[HopSeconds]) -> list[float]:
+    """Return the times of hops one behind the other.
+
+    >>> encode_before([HopSeconds(0.5, 0.25)])
+    [0.5, 0.25]
+    """
+    return [seconds for hop in before for seconds in hop]
+
+
+def decode_before(seconds: Sequence[float]) -> tuple[HopSeconds, ...]:
+    """Return the times hop by hop; raises ValueError when half a hop is left over."""
+    if len(seconds) % 2:
+        raise ValueError("a hop has two times")
+    return tuple(map(HopSeconds, seconds[::2], seconds[1::2]))

@@ -1,0 +1,88 @@
+"""What hops say unasked, and what is kept of it."""
+
+import pytest
+
+from shoal.client.mailbox import GapError, Mailbox
+from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
+from shoal.protocol.ids import SessionId
+from shoal.protocol.messages import Declined, Gap, Message, Opened, Output, Status
+from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+
+HERE, THERE = SessionId(b"h" * 16), SessionId(b"t" * 16)
+
+
+def make_output(sequence: int, session: SessionId = HERE) -> Output:
+    tensor = WireTensor(WireDtype.FP32, WireCodec.RAW, 1, 1, 1, bytes(4))
+    return Output(session, 1, sequence, 0, tensor)
+
+
+def test_only_outputs_that_are_expected_are_kept_and_given_once() -> None:
+    mailbox = Mailbox()
+    mailbox.expect(HERE, 2)
+
+    for sequence in (1, 2, 3):
+        mailbox.put(HERE, make_output(sequence), 10)
+
+    assert mailbox.take_output(HERE, 1) is None
+    arrived = mailbox.take_output(HERE, 2)
+    assert arrived is not None
+    assert (arrived.output.sequence, arrived.num_bytes) == (2, 10)
+    assert mailbox.take_output(HERE, 2) is None
+    mailbox.put(HERE, make_output(2), 10)  # a repeat
+    assert mailbox.take_output(HERE, 2) is None
+
+
+def test_end_of_a_replay_is_known_whatever_its_length() -> None:
+    mailbox = Mailbox()
+    mailbox.expect(HERE, 9)
+    mailbox.expect_replay(HERE)
+    for sequence in (1, 2, 3, 9):
+        mailbox.put(HERE, make_output(sequence), 10)
+
+    assert mailbox.take_output(HERE, 4) is None
+    assert mailbox.take_output(HERE, 3) is not None
+    mailbox.end_replay(HERE)
+    assert mailbox.take_output(HERE, 3) is None
+    assert mailbox.take_output(HERE, 9) is not None
+
+
+@pytest.mark.parametrize(
+    ("message", "kind"),
+    [
+        (Gap(HERE, 1, 2, 3), GapError),
+        (Declined(HERE, 2, ErrorCode.BUSY, "later"), RefusedError),
+        (Declined(None, 0, ErrorCode.DRAINING, "bye"), RefusedError),
+        (Opened(HERE, 1, 0.0, 0), RemoteProtocolError),
+        (make_output(1, THERE), RemoteProtocolError),
+        (Status(THERE, 1, 0, 0), RemoteProtocolError),
+        (Gap(THERE, 1, 0, 0), RemoteProtocolError),
+    ],
+)
+def test_whatever_else_a_hop_says_is_trouble(message: Message, kind: type[Exception]) -> None:
+    mailbox = Mailbox()
+
+    mailbox.put(HERE, message, 10)
+
+    assert isinstance(mailbox.trouble(HERE), kind)
+    assert mailbox.trouble(THERE) is None
+
+
+def test_first_trouble_counts_until_it_is_seen_to() -> None:
+    mailbox = Mailbox()
+    first = UnavailableError("it broke")
+    mailbox.put_trouble(HERE, first)
+    mailbox.put_trouble(HERE, UnavailableError("and broke again"))
+
+    assert mailbox.trouble(HERE) is first
+    mailbox.forgive(HERE)
+    assert mailbox.trouble(HERE) is None
+
+
+def test_status_answers_the_question_that_was_asked_before_it() -> None:
+    mailbox = Mailbox()
+    first, second = mailbox.expect_status(HERE), mailbox.expect_status(HERE)
+
+    mailbox.put(HERE, Status(HERE, 1, 5, 6), 10)
+
+    assert mailbox.find_status(HERE, first) == Status(HERE, 1, 5, 6)
+    assert mailbox.find_status(HERE, second) is None  # asked later, by somebody else

@@ -1,0 +1,498 @@
+"""A peer in the middle of a chain: who may push to it, where it pushes, what it sends again."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from service_scene import (
+    MODEL_ID,
+    SPAN,
+    GatedEngine,
+    Peer,
+    Talk,
+    assert_declined,
+    compute_alone,
+    draw_hidden,
+    expect_output,
+    make_open,
+    make_session,
+    make_step,
+    run,
+)
+from torch import Tensor
+
+from shoal.kernels.compress import decode_tensor
+from shoal.peer.engine.engine import Engine
+from shoal.peer.shared_bytes import SharedBytes
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import Capability, SessionId
+from shoal.protocol.messages import (
+    Admit,
+    Attach,
+    Close,
+    Declined,
+    Gap,
+    Hello,
+    Message,
+    NextHop,
+    Opened,
+    Output,
+    Probe,
+    Redirect,
+    Status,
+    Step,
+    Welcome,
+)
+from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.wire import decode_frame, encode_frame
+
+KEY, NEW_KEY, NEXT_KEY = (Capability(bytes([n]) * 16) for n in (1, 2, 3))
+NEXT_ID = Identity(bytes([9]) * 32).peer_id
+NEXT_SESSION = SessionId(b"the one behind..")
+
+
+@dataclass
+class NextPeer:
+    """Stands where outputs are pushed, and hears everything."""
+
+    transport: LoopbackTransport
+    endpoint: Endpoint = field(init=False)
+    heard: list[Message] = field(default_factory=list)
+    num_streams: int = 0
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+    streams: list[Stream] = field(default_factory=list)
+
+    async def serve(self, stream: Stream) -> None:
+        self.num_streams += 1
+        self.streams.append(stream)
+        while (frame := await stream.receive()) is not None:
+            message = decode_frame(frame)
+            if isinstance(message, Hello):
+                welcome = Welcome(2, "next", NEXT_ID, MODEL_ID, SPAN, 0.0)
+                await stream.send(encode_frame(welcome))
+                continue
+            self.heard.append(message)
+            self.news.set()
+
+    @property
+    def steps(self) -> list[Step]:
+        return [message for message in self.heard if isinstance(message, Step)]
+
+    async def wait_for(self, num_steps: int) -> list[Step]:
+        async with asyncio.timeout(60):
+            while len(self.steps) < num_steps:
+                self.news.clear()
+                await self.news.wait()
+        return self.steps
+
+    def name(self, **changes: Any) -> NextHop:
+        following = NextHop(NEXT_ID, (self.endpoint,), NEXT_SESSION, 5, NEXT_KEY)
+        return replace(following, **changes)
+
+
+async def start_next(peer: Peer, host: str = "next") -> NextPeer:
+    transport = LoopbackTransport(peer.network, host)
+    peer.clients.append(transport)
+    following = NextPeer(transport)
+    listener = await transport.listen(host, 0, following.serve)
+    following.endpoint = listener.endpoint
+    return following
+
+
+def read(step: Step) -> Tensor:
+    return decode_tensor(step.hidden.data, torch.float32, step.hidden.shape)
+
+
+async def attach(peer: Peer, key: Capability = KEY, host: str = "upstream") -> Talk:
+    """Return a stream of another peer that has shown a capability."""
+    talk = await peer.at_host(host).greet()
+    await talk.say(Attach(make_session(1), 1, key))
+    return talk
+
+
+# ---- who may push
+
+
+def test_steps_are_taken_from_who_shows_the_capability_and_answered_to_the_client(
+    engine: Engine,
+) -> None:
+    async def test(peer: Peer) -> None:
+        client = await peer.open(capability=KEY)
+        upstream = await attach(peer)
+        prompt = draw_hidden(1, 1, 3)
+
+        await upstream.say(make_step(1, 0, prompt))
+
+        (expected,) = compute_alone(engine, prompt)
+        assert torch.equal(expect_output(await client.hear()), expected)
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("key", [None, NEW_KEY])
+def test_who_shows_no_or_another_capability_is_turned_down(
+    engine: Engine, key: Capability | None
+) -> None:
+    async def test(peer: Peer) -> None:
+        client = await peer.open(capability=KEY)
+        stranger = await peer.at_host("stranger").greet()
+        if key is not None:
+            refusal = await stranger.ask(Attach(make_session(1), 1, key))
+            assert_declined(refusal, ErrorCode.UNKNOWN_SESSION)
+
+        answer = await stranger.ask(make_step(1, 0, draw_hidden(1)))
+
+        assert_declined(answer, ErrorCode.UNKNOWN_SESSION)
+        status = await client.ask(Probe(make_session(1), 1))
+        assert status == Status(make_session(1), 1, 0, 0)
+
+    run(engine, test)
+
+
+def test_capability_is_of_no_use_where_a_session_has_none(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        await peer.open()
+        stranger = await peer.at_host("stranger").greet()
+
+        answer = await stranger.ask(Attach(make_session(1), 1, KEY))
+
+        assert_declined(answer, ErrorCode.UNKNOWN_SESSION)
+
+    run(engine, test)
+
+
+def test_who_was_replaced_can_push_no_more_whatever_epoch_it_claims(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        client, zombie = await peer.open(capability=KEY), await attach(peer)
+        await zombie.say(make_step(1, 0, draw_hidden(1)))
+        await client.hear()
+
+        status = await client.ask(Admit(make_session(1), 2, NEW_KEY))
+
+        assert status == Status(make_session(1), 2, 1, 1, 1)
+        for epoch in (1, 9):
+            answer = await zombie.ask(make_step(2, 1, draw_hidden(2), epoch=epoch))
+            assert_declined(answer, ErrorCode.UNKNOWN_SESSION)
+        heir = await attach(peer, NEW_KEY, "heir")
+        await heir.say(make_step(2, 1, draw_hidden(3), epoch=1))  # what it was sent before
+        await heir.say(make_step(3, 1, draw_hidden(3), epoch=2))
+        answer = await client.hear()
+        assert isinstance(answer, Output)
+        assert answer.sequence == 3
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("message", [Admit(make_session(1), 9, NEW_KEY), Probe(make_session(1), 1)])
+def test_only_the_stream_that_opened_a_session_steers_it(engine: Engine, message: Message) -> None:
+    async def test(peer: Peer) -> None:
+        await peer.open(capability=KEY)
+        upstream = await attach(peer)
+
+        assert_declined(await upstream.ask(message), ErrorCode.UNKNOWN_SESSION)
+
+    run(engine, test)
+
+
+def test_gap_and_refusal_of_a_pushed_step_are_told_to_the_client(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        client, upstream = await peer.open(capability=KEY), await attach(peer)
+
+        await upstream.say(make_step(1, 4, draw_hidden(1)))
+        assert await client.hear() == Gap(make_session(1), 1, 1, 0)
+        await upstream.say(make_step(2, 0, torch.full((1, 1, 64), float("nan"))))
+        assert_declined(await client.hear(), ErrorCode.BAD_VALUES)
+
+    run(engine, test)
+
+
+# ---- where outputs go
+
+
+def test_outputs_are_pushed_with_everything_that_belongs_to_the_step(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        client = await peer.open(capability=KEY, next=following.name(), num_rows=2)
+        prompt, token = draw_hidden(1, 2, 3), draw_hidden(2, 2, 1)
+
+        await client.say(make_step(1, 0, prompt, last_token_only=True))
+        await client.say(make_step(2, 3, token, row_map=(1, 0), is_decoded=True))
+        first, second = await following.wait_for(2)
+
+        assert following.heard[0] == Attach(NEXT_SESSION, 5, NEXT_KEY)
+        assert (first.session, first.epoch, first.sequence, first.position) == (
+            NEXT_SESSION,
+            5,
+            1,
+            0,
+        )
+        assert first.last_token_only
+        assert first.hidden.tokens == 3
+        assert (second.row_map, second.is_decoded, second.position) == ((1, 0), True, 3)
+        assert len(second.before) == 1
+        (expected,) = compute_alone(engine, prompt)
+        assert torch.equal(read(first), expected)
+        status = await client.ask(Probe(make_session(1), 1))  # and nothing before it
+        assert status == Status(make_session(1), 1, 2, 4, 2)
+
+    run(engine, test)
+
+
+def test_replay_ends_here_and_is_answered_with_its_last_tokens(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        client = await peer.open(next=following.name(first_sequence=7), capability=KEY)
+        prompt, token = draw_hidden(1, 1, 3), draw_hidden(2)
+
+        answer = await client.ask(make_step(1, 0, prompt, last_token_only=True))
+        await client.say(make_step(7, 3, token, is_decoded=True))
+
+        expected, behind = compute_alone(engine, prompt, token)
+        assert torch.equal(expect_output(answer), expected[:, -1:])
+        (pushed,) = await following.wait_for(1)
+        assert pushed.sequence == 7
+        assert torch.allclose(read(pushed), behind, atol=1e-5)
+        # What was not pushed is there for the next one all the same.
+        status = await client.ask(
+            Redirect(make_session(1), 2, 7, following.name(session=SessionId(KEY)))
+        )
+        assert isinstance(status, Status)
+        assert status.num_replayed == 1
+
+    run(engine, test)
+
+
+def test_redirect_pushes_what_the_new_hop_lacks_in_order(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        lost, heir = await start_next(peer), await start_next(peer, "heir")
+        client = await peer.open(capability=KEY, next=lost.name())
+        parts = [draw_hidden(seed, 1, tokens) for seed, tokens in ((1, 3), (2, 1), (3, 1))]
+        await client.say(make_step(1, 0, parts[0]))
+        await client.say(make_step(2, 3, parts[1], is_decoded=True))
+        await client.say(make_step(3, 4, parts[2], is_decoded=True, last_token_only=True))
+        before = await lost.wait_for(3)
+        peer.network.kill("next")
+
+        status = await client.ask(Redirect(make_session(1), 2, 3, heir.name(epoch=2)))
+
+        assert isinstance(status, Status)
+        assert status.num_replayed == 2
+        steps = await heir.wait_for(3)
+        assert [(step.sequence, step.position, step.is_decoded) for step in steps] == [
+            (1, 0, False),
+            (2, 3, True),
+            (3, 4, True),
+        ]
+        assert {(step.session, step.epoch, step.is_piece) for step in steps} == {
+            (NEXT_SESSION, 2, True)
+        }
+        for new, old in zip(steps, before, strict=True):
+            assert torch.equal(read(new), read(old))
+        peer.network.revive("next")
+
+    run(engine, test)
+
+
+def test_redirect_to_the_client_answers_with_the_steps_under_way(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        client = await peer.open(capability=KEY, next=following.name())
+        await client.say(make_step(1, 0, draw_hidden(1, 1, 3)))
+        await client.say(make_step(2, 3, draw_hidden(2), is_decoded=True))
+        _, pushed = await following.wait_for(2)
+
+        again = await client.ask(Redirect(make_session(1), 2, 2, None))
+
+        assert isinstance(again, Output)
+        assert again.sequence == 2
+        assert torch.equal(expect_output(again), read(pushed))
+        assert isinstance(await client.hear(), Status)
+        expect_output(await client.ask(make_step(3, 4, draw_hidden(3), is_decoded=True)))
+        assert peer.service.ways.logged.used_bytes == 0
+        refusal = await client.ask(Redirect(make_session(1), 3, 4, following.name()))
+        assert_declined(refusal, ErrorCode.LOG_INCOMPLETE)
+
+    run(engine, test)
+
+
+def test_session_without_room_for_its_log_says_so_when_it_is_asked_for(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        prompt = draw_hidden(1, 1, 8)
+        room = SharedBytes(prompt.nbytes)  # one client gets a part of it
+        peer.service.ways = replace(peer.service.ways, logged=room)
+        client = await peer.open(capability=KEY, next=following.name())
+
+        await client.say(make_step(1, 0, prompt))
+        await client.say(make_step(2, 8, draw_hidden(2), is_decoded=True))
+
+        await following.wait_for(2)
+        assert room.used_bytes == 0
+        refusal = await client.ask(Redirect(make_session(1), 2, 2, following.name()))
+        assert_declined(refusal, ErrorCode.LOG_INCOMPLETE)
+
+    run(engine, test)
+
+
+def test_log_gives_back_what_is_rolled_back_and_all_at_the_end(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following, logged = await start_next(peer), peer.service.ways.logged
+        client = await peer.open(capability=KEY, next=following.name())
+        prompt, token = draw_hidden(1, 1, 3), draw_hidden(2)
+
+        await client.say(make_step(1, 0, prompt), make_step(2, 3, token), make_step(3, 3, token))
+        await following.wait_for(3)
+        assert logged.used_bytes == prompt.nbytes + token.nbytes
+
+        await client.stream.close()
+        await peer.wait_until_empty()
+        assert logged.used_bytes == 0
+
+    run(engine, test)
+
+
+# ---- neighbours
+
+
+def test_sessions_share_one_connection_which_ends_when_idle(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        talks: list[Talk] = []
+        for number in (1, 2, 3):
+            session = SessionId(bytes([number]) * 16)
+            talks.append(
+                await peer.open(number, capability=KEY, next=following.name(session=session))
+            )
+            await talks[-1].say(make_step(1, 0, draw_hidden(number), number))
+        await following.wait_for(3)
+        assert following.num_streams == 1
+
+        await asyncio.sleep(60)
+        assert repr(peer.service.neighbours) == "<Neighbours: 1 connections>"
+        for talk in talks:
+            await talk.stream.close()
+        await asyncio.sleep(60)
+        assert repr(peer.service.neighbours) == "<Neighbours: 0 connections>"
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("what", ["nobody", "another peer", "another certificate"])
+def test_next_hop_that_cannot_be_reached_is_told_to_the_client(engine: Engine, what: str) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        wrong = {
+            "nobody": following.name(endpoints=(Endpoint("nowhere", 1, "a" * 64),)),
+            "another peer": following.name(peer_id=Identity(bytes([8]) * 32).peer_id),
+            "another certificate": following.name(
+                endpoints=(replace(following.endpoint, fingerprint="b" * 64),)
+            ),
+        }
+        client = await peer.open(capability=KEY, next=wrong[what])
+
+        await client.say(make_step(1, 0, draw_hidden(1)))
+
+        assert_declined(await client.hear(), ErrorCode.NEXT_UNREACHABLE)
+        assert following.heard == []
+
+    run(engine, test)
+
+
+def test_break_of_a_connection_is_told_to_every_session_on_it(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        talks: list[Talk] = []
+        for number in (1, 2):
+            session = SessionId(bytes([number]) * 16)
+            talks.append(
+                await peer.open(number, capability=KEY, next=following.name(session=session))
+            )
+            await talks[-1].say(make_step(1, 0, draw_hidden(number), number))
+        await following.wait_for(2)
+
+        peer.network.kill("next")
+
+        for talk in talks:
+            assert_declined(await talk.hear(), ErrorCode.NEXT_UNREACHABLE)
+        peer.network.revive("next")
+
+    run(engine, test)
+
+
+def test_stranger_cannot_have_a_peer_dial_whom_it_likes_as_often_as_it_likes(
+    engine: Engine,
+) -> None:
+    async def test(peer: Peer) -> None:
+        victim = await start_next(peer, "victim")
+        client = await peer.greet()
+        for number in range(300):
+            # Another fingerprint each time, so that no failure is remembered.
+            endpoint = replace(victim.endpoint, fingerprint=f"{number:064x}")
+            following = victim.name(endpoints=(endpoint,))
+            opening = make_open(number, capability=KEY, next=following)
+            assert isinstance(await client.ask(opening), Opened)
+            await client.say(make_step(1, 0, draw_hidden(1), number))
+            refusal = await client.hear()
+            assert isinstance(refusal, Declined)
+            assert refusal.code is ErrorCode.NEXT_UNREACHABLE
+            await client.say(Close(make_session(number), 1))
+
+        neighbours: Any = peer.service.neighbours
+        assert len(neighbours._dials) <= 65
+        other = await peer.at_host("other").open(1, capability=KEY, next=victim.name())
+        await other.say(make_step(1, 0, draw_hidden(1)))
+        await victim.wait_for(1)
+
+    run(engine, test)
+
+
+def test_lanes_keep_parts_of_a_step_together(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        client = await peer.open(capability=KEY, next=following.name())
+        bulk = await peer.greet(Lane.BULK)
+        await bulk.say(Attach(make_session(1), 1, KEY))
+
+        for number in range(4):
+            await bulk.say(make_step(number + 1, number, draw_hidden(number), is_piece=True))
+
+        steps = await following.wait_for(4)
+        assert [step.sequence for step in steps] == [1, 2, 3, 4]
+        assert following.num_streams == 2  # one was dialled at once, for tokens
+        await client.stream.close()
+
+    run(engine, test)
+
+
+def test_step_that_is_computed_meanwhile_does_not_overtake_the_replay(engine: Engine) -> None:
+    gated = GatedEngine(engine, "execute")
+    gated.leave.set()
+
+    async def test(peer: Peer) -> None:
+        lost, heir = await start_next(peer), await start_next(peer, "heir")
+        client = await peer.open(capability=KEY, next=lost.name())
+        await client.say(make_step(1, 0, draw_hidden(1, 1, 3)))
+        await lost.wait_for(1)
+        gated.leave.clear()
+        gated.entered.clear()
+        await client.say(make_step(2, 3, draw_hidden(2), is_decoded=True))
+        await gated.wait_entered()
+
+        status = await client.ask(Redirect(make_session(1), 2, 2, heir.name(epoch=2)))
+        gated.leave.set()
+
+        assert isinstance(status, Status)
+        assert (status.sequence, status.done_sequence, status.num_replayed) == (2, 1, 1)
+        steps = await heir.wait_for(2)
+        assert [(step.sequence, step.is_piece) for step in steps] == [(1, True), (2, True)]
+        assert heir.num_streams == 1
+        assert len(lost.steps) == 1
+
+    run(gated, test)

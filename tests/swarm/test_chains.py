@@ -1,0 +1,319 @@
+"""What only chains do: links between peers that fail, logs that are gone, hops lost side by side.
+
+What comes out is always what one engine computes undisturbed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from story_outputs import assert_same
+
+from shoal.client.trace import Exchange, Recorder
+from shoal.peer.shared_bytes import SharedBytes
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.loopback import Link
+
+FOUR_HOPS = ((0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4))
+BROKEN = Link(loss_fraction=1.0)
+
+
+@pytest.fixture(params=["chain"])
+def delivery(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+def count_steps_of_the_client(world: Any) -> list[str]:
+    """Return, as they come, the hosts that the client itself sends steps to."""
+    sent_to: list[str] = []
+    for peer in world.loopback.peers:
+        honest = peer.serve
+
+        async def serve(stream: Any, peer: Any = peer, honest: Any = honest) -> None:
+            if stream.remote_host == "client":
+                receive = stream.receive
+
+                async def listen() -> Any:
+                    frame = await receive()
+                    if frame is not None and frame[3] == 5:  # Kind.STEP
+                        sent_to.append(peer.host)
+                    return frame
+
+                stream.receive = listen
+            await honest(stream)
+
+        peer.serve = serve
+    return sent_to
+
+
+def test_client_speaks_to_the_first_hop_only(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        sent_to = count_steps_of_the_client(world)
+        session, turns = world.open(), world.make_turns()
+
+        outputs = await world.take_all(session, turns)
+
+        assert_same(outputs, world.expect(turns))
+        assert set(sent_to) == {world.hosts_of(session)[0]}
+        assert len(sent_to) == len(turns)
+
+    run_story(story, spans=FOUR_HOPS)
+
+
+@pytest.mark.parametrize("num_turns_before", [0, 3])
+@pytest.mark.parametrize("hop", [0, 1, 2])
+def test_client_carries_what_two_peers_cannot(
+    run_story: Any, hop: int, num_turns_before: int
+) -> None:
+    """One hop cannot reach the next while both live: no hop is replaced, no cache is lost."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns()
+        before: list[str] = [f"peer{n}" for n in range(4)]
+        outputs = await world.take_all(session, turns[:num_turns_before])
+        sent_to = count_steps_of_the_client(world)
+
+        world.network.set_link(before[hop], before[hop + 1], BROKEN)
+        outputs += await world.take_all(session, turns[num_turns_before:])
+
+        assert_same(outputs, world.expect(turns))
+        assert world.hosts_of(session) == before
+        assert session.failovers == []
+        assert world.quarantined_hosts == set()
+        assert set(sent_to) <= {before[0], before[hop + 1]}
+
+    run_story(story, spans=FOUR_HOPS[::2])
+
+
+@pytest.mark.parametrize("hops", [(0, 1), (1, 2), (2, 3), (0, 2), (1, 2, 3), (0, 1, 2, 3)])
+def test_hops_that_die_together_are_replaced_together(
+    run_story: Any, hops: tuple[int, ...]
+) -> None:
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_rows=2, num_decoded=6)
+        turns[3] = replace(turns[3], row_map=(1, 0))
+        outputs = await world.take_all(session, turns[:4])
+        before = world.hosts_of(session)
+
+        for hop in hops:
+            world.network.kill(before[hop])
+        outputs += await world.take_all(session, turns[4:])
+
+        assert_same(outputs, world.expect(turns))
+        after = world.hosts_of(session)
+        assert {n for n in range(4) if before[n] != after[n]} == set(hops)
+        assert len(session.failovers) == len(hops)
+
+    run_story(story, spans=FOUR_HOPS)
+
+
+@pytest.mark.parametrize("hop", [1, 2, 3])
+def test_tokens_are_sent_through_everything_where_no_log_is_left(run_story: Any, hop: int) -> None:
+    async def story(world: Any) -> None:
+        for peer in world.loopback.peers:
+            service = peer.service
+            service.ways = replace(service.ways, logged=SharedBytes(0))
+        session, turns = world.open(), world.make_turns(num_rows=2, num_decoded=6)
+        turns[2] = replace(turns[2], row_map=(1, 0))
+        turns[4] = replace(turns[4], row_map=(0, 0))
+        outputs = await world.take_all(session, turns[:4])
+        before = world.hosts_of(session)
+
+        world.network.kill(before[hop])
+        outputs += await world.take_all(session, turns[4:])
+
+        assert_same(outputs, world.expect(turns))
+        assert before[hop] not in world.hosts_of(session)
+
+    run_story(story, spans=FOUR_HOPS)
+
+
+@pytest.mark.parametrize("hop", [0, 1, 2])
+def test_hop_behind_a_carried_link_is_lost(run_story: Any, hop: int) -> None:
+    """What it was pushed before the link failed is in no log of the client's."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=6)
+        outputs = await world.take_all(session, turns[:3])
+        before = world.hosts_of(session)
+        world.network.set_link(before[hop], before[hop + 1], BROKEN)
+        outputs += await world.take_all(session, turns[3:5])
+
+        world.network.kill(before[hop + 1])
+        outputs += await world.take_all(session, turns[5:])
+
+        assert_same(outputs, world.expect(turns))
+
+    run_story(story, spans=FOUR_HOPS)
+
+
+@pytest.mark.parametrize("hop", [0, 1, 2, 3])
+def test_hop_that_dies_while_pieces_of_a_prompt_are_under_way(run_story: Any, hop: int) -> None:
+    async def story(world: Any) -> None:
+        turns = world.make_turns(num_decoded=2, prompt_tokens=40)
+        warm = world.open()
+        await world.take_all(warm, world.make_turns())
+        before = world.hosts_of(warm)
+        session = world.open()
+        peer, num_steps = world.peer_on(before[hop]), 0
+        take = peer.service.compute.submit
+
+        def submit(work: Any, holder: Any) -> Any:
+            nonlocal num_steps
+            num_steps += 1
+            if num_steps == 4:
+                world.network.kill(before[hop])
+            return take(work, holder)
+
+        peer.service.compute.submit = submit
+
+        outputs = await world.take_all(session, turns)
+
+        assert_same(outputs, world.expect(turns))
+        assert before[hop] not in world.hosts_of(session)
+
+    run_story(story, spans=FOUR_HOPS, max_step_bytes=8 * 64 * 4)
+
+
+def test_session_rolls_back_over_a_lost_hop(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=6)
+        outputs = await world.take_all(session, turns[:5])
+        session.rollback(6)
+        world.network.kill(world.hosts_of(session)[2])
+
+        again = await world.take_all(session, turns[2:])
+
+        assert_same([*outputs[:2], *again], world.expect(turns))
+
+    run_story(story, spans=FOUR_HOPS)
+
+
+def test_fork_of_a_chain_is_a_chain_that_survives(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=6)
+        await world.take_all(session, turns[:4])
+        twin = world.open()
+        await session.fork_into(twin, 7)
+        hosts = world.hosts_of(twin)
+
+        outputs = await world.take_all(twin, turns[3:4])
+        world.network.kill(hosts[2])
+        outputs += await world.take_all(twin, turns[4:])
+        rest = await world.take_all(session, turns[4:])
+
+        assert_same(outputs, world.expect(turns)[3:])
+        assert_same(rest, world.expect(turns)[4:])
+        assert [failover.num_replayed_tokens for failover in twin.failovers] == [8]
+
+    run_story(story, spans=FOUR_HOPS)
+
+
+def test_paused_hop_in_the_middle_is_found_by_asking_everybody(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns()
+        outputs = await world.take_all(session, turns[:3])
+        before = world.hosts_of(session)
+
+        world.network.pause(before[1])
+        outputs += await world.take_all(session, turns[3:])
+
+        assert_same(outputs, world.expect(turns))
+        assert world.quarantined_hosts == {before[1]}
+        world.network.resume(before[1])
+
+    run_story(story, spans=FOUR_HOPS)
+
+
+def test_zombie_that_wakes_up_disturbs_nobody(run_story: Any) -> None:
+    """A hop stands still with a step in its hands, and pushes it when it was replaced long ago."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=6)
+        outputs = await world.take_all(session, turns[:3])
+        zombie = world.hosts_of(session)[1]
+        outputs.append(await paused_step(world, session, turns[3], zombie))
+
+        world.network.resume(zombie)
+        outputs += await world.take_all(session, turns[4:])
+
+        assert_same(outputs, world.expect(turns))
+        assert len(session.failovers) == 1
+
+    run_story(story, spans=FOUR_HOPS)
+
+
+async def paused_step(world: Any, session: Any, turn: Any, host: str) -> Any:
+    """Take a step while a host gets it and can say nothing more."""
+    taking = asyncio.create_task(world.take(session, turn))
+    service = world.peer_on(host).service
+    (held,) = service.sessions.values()
+    while held.state.sequence < session._driver._sequence:  # noqa: ASYNC110 - a few turns
+        await asyncio.sleep(0)
+    world.network.pause(host)
+    return await taking
+
+
+def test_trace_tells_who_computed_and_what_the_ways_took(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        world.loopback._network._default_link = Link(delay_seconds=0.02)
+        session, turns = world.open(), world.make_turns(num_decoded=2)
+        await world.take_all(session, turns[:1])
+        recorder = Recorder(SystemClock())
+        session.record(recorder)
+
+        await world.take_all(session, turns[1:])
+
+        events = [event for event in recorder.make_trace().events if isinstance(event, Exchange)]
+        assert [event.hop for event in events] == [*session.hops] * 2
+        assert all(event.compute_seconds > 0 for event in events)
+        assert all(event.network_seconds >= 0.01 for event in events)
+        assert sum(event.network_seconds for event in events[:4]) >= 0.1
+        for earlier, later in pairwise(events[:4]):
+            assert earlier.answered_at == later.sent_at
+        assert [event.num_bytes_sent > 0 for event in events[:4]] == [True, False, False, False]
+
+    run_story(story, spans=FOUR_HOPS[::2])
+
+
+def test_pieces_of_a_prompt_overlap(run_story: Any) -> None:
+    """The first hop has taken all pieces before the last one has answered any."""
+
+    async def story(world: Any) -> None:
+        session = world.open()
+        (turn,) = world.make_turns(num_decoded=0, prompt_tokens=12)
+        order: list[tuple[str, int]] = []
+        for peer in world.loopback.peers:
+            take, host = peer.service.compute.submit, peer.host
+
+            def submit(work: Any, holder: Any, take: Any = take, host: str = host) -> Any:
+                order.append((host, work.position))
+                return take(work, holder)
+
+            peer.service.compute.submit = submit
+
+        await world.take(session, turn)
+
+        first, last = (world.hosts_of(session)[index] for index in (0, -1))
+        num_ahead = order.index((last, 0))
+        assert [host for host, _ in order[:num_ahead]].count(first) >= 2
+        assert [position for host, position in order if host == last] == [0, 4, 8]
+
+    run_story(story, spans=FOUR_HOPS[::2], max_step_bytes=4 * 64 * 4)
+
+
+def test_steps_have_one_number_at_all_hops(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns()
+
+        await world.take_all(session, turns)
+
+        for peer in world.loopback.peers:
+            (held,) = peer.service.sessions.values()
+            assert held.state.done_sequence == len(turns)
+
+    run_story(story, spans=FOUR_HOPS[::2])
