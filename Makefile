@@ -36,7 +36,7 @@ swarm: .venv/installed  ## run PEERS=3 peers of MODEL on this machine until Ctrl
 TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/protocol for a part
-	@$(TEST_ENVIRONMENT) $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "not gpu" $(TESTS) $(ARGS)
+	@$(TEST_ENVIRONMENT) $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "$(or $(MARKED),not gpu and not thorough)" $(TESTS) $(ARGS)
 
 check: .venv/installed-dev  ## check format, lint, types, structure and generated code
 	@$(RUN) -m ruff format --check .

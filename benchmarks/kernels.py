@@ -236,7 +236,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args()
     torch.manual_seed(0)
-    kernel = choose_int8_kernel()
+    kernel = choose_int8_kernel("cpu")
     thread_counts = sorted({1, torch.get_num_threads()})
     read_speeds: dict[int, float] = {}
     for num_threads in thread_counts:

@@ -24,7 +24,7 @@ def list_int8_kernels() -> list[Int8Kernel]:
 
 
 @cache
-def choose_int8_kernel(device_type: str = "cpu") -> Int8Kernel:
+def choose_int8_kernel(device_type: str) -> Int8Kernel:
     """Return the kernel of every int8 linear on such a device: on the CPU the fastest, as measured.
 
     The first call takes some hundredths of a second. Raises ValueError where there is none.
@@ -86,5 +86,5 @@ def describe_kernels(weights: WeightFormat, attention: Iterable[str]) -> str:
     'fp32: torch, attention: avx512 and torch'
     """
     is_int8 = weights is WeightFormat.INT8
-    linear = choose_int8_kernel().name if is_int8 else f"{weights.value}: torch"
+    linear = choose_int8_kernel("cpu").name if is_int8 else f"{weights.value}: torch"
     return f"{linear}, attention: {' and '.join(sorted(set(attention)))}"

@@ -219,7 +219,7 @@ def test_two_digits_are_as_good_as_float_activations() -> None:
     hidden[:, 7] *= 300.0  # the outliers of large models
     weight = make_weight(512, 96)
 
-    result = choose_int8_kernel().pack(weight, None).multiply(hidden, 2)
+    result = choose_int8_kernel("cpu").pack(weight, None).multiply(hidden, 2)
 
     expected = reference.linear_unrounded(hidden, weight, None)
     assert float((result - expected).norm() / expected.norm()) < 1e-3
@@ -269,7 +269,7 @@ def test_forked_child_multiplies_on_its_own_threads() -> None:
         "from shoal.kernels.select import choose_int8_kernel\n"
         "torch.set_num_threads(2)\n"
         "weight = quantize_int8(torch.eye(400))\n"
-        "product = choose_int8_kernel().pack(weight, None)\n"
+        "product = choose_int8_kernel('cpu').pack(weight, None)\n"
         "hidden = torch.ones(1, 400)\n"
         "expected = product.multiply(hidden, 2)\n"
         "child = os.fork()\n"

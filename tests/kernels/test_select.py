@@ -77,8 +77,8 @@ def test_fastest_for_few_rows_and_for_many_is_taken(
 
 
 def test_choice_is_one_of_those_of_this_machine_and_stays() -> None:
-    assert choose_int8_kernel().name in [kernel.name for kernel in list_int8_kernels()]
-    assert choose_int8_kernel() is choose_int8_kernel()
+    assert choose_int8_kernel("cpu").name in [kernel.name for kernel in list_int8_kernels()]
+    assert choose_int8_kernel("cpu") is choose_int8_kernel("cpu")
 
 
 @pytest.mark.parametrize(

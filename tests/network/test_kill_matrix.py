@@ -70,7 +70,7 @@ def live(tiny_models: Any) -> Iterator[LiveSwarm]:
         yield LiveSwarm(swarm, tiny)
 
 
-@pytest.fixture(autouse=True, params=["star", "chain"])
+@pytest.fixture(autouse=True, params=["chain", pytest.param("star", marks=pytest.mark.thorough)])
 def delivery(live: LiveSwarm, request: pytest.FixtureRequest) -> None:
     """Every test runs in both wirings."""
     live.delivery = request.param

@@ -59,7 +59,7 @@ def test_kernels_are_measured_with_the_threads_of_the_engine(
 
     assert template.kernels == ""
     assert threads_at_choice == [3]
-    assert engine.kernels.startswith(select.choose_int8_kernel().name)
+    assert engine.kernels.startswith(select.choose_int8_kernel("cpu").name)
 
 
 def test_weights_in_floats_need_no_measurement(
