@@ -27,6 +27,7 @@ from shoal.protocol.errors import ErrorCode
 from shoal.protocol.frames import HEADER_BYTES
 from shoal.protocol.messages import Close, Declined, Hello, Message
 from shoal.protocol.net.frame_cutter import pack_frame
+from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire import decode_frame, encode_frame
 
 SEED = 7
@@ -109,7 +110,7 @@ async def send_wrong_versions(gang: Gang) -> None:
     stranger = await gang.dial()
     await stranger.say(patch_frame(encode_frame(HELLO), 2, "B", 2))
     await stranger.expect_end(ErrorCode.BAD_FRAME)
-    for low, high in ((0, 0), (2, 9), (9, 2), (2**31, 2**32 - 1)):
+    for low, high in ((0, 0), (MAX_VERSION + 1, 9), (9, 2), (2**31, 2**32 - 1)):
         stranger = await gang.dial()
         await stranger.say(Hello(low, high, "from elsewhere"))
         await stranger.expect_end(ErrorCode.BAD_VERSION)
