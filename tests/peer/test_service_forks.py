@@ -223,6 +223,7 @@ def test_steps_are_computed_between_two_pieces(engine: Engine, gate: PieceGate) 
     run(engine, test)
 
 
+@pytest.mark.thorough  # races with its own copy on a busy machine
 def test_forks_of_others_take_turns_with_those_of_a_flood(engine: Engine, gate: PieceGate) -> None:
     async def test(peer: Peer) -> None:
         await begin(peer)
@@ -256,6 +257,7 @@ def test_forks_of_others_take_turns_with_those_of_a_flood(engine: Engine, gate: 
     run(engine, test, max_sessions=32)
 
 
+@pytest.mark.thorough  # races with its own copy on a busy machine
 def test_parent_that_is_rolled_back_meanwhile_ends_the_fork(
     engine: Engine, gate: PieceGate
 ) -> None:
@@ -278,6 +280,7 @@ def test_parent_that_is_rolled_back_meanwhile_ends_the_fork(
     run(engine, test)
 
 
+@pytest.mark.thorough  # races with its own copy on a busy machine
 def test_parent_that_is_closed_meanwhile_ends_the_fork(engine: Engine, gate: PieceGate) -> None:
     async def test(peer: Peer) -> None:
         talk, other = await begin(peer), await peer.greet()
@@ -293,6 +296,7 @@ def test_parent_that_is_closed_meanwhile_ends_the_fork(engine: Engine, gate: Pie
     run(engine, test)
 
 
+@pytest.mark.thorough  # races with its own copy on a busy machine
 def test_fork_whose_client_leaves_half_way_gives_everything_back(
     engine: Engine, gate: PieceGate
 ) -> None:
@@ -315,6 +319,7 @@ def test_fork_whose_client_leaves_half_way_gives_everything_back(
     run(engine, test)
 
 
+@pytest.mark.thorough  # races with its own copy on a busy machine
 def test_failure_to_copy_a_prefix_leaves_nothing(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -337,6 +342,7 @@ def test_failure_to_copy_a_prefix_leaves_nothing(
     run(engine, test)
 
 
+@pytest.mark.thorough  # races with its own copy on a busy machine
 def test_failure_to_open_a_fork_does_not_keep_the_next_one_waiting(engine: Engine) -> None:
     failing = FailingEngine(engine, "open", num_failures=0)
 
