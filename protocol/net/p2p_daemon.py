@@ -55,6 +55,22 @@ class _OwnGroupP2P(P2P):
             kwargs["relayDiscovery"] = False
         return start + P2P._make_process_args(*args, **kwargs)
 
+    async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
+        """Report a failed start only after the end of the process: nobody waits for it later."""
+        started: asyncio.Future[None] = asyncio.Future()
+
+        def report(_: object) -> None:
+            if started.exception() is None and not ready.done():
+                ready.set_result(None)
+
+        started.add_done_callback(report)
+        await cast(Any, super())._read_outputs(started)
+        error = started.exception()
+        if error is not None:
+            await child_of(self).wait()
+            if not ready.done():
+                ready.set_exception(error)
+
 
 async def start_reading_p2pd(
     initial_peers: Sequence[PeerAddress], identity: Identity | None, *, use_relay: bool = False

@@ -27,6 +27,7 @@ from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.membership import Membership, make_public
+from shoal.protocol.net import p2p_daemon
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
 
 pytestmark = pytest.mark.network
@@ -106,6 +107,23 @@ def test_join_names_the_addresses_that_do_not_answer() -> None:
     assert children_of(os.getpid()) == []
 
 
+def test_failed_start_waits_for_the_end_of_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its exit may come when the event loop that would read it is gone."""
+    last_words = "import os, time; print('no', flush=True); os.close(1); os.close(2); time.sleep(1)"
+
+    def start_another(*_: object, **__: object) -> list[str]:
+        return [sys.executable, "-c", last_words]
+
+    monkeypatch.setattr(p2p_daemon._OwnGroupP2P, "_make_process_args", start_another)
+
+    async def main() -> None:
+        with pytest.raises(DirectoryError, match="cannot start p2pd"):
+            await HivemindDirectory.join([], identity=None, clock=CLOCK)
+        assert children_of(os.getpid()) == []
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize(
     ("initial_peers", "options"),
     [
@@ -149,7 +167,6 @@ def test_join_says_how_far_the_clock_is_off(peers: contextlib.ExitStack) -> None
     assert "seconds behind" in behind
 
 
-@pytest.mark.thorough  # may leave a transport of p2pd unclosed
 def test_public_swarms_share_a_dht_without_mixing() -> None:
     async def main() -> None:
         apart = make_public(bytes(range(16)))
