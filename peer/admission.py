@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..protocol.errors import CacheFullError, ErrorCode, RefusedError
+from ..protocol.fair_share import Holder, check_room_for_client, may_displace
 from ..protocol.ids import SessionId
 from ..protocol.messages import Open
 from ..protocol.session import SessionState
@@ -18,7 +19,6 @@ from .engine.compute_thread import ComputeThread
 from .engine.kv_cache import SessionCache
 from .engine.kv_pool import IDLE_SECONDS
 from .engine.prefix_copy import PrefixCopy
-from .fair_share import Holder, check_room_for_client, may_displace
 from .held_session import HeldSession
 from .outlet import Outlet
 from .prefix_copies import PrefixCopies

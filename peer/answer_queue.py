@@ -4,8 +4,8 @@ import asyncio
 
 from ..protocol import limits
 from ..protocol.errors import ErrorCode, RefusedError, UnavailableError
+from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.net.transport import Stream
-from .fair_share import BUSY_SECONDS, Holder
 from .shared_bytes import SharedBytes
 
 _MAX_PENDING_ANSWERS = 16
@@ -74,16 +74,8 @@ class AnswerQueue:
 
     async def run(self) -> None:
         """Send answers until `finish`. Raises UnavailableError when nobody reads them."""
-        while (answer := await self._queue.get()) is not None:
-            self._room.set()
-            if isinstance(answer, bytes):
-                await self._send(answer)
-                continue
-            await asyncio.wait([answer])
-            frame = answer.result()
-            if frame is not None:
-                await self._send(frame)
-                self._count_unsent(-len(frame))
+        while await self._send_next():
+            pass
 
     def finish(self) -> None:
         """Let `run` end behind the answers that are queued."""
@@ -93,6 +85,22 @@ class AnswerQueue:
         """Count nothing more as unsent: the stream is over."""
         self._has_ended = True
         self.count(-self._unsent_bytes)
+
+    async def _send_next(self) -> bool:
+        """Send one answer, which nothing here holds on to; return whether there was one."""
+        answer = await self._queue.get()
+        self._room.set()
+        if answer is None:
+            return False
+        if isinstance(answer, bytes):
+            await self._send(answer)
+            return True
+        await asyncio.wait([answer])
+        frame = answer.result()
+        if frame is not None:
+            await self._send(frame)
+            self._count_unsent(-len(frame))
+        return True
 
     async def _send(self, frame: bytes) -> None:
         """Send a frame; a client that never reads is one that went away."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from copy import copy
 from dataclasses import replace
 
 from ..protocol.errors import ErrorCode, RefusedError
@@ -20,6 +21,9 @@ def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]
     the answer to the client, if there is any.
     """
     try:
+        failure = future.exception()
+        if failure is not None:
+            raise copy(failure)  # the future would keep it, with this frame and the step in it
         computed = future.result()
         if held.state.is_lost(step.sequence):
             # The engine does not know that the answer before this one could not be sent.
@@ -30,7 +34,7 @@ def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]
             return _push(step, held, output)
         frame = encode_frame(output)
     except RefusedError as error:
-        refusal = error
+        refusal = copy(error)
     except Exception:
         _logger.exception("a step has no answer")
         refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the step")

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from ..protocol import limits
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
+from ..protocol.fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from ..protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ..protocol.messages import (
     Admit,
@@ -31,14 +32,13 @@ from ..protocol.messages import (
     Step,
     Welcome,
 )
-from ..protocol.net.transport import Stream
+from ..protocol.net.transport import Stream, open_gate
 from ..protocol.session import Action
 from ..protocol.versions import SOFTWARE, agree_on_version
 from ..protocol.wire import decode_frame, encode_frame
 from .answer_queue import Answer, AnswerQueue
 from .answers import conclude, encode_gap, encode_refusal
 from .engine.compute_thread import ComputedStep
-from .fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from .held_session import HeldSession
 from .steering import check_attach, may_push, steer
 from .step_work import check_step_size, make_work
@@ -82,41 +82,61 @@ class Conversation:
         stream.set_gate(self._let_in)
 
     async def run(self) -> None:
-        """Serve until the stream ends. A client that vanishes is nobody's error."""
+        """Serve until the stream ends. A client that vanishes is nobody's error.
+
+        It does not end the task group by an error either: the tracebacks in it would keep what a
+        stream held, some MiB, until the next full garbage collection.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._tasks = tasks
-                watching = tasks.create_task(self._watch())
-                sending = tasks.create_task(self._answers.run())
-                await self._read_questions()
+                watching = tasks.create_task(self._stream.wait_over())
+                sending = tasks.create_task(self._send_answers())
+                reading = tasks.create_task(self._read_questions())
+                ends = {reading, sending, watching}
+                # As soon as the stream breaks everything ends, whatever it waits for.
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                reading.cancel()
                 for waiting in self._waiting.values():
                     waiting.cancel()
                 self._answers.finish()
-                await sending
+                await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
+                sending.cancel()
                 watching.cancel()
-        except* UnavailableError as group:
-            _logger.debug("a client went away: %s", group.exceptions[0])
         finally:
+            self._tasks = None
+            self._stream.set_gate(open_gate)
             # What is in the engine still is somewhere in memory: it counts until it is done.
             self._answers.end()
             for session, held in self._opened.items():
                 self._service.close_session(session, held)
 
-    async def _watch(self) -> None:
-        """End everything as soon as the stream breaks, whatever it waits for."""
-        await self._stream.wait_over()
-        raise UnavailableError("the stream broke")
+    async def _send_answers(self) -> None:
+        try:
+            await self._answers.run()
+        except UnavailableError as error:
+            _logger.debug("answers do not arrive: %s", error)
 
     async def _read_questions(self) -> None:
         """Read until the client ends the stream, breaks the protocol or falls silent."""
         try:
             self._join_service()
-            while (frame := await self._receive()) is not None:
-                await self._take(decode_frame(frame))
+            while await self._read_question():
+                pass
         except RemoteProtocolError as error:
             self._end_stream(RefusedError(ErrorCode.BAD_FRAME, str(error)))
         except RefusedError as error:
             self._end_stream(error)
+        except UnavailableError as error:
+            _logger.debug("a client went away: %s", error)
+
+    async def _read_question(self) -> bool:
+        """Take one frame, which nothing here holds on to; return whether there was one."""
+        frame = await self._receive()
+        if frame is None:
+            return False
+        await self._take(decode_frame(frame))
+        return True
 
     def _join_service(self) -> None:
         service = self._service

@@ -3,13 +3,13 @@
 import asyncio
 from dataclasses import dataclass, field
 
+from ..protocol.fair_share import Holder
 from ..protocol.ids import NO_CAPABILITY, Capability
 from ..protocol.session import SessionState
 from ..protocol.spans import Span
 from ..protocol.tensors import WireDtype
 from .engine.compute_thread import ComputedStep
 from .engine.kv_cache import SessionCache
-from .fair_share import Holder
 from .outlet import Outlet
 
 

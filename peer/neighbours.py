@@ -20,13 +20,13 @@ from ..protocol.errors import (
     ShoalError,
     UnavailableError,
 )
+from ..protocol.fair_share import BUSY_SECONDS, Holder, check_room_for
 from ..protocol.ids import SessionId
 from ..protocol.messages import Attach, Declined, NextHop
 from ..protocol.net.clock import Clock
 from ..protocol.net.dialling import dial, greet
 from ..protocol.net.transport import Lane, Stream, Transport
 from ..protocol.wire import decode_frame, encode_frame
-from .fair_share import BUSY_SECONDS, Holder, check_room_for
 
 _logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..kernels.compress import DTYPES, decode_tensor, encode_tensor
 from ..kernels.replay import join_pieces
 from ..protocol.errors import ErrorCode, RefusedError, ShoalError
+from ..protocol.fair_share import Holder
 from ..protocol.ids import SessionId
 from ..protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES, MAX_STEP_TOKENS
 from ..protocol.messages import Declined, HopSeconds, NextHop, Output, Step
@@ -15,7 +16,6 @@ from ..protocol.recovery_log import ReplayPiece, group_pieces
 from ..protocol.sender_log import SenderLog, SentStep
 from ..protocol.tensors import WireCodec, WireTensor, compute_num_bytes
 from ..protocol.wire import encode_frame
-from .fair_share import Holder
 from .neighbours import Neighbours
 from .shared_bytes import SharedBytes
 

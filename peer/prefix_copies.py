@@ -8,9 +8,9 @@ import asyncio
 from dataclasses import dataclass, field
 from functools import partial
 
+from ..protocol.fair_share import Holder
 from .engine.compute_thread import ComputeThread
 from .engine.prefix_copy import PrefixCopy
-from .fair_share import Holder
 
 
 @dataclass(eq=False, slots=True)

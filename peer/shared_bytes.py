@@ -5,7 +5,7 @@ import contextlib
 from collections import Counter
 
 from ..protocol.errors import ErrorCode, RefusedError
-from .fair_share import Holder, compute_share
+from ..protocol.fair_share import Holder, compute_share
 
 
 class SharedBytes:

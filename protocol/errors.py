@@ -20,12 +20,19 @@ translated at the seam that calls them and keep the original as `__cause__`.
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Self
 
 from .spans import Span
 
 
 class ShoalError(Exception):
     """Anything that shoal raises on purpose. The message is one sentence that says what to do."""
+
+    def __copy__(self) -> Self:
+        """Return an error to raise when this one is kept: what is raised keeps all its frames."""
+        copied = type(self).__new__(type(self), *self.args)
+        copied.__dict__.update(self.__dict__)
+        return copied
 
 
 class UsageError(ShoalError, ValueError):

@@ -7,6 +7,7 @@ H hidden.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -20,9 +21,9 @@ from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...kernels.select import describe_kernels
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
+from ...protocol.fair_share import Holder
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
-from ..fair_share import Holder
 from .block import Block
 from .block_cache import BlockCache
 from .families import read_spec
@@ -228,7 +229,8 @@ class Engine:
                 steps.append(self._prepare(index, work))
                 accepted_caches.add(work.cache)
             except RefusedError as refusal:
-                results[index] = refusal
+                # Without its frames, which hold the batch: they hold these results, too.
+                results[index] = copy(refusal)
         # Steps of one precision lie side by side, so that each linear runs once for each.
         return sorted(steps, key=lambda step: step.precision is RowPrecision.ONE_DIGIT)
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
+from ...protocol.fair_share import Holder
 from ...protocol.spans import Span
-from ..fair_share import Holder
 from .common_prefixes import CommonPrefixes
 from .kv_layouts import Heads, Layout
 from .lazy_memory import LazyMemory

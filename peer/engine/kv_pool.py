@@ -17,10 +17,10 @@ from ...protocol.errors import (
     RefusedError,
     UsageError,
 )
+from ...protocol.fair_share import Holder, compute_share, may_displace
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
-from ..fair_share import Holder, compute_share, may_displace
 from .kv_cache import PAGE_TOKENS, SessionCache
 from .kv_layouts import LAYOUTS
 from .lazy_memory import LazyMemory

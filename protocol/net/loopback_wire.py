@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 from collections import deque
 from collections.abc import Callable
+from copy import copy
 from enum import Enum
 from typing import Protocol
 
@@ -227,7 +228,7 @@ class LoopbackStream:
 
     async def receive(self) -> bytes | None:
         if self._refusal is not None:
-            raise self._refusal
+            raise copy(self._refusal)
         if not self._is_closed:
             await self._wire.wait_until(self._can_receive)
         if self._is_closed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 from ..errors import (
@@ -66,7 +67,7 @@ class StreamEnd:
         if self._is_closed:
             return None
         if self._fault is not None:
-            raise self._fault
+            raise copy(self._fault)
         if self._reading is None:
             self._reading = asyncio.create_task(self._read_frame())
             self._reading.add_done_callback(_retrieve)
@@ -92,7 +93,7 @@ class StreamEnd:
     def end(self, fault: ShoalError | None = None) -> None:
         """Note how the stream ended, the first time: closed here, or broken by a fault."""
         if not self._over.done():
-            self._fault = fault
+            self._fault = copy(fault)
             self._is_closed = fault is None
             self._over.set_result(None)
 

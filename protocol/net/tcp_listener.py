@@ -9,7 +9,8 @@ import ssl
 from typing import cast
 
 from ..endpoints import Endpoint
-from ..errors import ShoalError
+from ..errors import RefusedError, ShoalError
+from ..fair_share import check_room_for, name_holder
 from ..limits import MAX_FRAME_BYTES
 from ..membership import Membership
 from .addresses import open_listening, resolve_all
@@ -24,8 +25,9 @@ MAX_STREAMS = 2048
 """What all strangers together may open. Twice as many as a peer serves by default: the others hear
 why it does not serve them."""
 
-_MAX_DOORSTEP = 256
-"""Connections beyond those streams that may be told so, or are still saying who they are."""
+_MAX_DOORSTEP = 512
+"""Connections that are still saying who they are. Those of one address are held to their share, so
+that who says nothing keeps nobody else out."""
 
 _HELLO_SECONDS = 5.0
 """How long a stranger may take for the handshake and his first frame."""
@@ -58,6 +60,7 @@ class TcpListener:
         self._sockets: list[socket.socket] = []
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
+        self._greeting: list[str] = []  # by holder
         self._streams: set[TcpStream] = set()
         self._num_served = 0
 
@@ -105,23 +108,31 @@ class TcpListener:
                 log.warning("cannot accept a connection at %s: %s", self._endpoint, error)
                 await asyncio.sleep(_PAUSE_SECONDS)
                 continue
-            if len(self._serving) >= MAX_STREAMS + _MAX_DOORSTEP:
+            holder = name_holder(address[0])
+            try:
+                check_room_for(holder, self._greeting, _MAX_DOORSTEP, "strangers")
+            except RefusedError:
                 accepted.close()
                 continue
             accepted.setblocking(False)
-            task = asyncio.create_task(self._attend(accepted, address[0]))
+            self._greeting.append(holder)
+            task = asyncio.create_task(self._attend(accepted, address[0], holder))
             self._serving.add(task)
             task.add_done_callback(self._serving.discard)
 
-    async def _attend(self, accepted: socket.socket, host: str) -> None:
+    async def _attend(self, accepted: socket.socket, host: str, holder: str) -> None:
         """See a connection from the handshake to its end."""
         stream = TcpStream(host)
         stream.limit(_MAX_HELLO_BYTES)
         self._streams.add(stream)
-        stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
-        if not await self._greet(accepted, stream):
+        try:
+            is_welcome = await self._greet(accepted, stream)
+        finally:
+            self._greeting.remove(holder)
+        if not is_welcome:
             self._streams.discard(stream)
             return
+        stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         self._num_served += 1
         try:
             await self._serve_stream(stream)

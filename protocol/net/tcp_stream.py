@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from copy import copy
 from typing import cast
 
 from ..errors import (
@@ -94,9 +95,10 @@ class TcpStream(asyncio.Protocol):
                 self._num_waiting_bytes -= len(frame)
                 self._regulate()
                 return frame
-            error = self._refusal or self._fault
-            if error is not None:
-                raise error
+            if self._refusal is not None:
+                raise copy(self._refusal)
+            if self._fault is not None:
+                raise copy(self._fault)
             if self._cutter.mark is not None:
                 return None
             if self._cutter.held_bytes and self._entering is None:
@@ -234,7 +236,7 @@ class TcpStream(asyncio.Protocol):
 
     def _refuse(self, error: ShoalError) -> None:
         """Receive nothing more. What comes is dropped: who is busy sending would not hear why."""
-        self._refusal = self._refusal or error
+        self._refusal = self._refusal or copy(error)
         self._drop_all()
 
     def _drop_all(self) -> None:

@@ -355,20 +355,26 @@ def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -
     asyncio.run(test())
 
 
-def test_connections_beyond_the_limit_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_listener, "MAX_STREAMS", 1)
+def test_silent_strangers_leave_room_for_other_addresses(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(tcp_listener, "_MAX_DOORSTEP", 4)
 
     async def test() -> None:
         transport = TcpTransport()
         endpoint = (await transport.listen("127.0.0.1", 0, echo)).endpoint
-        silent = [await asyncio.open_connection("127.0.0.1", endpoint.port) for _ in range(5)]
-        reader, writer = await asyncio.open_connection("127.0.0.1", endpoint.port)
+
+        async def connect(host: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+            return await asyncio.open_connection("127.0.0.1", endpoint.port, local_addr=(host, 0))
+
+        silent = [await connect("127.0.0.2") for _ in range(4)]
 
         async with asyncio.timeout(5):
-            assert await reader.read() == b""
-        for _, other in [*silent, (reader, writer)]:
-            other.close()
+            assert await silent[-1][0].read() == b""
+            stream = await transport.open_stream(endpoint)  # from elsewhere
+            await stream.close()
+        for _, writer in silent:
+            writer.transport.abort()
         await transport.close()
 
     asyncio.run(test())

@@ -88,6 +88,15 @@ async def send_largest_frames(gang: Gang) -> None:
         assert answer.session == session
 
 
+async def hang_up_behind_large_frames(gang: Gang) -> None:
+    """Leave by a broken connection, with what was just read still in the hands of the peer."""
+    hidden = torch.zeros(1, 60, limits.MAX_HIDDEN_SIZE)
+    for _ in range(16):
+        stranger = await gang.greet()
+        assert isinstance(await stranger.ask(make_step(make_session(), hidden)), Declined)
+        stranger.break_off()
+
+
 async def send_oversized_frames(gang: Gang) -> None:
     """Beyond the limit our own transport does not go, so this is written by hand."""
     for num_bytes in (limits.MAX_FRAME_BYTES + 1, 2**31, 2**32 - 9):
@@ -266,6 +275,7 @@ ATTACKS: tuple[Attack, ...] = (
     send_mutated_frames,
     send_truncated_frames,
     send_largest_frames,
+    hang_up_behind_large_frames,
     send_oversized_frames,
     send_wrong_versions,
     send_unknown_codes,

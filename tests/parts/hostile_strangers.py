@@ -10,7 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,6 +19,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.messages import Declined, Hello, Message, Open, Opened, Step, Welcome
+from shoal.protocol.net.tcp_stream import TcpStream
 from shoal.protocol.net.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
@@ -43,11 +44,10 @@ class Target:
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory of the peer's process."""
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-        raise AssertionError("the peer is gone")
+        """What the peer's process has allocated; pages of files come and go as the kernel likes."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        fields = dict(line.split(":", 1) for line in text.splitlines())
+        return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "VmSwap"))
 
 
 class Stranger:
@@ -74,6 +74,10 @@ class Stranger:
     async def ask(self, frame: Message | bytes) -> Message | None:
         await self.say(frame)
         return await self.hear()
+
+    def break_off(self) -> None:
+        """Hang up without a word."""
+        cast(TcpStream, self.stream).break_off("a stranger hangs up")
 
     async def expect_end(self, code: ErrorCode) -> None:
         """Expect a refusal of the whole stream and then its end."""

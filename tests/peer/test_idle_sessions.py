@@ -7,8 +7,8 @@ import torch
 
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
 from shoal.peer.engine.kv_pool import IDLE_SECONDS, KVCachePool
-from shoal.peer.fair_share import Holder
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
+from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
 
 SPAN = Span(0, 1)

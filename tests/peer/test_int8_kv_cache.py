@@ -22,8 +22,8 @@ from shoal.peer.engine.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.kv_pool import KVCachePool
 from shoal.peer.engine.loader import open_checkpoint
 from shoal.peer.engine.scheduler import count_part_tokens
-from shoal.peer.fair_share import Holder
 from shoal.protocol.errors import CacheFullError
+from shoal.protocol.fair_share import Holder
 from shoal.protocol.messages import Opened
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat

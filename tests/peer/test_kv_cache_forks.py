@@ -24,8 +24,8 @@ from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.kv_pool import IDLE_SECONDS
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.fair_share import Holder
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
+from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 

@@ -6,8 +6,8 @@ from kv_cache_scene import ROW_PAGE_BYTES, SPAN, assert_holds, make_pool, take_s
 
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
 from shoal.peer.engine.kv_pool import KVCachePool
-from shoal.peer.fair_share import Holder
 from shoal.protocol.errors import CacheFullError
+from shoal.protocol.fair_share import Holder
 from shoal.protocol.limits import MAX_SESSION_TOKENS
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -89,6 +91,32 @@ def test_stream_that_breaks_while_a_step_is_computed_leaves_nothing(engine: Engi
         peer.network.revive("client")
 
     run(gated, test)
+
+
+def test_broken_stream_is_gone_without_a_garbage_collection(engine: Engine) -> None:
+    """Of its frames of 16 MiB, any number could wait for the next one."""
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()
+        expect_output(await talk.ask(make_step(1, 0, draw_hidden(1, 1, 90))))
+        nothing = torch.full((1, 1, HIDDEN), torch.nan)
+        assert_declined(await talk.ask(make_step(2, 90, nothing)), ErrorCode.BAD_VALUES)
+        (conversation,) = peer.service.streams
+        (held,) = peer.service.sessions.values()
+        remains = [weakref.ref(conversation), weakref.ref(held.cache), weakref.ref(held.outlet)]
+        del conversation, held
+
+        peer.network.kill("client")
+        await peer.wait_until_empty()
+
+        assert [remain() for remain in remains] == [None, None, None]
+        peer.network.revive("client")
+
+    gc.disable()
+    try:
+        run(engine, test)
+    finally:
+        gc.enable()
 
 
 class PatientStream:

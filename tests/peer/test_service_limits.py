@@ -30,10 +30,10 @@ from shoal.peer import answer_queue
 from shoal.peer.config import PeerConfig
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.fair_share import Holder
 from shoal.peer.shared_bytes import SharedBytes
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
+from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import ClientToken
 from shoal.protocol.messages import (
     Close,

@@ -1,4 +1,4 @@
-"""How much of a peer one stranger may hold: pure rules over network addresses.
+"""How much of what a peer has one stranger may hold: pure rules over network addresses.
 
 An address is no identity: behind a NAT many clients share one, and on a test machine all do. So
 nobody is held to a fixed number, only to a part of what others have left.

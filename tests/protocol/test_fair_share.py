@@ -2,15 +2,15 @@
 
 import pytest
 
-from shoal.peer.fair_share import (
+from shoal.peer.shared_bytes import SharedBytes
+from shoal.protocol.errors import ErrorCode, RefusedError
+from shoal.protocol.fair_share import (
     Holder,
     check_room_for,
     check_room_for_client,
     compute_share,
     name_holder,
 )
-from shoal.peer.shared_bytes import SharedBytes
-from shoal.protocol.errors import ErrorCode, RefusedError
 
 
 def has_room_for(holder: str, holders: list[str], num_places: int) -> bool:
