@@ -25,6 +25,7 @@ from .joining import add_join_arguments, read_join, read_joining
 from .options import add_weights_argument
 from .quantities import (
     parse_announce_period,
+    parse_count,
     parse_host,
     parse_non_negative,
     parse_port,
@@ -35,7 +36,7 @@ from .terminal import Terminal
 
 if TYPE_CHECKING:
     # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.
-    from ..peer.peer import PeerEvent, Report
+    from ..peer.resident import PeerEvent, Report
 
 _DEFAULTS = PeerConfig(model="")
 
@@ -58,24 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--join that of a code by `shoal swarm-new`",
     )  # fmt: skip
     add_join_arguments(parser, "join a swarm through this address", swarm)
-    parser.add_argument("--blocks", metavar="A:B", help="blocks to serve (default: all)")
-    add_weights_argument(parser)
-    parser.add_argument(
-        "--device", choices=("cpu",), default=_DEFAULTS.device,
-        help="where to compute (default: %(default)s)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--threads", type=parse_threads, metavar="N",
-        help="compute threads (default: one for each core)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
-        help="memory for running sessions, such as 512M or 4G (default: 1G)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--block-cache", type=parse_bytes, default=_DEFAULTS.block_cache_bytes, metavar="BYTES",
-        help="disk that keeps int8 blocks for the next start; 0 keeps none (default: 16G)",
-    )  # fmt: skip
+    _add_work_arguments(parser)
     parser.add_argument(
         "--listen", default=_DEFAULTS.listen_host, metavar="HOST[:PORT]",
         help="where to accept sessions (default: %(default)s, any free port)",
@@ -104,6 +88,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
 
 
+def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what decides how much the machine does."""
+    blocks = parser.add_mutually_exclusive_group()
+    blocks.add_argument(
+        "--blocks", metavar="A:B",
+        help="blocks to serve (default: those that the swarm needs most, as time goes by)",
+    )  # fmt: skip
+    blocks.add_argument(
+        "--num-blocks", type=parse_count, metavar="N",
+        help="how many of them (default: as many as free memory holds)",
+    )  # fmt: skip
+    add_weights_argument(parser)
+    parser.add_argument(
+        "--device", choices=("cpu",), default=_DEFAULTS.device,
+        help="where to compute (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=parse_threads, metavar="N",
+        help="compute threads (default: one for each core)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
+        help="memory for running sessions, such as 512M or 4G (default: 1G)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--block-cache", type=parse_bytes, default=_DEFAULTS.block_cache_bytes, metavar="BYTES",
+        help="disk that keeps int8 blocks for the next start; 0 keeps none (default: 16G)",
+    )  # fmt: skip
+
+
 def run(options: argparse.Namespace) -> int:
     """Serve until asked to stop; return 0 after leaving in good order, 130 if that came too soon.
 
@@ -128,6 +142,7 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
     return PeerConfig(
         model=find_model(options.model),
         span=span,
+        num_blocks=options.num_blocks,
         weights=options.weights,
         device=options.device,
         num_threads=options.threads,
@@ -197,13 +212,17 @@ def _allow_many_files() -> None:
 
 
 async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "Report") -> bool:
-    """Run the peer and return whether it was online; a stop before that cancels the start."""
+    """Run the peer and return whether it was online.
+
+    A stop while it loads blocks, the first ones or others, does not wait for them.
+    """
     run_peer = importlib.import_module("..peer.peer", __package__).run_peer
-    is_online = False
+    is_online = was_online = False
 
     def watch(event: "PeerEvent") -> None:
-        nonlocal is_online
-        is_online = is_online or event.name == "online"
+        nonlocal is_online, was_online
+        is_online = event.name == "online" or (is_online and event.name != "moving")
+        was_online = was_online or is_online
         report(event)
 
     running = asyncio.ensure_future(run_peer(config, stop, watch))
@@ -214,7 +233,7 @@ async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "R
         running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
-    return is_online
+    return was_online
 
 
 def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
@@ -236,6 +255,9 @@ def _print_for_people(event: "PeerEvent") -> None:
         for address in facts["addresses"]:
             terminal.print(f"  {address}")
         _print_codes(terminal, facts.get("join_codes", {}))
+    elif event.name in ("placed", "moving"):
+        verb = "Taking" if event.name == "placed" else "Moving to"
+        terminal.print(f"{verb} blocks {facts['span']}: {facts['why']}.")
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
         if terminal.is_terminal or is_done:

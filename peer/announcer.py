@@ -44,7 +44,7 @@ class Announcer:
         self._identity = identity
         self._describe = describe
         self._clock = clock
-        self._period_seconds = period_seconds
+        self.period_seconds = period_seconds
         self.state = PeerState.JOINING
         # Wall time in milliseconds: what is higher than before even if nothing can be read back.
         self._sequence = int(clock.wall() * 1000)
@@ -80,7 +80,7 @@ class Announcer:
         """Renew the announcement until cancelled; a directory in trouble is asked again sooner."""
         pause_periods = 1.0
         while True:
-            await asyncio.sleep(pause_periods * self._period_seconds)
+            await asyncio.sleep(pause_periods * self.period_seconds)
             pause_periods = 1.0
             try:
                 await self.announce(self.state)

@@ -24,7 +24,10 @@ class PeerConfig:
     """Directory of the model, or its id on the Hub."""
 
     span: Span | None = None
-    """Blocks to serve; None: all of them."""
+    """Blocks to serve; None: those that the swarm needs most."""
+
+    num_blocks: int | None = None
+    """How many blocks to serve without a span; None: as many as free memory holds."""
 
     weights: str = "int8"
     """How block weights are held: one of WEIGHT_FORMATS."""

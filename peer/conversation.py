@@ -138,8 +138,14 @@ class Conversation:
         await self._take(decode_frame(frame))
         return True
 
+    async def hang_up(self) -> None:
+        """End the stream from this side."""
+        await self._stream.close()
+
     def _join_service(self) -> None:
         service = self._service
+        if service.has_hung_up:
+            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
         num_places = _STREAMS_PER_SESSION * service.facts.max_sessions
         addresses = service.list_stream_addresses()
         check_room_for(self.holder.address, addresses, num_places, "streams")

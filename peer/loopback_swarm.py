@@ -17,7 +17,7 @@ from ..kernels.quantize import WeightFormat
 from ..protocol.announcements import PeerState
 from ..protocol.errors import UnavailableError, UsageError
 from ..protocol.identity import Identity
-from ..protocol.ids import ModelId, PeerId, make_model_id
+from ..protocol.ids import PeerId
 from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
@@ -26,16 +26,12 @@ from ..protocol.net.transport import Stream, StreamServer, Transport
 from ..protocol.spans import Span
 from .announcer import Announcer
 from .config import PeerConfig
-from .engine.compute_thread import ComputeThread
-from .engine.engine import Engine
-from .engine.families import read_spec
-from .engine.loader import check_span, open_checkpoint
+from .hosting import HostedModel, Hosting
 from .loop_lag import LoopLag
 from .neighbours import Neighbours
 from .network_control import NetworkControl
 from .self_description import SelfDescription, make_template
-from .service import Service, ServiceFacts
-from .throughput import measure_throughput
+from .service import Service
 
 CLIENT_HOST = "client"
 """Where the client stands in the network of a swarm; its peers are `peer0`, `peer1`, …"""
@@ -92,7 +88,11 @@ class LoopbackSwarm:
             raise UsageError(f"weights are one of {', '.join(formats)}, not {weights!r}")
         self._configs = {
             f"peer{index}": PeerConfig(
-                str(model), _make_span(span), weights, kv_budget_bytes=kv_budget_bytes
+                str(model),
+                _make_span(span),
+                weights=weights,
+                kv_budget_bytes=kv_budget_bytes,
+                block_cache_bytes=0,
             )
             for index, span in enumerate(spans)
         }
@@ -161,17 +161,14 @@ class LoopbackSwarm:
         clock = SystemClock()
         # Known to whoever reads this line: such a peer vouches for nothing outside this process.
         identity = Identity(hashlib.sha256(f"{self._seed}/{host}".encode()).digest())
-        model_id, engine = await asyncio.to_thread(_load, config)
-        compute = await stack.enter_async_context(ComputeThread(engine, config.token_budget))
-        throughput = await compute.call(lambda: measure_throughput(engine))
-        facts = ServiceFacts(
-            identity.peer_id, model_id, config.max_sessions, config.session_idle_seconds
-        )
+        model = await asyncio.to_thread(HostedModel.open, config)
         transport = LoopbackTransport(self._network, host)
         stack.push_async_callback(transport.close)
         neighbours = Neighbours(transport, clock)
         stack.push_async_callback(neighbours.close)
-        service = Service(facts, engine, compute, clock, neighbours)
+        hosting = Hosting(config, model, identity.peer_id, clock, neighbours)
+        assert config.span is not None  # every peer of a LoopbackSwarm is given one
+        stay = await stack.enter_async_context(hosting.serve(config.span, {}, lambda *_: None))
 
         async def serve(stream: Stream) -> None:
             await peer.serve(stream)
@@ -180,14 +177,13 @@ class LoopbackSwarm:
         template = make_template(
             config,
             identity.peer_id,
-            model_id,
-            engine.span,
-            engine.spec.num_blocks,
+            model.model_id,
+            model.spec.num_blocks,
             listener.endpoint,
         )
         # All peers share one loop, so that none is slower by its lag than another.
         description = SelfDescription(template, LoopLag(clock))
-        description.begin_serving(engine, compute, throughput)
+        description.begin_serving(stay)
         announcer = Announcer(
             _PeerDirectory(self._store, clock, self._network, host),
             identity,
@@ -195,7 +191,7 @@ class LoopbackSwarm:
             clock,
             config.announce_period_seconds,
         )
-        peer = LoopbackPeer(host, service, announcer, service.serve)
+        peer = LoopbackPeer(host, stay.service, announcer, stay.service.serve)
         await announcer.announce(PeerState.ONLINE)
         return peer
 
@@ -247,13 +243,3 @@ def _make_span(span: tuple[int, int] | Span) -> Span:
         return span if isinstance(span, Span) else Span(*span)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{span!r} is not a span of blocks: {error}") from error
-
-
-def _load(config: PeerConfig) -> tuple[ModelId, Engine]:
-    """Load a peer's blocks. Raises ModelError or UsageError for what cannot be served."""
-    checkpoint = open_checkpoint(config.model)
-    assert config.span is not None  # every peer of a LoopbackSwarm is given one
-    check_span(read_spec(checkpoint.config), config.span)
-    weights = WeightFormat(config.weights)
-    engine = Engine.load(checkpoint, config.span, weights, kv_budget_bytes=config.kv_budget_bytes)
-    return make_model_id(checkpoint.config, checkpoint.revision), engine

@@ -8,17 +8,16 @@ import torch
 from ..kernels.quantize import WeightFormat
 from ..protocol.announcements import Announcement, ComputeDtype, PeerState
 from ..protocol.endpoints import Endpoint
-from ..protocol.errors import LocalProtocolError
+from ..protocol.errors import LocalProtocolError, RefusedError
 from ..protocol.ids import ModelId, PeerId
 from ..protocol.spans import Span
 from ..protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
 from .announcer import LIFETIME_PERIODS
 from .config import PeerConfig
-from .engine.compute_thread import ComputeThread
-from .engine.engine import COMPUTE_DTYPES, Engine
+from .engine.engine import COMPUTE_DTYPES
 from .engine.kv_pool import KVCachePool, KVCacheStatistics
+from .hosting import Stay
 from .loop_lag import LoopLag
-from .throughput import Throughput
 
 _logger = logging.getLogger(__name__)
 
@@ -33,12 +32,12 @@ def make_template(
     config: PeerConfig,
     peer_id: PeerId,
     model_id: ModelId,
-    span: Span,
     num_blocks: int,
     endpoint: Endpoint,
 ) -> Announcement:
     """Return the announcement without what changes; of its dates only the lifetime counts.
 
+    The span is all blocks, until one is planned or served.
     Of kernels it says nothing: which are fastest is measured with the threads that the engine gets.
     """
     weights = WeightFormat(config.weights)
@@ -46,7 +45,7 @@ def make_template(
         peer_id=peer_id,
         model_id=model_id,
         num_blocks=num_blocks,
-        span=span,
+        span=Span(0, num_blocks),
         state=PeerState.JOINING,
         endpoints=(endpoint,),
         min_version=MIN_VERSION,
@@ -80,22 +79,35 @@ class SelfDescription:
         self._template = template
         self._lifetime_seconds = template.expires_at - template.issued_at
         self._lag = lag
-        self._serving: tuple[Engine, ComputeThread] | None = None
+        self._serving: Stay | None = None
+        self.planned: Span | None = None
+        """Where the peer intends to be; None: where it is."""
 
-    def begin_serving(self, engine: Engine, compute: ComputeThread, measured: Throughput) -> None:
-        """From now on tell kernels, the measured speed and the present load as well."""
+    def plan(self, span: Span | None) -> None:
+        """From now on tell this span, and what is known of the speed, until it is served."""
+        self.planned = span
+
+    def begin_serving(self, stay: Stay) -> None:
+        """From now on tell what is served, how fast, and the present load."""
+        engine, measured = stay.engine, stay.throughput
+        self.planned = None
         self._template = replace(
             self._template,
+            span=engine.span,
             kernels=engine.kernels,
             decode_steps_per_second=measured.decode_steps_per_second,
             prefill_tokens_per_second=measured.prefill_tokens_per_second,
         )
-        self._serving = engine, compute
+        self._serving = stay
+
+    def end_serving(self) -> None:
+        """From now on tell of no load: there is nothing that has one."""
+        self._serving = None
 
     async def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
         """Return the announcement of this moment; `now` is wall seconds."""
         announcement = replace(
-            self._template,
+            self._template if self.planned is None else _move(self._template, self.planned),
             state=state,
             sequence=sequence,
             issued_at=now,
@@ -104,10 +116,26 @@ class SelfDescription:
         )
         if self._serving is None or state is PeerState.OFFLINE:
             return announcement  # who leaves has no load to tell, and maybe no compute thread
-        engine, compute = self._serving
-        statistics = await compute.call(lambda: _take_stock(engine.pool))
+        engine, compute = self._serving.engine, self._serving.compute
+        try:
+            statistics = await compute.call(lambda: _take_stock(engine.pool))
+        except RefusedError:  # the thread ends: the peer moves
+            return announcement
         return replace(
             announcement,
             queue_seconds=compute.queue_seconds + self._lag.mean_seconds,
             free_kv_tokens=statistics.free_tokens,
         )
+
+
+def _move(announcement: Announcement, span: Span) -> Announcement:
+    """Return what a peer would say at another span, where each block takes as long."""
+    ratio = len(announcement.span) / len(span)
+    decode = announcement.decode_steps_per_second
+    prefill = announcement.prefill_tokens_per_second
+    return replace(
+        announcement,
+        span=span,
+        decode_steps_per_second=None if decode is None else ratio * decode,
+        prefill_tokens_per_second=None if prefill is None else ratio * prefill,
+    )

@@ -46,6 +46,7 @@ class Service:
     clock: Clock
     neighbours: Neighbours | None = None
     is_draining: bool = False
+    has_hung_up: bool = False
     pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
     streams: set[Conversation] = field(default_factory=set)
@@ -65,6 +66,7 @@ class Service:
             await conversation.run()
         finally:
             self.streams.discard(conversation)
+            self.note_change()
 
     def list_stream_addresses(self) -> list[str]:
         """Return from where each stream comes that is served now."""
@@ -74,6 +76,17 @@ class Service:
         """Take no new sessions; who waits for one hears that at once."""
         self.is_draining = True
         self.admission.look_again()
+
+    async def hang_up(self) -> None:
+        """End all streams, and what is left of sessions with them; nothing is served any more."""
+        self.has_hung_up = True
+        self.begin_draining()
+        while self.streams:
+            for conversation in list(self.streams):
+                await conversation.hang_up()
+            self._changed.clear()
+            if self.streams:
+                await self._changed.wait()
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
         """Wait until no session is left, being opened or waiting; return whether that came in time.

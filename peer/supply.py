@@ -149,6 +149,11 @@ class Supply:
         return frozenset(starts.tolist()), frozenset(stops.tolist())
 
     @property
+    def typical_blocks_per_second(self) -> float:
+        """What a peer does that has not measured yet; 1 where nobody has, for ratios count."""
+        return self.fastest / _MOST_SPEEDUP if np.isfinite(self.fastest) else 1.0
+
+    @property
     def total_blocks_per_second(self) -> float:
         """What all peers do together."""
         return float(self.steps_per_second.sum())

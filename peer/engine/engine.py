@@ -6,7 +6,7 @@ H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -24,19 +24,18 @@ from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, 
 from ...protocol.fair_share import Holder
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
-from .block import Block
 from .block_cache import BlockCache
 from .families import read_spec
 from .heap import keep_large_tensors_apart
 from .kv_cache import PAGE_TOKENS, SessionCache
 from .kv_pool import KVCachePool
-from .loader import ReportProgress, load_span
+from .loader import HostedBlock, ReportProgress, load_span
 from .rows import Rotation, RowRange, Segment, Segments
 from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
 from .spec import ModelShape
 
 if TYPE_CHECKING:
-    from .wrapped import WrappedBlock
+    pass
 
 COMPUTE_DTYPES = {
     WeightFormat.FP32: torch.float32,
@@ -122,7 +121,7 @@ class Engine:
         self,
         spec: ModelShape,
         span: Span,
-        blocks: Sequence[Block | WrappedBlock],
+        blocks: Sequence[HostedBlock],
         rotary: Sequence[RotaryTable],
         pool: KVCachePool,
         weights: WeightFormat,
@@ -156,11 +155,13 @@ class Engine:
         num_threads: int | None = None,
         on_progress: ReportProgress | None = None,
         cache: BlockCache | None = None,
+        kept: Mapping[int, HostedBlock] | None = None,
     ) -> Engine:
         """Load the blocks of `span`; raises ModelError or UsageError before reading weights.
 
         `num_threads` sets torch's threads for the whole process; `on_progress(done, total)`
-        counts blocks; `cache` spares quantizing blocks that were quantized before.
+        counts blocks; `cache` spares quantizing blocks that were quantized before; `kept` are
+        blocks that another engine had, by index.
         """
         if device != "cpu":
             raise UsageError(f"this version computes on the device cpu only, not on {device!r}")
@@ -171,8 +172,13 @@ class Engine:
         dtype = COMPUTE_DTYPES[weights]
         pool = KVCachePool(kv_budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, dtype)
         with torch.inference_mode(), keep_large_tensors_apart():
-            blocks = load_span(checkpoint, spec, span, weights, dtype, on_progress, cache)
+            blocks = load_span(checkpoint, spec, span, weights, dtype, on_progress, cache, kept)
         return cls(spec, span, blocks, rotary, pool, weights)
+
+    def keep_blocks(self, span: Span) -> dict[int, HostedBlock]:
+        """Return the blocks that another engine with this span need not load, by index."""
+        indexes = range(self.span.start, self.span.stop)
+        return {n: block for n, block in zip(indexes, self._blocks, strict=True) if n in span}
 
     def open_cache(
         self,

@@ -3,9 +3,9 @@
 What quantizing made is kept on disk if there is a cache, and read from there the next time.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 import torch
 
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[int, int], None]
 
+_WEIGHT_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2, WeightFormat.FP32: 4}
+
+HostedBlock = Union[Block, "WrappedBlock"]
+"""A block, whoever computes it."""
+
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
     """Open a model directory or Hub id; whatever is wrong with it is a ModelError."""
@@ -44,8 +49,11 @@ def load_span(
     dtype: torch.dtype,
     on_progress: ReportProgress | None = None,
     cache: BlockCache | None = None,
-) -> Sequence["Block | WrappedBlock"]:
+    kept: Mapping[int, HostedBlock] | None = None,
+) -> Sequence[HostedBlock]:
     """Load the blocks of a span in order; `on_progress(done, total)` counts blocks.
+
+    Those that were `kept`, by index, are taken as they are.
 
     Needs memory for the result and less than one block in float32 on its way, whatever the size
     of the checkpoint. `cache` is used for int8 weights; the others are only copied.
@@ -54,9 +62,10 @@ def load_span(
     check_weights(spec, weights)
     cache = cache if weights is WeightFormat.INT8 else None
     load = _choose_loader(checkpoint, spec, weights, dtype, cache)
-    blocks: list[Block | WrappedBlock] = []
+    kept = kept or {}
+    blocks: list[HostedBlock] = []
     for index in range(span.start, span.stop):
-        blocks.append(load(index))
+        blocks.append(kept[index] if index in kept else load(index))
         if on_progress is not None:
             on_progress(len(blocks), len(span))
     return blocks
@@ -68,7 +77,7 @@ def _choose_loader(
     weights: WeightFormat,
     dtype: torch.dtype,
     cache: BlockCache | None,
-) -> Callable[[int], "Block | WrappedBlock"]:
+) -> Callable[[int], HostedBlock]:
     if isinstance(spec, ModelSpec):
         if cache is not None:
             return lambda index: _load_cached_block(checkpoint, spec, index, dtype, cache)
@@ -114,7 +123,8 @@ def _load_cached_block(
 ) -> Block:
     """Load one block in int8; only what the cache does not have is quantized, and kept there."""
     name = name_entry(make_model_id(checkpoint.config, checkpoint.revision), index)
-    known = cache.read(name, max_bytes=_count_int8_bytes(spec, index))
+    max_bytes = count_block_bytes(spec, index, WeightFormat.INT8)
+    known = cache.read(name, max_bytes=max_bytes)
     tensors = BlockTensors(checkpoint, spec, index, WeightFormat.INT8, dtype, known)
     block = _build_block(tensors, spec, index, dtype)
     if tensors.quantized:
@@ -122,11 +132,14 @@ def _load_cached_block(
     return block
 
 
-def _count_int8_bytes(spec: ModelSpec, index: int) -> int:
-    """Return the bytes of a block's linears in int8, with a float32 scale for each output."""
+def count_block_bytes(spec: ModelSpec, index: int, weights: WeightFormat) -> int:
+    """Return the bytes of a block's linears; in int8, each output has a float32 scale as well."""
     num_experts = spec.experts.num_experts if spec.experts is not None else 1
+    weight_bytes = _WEIGHT_BYTES[weights]
+    scale_bytes = 4 if weights is WeightFormat.INT8 else 0
     return sum(
-        (shape[0] * shape[1] + 4 * shape[0]) * (num_experts if "expert" in name else 1)
+        (shape[0] * shape[1] * weight_bytes + scale_bytes * shape[0])
+        * (num_experts if "expert" in name else 1)
         for name, shape in spec.tensor_shapes(index).items()
         if len(shape) == 2
     )

@@ -223,4 +223,8 @@ def _translate(
             "whoever accepts connections there is not the peer that the address names, or does "
             f"not answer: {texts}"
         )
+    if "failed to start in" in str(error) and texts:
+        return DirectoryError(
+            f"p2pd did not start in time: this machine is busy, or nobody answers there: {texts}"
+        )
     return DirectoryError(f"cannot start p2pd to join the directory: {error}")

@@ -23,7 +23,11 @@ from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import FAMILIES, read_spec
 from shoal.peer.engine.loader import open_checkpoint
 from shoal.peer.engine.spec import ModelSpec
-from shoal.peer.peer import _load_engine, _plan_span
+from shoal.peer.hosting import HostedModel, Hosting
+from shoal.peer.neighbours import Neighbours
+from shoal.protocol.identity import Identity
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.spans import Span
 
 BUDGET = 2**26
@@ -498,9 +502,15 @@ def test_peer_keeps_its_blocks_at_home(
         model=str(wide_model), kv_budget_bytes=2**24, block_cache_bytes=budget_bytes
     )
 
-    engine = asyncio.run(_load_engine(config, _plan_span(config), lambda event: None))
+    async def load() -> None:
+        clock, model = SystemClock(), HostedModel.open(config)
+        neighbours = Neighbours(LoopbackTransport(LoopbackNetwork(), "peer"), clock)
+        hosting = Hosting(config, model, Identity(bytes(32)).peer_id, clock, neighbours)
+        async with hosting.serve(Span(0, 2), {}, lambda *_: None) as stay:
+            assert stay.engine.span == Span(0, 2)
 
-    assert engine.span == Span(0, 2)
+    asyncio.run(load())
+
     assert len(list(tmp_path.glob(".cache/shoal/blocks/*"))) == num_entries
 
 

@@ -54,7 +54,7 @@ def test_kernels_are_measured_with_the_threads_of_the_engine(
     config = PeerConfig(model=tiny_models.get().directory, weights="int8", num_threads=3)
     peer_id, endpoint = Identity(bytes(32)).peer_id, Endpoint("127.0.0.1", 1, "f" * 64)
 
-    template = make_template(config, peer_id, ModelId("a" * 32), SPAN, 4, endpoint)
+    template = make_template(config, peer_id, ModelId("a" * 32), 4, endpoint)
     engine = load(tiny_models, WeightFormat.INT8, num_threads=config.num_threads)
 
     assert template.kernels == ""

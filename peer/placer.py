@@ -1,0 +1,160 @@
+"""Where a peer serves, decided again and again: `placement.py` over what the directory shows."""
+
+import asyncio
+import logging
+import random
+from dataclasses import dataclass
+
+from ..protocol.announcements import PeerState
+from ..protocol.errors import DirectoryError, UsageError
+from ..protocol.ids import ModelId, PeerId
+from ..protocol.net.clock import Clock
+from ..protocol.net.directory import Directory
+from ..protocol.spans import Span
+from ..protocol.swarm_view import SwarmView
+from .announcer import Announcer
+from .hosting import Stay
+from .placement import (
+    INTENT_PERIODS,
+    LOOKS_PER_PERIOD,
+    Action,
+    Candidate,
+    Decision,
+    Intent,
+    decide_placement,
+)
+from .self_description import SelfDescription
+from .supply import Supply
+
+_logger = logging.getLogger(__name__)
+
+_MAX_JOINING_SECONDS = 3600.0
+"""Who says for so long that he is about to serve is no longer believed: others may be needed."""
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """What is to be placed: spans of at most so many blocks of one model."""
+
+    model_id: ModelId
+    num_blocks: int
+    max_blocks: int
+
+
+class Placer:
+    """Decides for one peer where it serves, and announces what it intends before it does it."""
+
+    def __init__(
+        self,
+        peer_id: PeerId,
+        model: PlacedModel,
+        directory: Directory,
+        announcer: Announcer,
+        description: SelfDescription,
+        clock: Clock,
+    ) -> None:
+        self._peer_id = peer_id
+        self._model = model
+        self._directory = directory
+        self._announcer = announcer
+        self._description = description
+        self._clock = clock
+        self._rng = random.Random()
+        self._joining_since: dict[tuple[PeerId, Span], float] = {}
+
+    async def choose_first(self) -> Decision:
+        """Return the span to begin with. Raises DirectoryError when nobody can be asked."""
+        if self._model.max_blocks < 1:
+            raise UsageError(
+                "there is no memory for a block of this model: free some, give less to sessions "
+                "(--kv-memory), or say how many blocks to serve (--num-blocks)"
+            )
+        intent: Intent | None = None
+        while True:
+            supply = await self._take_supply()
+            decision = self._decide(supply, None, intent)
+            assert decision.span is not None
+            has_choice = len(decision.span) < self._model.num_blocks and supply.rows
+            if not has_choice or (intent is not None and decision.span == intent.span):
+                return decision
+            intent = Intent(decision.span, supply)
+            await self._show(intent)
+
+    async def wait_for_move(self, stay: Stay) -> Decision:
+        """Watch the swarm; return as soon as the peer should be somewhere else, and has said so."""
+        look_seconds = self._announcer.period_seconds / LOOKS_PER_PERIOD
+        await asyncio.sleep(self._rng.random() * look_seconds)
+        while True:
+            await asyncio.sleep(look_seconds)
+            try:
+                decision = await self._reconsider(stay)
+            except DirectoryError as error:
+                _logger.warning("cannot look where the peer is needed: %s", error)
+                decision = None
+            if decision is not None:
+                return decision
+            await self._withdraw()
+
+    async def _reconsider(self, stay: Stay) -> Decision | None:
+        """Decide, and if it is for a move say so and decide again."""
+        intent: Intent | None = None
+        while True:
+            supply = await self._take_supply()
+            decision = self._decide(supply, stay, intent)
+            if decision.action is Action.STAY or decision.span is None:
+                return None
+            if intent is not None and decision.span == intent.span:
+                return decision
+            intent = Intent(decision.span, supply)
+            await self._show(intent)
+
+    async def _withdraw(self) -> None:
+        """Take back an intent, if one is out: others were faster."""
+        if self._description.planned is None:
+            return
+        self._description.plan(None)
+        try:
+            await self._announcer.announce(PeerState.ONLINE)
+        except DirectoryError as error:
+            _logger.warning("cannot announce that the peer stays: %s", error)
+
+    async def _show(self, intent: Intent) -> None:
+        """Announce an intent, and leave others the time to see it."""
+        self._description.plan(intent.span)
+        await self._announcer.announce(PeerState.JOINING)
+        await asyncio.sleep(INTENT_PERIODS * self._announcer.period_seconds)
+
+    def _decide(self, supply: Supply, stay: Stay | None, intent: Intent | None) -> Decision:
+        candidate = Candidate(
+            peer_id=self._peer_id,
+            max_blocks=self._model.max_blocks,
+            blocks_per_second=(
+                supply.typical_blocks_per_second if stay is None else stay.blocks_per_second
+            ),
+            load_seconds=0.0 if stay is None else stay.load_seconds,
+            span=None if stay is None else stay.engine.span,
+            residency_seconds=0.0 if stay is None else self._clock.now() - stay.began_at,
+            intent=intent,
+        )
+        return decide_placement(supply, candidate, self._rng)
+
+    async def _take_supply(self) -> Supply:
+        announcements = await self._directory.lookup(self._model.model_id)
+        view = SwarmView.from_announcements(
+            self._model.model_id, announcements, self._clock.wall(), self._model.num_blocks
+        )
+        return Supply.of_view(view, self._list_doubted(view))
+
+    def _list_doubted(self, view: SwarmView) -> list[PeerId]:
+        """Return who has been about to serve a span for too long."""
+        now = self._clock.now()
+        self._joining_since = {
+            (peer.peer_id, peer.span): self._joining_since.get((peer.peer_id, peer.span), now)
+            for peer in view.peers
+            if peer.state is PeerState.JOINING
+        }
+        return [
+            peer_id
+            for (peer_id, _), since in self._joining_since.items()
+            if now - since > _MAX_JOINING_SECONDS
+        ]

@@ -1,0 +1,144 @@
+"""The life of a peer that has joined: it serves a span, and maybe another one after it."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ..protocol.announcements import PeerState
+from ..protocol.errors import DirectoryError
+from ..protocol.spans import Span
+from .announcer import Announcer
+from .chores import Chores
+from .door import Door
+from .engine.loader import HostedBlock
+from .hosting import Hosting, Stay
+from .placement import Decision
+from .placer import Placer
+from .self_description import SelfDescription
+from .service import Service
+
+_logger = logging.getLogger(__name__)
+
+_MOVE_DRAIN_SECONDS = 30.0
+"""How long sessions may go on at blocks that are wanted less than others. The swarm waits."""
+
+
+@dataclass(frozen=True)
+class PeerEvent:
+    """A point in the life of a peer, for whoever started it. Values are plain JSON types."""
+
+    name: str
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+Report = Callable[[PeerEvent], None]
+
+
+@dataclass(frozen=True)
+class Resident:
+    """A peer in its swarm. `address` says for people where it is found."""
+
+    hosting: Hosting
+    door: Door
+    announcer: Announcer
+    description: SelfDescription
+    report: Report
+    address: Mapping[str, object]
+    drain_seconds: float
+
+    async def run(
+        self, span: Span | None, placer: Placer, chores: Chores, stop: asyncio.Event
+    ) -> None:
+        """Serve a span until told to stop; without one, serve where the swarm needs it."""
+        is_placed = span is None
+        if span is None:
+            decision = await placer.choose_first()
+            span = decision.span
+            self._tell("placed", decision)
+        self.description.plan(span)
+        await self.announcer.announce(PeerState.JOINING)
+        chores.begin(self.announcer.run())
+        kept: dict[int, HostedBlock] = {}
+        while span is not None:
+            async with self.hosting.serve(span, kept, self._tell_loading) as stay:
+                await self._begin(stay)
+                watching = _watch(stay, placer if is_placed else None, stop)
+                decision = await chores.run_until(watching)
+                span = None if decision is None else decision.span
+                await self._end(stay.service, decision)
+                kept = {} if span is None else stay.engine.keep_blocks(span)
+            # Memory is for the next span: nothing may hold on to this one.
+            del stay, watching
+
+    async def _begin(self, stay: Stay) -> None:
+        """Let streams and sessions come."""
+        self.description.begin_serving(stay)
+        self.door.open(stay.service)
+        await self.announcer.announce(PeerState.ONLINE)
+        self.report(PeerEvent("online", {**self._describe(stay), **self.address}))
+
+    async def _end(self, service: Service, decision: Decision | None) -> None:
+        """Take no new sessions and give those that run their time; then move on, or leave."""
+        self.door.close()
+        service.begin_draining()
+        if decision is not None:
+            self._tell("moving", decision)
+            await service.wait_until_empty(_MOVE_DRAIN_SECONDS)
+        elif not service.is_empty and self.drain_seconds > 0:
+            await self._announce_if_possible(PeerState.DRAINING)
+            await service.wait_until_empty(self.drain_seconds)
+        self.description.end_serving()
+        if decision is None:
+            await say_goodbye(self.announcer)
+
+    async def _announce_if_possible(self, state: PeerState) -> None:
+        try:
+            await self.announcer.announce(state)
+        except DirectoryError as error:
+            _logger.warning("could not announce that the peer is %s: %s", state, error)
+
+    def _describe(self, stay: Stay) -> dict[str, object]:
+        engine, facts, throughput = stay.engine, stay.service.facts, stay.throughput
+        return {
+            "peer_id": facts.peer_id,
+            "model_id": facts.model_id,
+            "span": str(engine.span),
+            "num_blocks": engine.spec.num_blocks,
+            "weights_bytes": engine.num_weight_bytes,
+            "kernels": engine.kernels,
+            "decode_steps_per_second": round(throughput.decode_steps_per_second, 1),
+            "prefill_tokens_per_second": round(throughput.prefill_tokens_per_second, 1),
+        }
+
+    def _tell(self, name: str, decision: Decision) -> None:
+        self.report(PeerEvent(name, {"span": str(decision.span), "why": decision.why}))
+
+    def _tell_loading(self, num_done: int, num_blocks: int) -> None:
+        self.report(PeerEvent("loading", {"done": num_done, "blocks": num_blocks}))
+
+
+async def say_goodbye(announcer: Announcer) -> None:
+    """Announce OFFLINE unless that was done: once a peer has shown itself, others wait for it."""
+    if announcer.state is PeerState.OFFLINE:
+        return
+    try:
+        await announcer.announce(PeerState.OFFLINE)
+    except DirectoryError as error:
+        _logger.warning("could not say goodbye to the directory: %s", error)
+
+
+async def _watch(stay: Stay, placer: Placer | None, stop: asyncio.Event) -> Decision | None:
+    """Wait until the peer should move, or, that is None, stop."""
+    if placer is None:
+        await stop.wait()
+        return None
+    stopping = asyncio.create_task(stop.wait())
+    moving = asyncio.create_task(placer.wait_for_move(stay))
+    try:
+        await asyncio.wait({stopping, moving}, return_when=asyncio.FIRST_COMPLETED)
+        return None if stopping.done() else moving.result()
+    finally:
+        stopping.cancel()
+        moving.cancel()
+        await asyncio.wait({stopping, moving})
