@@ -311,10 +311,15 @@ def test_calls_that_keep_coming_leave_room_for_steps() -> None:
 def test_prompt_is_computed_in_parts_between_which_others_decode() -> None:
     engine = NotingEngine()
     num_tokens = 2 * PART_TOKENS + 10
+    now = 0.0
+
+    def take_a_millisecond_per_token() -> None:
+        nonlocal now
+        now += 1e-3 * sum(work.num_tokens for work in engine.batches[-1])
 
     async def test() -> None:
-        # Not entered: the test is the thread. What a part takes would change how long the next is.
-        compute = make_thread(engine, now=lambda: 0.0)
+        compute = make_thread(engine, now=lambda: now)  # not entered: the test is the thread
+        engine.inside = take_a_millisecond_per_token
         cache, decoding = FakeCache(), FakeCache()
         waiting = compute.submit(make_work(cache, 5, num_tokens), ("prompt", ""))
         behind = compute.submit(make_work(cache, 5 + num_tokens), ("prompt", ""))
