@@ -257,7 +257,7 @@ def _print_for_people(event: "PeerEvent") -> None:
         _print_codes(terminal, facts.get("join_codes", {}))
     elif event.name in ("placed", "moving"):
         verb = "Taking" if event.name == "placed" else "Moving to"
-        terminal.print(f"{verb} blocks {facts['span']}: {facts['why']}.")
+        terminal.print(f"{verb} blocks {facts['target']}: {facts['why']}.")
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
         if terminal.is_terminal or is_done:

@@ -22,7 +22,7 @@ from typing import IO, Any
 from ..protocol.errors import UnavailableError, UsageError
 from ..protocol.ids import PeerId
 from ..protocol.spans import Span
-from .local_swarm_config import make_config, make_span, make_spans
+from .local_swarm_config import Place, make_config, make_place, make_places
 
 _LOG_TAIL_BYTES = 2000
 
@@ -43,19 +43,20 @@ class LocalPeer:
     def __init__(
         self,
         model: str,
-        span: Span,
+        place: Place,
         arguments: Sequence[str],
         program: Sequence[str] = SHOAL_PROGRAM,
     ) -> None:
         self.model = model
-        self.span = span
         self.facts: dict[str, Any] = {}
         # Without a name: whatever ends this program, the log is gone with its last user.
         self._log_file = tempfile.TemporaryFile()  # noqa: SIM115 - see close
         self._last_words = ""
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         command = [sys.executable, "-P", *program, "serve", model, "--json"]
-        command += ["--blocks", str(span), "--end-with-stdin", *arguments]
+        self._place = place
+        command += ["--blocks" if isinstance(place, Span) else "--num-blocks", str(place)]
+        command += ["--end-with-stdin", *arguments]
         # A process group of its own: Ctrl-C in a terminal goes to the parent only, who then ends
         # the peers in good order.
         self._process = subprocess.Popen(
@@ -70,7 +71,17 @@ class LocalPeer:
 
     def __repr__(self) -> str:
         state = "running" if self.is_running else "ended"
-        return f"<LocalPeer {self.span} pid {self.pid} {state}>"
+        return f"<LocalPeer of {self._name} pid {self.pid} {state}>"
+
+    @property
+    def _name(self) -> str:
+        place = self._place
+        return f"blocks {place}" if isinstance(place, Span) else f"{place} blocks of its choice"
+
+    @property
+    def span(self) -> Span:
+        """The blocks that it serves; where it chooses them, known once it is online."""
+        return self._place if isinstance(self._place, Span) else Span.parse(self.facts["span"])
 
     @property
     def pid(self) -> int:
@@ -99,7 +110,7 @@ class LocalPeer:
                 facts = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
             except queue.Empty:
                 raise PeerProcessError(
-                    f"the peer of blocks {self.span} was not online within ready_timeout_seconds: "
+                    f"the peer of {self._name} was not online within ready_timeout_seconds: "
                     f"{self.log()}"
                 ) from None
             if facts is None:
@@ -122,8 +133,8 @@ class LocalPeer:
         lines = self.log().splitlines()
         said = [line.removeprefix(_ERROR_LEAD) for line in lines if line.startswith(_ERROR_LEAD)]
         if said:
-            return f"the peer of blocks {self.span} cannot start: {said[-1]}"
-        return f"the peer of blocks {self.span} ended before it was online: {self.log()}"
+            return f"the peer of {self._name} cannot start: {said[-1]}"
+        return f"the peer of {self._name} ended before it was online: {self.log()}"
 
     def kill(self) -> None:
         """SIGKILL: the process is gone at once and can say nothing."""
@@ -199,19 +210,20 @@ class LocalSwarm:
                 "path", initial_peers=swarm.initial_peers)
             swarm.peers[1].kill()
 
-    The block is entered when all peers are announced. `config` and the keywords are those of
+    The block is entered when all peers are announced. In place of a span, a number lets a peer
+    serve so many blocks, those that the swarm needs most. `config` and the keywords are those of
     `local_swarm_config.LocalSwarmConfig`.
     """
 
     def __init__(
-        self, model: str | Path, spans: Sequence[tuple[int, int] | Span], **settings: Any
+        self, model: str | Path, spans: Sequence[tuple[int, int] | Place], **settings: Any
     ) -> None:
         if not isinstance(model, str | Path) or not str(model):
             raise UsageError(f"the model is a directory or an id on the Hub, not {model!r}")
         self.model = str(model)
         self.config = make_config(settings)
         self.peers: list[LocalPeer] = []
-        self._spans = make_spans(spans)
+        self._places = make_places(spans)
         self._is_running = False
 
     def __repr__(self) -> str:
@@ -226,9 +238,9 @@ class LocalSwarm:
         self._is_running = True
         try:
             deadline = self._make_deadline()
-            first = self._start(self._spans[0], ())
+            first = self._start(self._places[0], ())
             first.wait_for("directory", deadline)
-            others = [self._start(span, first.addresses) for span in self._spans[1:]]
+            others = [self._start(place, first.addresses) for place in self._places[1:]]
             for peer in (first, *others):
                 peer.wait_for("online", deadline)
         except BaseException:
@@ -252,14 +264,14 @@ class LocalSwarm:
 
     def add(
         self,
-        span: tuple[int, int] | Span,
+        span: tuple[int, int] | Place,
         identity: Path | None = None,
         wait: bool = True,
         program: Sequence[str] = SHOAL_PROGRAM,
     ) -> LocalPeer:
         """Start one more peer; return it when it is announced (or at once, with `wait=False`)."""
         arguments = ("--identity", str(identity)) if identity else ()
-        peer = self._start(make_span(span), self.initial_peers, arguments, program)
+        peer = self._start(make_place(span), self.initial_peers, arguments, program)
         if wait:
             peer.wait_for("online", self._make_deadline())
         return peer
@@ -288,7 +300,7 @@ class LocalSwarm:
 
     def _start(
         self,
-        span: Span,
+        place: Place,
         initial_peers: Sequence[str],
         more: Sequence[str] = (),
         program: Sequence[str] = SHOAL_PROGRAM,
@@ -301,7 +313,7 @@ class LocalSwarm:
         arguments += ["--announce-period", str(config.announce_period_seconds)]
         arguments += [*config.serve_arguments, *more]
         arguments += ["--initial-peers", *initial_peers] if initial_peers else ["--new-swarm"]
-        peer = LocalPeer(self.model, span, arguments, program)
+        peer = LocalPeer(self.model, place, arguments, program)
         self.peers.append(peer)
         return peer
 

@@ -9,6 +9,9 @@ from typing import Any
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 
+Place = Span | int
+"""Where a peer serves: a span, or so many blocks where the swarm needs them."""
+
 
 @dataclass(frozen=True)
 class LocalSwarmConfig:
@@ -60,23 +63,28 @@ def make_config(settings: dict[str, Any]) -> LocalSwarmConfig:
     return LocalSwarmConfig(**settings)
 
 
-def make_spans(given: object) -> list[Span]:
-    """Return the spans of a swarm; UsageError unless there are some."""
+def make_places(given: object) -> list[Place]:
+    """Return the places of the peers of a swarm; UsageError unless there are some."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise UsageError(f"spans are one for each peer, such as [(0, 4), (4, 8)], not {given!r}")
     if not given:
         raise UsageError("a swarm needs at least one span")
-    return [make_span(span) for span in given]
+    return [make_place(place) for place in given]
 
 
-def make_span(given: object) -> Span:
-    """Return a span that was given as such or as a pair of numbers, of whatever library.
+def make_place(given: object) -> Place:
+    """Return a span that was given as such or as a pair of numbers, or how long one may be.
 
-    >>> make_span((0, 4))
-    Span(start=0, stop=4)
+    The numbers may be of any library.
+
+    >>> make_place((0, 4)), make_place(4)
+    (Span(start=0, stop=4), 4)
     """
     if isinstance(given, Span):
         return given
+    num_blocks = _read_whole(given)
+    if num_blocks is not None and num_blocks > 0:
+        return num_blocks
     numbers = [_read_whole(n) for n in given] if isinstance(given, list | tuple) else []
     if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
         raise UsageError(f"a span is a pair of whole numbers such as (0, 4), not {given!r}")

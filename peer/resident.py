@@ -112,7 +112,7 @@ class Resident:
         }
 
     def _tell(self, name: str, decision: Decision) -> None:
-        self.report(PeerEvent(name, {"span": str(decision.span), "why": decision.why}))
+        self.report(PeerEvent(name, {"target": str(decision.span), "why": decision.why}))
 
     def _tell_loading(self, num_done: int, num_blocks: int) -> None:
         self.report(PeerEvent("loading", {"done": num_done, "blocks": num_blocks}))

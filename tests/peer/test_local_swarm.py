@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shoal.peer.local_swarm import LocalPeer, LocalSwarm, PeerProcessError
-from shoal.peer.local_swarm_config import make_span
+from shoal.peer.local_swarm_config import make_place
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 
@@ -35,7 +35,7 @@ def test_unknown_setting_is_named_with_those_that_exist() -> None:
         ("0:4", "spans are one for each peer"),
         ([], "at least one span"),
         (["0:4"], r"a pair of whole numbers such as \(0, 4\), not '0:4'"),
-        ([3], "a pair of whole numbers"),
+        ([0], "a pair of whole numbers"),
         ([(0, 1, 2)], "a pair of whole numbers"),
         ([(0.0, 4.0)], "a pair of whole numbers"),
         ([(False, True)], "a pair of whole numbers"),
@@ -66,7 +66,7 @@ def test_settings_of_a_wrong_type_are_refused(name: str, value: Any, words: str)
 
 
 def test_numbers_of_other_libraries_are_taken() -> None:
-    assert make_span((numpy.int64(0), torch.tensor(4))) == Span(0, 4)
+    assert make_place((numpy.int64(0), torch.tensor(4))) == Span(0, 4)
 
 
 @pytest.mark.parametrize(

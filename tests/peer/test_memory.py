@@ -1,0 +1,58 @@
+"""How many blocks of a model fit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.families import read_spec
+from shoal.peer.engine.loader import count_block_bytes, load_block, open_checkpoint
+from shoal.peer.memory import count_fitting_blocks, read_free_bytes
+
+RESERVE_BYTES = 2**30
+KV_BYTES = 10**6
+
+
+@pytest.fixture
+def spec(tiny_models: Any) -> Any:
+    return read_spec(open_checkpoint(tiny_models.get("llama").directory).config)
+
+
+@pytest.mark.parametrize("variant", ["llama", "mixtral"])
+@pytest.mark.parametrize("weights", list(WeightFormat))
+def test_counted_bytes_are_those_of_a_loaded_block(
+    tiny_models: Any, variant: str, weights: WeightFormat
+) -> None:
+    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    spec: Any = read_spec(checkpoint.config)
+    dtype = torch.bfloat16 if weights is WeightFormat.BF16 else torch.float32
+
+    block = load_block(checkpoint, spec, 0, weights, dtype)
+
+    # Norms and routers are not counted: next to nothing in a model of real size.
+    assert 0.9 * block.num_bytes < count_block_bytes(spec, 0, weights) <= block.num_bytes
+
+
+@pytest.mark.parametrize("weights", list(WeightFormat))
+def test_blocks_fit_beside_sessions_and_a_block_that_loads(
+    spec: Any, weights: WeightFormat
+) -> None:
+    block_bytes = count_block_bytes(spec, 0, weights)
+    loading_bytes = count_block_bytes(spec, 0, WeightFormat.FP32)
+    fixed_bytes = RESERVE_BYTES + KV_BYTES + loading_bytes
+
+    def count(free_bytes: int) -> int:
+        return count_fitting_blocks(spec, weights, KV_BYTES, free_bytes)
+
+    assert count(0) == count(fixed_bytes + block_bytes - 1) == 0
+    assert count(fixed_bytes + 3 * block_bytes) == 3
+    assert count(fixed_bytes + 100 * block_bytes) == spec.num_blocks
+
+
+def test_free_memory_is_less_than_there_is() -> None:
+    with open("/proc/meminfo") as file:
+        total_bytes = int(file.readline().split()[1]) * 1024
+    assert 0 < read_free_bytes() < total_bytes

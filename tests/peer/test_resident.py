@@ -1,0 +1,334 @@
+"""Peers that place themselves, on virtual time: everything but the blocks is real."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.peer.announcer import Announcer
+from shoal.peer.chores import Chores
+from shoal.peer.config import PeerConfig
+from shoal.peer.door import Door
+from shoal.peer.engine.kv_pool import KVCachePool
+from shoal.peer.loop_lag import LoopLag
+from shoal.peer.placer import PlacedModel, Placer
+from shoal.peer.resident import PeerEvent, Resident
+from shoal.peer.self_description import SelfDescription, make_template
+from shoal.peer.throughput import Throughput
+from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import DirectoryError, UsageError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.spans import Span
+
+MODEL_ID = ModelId("a" * 32)
+NUM_BLOCKS = 8
+PERIOD_SECONDS = 30.0
+LOAD_SECONDS = 2.0
+BLOCKS_PER_SECOND = 400.0
+CONFIG = PeerConfig(model="", announce_period_seconds=PERIOD_SECONDS)
+
+
+class TroubledDirectory(MemoryDirectory):
+    """Cannot be read at times."""
+
+    def __init__(self, store: MemoryDirectoryStore) -> None:
+        super().__init__(store, VirtualClock())
+        self.is_broken = False
+
+    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+        if self.is_broken:
+            raise DirectoryError("nobody answers")
+        return await super().lookup(model_id)
+
+
+class IdleCompute:
+    """Calls at once what is to be called on the compute thread."""
+
+    queue_seconds = 0.0
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+class IdleService:
+    """A service without sessions."""
+
+    facts = SimpleNamespace(peer_id="", model_id=MODEL_ID)
+    is_empty = True
+
+    def begin_draining(self) -> None:
+        return
+
+    async def wait_until_empty(self, timeout_seconds: float) -> bool:
+        return True
+
+
+class IdleEngine:
+    """Blocks that are only counted."""
+
+    kernels = ""
+    num_weight_bytes = 0
+    spec = SimpleNamespace(num_blocks=NUM_BLOCKS)
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.pool = KVCachePool(2**20, len(span), 1, 8, torch.float32)
+
+    def keep_blocks(self, span: Span) -> dict[int, Any]:
+        return {block: block for block in range(NUM_BLOCKS) if block in self.span and block in span}
+
+
+class CountingHosting:
+    """Takes its time for each block that is not there yet."""
+
+    def __init__(self) -> None:
+        self.loaded: list[set[int]] = []
+
+    @asynccontextmanager
+    async def serve(
+        self, span: Span, kept: Mapping[int, Any], report_loading: object
+    ) -> AsyncGenerator[Any]:
+        missing = set(range(span.start, span.stop)) - kept.keys()
+        self.loaded.append(missing)
+        await asyncio.sleep(LOAD_SECONDS * len(missing))
+        yield SimpleNamespace(
+            engine=IdleEngine(span),
+            service=IdleService(),
+            compute=IdleCompute(),
+            throughput=Throughput(BLOCKS_PER_SECOND / len(span), 1000.0),
+            load_seconds=LOAD_SECONDS,
+            began_at=VirtualClock().now(),
+            blocks_per_second=BLOCKS_PER_SECOND,
+        )
+
+
+@dataclass
+class Peer:
+    """A peer that runs, and what it said."""
+
+    name: str
+    events: list[PeerEvent]
+    directory: TroubledDirectory
+    hosting: CountingHosting
+    stop: asyncio.Event
+    running: asyncio.Task[None]
+
+    @property
+    def span(self) -> Span:
+        """Where it is, or was last."""
+        return Span.parse(str([e for e in self.events if e.name == "online"][-1].facts["span"]))
+
+    @property
+    def num_moves(self) -> int:
+        return sum(event.name == "moving" for event in self.events)
+
+    async def kill(self) -> None:
+        """End it without a word."""
+        self.directory.is_broken = True
+        self.running.cancel()
+        await asyncio.wait([self.running])
+
+    async def leave(self) -> None:
+        self.stop.set()
+        await self.running
+
+
+class World:
+    """A directory, and the peers of a swarm."""
+
+    def __init__(self) -> None:
+        self.store = MemoryDirectoryStore()
+        self.peers: list[Peer] = []
+
+    def add(self, max_blocks: int = 4, span: Span | None = None) -> Peer:
+        name = f"peer{len(self.peers)}"
+        identity = Identity(hashlib.sha256(name.encode()).digest())
+        clock, directory, events = VirtualClock(), TroubledDirectory(self.store), list[PeerEvent]()
+        endpoint = Endpoint(name, 1, "f" * 64)
+        template = make_template(CONFIG, identity.peer_id, MODEL_ID, NUM_BLOCKS, endpoint)
+        description = SelfDescription(template, LoopLag(clock))
+        announcer = Announcer(directory, identity, description.describe, clock, PERIOD_SECONDS)
+        model = PlacedModel(MODEL_ID, NUM_BLOCKS, max_blocks)
+        placer = Placer(identity.peer_id, model, directory, announcer, description, clock)
+        placer._rng.seed(name)
+        hosting: Any = CountingHosting()
+        resident = Resident(
+            hosting, Door(), announcer, description, events.append, {"endpoint": name}, 0.0
+        )
+        stop = asyncio.Event()
+
+        async def live() -> None:
+            async with Chores() as chores:
+                await resident.run(span, placer, chores, stop)
+
+        running = asyncio.create_task(live())
+        peer = Peer(name, events, directory, hosting, stop, running)
+        self.peers.append(peer)
+        return peer
+
+    async def read(self) -> list[Announcement]:
+        return await MemoryDirectory(self.store, VirtualClock()).lookup(MODEL_ID)
+
+    async def count_hosts(self) -> list[int]:
+        """Return for each block how many peers serve it by their word."""
+        hosts = Counter(
+            block
+            for peer in await self.read()
+            if peer.state is PeerState.ONLINE
+            for block in range(peer.span.start, peer.span.stop)
+        )
+        return [hosts[block] for block in range(NUM_BLOCKS)]
+
+    async def close(self) -> None:
+        for peer in self.peers:
+            peer.running.cancel()
+        await asyncio.wait([peer.running for peer in self.peers])
+
+
+def run(test: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        world = World()
+        try:
+            await test(world)
+        finally:
+            await world.close()
+
+    run_virtual(main())
+
+
+def test_newcomers_spread_and_stay() -> None:
+    async def test(world: World) -> None:
+        for _ in range(6):
+            world.add()
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+        assert min(await world.count_hosts()) >= 2
+
+        await asyncio.sleep(3600)
+
+        assert min(await world.count_hosts()) >= 2
+        assert sum(peer.num_moves for peer in world.peers) <= 2
+
+    run(test)
+
+
+def test_alone_a_peer_takes_what_it_holds_at_once() -> None:
+    async def test(world: World) -> None:
+        peer = world.add(max_blocks=3)
+        await asyncio.sleep(3 * LOAD_SECONDS + 0.1)
+        assert peer.span == Span(0, 3)
+
+    run(test)
+
+
+def test_gap_is_closed_by_one_peer_within_two_periods() -> None:
+    async def test(world: World) -> None:
+        lone = world.add(span=Span(0, 4))
+        others = [world.add(span=None) for _ in range(5)]
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+        at_start = [peer for peer in others if peer.span == Span(0, 4)]
+        for peer in (lone, *at_start):
+            await peer.kill()
+        assert {peer.span for peer in others if peer not in at_start} == {Span(4, 8)}
+
+        await asyncio.sleep(2 * PERIOD_SECONDS + 4 * LOAD_SECONDS)
+
+        assert [peer.num_moves for peer in others if peer.num_moves] == [1]
+        (mover,) = [peer for peer in others if peer.num_moves]
+        assert mover.span == Span(0, 4)
+        await asyncio.sleep(10 * PERIOD_SECONDS)
+        assert sum(peer.num_moves for peer in world.peers) <= 2  # one may follow as a replica
+
+    run(test)
+
+
+def test_peer_with_given_blocks_never_moves() -> None:
+    async def test(world: World) -> None:
+        first = world.add(span=Span(0, 4))
+        others = [world.add(span=Span(4, 8)) for _ in range(3)]
+        await asyncio.sleep(PERIOD_SECONDS)
+        await first.kill()
+        await asyncio.sleep(10 * PERIOD_SECONDS)
+        assert [peer.num_moves for peer in others] == [0, 0, 0]
+
+    run(test)
+
+
+def test_blocks_that_both_spans_have_stay_loaded() -> None:
+    async def test(world: World) -> None:
+        first_two = [world.add(span=Span(0, 2)) for _ in range(2)]
+        world.add(span=Span(2, 8))
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer = world.add(max_blocks=6)
+        await asyncio.sleep(PERIOD_SECONDS)
+        before = peer.span
+        assert before == Span(2, 8)
+        for other in first_two:
+            await other.kill()
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert peer.span == Span(0, 6)
+        assert peer.hosting.loaded == [set(range(2, 8)), {0, 1}]
+
+    run(test)
+
+
+def test_directory_in_trouble_ends_no_peer() -> None:
+    async def test(world: World) -> None:
+        world.add(span=Span(0, 4))
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer = world.add()
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer.directory.is_broken = True
+        await asyncio.sleep(5 * PERIOD_SECONDS)
+        assert not peer.running.done()
+
+        peer.directory.is_broken = False
+        await peer.leave()
+        states = {announcement.state for announcement in await world.read()}
+        assert states == {PeerState.ONLINE, PeerState.OFFLINE}
+
+    run(test)
+
+
+def test_who_is_about_to_serve_for_an_hour_is_not_believed() -> None:
+    async def test(world: World) -> None:
+        world.add(span=Span(4, 8))
+        for _ in range(2):  # they say they come, and never do
+            world.add(span=Span(0, 4)).hosting.serve = never_load  # type: ignore[method-assign]
+        watcher = world.add()
+        await asyncio.sleep(2 * PERIOD_SECONDS)
+        assert watcher.span == Span(4, 8)
+
+        await asyncio.sleep(3700)
+
+        assert watcher.span == Span(0, 4)
+
+    run(test)
+
+
+@asynccontextmanager
+async def never_load(*_: object) -> AsyncGenerator[Any]:
+    await asyncio.Future[None]()
+    yield
+
+
+def test_machine_without_memory_is_told_so() -> None:
+    async def test(world: World) -> None:
+        peer = world.add(max_blocks=0)
+        with pytest.raises(UsageError, match="no memory for a block"):
+            await peer.running
+
+    run(test)
