@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import hashlib
+import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
@@ -96,16 +98,21 @@ class CountingHosting:
 
     def __init__(self) -> None:
         self.loaded: list[set[int]] = []
+        self.engines: list[weakref.ref[IdleEngine]] = []
 
     @asynccontextmanager
     async def serve(
         self, span: Span, kept: Mapping[int, Any], report_loading: object
     ) -> AsyncGenerator[Any]:
+        # Two spans at a time would not fit into memory.
+        assert [engine() for engine in self.engines if engine() is not None] == []
         missing = set(range(span.start, span.stop)) - kept.keys()
         self.loaded.append(missing)
         await asyncio.sleep(LOAD_SECONDS * len(missing))
+        engine = IdleEngine(span)
+        self.engines.append(weakref.ref(engine))
         yield SimpleNamespace(
-            engine=IdleEngine(span),
+            engine=engine,
             service=IdleService(),
             compute=IdleCompute(),
             throughput=Throughput(BLOCKS_PER_SECOND / len(span), 1000.0),
@@ -206,7 +213,11 @@ def run(test: Callable[[World], Awaitable[None]]) -> None:
         finally:
             await world.close()
 
-    run_virtual(main())
+    gc.disable()  # memory has to be free without it
+    try:
+        run_virtual(main())
+    finally:
+        gc.enable()
 
 
 def test_newcomers_spread_and_stay() -> None:
