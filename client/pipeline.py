@@ -28,7 +28,8 @@ def choose_piece_tokens(
 ) -> int:
     """Return how many tokens per row one piece of a prompt should have, at most `most_tokens`.
 
-    Small pieces keep more hops busy at once, large ones lose less time between them. A power of
+    Small pieces keep more hops busy at once, large ones lose less time between them: a round trip
+    in a star, nothing (`rtt_seconds` 0) in a chain, where more pieces are behind each. A power of
     two, so that pieces end where the parts end in which a peer computes: with int8 weights its
     results do not depend on how a prompt was cut.
 
@@ -193,10 +194,20 @@ class Pipeline:
         asking, waiting = self._driver.asking, stretch.waiting
         if not stretch.hops[0].capability:
             return await asking.ask(stretch.hops, prepare(waiting[0]))
-        num_ahead = len(stretch.hops) + 1
+        num_ahead = self._count_ahead(stretch)
         while stretch.num_sent < min(len(waiting), num_ahead):
             await asking.send(stretch.hops, prepare(waiting[stretch.num_sent]))
             stretch.num_sent += 1
         output_BTH = await asking.receive(stretch.hops, prepare(waiting[0]))
         stretch.num_sent -= 1
         return output_BTH
+
+    def _count_ahead(self, stretch: Stretch) -> int:
+        """Return how many pieces may be on their way through a chain.
+
+        One for each hop and one between them will do where hops are near. Far away, many more fit
+        on the lines; together as much as one step may have, so that peers hold no more than that.
+        """
+        num_rows, num_tokens, _ = stretch.waiting[0].hidden_BTH.shape
+        fitting = self._driver.max_piece_tokens(num_rows) // num_tokens
+        return max(len(stretch.hops) + 1, fitting)

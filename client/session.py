@@ -175,10 +175,22 @@ class RemoteSession:
             )
             self._num_rows = num_rows
 
+    def choose_piece_tokens(self) -> int:
+        """Return how many tokens per row a piece of a prompt should have over the hops in use."""
+        peers = [live.hop.peer for live in self._hops]
+        alone = [live.hop.peer.peer_id for live in self._hops if not live.capability]
+        return choose_piece_tokens(
+            len(peers),
+            self._num_rows,
+            max(map(self._driver.rtt_seconds, alone), default=0.0),
+            min(peer.prefill_tokens_per_second or _UNKNOWN_SPEED for peer in peers),
+            self._driver.max_piece_tokens(self._num_rows),
+        )
+
     def _cut(self, question: Question) -> list[Question]:
         """Cut a step into pieces that travel one behind the other; the first moves the rows."""
         hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
-        parts = hidden_BTH.split(self._choose_piece_tokens(), dim=1)
+        parts = hidden_BTH.split(self.choose_piece_tokens(), dim=1)
         positions = accumulate((part.shape[1] for part in parts), initial=question.position)
         sequences = self._driver.number_steps(len(parts))
         return [
@@ -254,16 +266,6 @@ class RemoteSession:
             )
         if not has_only_finite(hidden_BTH):
             raise UsageError("the hidden states contain NaN or infinity")
-
-    def _choose_piece_tokens(self) -> int:
-        peers = [live.hop.peer for live in self._hops]
-        return choose_piece_tokens(
-            len(peers),
-            self._num_rows,
-            max(self._driver.rtt_seconds(peer.peer_id) for peer in peers),
-            min(peer.prefill_tokens_per_second or _UNKNOWN_SPEED for peer in peers),
-            self._driver.max_piece_tokens(self._num_rows),
-        )
 
     async def _take(self, question: Question) -> list[Tensor]:
         """Take a step over all hops; from the first token on where nobody else kept those."""

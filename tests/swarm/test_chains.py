@@ -306,6 +306,50 @@ def test_pieces_of_a_prompt_overlap(run_story: Any) -> None:
     run_story(story, spans=FOUR_HOPS[::2], max_step_bytes=4 * 64 * 4)
 
 
+def test_more_pieces_are_under_way_than_there_are_hops(run_story: Any) -> None:
+    """The first hop has taken four pieces while the second one answers none: lines are long."""
+
+    async def story(world: Any) -> None:
+        session = world.open(max_tokens=512)
+        (turn,) = world.make_turns(num_decoded=0, prompt_tokens=512)
+        first, second = (peer.service.compute for peer in world.loopback.peers)
+        positions: list[int] = []
+        has_all = asyncio.Event()
+
+        def take(work: Any, holder: Any, submit: Any = first.submit) -> Any:
+            positions.append(work.position)
+            if len(positions) == 4:
+                has_all.set()
+            return submit(work, holder)
+
+        def take_late(work: Any, holder: Any, submit: Any = second.submit) -> Any:
+            async def wait() -> Any:
+                await has_all.wait()
+                return await submit(work, holder)
+
+            return asyncio.ensure_future(wait())
+
+        first.submit, second.submit = take, take_late
+        await world.take(session, turn)
+
+        assert positions == [0, 128, 256, 384]
+
+    run_story(story, spans=((0, 2), (2, 4)), kv_budget_bytes=2**26)
+
+
+def test_pieces_stay_small_however_far_the_hops_are(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        session = world.open()
+        await world.take_all(session, world.make_turns())
+
+        for hop in session.hops:
+            world.swarm.note_rtt(hop.peer.peer_id, 9.0)
+
+        assert session.choose_piece_tokens() == 128
+
+    run_story(story, spans=FOUR_HOPS[::2])
+
+
 def test_steps_have_one_number_at_all_hops(run_story: Any) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns()
