@@ -12,7 +12,6 @@ from torch import Tensor
 from ...kernels.fingerprint import CACHE_DIRECTORY
 from ..bundled_model import find_model, read_configuration
 
-_DIRECTORY = CACHE_DIRECTORY / "benchmarks" / "llama-180m"
 _HIDDEN_SCALE = 0.02
 """About the size of embeddings."""
 
@@ -60,21 +59,42 @@ def make_benchmark_model() -> BenchmarkModel:
     A random Llama in bf16: hidden 1024, intermediate 2816, 16 blocks, 16 heads, 4 KV heads,
     vocabulary 32000.
     """
-    directory = _DIRECTORY.expanduser()
+    return _make_model(
+        "llama-180m",
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        vocab_size=32000,
+        max_position_embeddings=8192,
+    )
+
+
+def make_wide_model(num_blocks: int) -> BenchmarkModel:
+    """Return a random Llama whose hidden states are as wide as those of large models, 2048, and
+    whose blocks are thin: where peers are far apart, what is to be seen is the network.
+    """
+    return _make_model(
+        f"llama-wide-{num_blocks}",
+        hidden_size=2048,
+        intermediate_size=256,
+        num_hidden_layers=num_blocks,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        head_dim=64,
+        vocab_size=256,
+        max_position_embeddings=8192,
+    )
+
+
+def _make_model(name: str, **settings: Any) -> BenchmarkModel:
+    directory = (CACHE_DIRECTORY / "benchmarks" / name).expanduser()
     if not (directory / "config.json").exists():
         from transformers import LlamaConfig, LlamaForCausalLM
 
         torch.manual_seed(0)
-        config = LlamaConfig(
-            hidden_size=1024,
-            intermediate_size=2816,
-            num_hidden_layers=16,
-            num_attention_heads=16,
-            num_key_value_heads=4,
-            vocab_size=32000,
-            max_position_embeddings=8192,
-        )
-        model: Any = LlamaForCausalLM(config)  # transformers' own types do not fit its calls
+        model: Any = LlamaForCausalLM(LlamaConfig(**settings))  # its own types do not fit its calls
         unfinished = directory.with_name(f"{directory.name}.new")
         model.to(torch.bfloat16).save_pretrained(unfinished)
         unfinished.rename(directory)

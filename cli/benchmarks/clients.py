@@ -7,6 +7,7 @@ import random
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from typing import Any
 
 from ...client.client import connect_over_network
 from ...client.config import ClientConfig
@@ -53,7 +54,13 @@ class Clients:
         self._farewells = Farewells()
         self._sessions: list[RemoteSession] = []
 
-    def open(self, max_tokens: int, client: str = "one", span: Span | None = None) -> RemoteSession:
+    def open(
+        self,
+        max_tokens: int,
+        client: str = "one",
+        span: Span | None = None,
+        kind: type[RemoteSession] = RemoteSession,
+    ) -> RemoteSession:
         """Return a session of a client over all blocks, or over a span of them."""
         facts = SessionFacts(
             SessionId(secrets.token_bytes(16)),
@@ -66,7 +73,7 @@ class Clients:
         hops = LiveHops(
             facts, self._swarm, self._transport, SystemClock(), self._config, self._farewells
         )
-        session = RemoteSession(hops)
+        session = kind(hops)
         self._sessions.append(session)
         return session
 
@@ -87,10 +94,14 @@ class Clients:
 
 @contextlib.asynccontextmanager
 async def join_swarm(
-    address: SwarmAddress, wrap: Callable[[Transport], Transport] = lambda transport: transport
+    address: SwarmAddress,
+    wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    **settings: Any,
 ) -> AsyncIterator[Clients]:
-    """Join with the client's own network stack; `wrap` puts something around its transport."""
-    config = ClientConfig(initial_peers=address.initial_peers)
+    """Join with the client's own network stack and with settings of `ClientConfig`; `wrap` puts
+    something around its transport.
+    """
+    config = ClientConfig(initial_peers=address.initial_peers, **settings)
     transport, directory = await connect_over_network(config)
     try:
         swarm = Swarm(

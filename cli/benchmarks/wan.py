@@ -1,0 +1,185 @@
+"""What delivery in chains, prompts in pieces and int8 on the wire bring where peers are far apart.
+
+Everything is measured over the lines of `distant_swarm.py`. Peers have one block each, so that a
+session over so many blocks has so many hops. What is compared is asked in turn.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from ...client.session import RemoteSession
+from ...client.trace import Exchange, Recorder, StepTaken
+from ...protocol.net.clock import SystemClock
+from ...protocol.spans import Span
+from .benchmark_model import BenchmarkModel
+from .clients import Clients, join_swarm
+from .distant_swarm import DistantSwarm
+from .figures import Figure, at_most, compute_median
+from .reference import CONTEXT_TOKENS
+from .timing import time_prompt, time_step
+
+_PROMPT_HOPS = 3
+
+
+@dataclass(frozen=True)
+class WanEffort:
+    """How much is measured."""
+
+    num_steps: int = 40
+    num_prompts: int = 5
+    prompt_tokens: int = 2048
+    hops: tuple[int, ...] = (3, 5)
+
+
+class _WholePrompts(RemoteSession):
+    """A session that sends every prompt in one piece."""
+
+    def choose_piece_tokens(self) -> int:
+        return 2**30
+
+
+async def measure_decoding(
+    swarm: DistantSwarm, effort: WanEffort, say: Callable[[str], None]
+) -> list[Figure]:
+    """Compare steps of one token in a star and in a chain with what the lines allow."""
+    recorders: dict[tuple[int, str], Recorder] = {}
+    async with AsyncExitStack() as stack:
+        sessions: list[RemoteSession] = []
+        for delivery in ("star", "chain"):
+            clients = await stack.enter_async_context(join_swarm(swarm.address, delivery=delivery))
+            for num_hops in effort.hops:
+                say(f"{delivery} of {num_hops}")
+                session = await _begin_decoding(clients, swarm.address.model, num_hops, effort)
+                recorders[num_hops, delivery] = Recorder(SystemClock())
+                session.record(recorders[num_hops, delivery])
+                sessions.append(session)
+        for number in range(effort.num_steps):
+            say(f"step {number + 1} of {effort.num_steps}")
+            for session in sessions:
+                await time_step(session, swarm.address.model)
+    figures: list[Figure] = []
+    for num_hops in effort.hops:
+        times = {name: _Times.read(recorders[num_hops, name]) for name in ("star", "chain")}
+        figures += _compare(num_hops, times, swarm.line.delay_seconds)
+    return figures
+
+
+async def _begin_decoding(
+    clients: Clients, model: BenchmarkModel, num_hops: int, effort: WanEffort
+) -> RemoteSession:
+    session = clients.open(CONTEXT_TOKENS + 1 + effort.num_steps, span=Span(0, num_hops))
+    await session.step(model.make_hidden(CONTEXT_TOKENS), last_token_only=True)
+    await time_step(session, model)  # warms up
+    return session
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Medians of the steps of one session, in seconds; of the parts, all hops together."""
+
+    step: float
+    compute: float
+    queue: float
+
+    @classmethod
+    def read(cls, recorder: Recorder) -> "_Times":
+        events = recorder.make_trace().events
+        computing: dict[int, float] = defaultdict(float)
+        waiting: dict[int, float] = defaultdict(float)
+        for event in events:
+            if isinstance(event, Exchange):
+                computing[event.step] += event.compute_seconds
+                waiting[event.step] += event.queue_seconds
+        return cls(
+            compute_median([event.seconds for event in events if isinstance(event, StepTaken)]),
+            compute_median(list(computing.values())),
+            compute_median(list(waiting.values())),
+        )
+
+
+def _compare(num_hops: int, times: Mapping[str, _Times], delay_seconds: float) -> list[Figure]:
+    """Return the figures of one number of hops; a star has two ways for each, a chain one more."""
+    star, chain = times["star"], times["chain"]
+    star_bound = 2 * num_hops * delay_seconds + star.compute
+    chain_bound = (num_hops + 1) * delay_seconds + chain.compute
+    return [
+        Figure(f"{num_hops} hops, star", 1000 * star.step, "ms"),
+        Figure(f"{num_hops} hops, star, to delays and computing", star.step / star_bound, "x"),
+        Figure(f"{num_hops} hops, chain", 1000 * chain.step, "ms"),
+        Figure(f"{num_hops} hops, chain, computing", 1000 * chain.compute, "ms"),
+        Figure(f"{num_hops} hops, chain, waiting to be computed", 1000 * chain.queue, "ms"),
+        Figure(
+            f"{num_hops} hops, chain, to delays and computing", chain.step / chain_bound, "x",
+            at_most(1.1),
+        ),
+        Figure(f"{num_hops} hops, chain to star", chain.step / star.step, "x"),
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Manner:
+    """A way to send prompts, and what was measured of it."""
+
+    name: str
+    wire_dtype: str = "bf16"
+    kind: type[RemoteSession] = RemoteSession
+
+
+_MANNERS = (
+    _Manner("whole", kind=_WholePrompts),
+    _Manner("in pieces"),
+)
+
+
+async def measure_prompts(
+    swarm: DistantSwarm, effort: WanEffort, say: Callable[[str], None]
+) -> list[Figure]:
+    """Compare prompts sent whole and in pieces, in 16 bits and in 8, over a chain."""
+    seconds: dict[str, list[float]] = {manner.name: [] for manner in _MANNERS}
+    num_bytes: dict[str, float] = {}
+    async with AsyncExitStack() as stack:
+        sessions: dict[str, RemoteSession] = {}
+        for manner in _MANNERS:
+            clients = await stack.enter_async_context(
+                join_swarm(swarm.address, wire_dtype=manner.wire_dtype)
+            )
+            sessions[manner.name] = clients.open(
+                effort.prompt_tokens, span=Span(0, _PROMPT_HOPS), kind=manner.kind
+            )
+        for number in range(effort.num_prompts + 1):
+            for name, session in sessions.items():
+                say(f"{name}, {number} of {effort.num_prompts}")
+                sent_before = swarm.lines.count_bytes()
+                session.rollback(0)
+                took = await time_prompt(session, swarm.address.model, effort.prompt_tokens)
+                sent = swarm.lines.count_bytes()
+                if number > 0:  # the first one warms up
+                    seconds[name].append(took)
+                    num_bytes[name] = max(
+                        after[0] - before[0]
+                        for before, after in zip(sent_before, sent, strict=True)
+                    )
+    return _compare_manners(swarm, effort, seconds, num_bytes)
+
+
+def _compare_manners(
+    swarm: DistantSwarm,
+    effort: WanEffort,
+    seconds: Mapping[str, Sequence[float]],
+    num_bytes: Mapping[str, float],
+) -> list[Figure]:
+    medians = {name: compute_median(values) for name, values in seconds.items()}
+    figures: list[Figure] = []
+    for name, median in medians.items():
+        ways = (_PROMPT_HOPS + 1) * swarm.line.delay_seconds
+        bound = ways + num_bytes[name] / swarm.line.bytes_per_second
+        figures += [
+            Figure(f"{effort.prompt_tokens} tokens {name}", 1000 * median, "ms"),
+            Figure(f"{name}: bytes over each line", num_bytes[name] / 2**20, "MiB"),
+            Figure(f"{name}, to delays and one line's time", median / bound, "x"),
+        ]
+    ratio = medians["in pieces"] / medians["whole"]
+    figures.append(Figure("in pieces, to whole", ratio, "x", at_most(0.5)))
+    return figures
