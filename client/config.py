@@ -23,8 +23,9 @@ class ClientConfig:
     """Join code of the swarm, `shoal:…`; a secret, where the swarm is private."""
 
     wire_dtype: str = "auto"
-    """Type of hidden states on the wire: fp32, bf16, fp16, or auto: fp32 between fp32 peers, else
-    bf16."""
+    """Type of hidden states on the wire: fp32, bf16, fp16, int8, or auto: fp32 between fp32 peers,
+    else bf16. With int8, half as many bytes as bf16 and less exact, they are rounded to 8 bits
+    with a scale for each 64; where a peer of the first route does not know it, it is auto."""
 
     kv_format: str = "float"
     """How peers keep keys and values, unless a session says otherwise: float, as they compute, or

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..kernels.compress import DTYPES
+from ..kernels.compress import choose_decoded_dtype
 from ..protocol.errors import DirectoryError, RefusedError, RouteError
 from ..protocol.ids import PeerId
 from ..protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES
@@ -18,7 +18,7 @@ from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.spans import Span
-from ..protocol.tensors import ELEMENT_BYTES, WireDtype
+from ..protocol.tensors import WireDtype, compute_num_bytes
 from .asking import Asking, BrokenSegmentError, Question
 from .blame import LostHopError, Refusals
 from .config import ClientConfig
@@ -107,8 +107,8 @@ class LiveHops:
 
     def max_piece_tokens(self, num_rows: int) -> int:
         """Return how many tokens per row one frame should carry."""
-        element_bytes = ELEMENT_BYTES[self._opener.wire_dtype or WireDtype.FP32]
-        token_bytes = num_rows * self.facts.hidden_size * element_bytes
+        dtype = self._opener.wire_dtype or WireDtype.FP32
+        token_bytes = compute_num_bytes(dtype, num_rows, 1, self.facts.hidden_size)
         piece_bytes = min(self._config.max_step_bytes, MAX_FRAME_BYTES - MAX_CONTROL_BYTES)
         return max(1, min(piece_bytes // token_bytes, _MAX_PIECE_TOKENS))
 
@@ -133,9 +133,12 @@ class LiveHops:
             self._swarm.quarantine(hop.peer, Fault.BROKEN)
 
     def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
-        """Round hidden states to what travels, so that a log holds exactly what was sent."""
+        """Round hidden states to what travels, so that a log holds exactly what was sent.
+
+        What becomes int8 becomes the same bytes each time it is sent, and is not rounded twice.
+        """
         assert self._opener.wire_dtype is not None  # chosen with the first route
-        return hidden_BTH.to(DTYPES[self._opener.wire_dtype.name])
+        return hidden_BTH.to(choose_decoded_dtype(self._opener.wire_dtype.name))
 
     async def cover(
         self,

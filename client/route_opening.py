@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ..protocol.announcements import Announcement
 from ..protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ..protocol.ids import (
     CAPABILITY_BYTES,
@@ -28,6 +29,7 @@ from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.spans import Span
 from ..protocol.tensors import KVFormat, WireDtype
+from ..protocol.versions import INT8_VERSION
 from .blame import blame
 from .config import ClientConfig
 from .deadlines import choose_open_timeout_seconds
@@ -129,14 +131,16 @@ class RouteOpener:
     def begin(self, route: Route) -> None:
         """Count a route; the first one settles the dtype, which replacements have to speak."""
         self.epoch += 1
-        if self.wire_dtype is not None:
-            return
-        if self._config.wire_dtype != "auto":
-            self.wire_dtype = WireDtype[self._config.wire_dtype.upper()]
-        elif all(hop.peer.weights == "fp32" for hop in route.hops):
-            self.wire_dtype = WireDtype.FP32
-        else:
-            self.wire_dtype = WireDtype.BF16
+        if self.wire_dtype is None:
+            self.wire_dtype = self._choose_wire_dtype([hop.peer for hop in route.hops])
+
+    def _choose_wire_dtype(self, peers: Sequence[Announcement]) -> WireDtype:
+        wanted = self._config.wire_dtype
+        knows_int8 = all(peer.max_version >= INT8_VERSION for peer in peers)
+        if wanted != "auto" and (wanted != "int8" or knows_int8):
+            return WireDtype[wanted.upper()]
+        is_exact = all(peer.weights == "fp32" for peer in peers)
+        return WireDtype.FP32 if is_exact else WireDtype.BF16
 
     def begin_fork(self, parent: "RouteOpener") -> None:
         """Count the route of another session as the first one of this, with its dtype."""

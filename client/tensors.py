@@ -2,17 +2,17 @@
 
 from torch import Tensor
 
-from ..kernels.compress import DTYPES, decode_tensor, encode_tensor
+from ..kernels.compress import decode_as, encode_as
 from ..protocol.tensors import WireCodec, WireDtype, WireTensor
 
 
 def to_wire(hidden_BTH: Tensor, dtype: WireDtype) -> WireTensor:
     """Return hidden states as they travel, converted to the wire's dtype."""
     rows, tokens, width = hidden_BTH.shape
-    data = encode_tensor(hidden_BTH.to(DTYPES[dtype.name]))
+    data = encode_as(dtype.name, hidden_BTH)
     return WireTensor(dtype, WireCodec.RAW, rows, tokens, width, data)
 
 
 def from_wire(tensor: WireTensor) -> Tensor:
-    """Return the hidden states of a wire tensor, in the wire's dtype."""
-    return decode_tensor(tensor.data, DTYPES[tensor.dtype.name], tensor.shape)
+    """Return the hidden states of a wire tensor, in its dtype; in float32 where that is int8."""
+    return decode_as(tensor.dtype.name, tensor.data, tensor.shape)

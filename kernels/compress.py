@@ -21,7 +21,15 @@ DTYPES: Mapping[str, torch.dtype] = {
     "FP16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""What travels; the names are those of the wire protocol."""
+"""What travels as it is; the names are those of the wire protocol."""
+
+INT8 = "INT8"
+"""What travels rounded to 8 bits; its name in the wire protocol."""
+
+INT8_GROUP = 64
+"""How many numbers share a scale, as the wire protocol has it."""
+
+_LARGEST_INT8 = 127
 
 # Integers of the same width as each element carry its bits: numpy has no bfloat16.
 _CARRIERS: dict[torch.dtype, tuple[torch.dtype, str]] = {
@@ -68,6 +76,59 @@ def decode_tensor(
     # A copy, so that the frame's buffer can go and nobody can write through the tensor into it.
     bits = np.frombuffer(buffer, dtype=layout).astype(layout[1:], copy=True)
     return torch.from_numpy(bits).view(dtype).reshape(shape)
+
+
+def encode_as(name: str, tensor: Tensor) -> bytes:
+    """Return the bytes of floats as one of DTYPES, or as INT8."""
+    return encode_int8(tensor) if name == INT8 else encode_tensor(tensor.to(DTYPES[name]))
+
+
+def decode_as(name: str, buffer: bytes | memoryview, shape: tuple[int, ...]) -> Tensor:
+    """Return the tensor that `encode_as` has made bytes of; see `decode_tensor`."""
+    if name == INT8:
+        return decode_int8(buffer, shape)
+    return decode_tensor(buffer, DTYPES[name], shape)
+
+
+def choose_decoded_dtype(name: str) -> torch.dtype:
+    """Return what `decode_as` makes of a name."""
+    return torch.float32 if name == INT8 else DTYPES[name]
+
+
+def encode_int8(tensor: Tensor) -> bytes:
+    """Return floats as 8-bit integers behind the scales of all groups, in bfloat16.
+
+    A group is INT8_GROUP neighbours in a row. What was decoded becomes the same bytes again: a
+    scale of 8 bits times an integer of 7 is exact in float32. A group with NaN or infinities is
+    decoded with NaN.
+
+    >>> decode_int8(encode_int8(torch.tensor([[127.0, -2.4]])), (1, 2)).tolist()
+    [[127.0, -2.0]]
+    """
+    width = tensor.shape[-1]
+    rest = -width % INT8_GROUP
+    floats = torch.nn.functional.pad(tensor.detach().to("cpu", torch.float32), (0, rest))
+    groups = floats.unflatten(-1, (-1, INT8_GROUP))
+    scales = (groups.abs().amax(-1) / _LARGEST_INT8).bfloat16()
+    divisors = scales.float().masked_fill(scales == 0, 1.0).unsqueeze(-1)
+    integers = (groups / divisors).nan_to_num(0.0).round_().clamp_(-_LARGEST_INT8, _LARGEST_INT8)
+    numbers = integers.to(torch.int8).flatten(-2)[..., :width]
+    return encode_tensor(scales) + numbers.contiguous().numpy().tobytes()
+
+
+def decode_int8(buffer: bytes | memoryview, shape: tuple[int, ...]) -> Tensor:
+    """Return the float32 tensor that `encode_int8` has made bytes of; see `decode_tensor`."""
+    *lengths, width = shape
+    num_groups = math.ceil(width / INT8_GROUP)
+    view = memoryview(buffer).cast("B")
+    num_scale_bytes = math.prod(lengths) * num_groups * torch.bfloat16.itemsize
+    expected = num_scale_bytes + math.prod(shape)
+    if min(shape) < 0 or view.nbytes != expected:
+        raise ValueError(f"{shape} in int8 takes {expected} bytes, the buffer has {view.nbytes}")
+    scales = decode_tensor(view[:num_scale_bytes], torch.bfloat16, (*lengths, num_groups))
+    integers = np.frombuffer(view[num_scale_bytes:], dtype="i1").reshape(shape)
+    wide_scales = scales.float().repeat_interleave(INT8_GROUP, dim=-1)[..., :width]
+    return torch.from_numpy(integers.astype("<f4")) * wide_scales
 
 
 def has_only_finite(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ..kernels.compress import DTYPES, decode_tensor, encode_tensor
+from ..kernels.compress import decode_as, encode_as
 from ..kernels.replay import join_pieces
 from ..protocol.errors import ErrorCode, RefusedError, ShoalError
 from ..protocol.fair_share import Holder
@@ -213,7 +213,7 @@ def _make_replay(pieces: Sequence[ReplayPiece[WireTensor]]) -> Iterator[SentStep
     for number, group in enumerate(group_pieces(pieces, max_tokens), 1):
         first = group[0]
         hidden_BTH = join_pieces([_Decoded(piece) for piece in group])
-        data = encode_tensor(hidden_BTH)
+        data = encode_as(dtype.name, hidden_BTH)
         hidden = WireTensor(dtype, WireCodec.RAW, rows, hidden_BTH.shape[1], width, data)
         yield SentStep(
             number,
@@ -233,7 +233,7 @@ class _Decoded:
         self.is_decoded = piece.is_decoded
         self.rows = piece.rows
         wire = piece.payload
-        self.payload = decode_tensor(wire.data, DTYPES[wire.dtype.name], wire.shape)
+        self.payload = decode_as(wire.dtype.name, wire.data, wire.shape)
 
 
 def _count_bytes(payloads: Iterable[WireTensor]) -> int:

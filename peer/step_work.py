@@ -1,6 +1,6 @@
 """Steps of the wire to work for the engine, and what the engine made of them back to the wire."""
 
-from ..kernels.compress import DTYPES, decode_tensor, encode_tensor, has_only_finite
+from ..kernels.compress import decode_as, encode_as, has_only_finite
 from ..protocol import limits
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.messages import Output, Step
@@ -35,7 +35,7 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: b
 
 def make_work(step: Step, cache: SessionCache, span: Span, is_pushed: bool) -> StepWork:
     """Return what the engine has to do for a step; who pushes needs all of its tokens."""
-    hidden_BTH = decode_tensor(step.hidden.data, DTYPES[step.hidden.dtype.name], step.hidden.shape)
+    hidden_BTH = decode_as(step.hidden.dtype.name, step.hidden.data, step.hidden.shape)
     return StepWork(
         cache=cache,
         span=span,
@@ -49,8 +49,8 @@ def make_work(step: Step, cache: SessionCache, span: Span, is_pushed: bool) -> S
 
 def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
     """Return the answer to a step; RefusedError when the session's dtype cannot hold it."""
-    hidden_BTH = computed.hidden_BTH.to(DTYPES[dtype.name])
-    if dtype is WireDtype.FP16 and not has_only_finite(hidden_BTH):
+    hidden_BTH = computed.hidden_BTH
+    if dtype is WireDtype.FP16 and not has_only_finite(hidden_BTH.half()):
         raise RefusedError(
             ErrorCode.BAD_VALUES,
             "these hidden states are too large for fp16 on the wire; choose bf16 or fp32",
@@ -61,7 +61,7 @@ def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
         step.epoch,
         step.sequence,
         step.position,
-        WireTensor(dtype, WireCodec.RAW, rows, tokens, width, encode_tensor(hidden_BTH)),
+        WireTensor(dtype, WireCodec.RAW, rows, tokens, width, encode_as(dtype.name, hidden_BTH)),
         computed.queue_seconds,
         computed.compute_seconds,
         step.before,
@@ -70,6 +70,6 @@ def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
 
 def take_last_token(hidden: WireTensor) -> WireTensor:
     """Return the last token of each row."""
-    hidden_BTH = decode_tensor(hidden.data, DTYPES[hidden.dtype.name], hidden.shape)[:, -1:]
-    rows, _, width = hidden.shape
-    return WireTensor(hidden.dtype, hidden.codec, rows, 1, width, encode_tensor(hidden_BTH))
+    name, (rows, _, width) = hidden.dtype.name, hidden.shape
+    hidden_BTH = decode_as(name, hidden.data, hidden.shape)[:, -1:]
+    return WireTensor(hidden.dtype, hidden.codec, rows, 1, width, encode_as(name, hidden_BTH))

@@ -1,5 +1,6 @@
 """What the bytes of a tensor on the wire mean: dtype, codec and shape as bounded numbers."""
 
+import math
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -13,6 +14,11 @@ class WireDtype(IntEnum):
     FP32 = 1
     FP16 = 2
     BF16 = 3
+
+    INT8 = 4
+    """8-bit integers. The numbers of each row and token are taken in groups of INT8_GROUP, the last
+    one maybe smaller, and the integers of each times its scale are the numbers. First come the
+    scales of all groups, in BF16, then all integers."""
 
 
 class WireCodec(IntEnum):
@@ -32,7 +38,14 @@ class KVFormat(IntEnum):
     """As 8-bit integers, with one scale for each token, key-value head and side."""
 
 
-ELEMENT_BYTES = {WireDtype.FP32: 4, WireDtype.FP16: 2, WireDtype.BF16: 2}
+ELEMENT_BYTES = {WireDtype.FP32: 4, WireDtype.FP16: 2, WireDtype.BF16: 2, WireDtype.INT8: 1}
+"""Of the elements alone, without the scales of INT8."""
+
+INT8_GROUP = 64
+"""How many numbers share a scale. A few hidden states of each token are a hundred times as large as
+the others: only their own group is rounded as coarsely as they are."""
+
+_SCALE_BYTES = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +70,13 @@ def compute_num_bytes(dtype: WireDtype, rows: int, tokens: int, width: int) -> i
 
     >>> compute_num_bytes(WireDtype.BF16, 2, 3, 8)
     96
+    >>> compute_num_bytes(WireDtype.INT8, 2, 3, 65)
+    414
     """
-    return rows * tokens * width * ELEMENT_BYTES[dtype]
+    token_bytes = width * ELEMENT_BYTES[dtype]
+    if dtype is WireDtype.INT8:
+        token_bytes += _SCALE_BYTES * math.ceil(width / INT8_GROUP)
+    return rows * tokens * token_bytes
 
 
 def check_tensor(tensor: WireTensor) -> None:

@@ -3,9 +3,12 @@
 from .errors import ErrorCode, RefusedError
 
 MIN_VERSION = 1
-MAX_VERSION = 2
+MAX_VERSION = 3
 CHAIN_VERSION = 2
 """From which version on a peer can push to another one."""
+
+INT8_VERSION = 3
+"""From which version on hidden states may travel in int8."""
 
 SOFTWARE = "shoal 0.1.0"
 
@@ -16,7 +19,7 @@ def agree_on_version(their_min: int, their_max: int) -> int:
     Raises RefusedError with BAD_VERSION and both ranges when there is none.
 
     >>> agree_on_version(1, 7)
-    2
+    3
     """
     version = min(MAX_VERSION, their_max)
     if version < max(MIN_VERSION, their_min):

@@ -130,6 +130,7 @@ class _Manner:
 _MANNERS = (
     _Manner("whole", kind=_WholePrompts),
     _Manner("in pieces"),
+    _Manner("in pieces, int8", wire_dtype="int8"),
 )
 
 
@@ -181,5 +182,9 @@ def _compare_manners(
             Figure(f"{name}, to delays and one line's time", median / bound, "x"),
         ]
     ratio = medians["in pieces"] / medians["whole"]
-    figures.append(Figure("in pieces, to whole", ratio, "x", at_most(0.5)))
-    return figures
+    int8_ratio = medians["in pieces, int8"] / medians["in pieces"]
+    return [
+        *figures,
+        Figure("in pieces, to whole", ratio, "x", at_most(0.5)),
+        Figure("int8 on the wire, to bf16", int8_ratio, "x"),
+    ]

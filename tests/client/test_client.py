@@ -107,11 +107,11 @@ def test_initial_peers_that_are_no_addresses_are_refused(
         ("seed", 1.5, "whole number"),
         ("weights", "nf4", "int8, bf16, fp32"),
         ("weights", 8, "int8, bf16, fp32"),
-        ("wire_dtype", "int4", "auto, fp32, fp16, bf16"),
+        ("wire_dtype", "int4", "auto, fp32, fp16, bf16, int8"),
         ("delivery", "ring", "chain, star"),
         ("kv_format", "int4", "float, int8"),
         ("kv_format", 8, "float, int8"),
-        ("wire_dtype", ["fp32"], "auto, fp32, fp16, bf16"),
+        ("wire_dtype", ["fp32"], "auto, fp32, fp16, bf16, int8"),
     ],
 )
 def test_setting_that_cannot_be_is_named_before_anything_is_opened(

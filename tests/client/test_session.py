@@ -28,7 +28,7 @@ from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import SessionId
 from shoal.protocol.net.loopback import Link
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import KVFormat
+from shoal.protocol.tensors import KVFormat, WireDtype
 
 
 def test_steps_rollbacks_and_row_maps_equal_one_machine() -> None:
@@ -128,6 +128,24 @@ def test_wire_dtype_follows_the_peers_unless_it_is_set(
         assert torch.equal(output.float(), Oracle().step(draw(1, 3)))
 
     run(test, config=replace(CONFIG, wire_dtype=configured))
+
+
+@pytest.mark.parametrize(
+    ("versions", "expected"),
+    [((3, 3), WireDtype.INT8), ((3, 4), WireDtype.INT8), ((3, 2), WireDtype.BF16)],
+)
+def test_hidden_states_travel_in_int8_where_all_peers_know_it(
+    versions: tuple[int, int], expected: WireDtype
+) -> None:
+    async def test(scene: Scene) -> None:
+        first = await scene.add("a", 0, 3, weights="int8", max_version=versions[0])
+        await scene.add("b", 3, 6, weights="int8", max_version=versions[1])
+
+        await scene.open_session().step(draw(1, 3))
+
+        assert first.opens[0].dtype is first.steps[0].hidden.dtype is expected
+
+    run(test, config=replace(CONFIG, wire_dtype="int8", delivery="star"))
 
 
 def test_one_peer_may_serve_two_hops_of_a_route() -> None:

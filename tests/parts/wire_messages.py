@@ -31,7 +31,13 @@ from shoal.protocol.messages import (
     Welcome,
 )
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import ELEMENT_BYTES, KVFormat, WireCodec, WireDtype, WireTensor
+from shoal.protocol.tensors import (
+    KVFormat,
+    WireCodec,
+    WireDtype,
+    WireTensor,
+    compute_num_bytes,
+)
 from shoal.protocol.wire import decode_frame, encode_frame
 
 SESSION = SessionId(bytes(range(16)))
@@ -62,7 +68,7 @@ OFFSETS = {
 def make_tensor(
     rows: int = 2, tokens: int = 3, width: int = 4, dtype: WireDtype = WireDtype.BF16
 ) -> WireTensor:
-    data = random.Random(rows).randbytes(rows * tokens * width * ELEMENT_BYTES[dtype])
+    data = random.Random(rows).randbytes(compute_num_bytes(dtype, rows, tokens, width))
     return WireTensor(dtype, WireCodec.RAW, rows, tokens, width, data)
 
 

@@ -17,7 +17,7 @@ from shoal.protocol.tensors import (
 
 @pytest.mark.parametrize("dtype", list(WireDtype))
 def test_tensor_is_read_as_it_is_without_a_copy(dtype: WireDtype) -> None:
-    data = bytes(range(ELEMENT_BYTES[dtype] * 2 * 3 * 4))
+    data = bytes(range(compute_num_bytes(dtype, 2, 3, 4)))
 
     tensor = read_tensor(dtype, WireCodec.RAW, (2, 3, 4), memoryview(data))
 
@@ -25,14 +25,28 @@ def test_tensor_is_read_as_it_is_without_a_copy(dtype: WireDtype) -> None:
     assert (tensor.dtype, tensor.codec) == (dtype, WireCodec.RAW)
     assert isinstance(tensor.data, memoryview)
     assert tensor.data.obj is data
-    assert compute_num_bytes(dtype, 2, 3, 4) == len(data)
 
 
-def test_every_dtype_has_a_size() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "width", "num_bytes"),
+    [
+        (WireDtype.FP32, 4, 96),
+        (WireDtype.FP16, 4, 48),
+        (WireDtype.BF16, 4, 48),
+        (WireDtype.INT8, 4, 36),
+        (WireDtype.INT8, 64, 6 * 66),
+        (WireDtype.INT8, 65, 6 * 69),
+    ],
+)
+def test_tensor_has_the_bytes_of_its_elements_and_scales(
+    dtype: WireDtype, width: int, num_bytes: int
+) -> None:
     assert set(ELEMENT_BYTES) == set(WireDtype)
+    assert compute_num_bytes(dtype, 2, 3, width) == num_bytes
+    check_tensor(WireTensor(dtype, WireCodec.RAW, 2, 3, width, bytes(num_bytes)))
 
 
-@pytest.mark.parametrize("code", [0, 4, 255, -1])
+@pytest.mark.parametrize("code", [0, 5, 255, -1])
 def test_unknown_dtype_and_codec_are_the_senders_fault(code: int) -> None:
     with pytest.raises(RemoteProtocolError):
         read_tensor(code, WireCodec.RAW, (1, 1, 1), memoryview(bytes(4)))
