@@ -57,7 +57,7 @@ class FrameCutter:
         self._rest = bytearray()
         self._parts: list[bytes] = []
         self._num_missing = 0
-        self._is_lost = False
+        self._is_over = False
 
     def admit(self, keeps: bool) -> None:
         """Let the frame that is held come, to be kept or dropped."""
@@ -74,15 +74,13 @@ class FrameCutter:
         """Yield the frames that are whole with these bytes.
 
         Raises RemoteProtocolError when the other end begins a frame beyond `max_bytes`. Whatever
-        comes behind that means nothing, and is dropped.
+        comes behind that or behind a mark means nothing, and is dropped.
         """
-        if self._is_lost:
+        if self._is_over:
             return
         self._rest += data
-        while self._rest and not self.held_bytes and self.mark is None:
+        while self._rest and not self.held_bytes:
             if not self._num_missing and not self._begin():
-                return
-            if self.held_bytes or self.mark is not None:
                 return
             part = bytes(self._rest[: self._num_missing])
             del self._rest[: self._num_missing]
@@ -98,20 +96,20 @@ class FrameCutter:
                 yield frame
 
     def _begin(self) -> bool:
-        """Read the next length, if it is there."""
+        """Read the next length, if it is there; return whether a frame comes now."""
         if len(self._rest) < _LENGTH.size:
             return False
         (num_bytes,) = _LENGTH.unpack_from(self._rest)
         del self._rest[: _LENGTH.size]
         if num_bytes > self.max_bytes:
+            self._is_over = True
+            self._rest.clear()
             self.mark = next((mark for mark in Mark if mark == num_bytes), None)
             if self.mark is None:
-                self._is_lost = True
-                self._rest.clear()
                 raise RemoteProtocolError(f"a frame of {num_bytes} bytes is beyond the limit")
-            return True
+            return False
         self._num_missing = num_bytes
         self._keeps = not self._drops_all
         if num_bytes > MAX_PIECE_BYTES and self._keeps:
             self.held_bytes = num_bytes
-        return True
+        return not self.held_bytes

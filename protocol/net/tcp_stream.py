@@ -165,6 +165,9 @@ class TcpStream(asyncio.Protocol):
         set_keepalive(transport.get_extra_info("socket"))
 
     def data_received(self, data: bytes) -> None:
+        if data and self._cutter.mark is not None:
+            self._abort()  # who goes on behind his own end would keep us reading
+            return
         try:
             for frame in self._cutter.feed(data):
                 self._frames.append(frame)

@@ -1,6 +1,8 @@
 """Frames cut out of bytes, however these arrive."""
 
 import random
+import tracemalloc
+from contextlib import suppress
 
 import pytest
 
@@ -42,6 +44,21 @@ def test_nothing_counts_behind_a_mark() -> None:
     assert feed(cutter, pack(b"a") + pack_mark(Mark.TOO_MANY_STREAMS) + pack(b"b")) == [b"a"]
     assert feed(cutter, pack(b"c")) == []
     assert cutter.mark is Mark.TOO_MANY_STREAMS
+
+
+@pytest.mark.parametrize("last", [pack_mark(Mark.END), b"\xfc\xff\xff\xff"], ids=["mark", "lost"])
+def test_nothing_is_kept_behind_the_last_word(last: bytes) -> None:
+    cutter = FrameCutter()
+    with suppress(RemoteProtocolError):
+        feed(cutter, last)
+    flood = pack(bytes(1000)) * 10_000
+    tracemalloc.start()
+    for _ in range(10):
+        assert feed(cutter, flood) == []
+    num_kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert num_kept < 100_000
 
 
 @pytest.mark.parametrize("keeps", [True, False])
