@@ -14,6 +14,11 @@ from ..limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
 _LENGTH = struct.Struct("<I")
 
 
+MAX_FRAMES_AT_ONCE = 1024
+"""Cut in one go, also where they are dropped: tens of thousands of tiny ones may arrive together,
+and would hold up everybody else."""
+
+
 class Mark(IntEnum):
     """What stands in place of a length."""
 
@@ -49,6 +54,8 @@ class FrameCutter:
         self.mark: Mark | None = None
         """What the other end said last; behind it nothing counts."""
         self.held_bytes = 0
+        self.has_more = False
+        """Whether there were too many frames for one go; feeding nothing goes on with them."""
         self.num_ended = 0
         """Frames that came to their end, kept or dropped."""
         self.max_bytes = MAX_FRAME_BYTES
@@ -71,15 +78,20 @@ class FrameCutter:
         self.admit(keeps=False)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yield the frames that are whole with these bytes.
+        """Yield the frames that are whole with these bytes, MAX_FRAMES_AT_ONCE at most.
 
         Raises RemoteProtocolError when the other end begins a frame beyond `max_bytes`. Whatever
         comes behind that or behind a mark means nothing, and is dropped.
         """
+        self.has_more = False
         if self._is_over:
             return
         self._rest += data
+        num_ended_before = self.num_ended
         while self._rest and not self.held_bytes:
+            if self.num_ended - num_ended_before == MAX_FRAMES_AT_ONCE:
+                self.has_more = True
+                return
             if not self._num_missing and not self._begin():
                 return
             part = bytes(self._rest[: self._num_missing])

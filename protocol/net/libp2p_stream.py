@@ -28,6 +28,9 @@ _WINDOW_BYTES = 64 * 2**10
 """With more than this waiting to be read, no further message is taken in: then the other end has to
 wait, too. Until then a break is noticed, however little anybody reads."""
 
+_WAITING_MESSAGE_BYTES = 64
+"""What a message takes there beside its bytes, which may be a handful."""
+
 
 class Libp2pStream(StreamEnd):
     """One end of a stream, over the socket through which p2pd carries it."""
@@ -117,9 +120,11 @@ class Libp2pStream(StreamEnd):
         """
         try:
             while message := await self._take_message():
-                if not self._is_closed:
-                    self._arrived.put_nowait(message)
-                    self._num_arrived_bytes += len(message)
+                if self._is_closed:
+                    await asyncio.sleep(0)  # dropping a flood of tiny ones must hold up nobody
+                    continue
+                self._arrived.put_nowait(message)
+                self._num_arrived_bytes += len(message) + _WAITING_MESSAGE_BYTES
                 while self._num_arrived_bytes > _WINDOW_BYTES and not self._is_closed:
                     self._room.clear()
                     await self._room.wait()
@@ -143,9 +148,11 @@ class Libp2pStream(StreamEnd):
         message = await self._arrived.get()
         if isinstance(message, RemoteProtocolError):
             raise message
-        self._num_arrived_bytes -= len(message)
+        if not message:
+            return None
+        self._num_arrived_bytes -= len(message) + _WAITING_MESSAGE_BYTES
         self._room.set()
-        return message or None
+        return message
 
     async def _write(self, message: bytes) -> None:
         if self._has_other_ended:

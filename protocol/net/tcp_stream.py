@@ -29,6 +29,9 @@ stops half-way would keep memory that others need."""
 _MAX_WAITING_BYTES = 64 * 2**10
 """Of frames that nobody has received yet. Beyond it, nothing more is read."""
 
+_WAITING_FRAME_BYTES = 64
+"""What a frame takes there beside its bytes: it may have none."""
+
 
 class TcpStream(asyncio.Protocol):
     """A stream, and what asyncio calls about the connection under it.
@@ -49,6 +52,7 @@ class TcpStream(asyncio.Protocol):
         self._entering: asyncio.Task[None] | None = None  # a large frame
         self._passing: asyncio.Future[None] | None = None  # that frame, until it has come
         self._num_ended_before = 0
+        self._catching_up: asyncio.Handle | None = None  # with frames beyond those of one go
         self._drained: asyncio.Future[None] | None = None
         self._is_closed = False
         self._fault: ShoalError | None = None
@@ -92,7 +96,7 @@ class TcpStream(asyncio.Protocol):
         while not self._is_closed:
             if self._frames:
                 frame = self._frames.popleft()
-                self._num_waiting_bytes -= len(frame)
+                self._num_waiting_bytes -= len(frame) + _WAITING_FRAME_BYTES
                 self._regulate()
                 return frame
             if self._refusal is not None:
@@ -171,7 +175,7 @@ class TcpStream(asyncio.Protocol):
         try:
             for frame in self._cutter.feed(data):
                 self._frames.append(frame)
-                self._num_waiting_bytes += len(frame)
+                self._num_waiting_bytes += len(frame) + _WAITING_FRAME_BYTES
         except RemoteProtocolError as error:
             self._refuse(error)
         if self._passing is not None and self._cutter.num_ended > self._num_ended_before:
@@ -250,7 +254,11 @@ class TcpStream(asyncio.Protocol):
 
     def _regulate(self) -> None:
         """Read on, or let the other end wait."""
-        must_pause = self._num_waiting_bytes > _MAX_WAITING_BYTES or self._cutter.held_bytes > 0
+        is_full = self._num_waiting_bytes > _MAX_WAITING_BYTES or self._cutter.held_bytes > 0
+        has_more = self._cutter.has_more
+        if has_more and not is_full and self._catching_up is None:
+            self._catching_up = asyncio.get_running_loop().call_soon(self._catch_up)
+        must_pause = is_full or has_more
         if must_pause == self._is_paused or self._transport is None:
             return
         self._is_paused = must_pause
@@ -259,6 +267,10 @@ class TcpStream(asyncio.Protocol):
                 self._transport.pause_reading()
             else:
                 self._transport.resume_reading()
+
+    def _catch_up(self) -> None:
+        self._catching_up = None
+        self.data_received(b"")
 
     def _end(self, fault: ShoalError | None = None) -> None:
         """Note how the stream ended, the first time: closed here, or broken by a fault."""

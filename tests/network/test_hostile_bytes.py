@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 from raw_connection import dial_raw
 
-from shoal.protocol.net.frame_cutter import Mark, pack_frame, pack_mark
+from shoal.protocol.net.frame_cutter import MAX_FRAMES_AT_ONCE, Mark, pack_frame, pack_mark
 from shoal.protocol.net.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 
@@ -31,6 +31,12 @@ def run(
     asyncio.run(test())
 
 
+async def flood_with(content: bytes, writer: asyncio.StreamWriter) -> None:
+    while True:
+        writer.write(content)
+        await writer.drain()
+
+
 def test_who_goes_on_behind_his_end_is_cut_off_and_his_frames_still_count() -> None:
     frames: list[bytes | None] = []
 
@@ -41,9 +47,47 @@ def test_who_goes_on_behind_his_end_is_cut_off_and_his_frames_still_count() -> N
     async def attack(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"".join(pack_frame(b"before")) + pack_mark(Mark.END))
         with pytest.raises(ConnectionError):
-            while True:
-                writer.write(bytes(2**16))
-                await writer.drain()
+            await flood_with(bytes(2**16), writer)
 
     run(serve, attack)
     assert frames == [b"before", None]
+
+
+def count_waiting(stream: Stream) -> int:
+    """Receive what has been cut into frames, without letting the event loop turn."""
+    num_received = 0
+    while True:
+        receiving = stream.receive()
+        try:
+            receiving.send(None)
+        except StopIteration as returned:
+            if returned.value is None:
+                return num_received
+            num_received += 1
+        else:
+            receiving.close()
+            return num_received
+
+
+def test_tiny_frames_come_in_portions_and_none_is_lost() -> None:
+    num_frames = 20_000
+    is_sent = asyncio.Event()
+    num_waiting = num_received = 0
+
+    async def serve(stream: Stream) -> None:
+        nonlocal num_waiting, num_received
+        await is_sent.wait()
+        await asyncio.sleep(0.1)  # for all of it to arrive, if nothing held it up
+        num_received = num_waiting = count_waiting(stream)
+        while await stream.receive() is not None:
+            num_received += 1
+
+    async def attack(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"".join(pack_frame(b"")) * num_frames + pack_mark(Mark.END))
+        await writer.drain()
+        is_sent.set()
+        await reader.read()
+
+    run(serve, attack)
+    assert 0 < num_waiting <= 2 * MAX_FRAMES_AT_ONCE
+    assert num_received == num_frames

@@ -8,7 +8,13 @@ import pytest
 
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
-from shoal.protocol.net.frame_cutter import FrameCutter, Mark, pack_frame, pack_mark
+from shoal.protocol.net.frame_cutter import (
+    MAX_FRAMES_AT_ONCE,
+    FrameCutter,
+    Mark,
+    pack_frame,
+    pack_mark,
+)
 
 
 def pack(*frames: bytes) -> bytes:
@@ -59,6 +65,26 @@ def test_nothing_is_kept_behind_the_last_word(last: bytes) -> None:
     tracemalloc.stop()
 
     assert num_kept < 100_000
+
+
+@pytest.mark.parametrize("is_dropping", [False, True])
+def test_many_tiny_frames_are_cut_in_several_goes(is_dropping: bool) -> None:
+    cutter = FrameCutter()
+    if is_dropping:
+        cutter.drop_all()
+    data = pack(b"") * 5000 + pack(b"last")
+    received: list[bytes] = []
+    num_goes = 0
+    while num_goes == 0 or cutter.has_more:
+        num_ended_before = cutter.num_ended
+        received += feed(cutter, data)
+        assert cutter.num_ended - num_ended_before <= MAX_FRAMES_AT_ONCE
+        data = b""
+        num_goes += 1
+
+    assert num_goes == 5
+    assert cutter.num_ended == 5001
+    assert received == ([] if is_dropping else [b""] * 5000 + [b"last"])
 
 
 @pytest.mark.parametrize("keeps", [True, False])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -73,6 +74,40 @@ def test_no_more_is_taken_in_than_the_window_and_one_message() -> None:
                 async with asyncio.timeout(0.2):
                     await stranger.drain()
             assert stranger.transport.get_write_buffer_size() > 2_000_000
+
+    asyncio.run(test())
+
+
+def test_tiny_messages_take_no_more_memory_than_others() -> None:
+    async def test() -> None:
+        async with stream_and_stranger() as (stream, stranger):
+            tracemalloc.start()
+            try:
+                stranger.write(pack(*cut_frame(b"")) * 16_000)
+                await stranger.drain()
+                await asyncio.sleep(0.1)  # as long as anything comes, if it were without end
+                num_bytes, _ = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert num_bytes < 300_000
+            for _ in range(16_000):
+                assert await stream.receive() == b""
+
+    asyncio.run(test())
+
+
+def test_dropping_tiny_messages_lets_others_have_their_turns() -> None:
+    async def test() -> None:
+        async with stream_and_stranger() as (stream, stranger):
+            await stream.close()
+            stranger.write(pack(*[b"x"] * 5000, b""))
+            gone = asyncio.create_task(stream.wait_gone())
+            num_turns = 0
+            while not gone.done():
+                await asyncio.sleep(0)
+                num_turns += 1
+
+            assert num_turns > 5000
 
     asyncio.run(test())
 
