@@ -16,6 +16,7 @@ from ..protocol.messages import Admit, NextHop, Redirect, Status
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.versions import CHAIN_VERSION
 from .asking import Asking, BrokenSegmentError
+from .blame import LostHopError
 from .chain import ask_status, choose_probe_seconds
 from .config import ClientConfig
 from .hop_link import HopLink
@@ -88,7 +89,7 @@ class Wiring:
     async def admit(self, place: Place) -> None:
         """Have the hop after take steps from the new hops, and from nobody else any more."""
         if place.after is not None:
-            await self._admit(place.after)
+            await self._admit(place.after, place.pending)
 
     async def have_replayed(self, place: Place, hops: Sequence[LiveHop], num_tokens: int) -> None:
         """Have the hop before push to the new ones what it has pushed to the lost ones."""
@@ -116,7 +117,7 @@ class Wiring:
         """Have a hop answer us with what it pushed to the next one, which hears it from us."""
         self.note_cut(before, after)
         self._opener.epoch += 1
-        await self._admit(after)
+        await self._admit(after, pending)
         assert before.link is not None
         for sequence in pending:
             self._opener.mailbox.expect(before.link.session, sequence)
@@ -147,13 +148,21 @@ class Wiring:
             first_sequence,
         )
 
-    async def _admit(self, live: LiveHop) -> None:
+    async def _admit(self, live: LiveHop, pending: Sequence[int]) -> None:
         self._asking.check_links([live])
         assert live.link is not None
         capability = self._opener.make_capability(live.hop.span)
         if live.capability == NO_CAPABILITY:
             return
-        await self._tell(live, Admit(live.link.session, self._opener.epoch, capability))
+        admit = Admit(live.link.session, self._opener.epoch, capability)
+        status = await self._tell(live, admit)
+        if pending and status.sequence > pending[-1]:
+            # A hop before it made a number up, so it drops all steps to come. That is not its
+            # fault: it is lost to this session only.
+            await self._asking.hang_up(live)
+            raise BrokenSegmentError(
+                [LostHopError(live.hop, "it was pushed a step that was never sent")]
+            )
         live.capability = live.link.capability = capability
 
     async def _redirect(

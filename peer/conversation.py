@@ -40,7 +40,7 @@ from .answer_queue import Answer, AnswerQueue
 from .answers import conclude, encode_gap, encode_refusal
 from .engine.compute_thread import ComputedStep
 from .held_session import HeldSession
-from .steering import check_attach, may_push, steer
+from .steering import check_attach, check_epoch, may_push, steer
 from .step_work import check_step_size, make_work
 
 if TYPE_CHECKING:
@@ -306,6 +306,8 @@ class Conversation:
         try:
             if held is None:
                 raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open here")
+            if held.capability and self.holder != held.holder:
+                check_epoch(step, held)
             decision = held.state.decide(step)
             self._check_size(step, held)
         except RefusedError as error:

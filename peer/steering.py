@@ -4,7 +4,7 @@ import hmac
 
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.ids import NO_CAPABILITY, Capability
-from ..protocol.messages import Admit, Attach, Probe, Redirect
+from ..protocol.messages import Admit, Attach, Probe, Redirect, Step
 from .answers import encode_refusal, encode_status
 from .held_session import HeldSession
 
@@ -36,6 +36,18 @@ def check_attach(message: Attach, held: HeldSession | None) -> HeldSession:
     if held is None or not may_push(message.capability, held):
         raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open for you here")
     return held
+
+
+def check_epoch(step: Step, held: HeldSession) -> None:
+    """Refuse what another peer pushes ahead of the client: only the client counts epochs.
+
+    The session would keep an epoch that a hop made up, and drop all that others push after it.
+    """
+    if step.epoch > held.state.epoch:
+        raise RefusedError(
+            ErrorCode.BAD_FRAME,
+            f"a step of epoch {step.epoch} was pushed, the client has admitted {held.state.epoch}",
+        )
 
 
 def may_push(shown: Capability, held: HeldSession) -> bool:

@@ -190,6 +190,41 @@ def test_who_was_replaced_can_push_no_more_whatever_epoch_it_claims(engine: Engi
     run(engine, test)
 
 
+def test_hop_that_pushes_cannot_count_epochs(engine: Engine) -> None:
+    """Or what it made up would outlive it: no later step would be of that epoch."""
+
+    async def test(peer: Peer) -> None:
+        client, liar = await peer.open(capability=KEY), await attach(peer)
+
+        await liar.say(make_step(1, 0, draw_hidden(1), epoch=2**32 - 1))
+
+        assert_declined(await client.hear(), ErrorCode.BAD_FRAME)
+        status = await client.ask(Admit(make_session(1), 2, NEW_KEY))
+        assert status == Status(make_session(1), 2, 0, 0)
+        heir = await attach(peer, NEW_KEY, "heir")
+        await heir.say(make_step(1, 0, draw_hidden(1), epoch=2))
+        expect_output(await client.hear())
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("lane", Lane)
+def test_client_counts_epochs_on_both_lanes(engine: Engine, lane: Lane) -> None:
+    async def test(peer: Peer) -> None:
+        client = await peer.open(capability=KEY)
+        talk = client
+        if lane is Lane.BULK:
+            talk = await peer.greet(Lane.BULK)
+            await talk.say(Attach(make_session(1), 1, KEY))
+
+        await talk.say(make_step(1, 0, draw_hidden(1), epoch=3))
+
+        expect_output(await client.hear())
+        assert await client.ask(Probe(make_session(1), 3)) == Status(make_session(1), 3, 1, 1, 1)
+
+    run(engine, test)
+
+
 @pytest.mark.parametrize("message", [Admit(make_session(1), 9, NEW_KEY), Probe(make_session(1), 1)])
 def test_only_the_stream_that_opened_a_session_steers_it(engine: Engine, message: Message) -> None:
     async def test(peer: Peer) -> None:

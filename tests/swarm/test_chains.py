@@ -15,6 +15,7 @@ from story_outputs import assert_same
 
 from shoal.client.trace import Exchange, Recorder
 from shoal.peer.shared_bytes import SharedBytes
+from shoal.protocol.messages import Output, Step
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.loopback import Link
 
@@ -245,6 +246,50 @@ def test_zombie_that_wakes_up_disturbs_nobody(run_story: Any) -> None:
         assert len(session.failovers) == 1
 
     run_story(story, spans=FOUR_HOPS)
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+@pytest.mark.parametrize("what", ["epoch", "sequence"])
+def test_numbers_that_a_hop_makes_up_do_not_outlive_it(
+    run_story: Any, what: str, hop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It pushes under an epoch, or a step more than it was asked to, far ahead of the client's."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=6)
+        outputs = await world.take_all(session, turns[:3])
+        bad = world.hosts_of(session)[hop]
+        (held,) = world.peer_on(bad).service.sessions.values()
+        push = held.outlet.push
+
+        def lie(step: Step, output: Output) -> None:
+            if what == "epoch":
+                held.outlet.next = replace(held.outlet.next, epoch=2**32 - 1)
+            push(step, output)
+            if what == "sequence":
+                push(replace(step, position=step.position + 1, sequence=2**62), output)
+
+        monkeypatch.setattr(held.outlet, "push", lie)
+        outputs += await world.take_all(session, turns[3:4])
+        behind = [world.peer_on(host) for host in world.hosts_of(session)[hop + 1 :]]
+        if what == "sequence":
+            await wait_for_sequence(behind, 2**62)
+
+        world.network.kill(bad)
+        outputs += await world.take_all(session, turns[4:])
+
+        assert_same(outputs, world.expect(turns))
+        assert world.quarantined_hosts == {bad}
+
+    run_story(story, spans=(*FOUR_HOPS[:4], (2, 4), (2, 4)))
+
+
+async def wait_for_sequence(peers: list[Any], sequence: int) -> None:
+    """Wait until all peers have done a step of the only session that they hold."""
+    for peer in peers:
+        (held,) = peer.service.sessions.values()
+        while held.state.done_sequence < sequence:  # noqa: ASYNC110 - a few turns
+            await asyncio.sleep(0)
 
 
 async def paused_step(world: Any, session: Any, turn: Any, host: str) -> Any:
