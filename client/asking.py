@@ -58,6 +58,8 @@ class _Asked:
     watch: QuestionWatch | None
     carrying_seconds: float
     carrying: ExitStack
+    is_disturbed: bool = False
+    """Hops were lost meanwhile: the time until the answer says nothing of those that answer."""
 
 
 class Asking:
@@ -223,6 +225,8 @@ class Asking:
     ) -> BrokenSegmentError:
         if watch is not None:
             watch.note_lost(fault)
+        for asked in self._asked.values():
+            asked.is_disturbed = True
         lost: list[LostHopError] = []
         for index, error in fault.lost.items():
             assert isinstance(error, _BROKEN)
@@ -238,9 +242,13 @@ class Asking:
     def _note_answer(self, segment: Sequence[LiveHop], asked: _Asked, arrived: Arrived) -> None:
         """Share the time between question and answer out among the hops, as far as they tell."""
         num_tokens = asked.step.hidden.rows * asked.step.hidden.tokens
+        output = arrived.output
+        if asked.watch is not None:
+            asked.watch.note_passed([live.hop for live in segment], output)
+        if asked.is_disturbed:
+            return
         seconds = self._clock.now() - asked.asked_at
         self._swarm.line.note_answer(_count_bytes(asked.step), seconds)
-        output = arrived.output
         told = [sum(times) for times in output.before]
         told.append(output.queue_seconds + output.compute_seconds)
         if len(told) == len(segment):  # not so where a hop was replaced meanwhile
@@ -249,8 +257,6 @@ class Asking:
             for live, own_seconds in zip(segment, told, strict=True):
                 hop_seconds = scale * own_seconds + way_seconds
                 self._swarm.note_answer(live.hop, num_tokens, hop_seconds)
-        if asked.watch is not None:
-            asked.watch.note_passed([live.hop for live in segment], output)
 
     def _watch(self, hop: Hop, question: Question, is_replay: bool) -> QuestionWatch | None:
         recorder = self._opener.recorder

@@ -24,6 +24,11 @@ _QUESTIONABLE_CODES = frozenset({ErrorCode.BAD_VALUES, ErrorCode.BAD_FRAME})
 """What a hop may say of a step that another peer pushed: one of the two is wrong."""
 
 
+_LATE_SECONDS = 0.1
+"""By how much an answer may be later than a slow one before the hops are asked how far they are. It
+costs a small frame each, and blames nobody: a hop then has `FLOOR_SECONDS` to answer."""
+
+
 class ChainFault(Exception):
     """Why a segment does not answer: the hops that are lost, by index, or (`cut`) the link behind
     one of them, between two that live.
@@ -57,25 +62,49 @@ class Chain:
     async def receive(self, session: SessionId, sequence: int, timeout_seconds: float) -> Arrived:
         """Return the output of a step that the session at the last hop answers with.
 
-        When it does not come in time, every hop is asked how far it is. Raises ChainFault.
+        When it is late, every hop is asked how far it is. Raises ChainFault.
         """
-        deadline = self._clock.now() + timeout_seconds
-        before: list[tuple[int, int]] | None = None
+        late_seconds = max(0.0, timeout_seconds - FLOOR_SECONDS) + _LATE_SECONDS
+        with contextlib.suppress(TimeoutError):
+            async with WakefulTimeout(late_seconds):
+                return await self._hear(session, sequence)
+        rest_seconds = timeout_seconds - late_seconds
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                watching = tasks.create_task(
+                    self._watch(sequence, rest_seconds, timeout_seconds), name="watching a chain"
+                )
+                arrived = await self._hear(session, sequence)
+                watching.cancel()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return arrived
+
+    async def _hear(self, session: SessionId, sequence: int) -> Arrived:
+        """Wait for an output. Raises ChainFault for what a hop says is wrong."""
         while (arrived := self._mailbox.take_output(session, sequence)) is None:
             await self._check_troubles()
-            remaining_seconds = deadline - self._clock.now()
-            if remaining_seconds > 0:
-                with contextlib.suppress(TimeoutError):
-                    async with WakefulTimeout(remaining_seconds):
-                        await self._mailbox.wait()
-                continue
-            statuses = await self.probe(range(len(self._links)))
+            await self._mailbox.wait()
+        return arrived
+
+    async def _watch(self, sequence: int, rest_seconds: float, timeout_seconds: float) -> None:
+        """Find out why an answer is late; raises ChainFault for whose fault that is.
+
+        Who is silent is lost after the same time as in a star: whoever lives answers a probe at
+        once, so it is sent before the deadline, when the answer is only a little late. A step that
+        stands still at a hop that lives is the hop's fault once the deadline has passed.
+        """
+        everybody = range(len(self._links))
+        await self.probe(everybody)
+        await _wait_awake(rest_seconds)
+        before: list[tuple[int, int]] | None = None
+        while True:
+            statuses = await self.probe(everybody)
             progress = [(status.sequence, status.done_sequence) for status in statuses]
             if before is None or progress == before:
                 self._check_progress(sequence, statuses, timeout_seconds, is_first=before is None)
             before = progress
-            deadline = self._clock.now() + timeout_seconds
-        return arrived
+            await _wait_awake(timeout_seconds)
 
     async def probe(self, indices: Sequence[int]) -> list[Status]:
         """Return how far some hops are; raises ChainFault with those that say nothing."""
@@ -165,6 +194,13 @@ async def ask_status(
     if not isinstance(message, Probe):
         mailbox.forgive(link.session)
     return status
+
+
+async def _wait_awake(seconds: float) -> None:
+    """Let time pass in which this process runs."""
+    with contextlib.suppress(TimeoutError):
+        async with WakefulTimeout(seconds):
+            await asyncio.get_running_loop().create_future()
 
 
 def choose_probe_seconds(rtt_seconds: float) -> float:

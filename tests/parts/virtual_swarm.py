@@ -19,14 +19,16 @@ from shoal.client.swarm import Swarm
 from shoal.kernels.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.neighbours import Neighbours
 from shoal.peer.service import Service, ServiceFacts
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.spans import Span
+from shoal.protocol.versions import MAX_VERSION, MIN_VERSION
 
 HIDDEN = 64
 MODEL_ID = ModelId("a" * 32)
@@ -36,8 +38,8 @@ WHOLE = Span(0, 4)
 class Scene:
     """A network on which a test runs peers of a model of 4 blocks, and sessions of clients."""
 
-    def __init__(self, directory: str, config: ClientConfig) -> None:
-        self.network = LoopbackNetwork()
+    def __init__(self, directory: str, config: ClientConfig, link: Link | None = None) -> None:
+        self.network = LoopbackNetwork(link=link)
         self._config = config
         self._num_sessions = 0
         self._store = MemoryDirectoryStore()
@@ -53,8 +55,9 @@ class Scene:
         identity = Identity(host.encode().ljust(32))
         async with HoldingComputeThread(engine) as compute:
             facts = ServiceFacts(identity.peer_id, MODEL_ID, max_sessions, 600.0)
-            service = Service(facts, engine, compute, VirtualClock())
             transport = LoopbackTransport(self.network, host)
+            neighbours = Neighbours(transport, VirtualClock())
+            service = Service(facts, engine, compute, VirtualClock(), neighbours)
             listener = await transport.listen(host, 0, service.serve)
             now = VirtualClock().wall()
             announcement = Announcement(
@@ -64,8 +67,8 @@ class Scene:
                 span=span,
                 state=PeerState.ONLINE,
                 endpoints=(listener.endpoint,),
-                min_version=1,
-                max_version=1,
+                min_version=MIN_VERSION,
+                max_version=MAX_VERSION,
                 weights="fp32",
                 compute_dtype="fp32",
                 sequence=1,
@@ -77,6 +80,7 @@ class Scene:
                 yield service
             finally:
                 self.network.resume(host)
+                await neighbours.close()
                 await transport.close()
 
     def _open_directory(self) -> MemoryDirectory:
