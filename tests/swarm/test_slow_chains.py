@@ -73,7 +73,8 @@ def run(directory: Any, story: Callable[[World], Awaitable[None]], delivery: str
 
 def delay_steps(service: Service, seconds: float) -> None:
     """Have a peer answer its next steps so much later; it goes on to hear what is said."""
-    submit = service.compute.submit
+    compute: Any = service.compute
+    submit = compute.submit
 
     def submit_later(work: Any, holder: Any) -> asyncio.Future[Any]:
         async def wait() -> Any:
@@ -82,7 +83,7 @@ def delay_steps(service: Service, seconds: float) -> None:
 
         return asyncio.ensure_future(wait())
 
-    service.compute.submit = submit_later
+    compute.submit = submit_later
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
