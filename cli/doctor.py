@@ -10,15 +10,19 @@ import textwrap
 import threading
 from typing import TYPE_CHECKING, Any
 
+from ..protocol.errors import UsageError
+from ..protocol.net.addresses import check_can_be_dialled
 from .bundled_model import find_model
 from .interrupts import quitting_at_once
 from .joining import add_join_arguments, read_joining
 from .options import add_optional_model_argument
+from .quantities import parse_host, parse_listen
 from .terminal import Progress, Terminal
 from .text_generation import import_client
 
 if TYPE_CHECKING:
-    from ..client.diagnosis import Diagnosis, Finding, ModelFacts
+    from ..client.diagnosis import Diagnosis, ModelFacts
+    from ..client.finding import Finding
     from ..client.peer_check import PeerCheck
 
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "broken": ("✗", "red")}
@@ -32,18 +36,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal doctor`."""
     add_optional_model_argument(parser)
     add_join_arguments(parser, "an address that does not work, or one that does")
+    parser.add_argument(
+        "--listen", metavar="HOST[:PORT]",
+        help="find out as well whether others could dial a peer of this machine there",
+    )  # fmt: skip
+    parser.add_argument(
+        "--announce-host", type=parse_host, metavar="HOST",
+        help="address that they would dial (default: that of --listen)",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
 
 def run(options: argparse.Namespace) -> int:
     """Examine a swarm; return 0 when nothing is broken, else 1."""
     joining = read_joining(options)
+    place = _read_place(options)
     screen = None if options.json else _Screen(Terminal(sys.stdout))
     with _Waiting(Terminal(sys.stderr)) as waiting:
         with quitting_at_once():
             import_client()
             diagnosis_module = importlib.import_module("..client.diagnosis", __package__)
             peer_check = importlib.import_module("..client.peer_check", __package__)
+            reach_check = importlib.import_module("..client.reach_check", __package__)
 
         def report(finding: "Finding") -> None:
             if screen:
@@ -56,8 +70,9 @@ def run(options: argparse.Namespace) -> int:
         async def examine() -> "Diagnosis":
             probes = peer_check.make_network_probes(joining.membership)
             diagnosis = diagnosis_module.Diagnosis(probes, report)
+            door = reach_check.Door(*place) if place else None
             try:
-                await diagnosis.run(read_model, joining.addresses)
+                await diagnosis.run(read_model, joining.addresses, door)
             finally:
                 await probes.transport.close()
             return diagnosis
@@ -69,6 +84,18 @@ def run(options: argparse.Namespace) -> int:
     else:
         Terminal(sys.stdout).print(json.dumps(_make_json(diagnosis)))
     return 0 if diagnosis.is_well else 1
+
+
+def _read_place(options: argparse.Namespace) -> tuple[str, int, str] | None:
+    """Return where a peer would listen, at which port, and which host it would announce."""
+    if options.listen is None:
+        if options.announce_host is not None:
+            raise UsageError("--announce-host goes with --listen HOST:PORT")
+        return None
+    host, port = parse_listen(options.listen)
+    announced_host = options.announce_host or host
+    check_can_be_dialled(announced_host)
+    return host, port, announced_host
 
 
 class _Waiting:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 
+from ..protocol.errors import UsageError
 from ..protocol.limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
 
 _MAX_SEED = 2**63 - 1
@@ -14,6 +15,7 @@ _MAX_SEED = 2**63 - 1
 _THREADS_PER_PROCESSOR = 4
 """More gain nothing, and far more bring the process down."""
 
+_PORT = re.compile(r"[0-9]{1,5}")  # int() raises for thousands of digits
 _HOST_NAME = re.compile(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?", re.ASCII)
 
 
@@ -114,3 +116,21 @@ def parse_host(text: str) -> str:
     if not _HOST_NAME.fullmatch(text) or last_label.isdecimal() or len(text) > 253:
         raise argparse.ArgumentTypeError(f"{text!r} is not the name or address of a host")
     return text
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Read HOST or HOST:PORT; port 0 means any free one.
+
+    >>> parse_listen("0.0.0.0:7000"), parse_listen("127.0.0.1"), parse_listen("[::1]:70")
+    (('0.0.0.0', 7000), ('127.0.0.1', 0), ('::1', 70))
+    """
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    else:
+        host, port = text, ""
+    if not host or (port and not _PORT.fullmatch(port)) or int(port or 0) >= 2**16:
+        raise UsageError(f"--listen takes HOST or HOST:PORT, not {text!r}")
+    return host, int(port or 0)

@@ -6,7 +6,6 @@ import contextlib
 import importlib
 import json
 import os
-import re
 import signal
 import sys
 from pathlib import Path
@@ -27,6 +26,7 @@ from .quantities import (
     parse_announce_period,
     parse_count,
     parse_host,
+    parse_listen,
     parse_non_negative,
     parse_port,
     parse_threads,
@@ -44,7 +44,6 @@ _PURPOSES = {
     "use": "The swarm is private. Join code (--join) for those who may use it:",
     "serve": "Join code for those who may serve as well:",
 }
-_PORT = re.compile(r"[0-9]{1,5}")  # int() raises for thousands of digits
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -167,24 +166,6 @@ def _choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple
         return joining.membership, joining.addresses
     code = read_join(options.join)
     return (JoinCode.parse(code).membership if code else None), ()
-
-
-def parse_listen(text: str) -> tuple[str, int]:
-    """Read HOST or HOST:PORT; port 0 means any free one.
-
-    >>> parse_listen("0.0.0.0:7000"), parse_listen("127.0.0.1"), parse_listen("[::1]:70")
-    (('0.0.0.0', 7000), ('127.0.0.1', 0), ('::1', 70))
-    """
-    if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        port = rest.removeprefix(":")
-    elif text.count(":") == 1:
-        host, _, port = text.partition(":")
-    else:
-        host, port = text, ""
-    if not host or (port and not _PORT.fullmatch(port)) or int(port or 0) >= 2**16:
-        raise UsageError(f"--listen takes HOST or HOST:PORT, not {text!r}")
-    return host, int(port or 0)
 
 
 async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> bool:

@@ -8,7 +8,6 @@ import asyncio
 import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from statistics import median
 
 from ..protocol.announcements import Announcement, PeerState
@@ -27,11 +26,14 @@ from ..protocol.net.directory import Directory
 from ..protocol.net.multiaddrs import PeerAddress
 from ..protocol.spans import Span, find_gaps
 from ..protocol.swarm_view import SwarmView
+from .finding import Finding, Status
 from .peer_check import FIXES, LIBP2P_GREETING, PeerCheck, Probes, check_peer
+from .reach_check import Door, judge_reach
 
 DIAL_SECONDS = 3.0
 JOIN_SECONDS = 15.0
 LOOKUP_SECONDS = 15.0
+REACH_SECONDS = 20.0
 """How long each check may take; joining alone is allowed ten seconds by the directory."""
 
 MAX_PEERS_ASKED = 64
@@ -49,29 +51,6 @@ _JOIN_FIXES = {
     "or overloaded; if nothing helps, start it again",
 }
 """What to do about a join that failed, by words of the directory's complaint."""
-
-
-class Status(StrEnum):
-    """How a check ended."""
-
-    OK = "ok"
-    WARNING = "warning"
-    BROKEN = "broken"
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What one check found, and what to do about it if anything."""
-
-    name: str
-    status: Status
-    detail: str
-    fix: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Return whether things work as they are."""
-        return self.status is not Status.BROKEN
 
 
 @dataclass(frozen=True)
@@ -120,8 +99,16 @@ class Diagnosis:
         """Return whether text can be generated over this swarm, whatever else is broken."""
         return self.missing == ()
 
-    async def run(self, read_model: Callable[[], ModelFacts], addresses: Sequence[str]) -> None:
-        """Do all checks that make sense, one after the other. Leaves nothing open."""
+    async def run(
+        self,
+        read_model: Callable[[], ModelFacts],
+        addresses: Sequence[str],
+        door: Door | None = None,
+    ) -> None:
+        """Do all checks that make sense, one after the other. Leaves nothing open.
+
+        With a door, also whether others could dial a peer of this machine there.
+        """
         model = await self._check_model(read_model)
         reachable = await self._check_addresses(addresses)
         if reachable:
@@ -132,6 +119,8 @@ class Diagnosis:
             await self._check_peers(self.view)
             self._check_clocks()
             self._check_blocks(model)
+        if door and reachable:
+            await self._check_reach(door, reachable)
 
     def _note(self, name: str, status: Status, detail: str, fix: str = "") -> None:
         finding = Finding(name, status, detail, fix if status is not Status.OK else "")
@@ -277,6 +266,19 @@ class Diagnosis:
             "weights are not exactly yours, which is what the id stands for"
         )
         self._note("announcements", Status.BROKEN, detail, fix)
+
+    async def _check_reach(self, door: Door, addresses: Sequence[str]) -> None:
+        """Ask others to dial this machine."""
+        try:
+            async with asyncio.timeout(REACH_SECONDS):
+                answers = await self.probes.reach(addresses, door)
+        except TimeoutError:
+            answers = []
+        except ShoalError as error:
+            self._note("reach", Status.BROKEN, str(error), "choose another --listen HOST:PORT")
+            return
+        finding = judge_reach(door, answers)
+        self._note(finding.name, finding.status, finding.detail, finding.fix)
 
     async def _check_peers(self, view: SwarmView) -> None:
         """Talk to the peers that say they are online."""

@@ -26,6 +26,7 @@ from ..protocol.net.clock import Clock, SystemClock
 from ..protocol.net.dialling import greet
 from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Lane, Transport
+from .reach_check import Door, Reach
 
 PEER_SECONDS = 6.0
 """How long one endpoint of a peer may keep us waiting."""
@@ -106,6 +107,8 @@ class Probes:
     join: Callable[[Sequence[str]], Awaitable[Directory]]
     check_certificate: Callable[[Endpoint], Awaitable[object]]
     """Raise as `tls.fetch_pinned_certificate` does."""
+    reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
+    """Ask others, through these addresses, to dial a door of this machine."""
 
 
 def make_network_probes(membership: Membership | None = None) -> Probes:
@@ -124,11 +127,15 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
             addresses, identity=None, clock=clock, client_mode=True, membership=membership
         )
 
+    async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
+        reachability = importlib.import_module("..protocol.net.reachability", __package__)
+        return await reachability.probe(addresses, door.listen_host, door.port, door.announced_host)
+
     transport = ChoosingTransport(
         tcp_transport.TcpTransport(membership=membership),
         lazy_libp2p.LazyLibp2pTransport(membership),
     )
-    return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate)
+    return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate, reach)
 
 
 async def _dial(host: str, port: int) -> None:

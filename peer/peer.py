@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ..kernels.quantize import WeightFormat
 from ..protocol.endpoints import Endpoint
-from ..protocol.errors import UsageError
 from ..protocol.identity import Identity
 from ..protocol.join_code import make_codes
+from ..protocol.net.addresses import check_can_be_dialled
 from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.hivemind_directory import HivemindDirectory
@@ -41,7 +41,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
     the caller can mend and DirectoryError when the swarm cannot be joined; whatever was begun is
     undone before.
     """
-    _check_can_be_dialled(config)
+    check_can_be_dialled(config.announce_host or config.listen_host)
     clock = SystemClock()
     async with AsyncExitStack() as stack:
         identity = stack.enter_context(_hold_identity(config))
@@ -97,14 +97,6 @@ def _hold_identity(config: PeerConfig) -> AbstractContextManager[Identity]:
     if config.identity_path is None:
         return nullcontext(Identity.generate())
     return hold_identity(config.identity_path)
-
-
-def _check_can_be_dialled(config: PeerConfig) -> None:
-    host = config.announce_host or config.listen_host
-    if host in ("0.0.0.0", "::"):
-        raise UsageError(
-            f"others cannot dial {host}: say with --announce-host which address they should use"
-        )
 
 
 async def _join_directory(

@@ -31,6 +31,7 @@ DOORS = {
         "protocol/net/dht_validator.py",
         "protocol/net/hivemind_directory.py",
         "protocol/net/dial_back.py",
+        "protocol/net/reachability.py",
         "protocol/net/libp2p_transport.py",
         "protocol/net/p2p_daemon.py",
         "protocol/net/p2p_streams.py",

@@ -56,6 +56,14 @@ def set_keepalive(connected: socket.socket) -> None:
             connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
+def check_can_be_dialled(host: str) -> None:
+    """Raise UsageError for a host to announce that means every address of this machine."""
+    if host in ("0.0.0.0", "::"):
+        raise UsageError(
+            f"others cannot dial {host}: say with --announce-host which address they should use"
+        )
+
+
 async def check_can_bind(host: str, port: int) -> None:
     """Raise UsageError when a port is in use or a host not ours."""
     try:

@@ -28,7 +28,7 @@ from ..revocations import Revocations, sign_revocations
 from .addresses import is_loopback
 from .clock import Clock
 from .dht_validator import GateValidator
-from .dial_back import DialBack, make_reachable
+from .dial_back import DialBack
 from .libp2p_transport import Libp2pTransport
 from .multiaddrs import PeerAddress, find_listening
 from .p2p_daemon import (
@@ -40,6 +40,7 @@ from .p2p_daemon import (
     start_serving_p2pd,
     stop_p2pd,
 )
+from .reachability import make_reachable
 from .record_gate import REVOCATIONS, RecordGate
 from .swarm_question import find_swarm, make_silence_error
 

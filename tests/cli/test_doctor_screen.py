@@ -8,7 +8,7 @@ import pytest
 
 from shoal.cli.doctor import _Screen  # pyright: ignore[reportPrivateUsage]
 from shoal.cli.terminal import Terminal
-from shoal.client.diagnosis import Finding, Status
+from shoal.client.finding import Finding, Status
 
 
 class NarrowTerminal(io.StringIO):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from diagnosis_scene import MODEL, Swarm, examine, find
 
-from shoal.client.diagnosis import Status
+from shoal.client.finding import Status
 from shoal.client.peer_check import Fault
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity

@@ -24,13 +24,14 @@ async def never(stream: Stream) -> None:
 
 def run(test: Callable[[Ask, Endpoint], Awaitable[None]], num_others: int = 1) -> None:
     """Run a test with a way to ask others, and a gRPC endpoint that they can dial."""
-    from shoal.protocol.net.dial_back import DialBack, can_be_dialled
+    from shoal.protocol.net.dial_back import DialBack
     from shoal.protocol.net.multiaddrs import PeerAddress
     from shoal.protocol.net.p2p_daemon import (
         start_reading_p2pd,
         start_serving_p2pd,
         stop_p2pd,
     )
+    from shoal.protocol.net.reachability import can_be_dialled
 
     async def main() -> None:
         others = [await start_serving_p2pd([], None, "127.0.0.1", 0) for _ in range(num_others)]

@@ -8,11 +8,13 @@ from typing import Any
 
 from announcements import describe_peer
 
-from shoal.client.diagnosis import Diagnosis, Finding, ModelFacts
+from shoal.client.diagnosis import Diagnosis, ModelFacts
+from shoal.client.finding import Finding
 from shoal.client.peer_check import LIBP2P_GREETING, Probes
+from shoal.client.reach_check import Door, Reach
 from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import DirectoryError, ModelError
+from shoal.protocol.errors import DirectoryError, ModelError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership import Membership
@@ -45,6 +47,8 @@ class Swarm:
         self.join_error: DirectoryError | None = None
         self.certificate_errors: dict[str, Exception] = {}
         self.heard: list[Finding] = []
+        self.reach: Sequence[Reach] = ()
+        self.reach_error: UsageError | None = None
         self.membership: Membership | None = None
 
     async def add(
@@ -87,11 +91,20 @@ class Swarm:
         return announcement
 
     async def diagnose(
-        self, addresses: Sequence[str] = (ADDRESS,), model: ModelFacts | None = MODEL
+        self,
+        addresses: Sequence[str] = (ADDRESS,),
+        model: ModelFacts | None = MODEL,
+        door: Door | None = None,
     ) -> Diagnosis:
         transport = LoopbackTransport(self.network, "us", self.membership)
         probes = Probes(
-            self.clock, transport, self._dial, self._hail, self._join, self._check_certificate
+            self.clock,
+            transport,
+            self._dial,
+            self._hail,
+            self._join,
+            self._check_certificate,
+            self._reach,
         )
         diagnosis = Diagnosis(probes, self.heard.append)
 
@@ -100,7 +113,7 @@ class Swarm:
                 raise ModelError("there is no model here")
             return model
 
-        await diagnosis.run(read_model, addresses)
+        await diagnosis.run(read_model, addresses, door)
         await transport.close()
         return diagnosis
 
@@ -119,6 +132,11 @@ class Swarm:
         if self.join_error:
             raise self.join_error
         return MemoryDirectory(self.store, self.clock)
+
+    async def _reach(self, addresses: Sequence[str], door: Door) -> Sequence[Reach]:
+        if self.reach_error:
+            raise self.reach_error
+        return self.reach
 
     async def _check_certificate(self, endpoint: Endpoint) -> None:
         await asyncio.sleep(2 * DELAY_SECONDS)

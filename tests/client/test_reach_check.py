@@ -1,0 +1,93 @@
+"""What the answers of those come to who were asked to dial this machine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from diagnosis_scene import Swarm, examine, find
+
+from shoal.client.finding import Status
+from shoal.client.reach_check import Door, judge_reach
+from shoal.protocol.errors import UsageError
+from shoal.protocol.spans import Span
+
+HOME, ROUTER = "192.168.0.2", "203.0.113.5"
+DOOR = Door("0.0.0.0", 7000, HOME)
+
+
+@dataclass(frozen=True)
+class Answer:
+    is_reached: bool | None
+    seen_host: str
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "words"),
+    [
+        (
+            [(True, HOME), (True, HOME), (False, HOME)],
+            Status.OK,
+            "2 of 3 peers that were asked can",
+        ),
+        ([(False, HOME), (False, HOME), (True, HOME)], Status.WARNING, "a firewall shuts it"),
+        ([(False, ROUTER), (False, ROUTER)], Status.WARNING, f"as {ROUTER}, not as {HOME}"),
+        ([(True, ROUTER), (None, "")], Status.WARNING, "behind a NAT"),
+        ([(None, ""), (None, HOME)], Status.WARNING, "nobody outside this machine could be"),
+        ([(True, "127.0.0.1")], Status.WARNING, "nobody outside this machine could be"),
+        ([], Status.WARNING, "nobody outside this machine could be"),
+    ],
+)
+def test_answers_come_to_one_finding(
+    answers: list[tuple[bool | None, str]], status: Status, words: str
+) -> None:
+    finding = judge_reach(DOOR, [Answer(*answer) for answer in answers])
+
+    assert finding.status is status
+    assert words in finding.detail
+    assert bool(finding.fix) is (status is not Status.OK)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (Answer(False, HOME), "let TCP port 7000 through"),
+        (Answer(False, ROUTER), f"--listen 0.0.0.0:7000 --announce-host {ROUTER}"),
+        (Answer(True, ROUTER), f"announce that address, --announce-host {ROUTER}"),
+    ],
+)
+def test_fix_says_what_to_type(answer: Answer, words: str) -> None:
+    assert words in judge_reach(DOOR, [answer]).fix
+
+
+def test_port_that_is_not_fixed_is_not_named() -> None:
+    door = Door("0.0.0.0", 0, HOME)
+    assert "its port (--listen HOST:PORT keeps it" in judge_reach(door, [Answer(False, HOME)]).fix
+    assert "0.0.0.0:PORT" in judge_reach(door, [Answer(False, ROUTER)]).fix
+
+
+def test_loopback_is_for_this_machine_only() -> None:
+    finding = judge_reach(Door("127.0.0.1", 0, "127.0.0.1"), [Answer(True, "127.0.0.1")])
+    assert finding.status is Status.WARNING
+    assert "--announce-host" in finding.fix
+
+
+def test_doctor_asks_only_with_a_door_and_tells_what_it_heard() -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8))
+        swarm.reach = [Answer(True, HOME)]
+
+    assert all(finding.name != "reach" for finding in examine(build).findings)
+    diagnosis = examine(build, door=DOOR)
+    assert find(diagnosis, "reach").detail == f"1 of 1 peers that were asked can dial {HOME}:7000"
+    assert diagnosis.is_well
+
+
+def test_port_in_use_is_broken() -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8))
+        swarm.reach_error = UsageError("cannot listen on 0.0.0.0:7000: in use")
+
+    finding = find(examine(build, door=DOOR), "reach")
+    assert finding.status is Status.BROKEN
+    assert "in use" in finding.detail
