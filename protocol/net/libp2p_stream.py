@@ -11,6 +11,7 @@ import asyncio
 import logging
 import struct
 from collections.abc import Callable
+from copy import copy
 
 from ..errors import RemoteProtocolError, UnavailableError
 from .pieces import MAX_MESSAGE_BYTES
@@ -147,7 +148,7 @@ class Libp2pStream(StreamEnd):
     async def _read(self) -> bytes | None:
         message = await self._arrived.get()
         if isinstance(message, RemoteProtocolError):
-            raise message
+            raise copy(message)  # else, by its traceback, it would hold itself
         if not message:
             return None
         self._num_arrived_bytes -= len(message) + _WAITING_MESSAGE_BYTES

@@ -36,6 +36,7 @@ class StreamEnd:
         self._gate: FrameGate = open_gate
         self._reading: asyncio.Task[bytes | None] | None = None
         self._is_closed = False
+        self._refusal: ShoalError | None = None  # behind it nothing is received
         self._fault: ShoalError | None = None
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -68,6 +69,8 @@ class StreamEnd:
             return None
         if self._fault is not None:
             raise copy(self._fault)
+        if self._refusal is not None:
+            raise copy(self._refusal)
         if self._reading is None:
             self._reading = asyncio.create_task(self._read_frame())
             self._reading.add_done_callback(_retrieve)
@@ -76,8 +79,13 @@ class StreamEnd:
             return await self.receive()
         try:
             frame = self._reading.result()
-        except UnavailableError as error:
-            self.end(error)
+        except ShoalError as error:
+            # Not kept itself: its traceback holds what has come of a large frame, and us.
+            self._reading = None
+            if isinstance(error, UnavailableError):
+                self.end(error)
+            else:
+                self._refusal = copy(error)
             raise
         if frame is not None:
             self._reading = None
@@ -102,6 +110,7 @@ class StreamEnd:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait({self._reading})
+            self._reading = None
 
     async def _read_frame(self) -> bytes | None:
         """Read one frame, with the gate's consent where it is large."""
@@ -120,6 +129,8 @@ class StreamEnd:
             # Who is still busy sending would not hear why.
             await self._read_rest(num_missing, len)
             raise
+        finally:
+            pieces.clear()  # also where whoever hears of an error keeps its traceback
 
     async def _read_rest(self, num_missing: int, take: Callable[[bytes], object]) -> None:
         """Read the rest of a frame that has begun."""

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 import struct
 import tracemalloc
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -133,3 +134,51 @@ def test_message_beyond_the_limit_is_the_fault_of_the_other_end_who_hears_our_an
         await stream.wait_gone()
 
     asyncio.run(test())
+
+
+async def break_in_half_a_frame(stream: Libp2pStream, stranger: asyncio.StreamWriter) -> None:
+    stranger.close()
+    with pytest.raises(UnavailableError):
+        await stream.receive()
+
+
+async def close_in_half_a_frame(stream: Libp2pStream, stranger: asyncio.StreamWriter) -> None:
+    receiving = asyncio.create_task(stream.receive())
+    await stream.close()
+    assert await receiving is None
+    stranger.close()
+
+
+async def refuse_half_a_frame(stream: Libp2pStream, stranger: asyncio.StreamWriter) -> None:
+    stranger.write(struct.pack("<I", MAX_MESSAGE_BYTES + 1))
+    for _ in range(2):
+        with pytest.raises(RemoteProtocolError):
+            await stream.receive()
+    stranger.close()
+
+
+@pytest.mark.parametrize("end", [break_in_half_a_frame, close_in_half_a_frame, refuse_half_a_frame])
+def test_half_a_frame_is_gone_with_its_stream_without_a_garbage_collection(
+    end: Callable[[Libp2pStream, asyncio.StreamWriter], Awaitable[None]],
+) -> None:
+    """Any number of them could wait for the next one."""
+
+    async def test() -> None:
+        async with stream_and_stranger() as (stream, stranger):
+            stranger.write(pack(*list(cut_frame(bytes(8 * 2**20)))[:-1]))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(0.2):
+                    await stream.receive()
+            await end(stream, stranger)
+            await stream.close()
+            await stream.wait_gone()
+
+    gc.disable()
+    tracemalloc.start()
+    try:
+        asyncio.run(test())
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        gc.enable()
+    assert num_bytes < 2**19
