@@ -119,16 +119,16 @@ class TcpStream(asyncio.Protocol):
             return
         self._is_closed = True
         self._end()
-        self._drop_all()
-        if self._fault is not None or self._transport is None:
+        transport = self._transport
+        if self._fault is not None or transport is None or transport.is_closing():
+            self._drop_all()
             self._abort()
             return
-        self._transport.write(pack_mark(Mark.END))
-        if self._cutter.mark is not None:
-            self._transport.close()
-            return
-        loop = asyncio.get_running_loop()
-        self._lingering = loop.call_later(_LINGER_SECONDS, self._abort)
+        transport.write(pack_mark(Mark.END))
+        self._drop_all()  # hangs up, if the other end said the same before
+        if self._cutter.mark is None:
+            loop = asyncio.get_running_loop()
+            self._lingering = loop.call_later(_LINGER_SECONDS, self._abort)
 
     def break_off(self, reason: str) -> None:
         """Make every use of the stream from now on raise UnavailableError, at both ends."""
