@@ -19,6 +19,7 @@ from ..endpoints import Endpoint
 from ..errors import ShoalError
 from .clock import Clock
 from .multiaddrs import split_multiaddr
+from .shared_places import SharedPlaces, name_dialler
 from .tls import fetch_pinned_certificate
 
 with warnings.catch_warnings():
@@ -36,6 +37,9 @@ _DIAL_SECONDS = 3.0
 ANSWER_SECONDS = 6.0
 """How long who asks waits: a dial, and a slow way there and back."""
 
+_MAX_QUESTIONS = 64
+"""How many are listened to at once."""
+
 _MAX_DIALS_AT_ONCE = 4
 _MAX_HOSTS = 64
 _PAUSE_SECONDS = 10.0
@@ -49,6 +53,7 @@ class DialBack:
         self._clock = clock
         self._dialled_at: dict[str, float] = {}
         self._num_dialling = 0
+        self._places = SharedPlaces(_MAX_QUESTIONS, "questions")
 
     async def start(self, p2p: P2P) -> None:
         """Answer questions that reach a p2pd, until it ends."""
@@ -57,22 +62,24 @@ class DialBack:
     async def _serve(
         self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer one question."""
-        host, _ = split_multiaddr(str(info.addr))
+        """Answer one question, or nothing to who holds too many streams already."""
         try:
-            async with asyncio.timeout(ANSWER_SECONDS):
-                port, fingerprint = QUESTION.unpack(await reader.readexactly(QUESTION.size))
-                is_relayed = "/p2p-circuit" in str(info.addr)
-                if not port or not host or is_relayed or not self._may_dial(host):
-                    answer = BUSY
-                else:
-                    answer = await self._dial(Endpoint(host, port, fingerprint.hex()))
-                writer.write(answer + host.encode())
-                await writer.drain()
-        except (OSError, EOFError, TimeoutError) as error:
-            log.debug("a question to dial %s back was not answered: %r", host, error)
+            with self._places.hold(name_dialler(info)):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    port, fingerprint = QUESTION.unpack(await reader.readexactly(QUESTION.size))
+                    writer.write(await self._answer(str(info.addr), port, fingerprint.hex()))
+                    await writer.drain()
+        except (ShoalError, OSError, EOFError, TimeoutError) as error:
+            log.debug("a question from %s was not answered: %r", info.addr, error)
         finally:
             writer.close()
+
+    async def _answer(self, address: str, port: int, fingerprint: str) -> bytes:
+        host, _ = split_multiaddr(address)
+        is_relayed = "/p2p-circuit" in address
+        if not port or not host or is_relayed or not self._may_dial(host):
+            return BUSY + host.encode()
+        return await self._dial(Endpoint(host, port, fingerprint)) + host.encode()
 
     def _may_dial(self, host: str) -> bool:
         """Return whether it is a host's turn, and note that it was."""

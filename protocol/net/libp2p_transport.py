@@ -23,11 +23,13 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
+from ..fair_share import Holder
 from ..ids import PeerId
 from ..membership import Membership
 from .libp2p_stream import Libp2pStream
 from .multiaddrs import split_multiaddr
 from .p2p_streams import connect, open_byte_stream
+from .shared_places import SharedPlaces, name_dialler
 from .tcp_listener import MAX_STREAMS
 from .transport import Lane, StreamServer, turn_away
 
@@ -46,6 +48,9 @@ _HELLO = b"shoal-exchange 1 "
 _ACCEPTED = b"shoal-accepted 1"
 _MEMBERS_ONLY = b"shoal-members-only 1"
 """First messages of a listener. p2pd takes a stream for open before the other end has agreed."""
+
+_MAX_DOORSTEP = 512
+"""Streams that are still saying who they are, or hear that they are not welcome."""
 
 _HELLO_SECONDS = 5.0
 
@@ -146,6 +151,8 @@ class Libp2pListener:
         self._serve = serve
         self._membership = membership
         self._streams: dict[Libp2pStream, asyncio.Task[None]] = {}
+        self._doorstep = SharedPlaces(_MAX_DOORSTEP, "strangers")
+        self._places = SharedPlaces(MAX_STREAMS, "streams")
         self.is_open = False
 
     @property
@@ -179,14 +186,31 @@ class Libp2pListener:
         self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Take one stream from p2pd; it is served in a task of its own, which we can cancel."""
-        if not self.is_open or len(self._streams) >= MAX_STREAMS:
+        if not self.is_open:
             writer.close()
             return
         host, _ = split_multiaddr(str(info.addr))
         stream = Libp2pStream(reader, writer, host or None, "the other end", lambda stream: None)
-        task = asyncio.create_task(self._serve_stream(stream))
+        task = asyncio.create_task(self._attend(stream, name_dialler(info)))
         self._streams[stream] = task
         task.add_done_callback(lambda _: self._streams.pop(stream))
+
+    async def _attend(self, stream: Libp2pStream, holder: Holder) -> None:
+        """See a stream from its first message to its end."""
+        try:
+            with self._doorstep.hold(holder):
+                async with asyncio.timeout(_HELLO_SECONDS):
+                    is_welcome = self._judge(await stream.hear())
+                if not is_welcome:
+                    await stream.say(_MEMBERS_ONLY)
+                    await _end(stream)
+                    return
+            with self._places.hold(holder):
+                await stream.say(_ACCEPTED)
+                await self._serve_stream(stream)
+        except (ShoalError, TimeoutError) as error:
+            log.debug("somebody did not get in at %s: %s", self._endpoint, error)
+            await stream.abort(str(error))
 
     def _judge(self, hello: bytes) -> bool:
         """Return whether a dialler may come in, by its first message."""
@@ -197,20 +221,20 @@ class Libp2pListener:
 
     async def _serve_stream(self, stream: Libp2pStream) -> None:
         try:
-            async with asyncio.timeout(_HELLO_SECONDS):
-                is_welcome = self._judge(await stream.hear())
-            await stream.say(_ACCEPTED if is_welcome else _MEMBERS_ONLY)
-            if is_welcome:
-                await self._serve(stream)
-        except (ShoalError, TimeoutError) as error:
+            await self._serve(stream)
+        except ShoalError as error:
             log.debug("a stream at %s ended: %s", self._endpoint, error)
             stream.break_off(str(error))
         except Exception:
             log.exception("serving a stream at %s failed", self._endpoint)
             stream.break_off("serving it failed")
         finally:
-            await stream.close()
-            await stream.wait_gone()
+            await _end(stream)
+
+
+async def _end(stream: Libp2pStream) -> None:
+    await stream.close()
+    await stream.wait_gone()
 
 
 async def _wait_accepted(

@@ -23,7 +23,8 @@ log = logging.getLogger(__name__)
 
 MAX_STREAMS = 2048
 """What all strangers together may open. Twice as many as a peer serves by default: the others hear
-why it does not serve them."""
+why it does not serve them. Those of one address are held to their share, also at a peer that still
+loads and serves nobody."""
 
 _MAX_DOORSTEP = 512
 """Connections that are still saying who they are. Those of one address are held to their share, so
@@ -61,8 +62,8 @@ class TcpListener:
         self._accepting: list[asyncio.Task[None]] = []
         self._serving: set[asyncio.Task[None]] = set()
         self._greeting: list[str] = []  # by holder
+        self._served: list[str] = []
         self._streams: set[TcpStream] = set()
-        self._num_served = 0
 
     @property
     def endpoint(self) -> Endpoint:
@@ -126,20 +127,20 @@ class TcpListener:
         stream.limit(_MAX_HELLO_BYTES)
         self._streams.add(stream)
         try:
-            is_welcome = await self._greet(accepted, stream)
+            is_welcome = await self._greet(accepted, stream, holder)
         finally:
             self._greeting.remove(holder)
         if not is_welcome:
             self._streams.discard(stream)
             return
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
-        self._num_served += 1
+        self._served.append(holder)
         try:
             await self._serve_stream(stream)
         finally:
-            self._num_served -= 1
+            self._served.remove(holder)
 
-    async def _greet(self, accepted: socket.socket, stream: TcpStream) -> bool:
+    async def _greet(self, accepted: socket.socket, stream: TcpStream, holder: str) -> bool:
         """Make the connection safe and let the stream begin; return whether it did."""
         loop = asyncio.get_running_loop()
         is_plain = self._context is None
@@ -153,7 +154,7 @@ class TcpListener:
                     ssl_handshake_timeout=None if is_plain else _HELLO_SECONDS,
                     ssl_shutdown_timeout=None if is_plain else SHUTDOWN_SECONDS,
                 )
-                refusal = self._judge(await stream.receive())
+                refusal = self._judge(await stream.receive(), holder)
                 if refusal is None:
                     stream.limit(MAX_FRAME_BYTES)
                     await stream.send(HELLO)
@@ -163,7 +164,7 @@ class TcpListener:
         stream.turn_away(refusal or Mark.END)
         return False
 
-    def _judge(self, hello: bytes | None) -> Mark | None:
+    def _judge(self, hello: bytes | None, holder: str) -> Mark | None:
         """Return why a stranger does not get in, None if he does."""
         if hello is None or not hello.startswith(HELLO):
             return Mark.END
@@ -171,7 +172,11 @@ class TcpListener:
         membership = self._membership
         if membership is not None and not membership.accepts(self._endpoint.fingerprint, proof):
             return Mark.MEMBERS_ONLY
-        return Mark.TOO_MANY_STREAMS if self._num_served >= MAX_STREAMS else None
+        try:
+            check_room_for(holder, self._served, MAX_STREAMS, "streams")
+        except RefusedError:
+            return Mark.TOO_MANY_STREAMS
+        return None
 
     async def _serve_stream(self, stream: TcpStream) -> None:
         try:

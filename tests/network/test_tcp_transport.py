@@ -328,7 +328,7 @@ def test_plain_text_stays_on_this_machine() -> None:
 
 
 def test_streams_beyond_the_limit_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_listener, "MAX_STREAMS", 3)
+    monkeypatch.setattr(tcp_listener, "MAX_STREAMS", 4)
 
     async def test() -> None:
         server, client = TcpTransport(), TcpTransport()

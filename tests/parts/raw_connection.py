@@ -13,10 +13,15 @@ from shoal.protocol.net.tls import make_client_context
 @asynccontextmanager
 async def dial_raw(
     endpoint: Endpoint,
+    from_host: str = "127.0.0.1",
 ) -> AsyncGenerator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """Connect and greet, as a stream of `TcpTransport` would."""
     reader, writer = await asyncio.open_connection(
-        endpoint.host, endpoint.port, ssl=make_client_context(), server_hostname=""
+        endpoint.host,
+        endpoint.port,
+        ssl=make_client_context(),
+        server_hostname="",
+        local_addr=(from_host, 0),
     )
     try:
         hello = b"".join(pack_frame(HELLO))

@@ -1,0 +1,157 @@
+"""Whoever holds many streams leaves room for others, whatever carries them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+import pytest
+from raw_connection import dial_raw
+
+from shoal.protocol.errors import UnavailableError
+from shoal.protocol.net import tcp_listener
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.transport import Stream, Transport
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+
+@pytest.fixture(autouse=True)
+def no_warnings_of_hivemind() -> None:
+    import warnings
+
+    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"hivemind\.")
+
+
+async def wait(stream: Stream) -> None:
+    """Serve a stream like a peer that still loads its blocks."""
+    await stream.wait_over()
+
+
+async def open_many(transport: Transport, endpoint: Any, number: int) -> list[Stream]:
+    """Return as many of so many streams as can be had."""
+    streams: list[Stream] = []
+    for _ in range(number):
+        try:
+            streams.append(await transport.open_stream(endpoint))
+        except UnavailableError:
+            break
+    return streams
+
+
+@asynccontextmanager
+async def server_and_diallers() -> AsyncGenerator[tuple[Any, list[Any]]]:
+    """Yield a p2pd that listens, and two that are connected to it."""
+    from shoal.protocol.net.multiaddrs import PeerAddress
+    from shoal.protocol.net.p2p_daemon import start_reading_p2pd, start_serving_p2pd, stop_p2pd
+
+    async with AsyncExitStack() as stack:
+        server = await start_serving_p2pd([], None, "127.0.0.1", 0)
+        stack.push_async_callback(stop_p2pd, server)
+        address = PeerAddress.parse(str((await server.get_visible_maddrs())[0]))
+        diallers = [await start_reading_p2pd([address], None) for _ in range(2)]
+        for dialler in diallers:
+            stack.push_async_callback(stop_p2pd, dialler)
+        yield server, diallers
+
+
+async def open_silent(dialler: Any, server: Any, protocol: str) -> list[Any]:
+    from shoal.protocol.net.p2p_streams import open_byte_stream
+
+    peer_id = str(server.peer_id)
+    return [await open_byte_stream(dialler, peer_id, protocol) for _ in range(12)]
+
+
+def abort(silent: list[Any]) -> None:
+    for _, writer in silent:
+        writer.transport.abort()
+
+
+def test_who_says_nothing_over_libp2p_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from shoal.protocol.net import libp2p_transport
+
+    monkeypatch.setattr(libp2p_transport, "_MAX_DOORSTEP", 8)
+    monkeypatch.setattr(libp2p_transport, "MAX_STREAMS", 8)
+
+    async def test() -> None:
+        async with server_and_diallers() as (server, (silent, honest)):
+            serving = libp2p_transport.Libp2pTransport(server)
+            dialling = libp2p_transport.Libp2pTransport(honest)
+            endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
+            streams = await open_silent(silent, server, libp2p_transport.PROTOCOL)
+
+            stream = await dialling.open_stream(endpoint)
+
+            await stream.close()
+            abort(streams)
+            for transport in (dialling, serving):
+                await transport.close()
+
+    asyncio.run(test())
+
+
+def test_who_holds_many_streams_over_libp2p_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from shoal.protocol.net import libp2p_transport
+
+    monkeypatch.setattr(libp2p_transport, "MAX_STREAMS", 8)
+
+    async def test() -> None:
+        async with server_and_diallers() as (server, p2ps):
+            serving = libp2p_transport.Libp2pTransport(server)
+            greedy, other = (libp2p_transport.Libp2pTransport(p2p) for p2p in p2ps)
+            endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
+
+            assert len(await open_many(greedy, endpoint, 12)) == 3
+            assert await open_many(other, endpoint, 1)
+
+            for transport in (greedy, other, serving):
+                await transport.close()
+
+    asyncio.run(test())
+
+
+def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from shoal.protocol.net import dial_back
+
+    monkeypatch.setattr(dial_back, "_MAX_QUESTIONS", 8)
+
+    async def test() -> None:
+        async with server_and_diallers() as (server, (silent, honest)):
+            await dial_back.DialBack(SystemClock()).start(server)
+            serving = TcpTransport()
+            endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
+            streams = await open_silent(silent, server, dial_back.PROTOCOL)
+
+            async with asyncio.timeout(dial_back._ANSWER_SECONDS / 2):
+                assert await streams[-1][0].read() == b""
+            assert await dial_back.can_be_dialled(honest, endpoint)
+
+            abort(streams)
+            await serving.close()
+
+    asyncio.run(test())
+
+
+def test_one_address_leaves_streams_over_tcp_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody else counts them while a peer loads its blocks."""
+    monkeypatch.setattr(tcp_listener, "MAX_STREAMS", 8)
+
+    async def test() -> None:
+        serving, greedy = TcpTransport(), TcpTransport()
+        endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
+
+        assert len(await open_many(greedy, endpoint, 12)) == 5
+        async with dial_raw(endpoint, from_host="127.0.0.2"):
+            assert len(await open_many(greedy, endpoint, 1)) == 0
+
+        for transport in (greedy, serving):
+            await transport.close()
+
+    asyncio.run(test())
