@@ -33,7 +33,7 @@ from .reach_check import Door, judge_reach
 DIAL_SECONDS = 3.0
 JOIN_SECONDS = 15.0
 LOOKUP_SECONDS = 15.0
-REACH_SECONDS = 20.0
+REACH_SECONDS = 30.0
 """How long each check may take; joining alone is allowed ten seconds by the directory."""
 
 MAX_PEERS_ASKED = 64

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..endpoints import Endpoint
 from ..errors import ShoalError
+from ..fair_share import name_holder
 from .clock import Clock
 from .multiaddrs import split_multiaddr
 from .shared_places import SharedPlaces, name_dialler
@@ -42,8 +43,8 @@ _MAX_QUESTIONS = 64
 
 _MAX_DIALS_AT_ONCE = 4
 _MAX_HOSTS = 64
-_PAUSE_SECONDS = 10.0
-"""How long a host waits for its next turn, and 64 others for theirs. Peers ask once, on start."""
+PAUSE_SECONDS = 10.0
+"""How long a host waits for its next turn, and 64 others for theirs. Peers ask on start only."""
 
 
 class DialBack:
@@ -77,18 +78,20 @@ class DialBack:
     async def _answer(self, address: str, port: int, fingerprint: str) -> bytes:
         host, _ = split_multiaddr(address)
         is_relayed = "/p2p-circuit" in address
-        if not port or not host or is_relayed or not self._may_dial(host):
+        if not port or not host or is_relayed or not self.take_turn(host):
             return BUSY + host.encode()
         return await self._dial(Endpoint(host, port, fingerprint)) + host.encode()
 
-    def _may_dial(self, host: str) -> bool:
+    def take_turn(self, host: str) -> bool:
         """Return whether it is a host's turn, and note that it was."""
+        holder = name_holder(host)
         now = self._clock.now()
-        recent = {name: at for name, at in self._dialled_at.items() if now - at < _PAUSE_SECONDS}
+        recent = {name: at for name, at in self._dialled_at.items() if now - at < PAUSE_SECONDS}
         self._dialled_at = recent
-        if host in recent or len(recent) >= _MAX_HOSTS or self._num_dialling >= _MAX_DIALS_AT_ONCE:
+        is_full = len(recent) >= _MAX_HOSTS or self._num_dialling >= _MAX_DIALS_AT_ONCE
+        if is_full or holder in recent:
             return False
-        recent[host] = now
+        recent[holder] = now
         return True
 
     async def _dial(self, endpoint: Endpoint) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any, cast
 from ..endpoints import Endpoint, Relay
 from ..errors import ShoalError
 from ..identity import Identity
-from .dial_back import ANSWER_SECONDS, NOT_REACHED, PROTOCOL, QUESTION, REACHED
+from .dial_back import ANSWER_SECONDS, NOT_REACHED, PAUSE_SECONDS, PROTOCOL, QUESTION, REACHED
 from .multiaddrs import PeerAddress
 from .p2p_daemon import choose_relays, start_reading_p2pd, start_serving_p2pd, stop_p2pd
 from .p2p_streams import open_byte_stream
@@ -57,6 +57,9 @@ class Reach:
         if self.is_reached and self.seen_host != host:
             return not _is_for_everybody(host)
         return self.is_reached is False
+
+
+_SILENCE = Reach(None, "")
 
 
 async def make_reachable(
@@ -107,15 +110,20 @@ async def probe(addresses: Sequence[str], host: str, port: int, announced_host: 
 
 
 async def ask_others(p2p: P2P, endpoint: Endpoint) -> list[Reach]:
-    """Ask some of those that p2pd is connected to whether they can dial our endpoint."""
+    """Ask some of those that p2pd is connected to whether they can dial our endpoint.
+
+    Where nobody had a turn for our host, another peer on it may just have asked: we ask once more.
+    """
     try:
         neighbours: Any = await cast(Any, p2p)._client.list_peers()
     except (OSError, EOFError):
         return []  # p2pd has ended; whoever uses it next says so
-    peer_ids = [neighbour.peer_id.to_base58() for neighbour in neighbours]
-    answers: Sequence[Reach] = await asyncio.gather(
-        *(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids[:_MAX_ASKED])
-    )
+    peer_ids = [neighbour.peer_id.to_base58() for neighbour in neighbours][:_MAX_ASKED]
+    answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
+    said = [answer for answer in answers if answer != _SILENCE]
+    if said and all(answer.is_reached is None for answer in said):
+        await asyncio.sleep(PAUSE_SECONDS)
+        answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
     num_reaching = sum(bool(answer.is_reached) for answer in answers)
     log.info("of %d peers, %d can dial us", len(answers), num_reaching)
     return list(answers)
@@ -137,7 +145,7 @@ async def _ask(p2p: P2P, peer_id: str, endpoint: Endpoint) -> Reach:
                 writer.close()
     except (ShoalError, OSError, EOFError, TimeoutError) as error:
         log.debug("peer …%s does not say whether it can dial us: %s", peer_id[-6:], error)
-        return Reach(None, "")
+        return _SILENCE
     verdict = {REACHED: True, NOT_REACHED: False}.get(answer[:1])
     return Reach(verdict, answer[1:].decode("ascii", "replace"))
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.clock import SystemClock, VirtualClock, run_virtual
 from shoal.protocol.net.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 
@@ -23,7 +23,7 @@ async def never(stream: Stream) -> None:
 
 
 def run(test: Callable[[Ask, Endpoint], Awaitable[None]], num_others: int = 1) -> None:
-    """Run a test with a way to ask others, and a gRPC endpoint that they can dial."""
+    """Run a test with a way to ask others, and an endpoint that they can dial."""
     from shoal.protocol.net.dial_back import DialBack
     from shoal.protocol.net.multiaddrs import PeerAddress
     from shoal.protocol.net.p2p_daemon import (
@@ -65,14 +65,20 @@ def test_open_port_is_reached() -> None:
     run(test)
 
 
-def test_closed_port_is_not_reached_and_asking_again_at_once_is_not_answered() -> None:
+def test_closed_port_is_not_reached_also_by_who_has_to_wait_for_a_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from shoal.protocol.net import dial_back
+
+    monkeypatch.setattr(dial_back, "_PAUSE_SECONDS", 1.0)
+
     async def test(ask: Ask, endpoint: Endpoint) -> None:
         with socket.socket() as unused:
             unused.bind(("127.0.0.1", 0))
             closed = Endpoint("127.0.0.1", unused.getsockname()[1], endpoint.fingerprint)
 
             assert not await ask(closed)
-            assert await ask(closed), "nobody has a word against it"
+            assert not await ask(closed)
 
     run(test)
 
@@ -99,3 +105,18 @@ def test_private_host_that_is_not_the_one_dialled_is_not_reached(host: str, expe
         assert await ask(Endpoint(host, endpoint.port, endpoint.fingerprint)) is expected
 
     run(test)
+
+
+def test_addresses_of_one_customer_have_one_turn() -> None:
+    """They could take the turns of all others, who then take themselves for reachable."""
+    from shoal.protocol.net.dial_back import DialBack
+
+    async def main() -> None:
+        others = DialBack(VirtualClock())
+        turns = [others.take_turn(f"2001:db8::{number:x}") for number in range(1, 200)]
+
+        assert turns.count(True) == 1
+        assert others.take_turn("2001:db8:0:1::1")
+        assert others.take_turn("192.0.2.7")
+
+    run_virtual(main())
