@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from shoal.protocol.net.frame_cutter import Mark, pack_mark
+from shoal.protocol.versions import MAX_VERSION
+
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE_FOLDERS = ("protocol", "kernels", "peer", "client", "cli")
 DOCUMENTS = [
@@ -114,3 +117,11 @@ def test_protocol_tables_are_those_of_the_code() -> None:
     assert len(re.findall(r"^\| `MAX_", text, flags=re.M)) == len(
         re.findall(r"^MAX_", (ROOT / "protocol" / "limits.py").read_text(), flags=re.M)
     )
+
+
+def test_protocol_names_its_version_and_every_mark() -> None:
+    text = (ROOT / "docs" / "protocol.md").read_text(encoding="utf-8")
+    streams = text.partition("## Streams and frames")[2].partition("## Messages")[0]
+
+    assert f"\nVersion {MAX_VERSION}. " in text
+    assert not [mark.name for mark in Mark if f"`{pack_mark(mark).hex(' ')}`" not in streams]
