@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -22,11 +22,13 @@ from ..protocol.errors import (
 )
 from ..protocol.fair_share import BUSY_SECONDS, Holder, check_room_for
 from ..protocol.ids import SessionId
+from ..protocol.limits import MAX_PIECE_BYTES
 from ..protocol.messages import Attach, Declined, NextHop
 from ..protocol.net.clock import Clock
 from ..protocol.net.dialling import dial, greet
 from ..protocol.net.transport import Lane, Stream, Transport
 from ..protocol.wire import decode_frame, encode_frame
+from .shared_bytes import RecentBytes
 
 _logger = logging.getLogger(__name__)
 
@@ -43,6 +45,12 @@ _IDLE_SECONDS = 10.0
 
 _SEND_SECONDS = 30.0
 
+_MAX_REPLAYED_BYTES_A_MINUTE = 2**30
+"""What is pushed again because clients say so, of all sessions: four times what a peer logs."""
+
+_MOST_REFUSAL_SECONDS = 1.0
+"""How long a replay waits at most, behind its first frame, for the word that nobody wants it."""
+
 
 class Sender(Protocol):
     """One session's outputs on their way to the next hop."""
@@ -53,11 +61,13 @@ class Sender(Protocol):
         ...
 
     def pushes_to(self, following: NextHop) -> bool:
-        """Return whether what is queued for a next hop is still to be sent there."""
+        """Return whether what is queued for a next hop is still to be sent there: not after it was
+        lost.
+        """
         ...
 
     def note_left(self, num_bytes: int) -> None:
-        """Hear that a frame of so many bytes was sent, or never will be."""
+        """Hear that so many bytes to push were sent, or never will be."""
         ...
 
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
@@ -67,9 +77,13 @@ class Sender(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Parcel:
+    """Frames for the session of a next hop; `num_bytes` are counted until all of them are sent."""
+
     sender: Sender
     following: NextHop
-    frame: bytes
+    frames: Iterable[bytes]
+    num_bytes: int
+    is_replay: bool = False
 
 
 class Neighbours:
@@ -83,6 +97,7 @@ class Neighbours:
         self._dialling = asyncio.Semaphore(_MAX_DIALS_AT_ONCE)
         self._dials: deque[tuple[float, str]] = deque()
         self._failed_at: dict[Hashable, float] = {}
+        self._replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
 
     def __repr__(self) -> str:
         return f"<Neighbours: {len(self._known)} connections>"
@@ -94,14 +109,28 @@ class Neighbours:
 
     def push(self, following: NextHop, lane: Lane, frame: bytes, sender: Sender) -> None:
         """Send a step to the session of a next hop, behind what was pushed there before."""
+        self._take(lane, _Parcel(sender, following, (frame,), len(frame)))
+
+    def count_replay(self, holder: Holder, num_bytes: int) -> None:
+        """Count a replay that is to begin. Raises RefusedError when there were too many lately."""
+        self._replayed.take(holder, max(num_bytes, MAX_PIECE_BYTES))
+
+    def replay(
+        self, following: NextHop, frames: Iterable[bytes], num_bytes: int, sender: Sender
+    ) -> None:
+        """Send a next hop what it lacks; each frame is made when the one before has left."""
+        self._take(Lane.BULK, _Parcel(sender, following, frames, num_bytes, is_replay=True))
+
+    def _take(self, lane: Lane, parcel: _Parcel) -> None:
+        sender, following = parcel.sender, parcel.following
         try:
             neighbour = self._find(following, lane, sender.holder)
         except RefusedError as error:
-            sender.note_left(len(frame))
+            sender.note_left(parcel.num_bytes)
             # Behind the answer to what has set this off.
             asyncio.get_running_loop().call_soon(sender.note_lost, following, error)
         else:
-            neighbour.take(_Parcel(sender, following, frame))
+            neighbour.take(parcel)
 
     def forget(self, following: NextHop) -> None:
         """Note that a session pushes there no more."""
@@ -163,9 +192,10 @@ class Neighbours:
                     _DIAL_SECONDS,
                 )
                 try:
-                    welcome, _ = await greet(stream, repr(neighbour), self._clock)
+                    welcome, rtt_seconds = await greet(stream, repr(neighbour), self._clock)
                     if welcome.peer_id != following.peer_id:
                         raise RemoteProtocolError(f"another peer answers for {neighbour!r}")
+                    neighbour.note_rtt(rtt_seconds)
                 except BaseException:
                     await stream.close()
                     raise
@@ -191,12 +221,17 @@ class _Neighbour:
         self.lane = lane
         self._parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
         self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
+        self._refusal_seconds = 0.0
 
     def __repr__(self) -> str:
         return f"<neighbour …{self.following.peer_id[-6:]}, {self.lane.value}>"
 
+    def note_rtt(self, seconds: float) -> None:
+        """Note how long a refusal is under way, at least."""
+        self._refusal_seconds = min(1.5 * seconds, _MOST_REFUSAL_SECONDS)
+
     def take(self, parcel: _Parcel) -> None:
-        """Queue a step."""
+        """Queue a step, or a replay."""
         self._parcels.put_nowait(parcel)
 
     def forget(self, following: NextHop) -> None:
@@ -230,20 +265,28 @@ class _Neighbour:
                 await self._send(stream, parcel)
 
     async def _send(self, stream: Stream, parcel: _Parcel) -> None:
-        following = parcel.following
+        """Send a parcel, as long as its session is not over, or lost, or pushes elsewhere."""
+        following, sender, frames = parcel.following, parcel.sender, iter(parcel.frames)
         try:
-            if not parcel.sender.pushes_to(following):
-                return  # the session is over, or pushes elsewhere by now
-            async with asyncio.timeout(_SEND_SECONDS):
-                if not self._is_attached(following):
-                    self._users[following.session] = following, parcel.sender
-                    attach = Attach(following.session, following.epoch, following.capability)
-                    await stream.send(encode_frame(attach))
-                await stream.send(parcel.frame)
+            while sender.pushes_to(following) and (frame := next(frames, None)) is not None:
+                is_attached = self._is_attached(following)
+                async with asyncio.timeout(_SEND_SECONDS):
+                    if not is_attached:
+                        await self._attach(stream, parcel)
+                    await stream.send(frame)
+                if parcel.is_replay:
+                    # Nobody is to be sent a long one who does not want it.
+                    await asyncio.sleep(0.0 if is_attached else self._refusal_seconds)
         except TimeoutError as error:
             raise UnavailableError(f"{self!r} does not read what is pushed") from error
         finally:
-            parcel.sender.note_left(len(parcel.frame))
+            sender.note_left(parcel.num_bytes)
+
+    async def _attach(self, stream: Stream, parcel: _Parcel) -> None:
+        following = parcel.following
+        self._users[following.session] = following, parcel.sender
+        attach = Attach(following.session, following.epoch, following.capability)
+        await stream.send(encode_frame(attach))
 
     async def _hear(self, stream: Stream) -> None:
         """Read what the neighbour says: nothing, unless it does not take a session."""
@@ -263,7 +306,7 @@ class _Neighbour:
         lost, self._users = self._users, {}
         while not self._parcels.empty():
             parcel = self._parcels.get_nowait()
-            parcel.sender.note_left(len(parcel.frame))
+            parcel.sender.note_left(parcel.num_bytes)
             lost[parcel.following.session] = parcel.following, parcel.sender
         for following, sender in lost.values():
             sender.note_lost(following, error)

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from ..kernels.compress import decode_as, encode_as
 from ..kernels.replay import join_pieces
@@ -47,6 +48,7 @@ class Outlet:
         self._log: SenderLog[WireTensor] | None = None
         self._logged_bytes = 0
         self._resume_sequence = 0
+        self._loss = ""  # why the next hop is lost, until the client names another
 
     def __repr__(self) -> str:
         return f"<Outlet to {'the client' if self.next is None else self.next.peer_id[-6:]}>"
@@ -129,22 +131,26 @@ class Outlet:
         num_bytes = _count_bytes([piece.payload for piece in (*prefix, *rest)])
         if not self._ways.pending.has_room_for(self.holder, num_bytes):
             raise RefusedError(ErrorCode.LOG_INCOMPLETE, "there is no room to send it all again")
+        if following is not None:
+            self._neighbours.count_replay(self.holder, num_bytes)
         if self.next is not None:
             self._neighbours.forget(self.next)
         self.next, self._log, self._resume_sequence = following, log, resume_sequence
+        self._loss = ""
         if following is None:
             for sent in rest:
                 self.post(encode_frame(self._make_output(sent)))
             self.give_up_log()
             return 0
-        steps = list(_make_replay(prefix))
-        for sent in (*steps, *rest):
-            self._send_again(sent)
-        return len(steps)
+        groups = _group_for_replay(prefix)
+        frames = self._make_frames(following, groups, rest)
+        self._ways.pending.count(self.holder, num_bytes)
+        self._neighbours.replay(following, frames, num_bytes, self)
+        return len(groups)
 
     def pushes_to(self, following: NextHop) -> bool:
         """See `Sender`."""
-        return following is self.next
+        return following is self.next and not self._loss
 
     def note_left(self, num_bytes: int) -> None:
         """See `Sender`."""
@@ -153,8 +159,8 @@ class Outlet:
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
         """See `Sender`: the client decides what happens; it may have decided already."""
         if self.pushes_to(following):
-            refusal = f"blocks behind cannot be reached: {error}"
-            self.post(encode_frame(Declined(self._session, 0, ErrorCode.NEXT_UNREACHABLE, refusal)))
+            self._loss = f"blocks behind cannot be reached: {error}"
+            self._tell_loss()
 
     @property
     def _neighbours(self) -> Neighbours:
@@ -178,9 +184,31 @@ class Outlet:
         if num_bytes:
             self._ways.logged.count(self.holder, num_bytes)
 
-    def _send_again(self, sent: SentStep[WireTensor]) -> None:
-        self._send(
-            Step(
+    def _send(self, step: Step) -> None:
+        assert self.next is not None
+        if self._loss:
+            self._tell_loss()  # it is logged: the client may have it sent elsewhere
+            return
+        frame = _encode_for(self.next, step)
+        self._ways.pending.count(self.holder, len(frame))
+        self._neighbours.push(self.next, choose_lane(step, len(frame)), frame, self)
+
+    def _tell_loss(self) -> None:
+        code = ErrorCode.NEXT_UNREACHABLE
+        self.post(encode_frame(Declined(self._session, 0, code, self._loss)))
+
+    def _make_frames(
+        self,
+        following: NextHop,
+        groups: Sequence[Sequence[ReplayPiece[WireTensor]]],
+        rest: Sequence[SentStep[WireTensor]],
+    ) -> Iterator[bytes]:
+        """Make the frames of a replay, and of the steps behind it, one by one: in the event loop
+        the whole of a long one would hold up everybody.
+        """
+        replay = (_join(number, group) for number, group in enumerate(groups, 1))
+        for sent in chain(replay, rest):
+            step = Step(
                 self._session,
                 0,
                 sent.sequence,
@@ -191,38 +219,43 @@ class Outlet:
                 sent.last_token_only,
                 is_piece=True,
             )
-        )
-
-    def _send(self, step: Step) -> None:
-        assert self.next is not None
-        frame = encode_frame(replace(step, session=self.next.session, epoch=self.next.epoch))
-        self._ways.pending.count(self.holder, len(frame))
-        self._neighbours.push(self.next, choose_lane(step, len(frame)), frame, self)
+            yield _encode_for(following, step)
 
     def _make_output(self, sent: SentStep[WireTensor]) -> Output:
         return Output(self._session, 0, sent.sequence, sent.position, sent.payload)
 
 
-def _make_replay(pieces: Sequence[ReplayPiece[WireTensor]]) -> Iterator[SentStep[WireTensor]]:
-    """Return the steps of a replay, numbered from 1."""
+def _encode_for(following: NextHop, step: Step) -> bytes:
+    return encode_frame(replace(step, session=following.session, epoch=following.epoch))
+
+
+def _group_for_replay(
+    pieces: Sequence[ReplayPiece[WireTensor]],
+) -> list[list[ReplayPiece[WireTensor]]]:
+    """Return the pieces of a replay by the steps in which they are sent."""
     if not pieces:
-        return
+        return []
     dtype, (rows, _, width) = pieces[0].payload.dtype, pieces[0].payload.shape
     token_bytes = compute_num_bytes(dtype, rows, 1, width)
     max_tokens = min(MAX_STEP_TOKENS, (MAX_FRAME_BYTES - MAX_CONTROL_BYTES) // token_bytes)
-    for number, group in enumerate(group_pieces(pieces, max_tokens), 1):
-        first = group[0]
-        hidden_BTH = join_pieces([_Decoded(piece) for piece in group])
-        data = encode_as(dtype.name, hidden_BTH)
-        hidden = WireTensor(dtype, WireCodec.RAW, rows, hidden_BTH.shape[1], width, data)
-        yield SentStep(
-            number,
-            first.position,
-            hidden.tokens,
-            hidden,
-            is_decoded=first.is_decoded,
-            last_token_only=True,
-        )
+    return list(group_pieces(pieces, max_tokens))
+
+
+def _join(number: int, group: Sequence[ReplayPiece[WireTensor]]) -> SentStep[WireTensor]:
+    """Return a step of a replay; they are numbered from 1."""
+    first = group[0]
+    rows, _, width = first.payload.shape
+    hidden_BTH = join_pieces([_Decoded(piece) for piece in group])
+    data = encode_as(first.payload.dtype.name, hidden_BTH)
+    hidden = WireTensor(first.payload.dtype, WireCodec.RAW, rows, hidden_BTH.shape[1], width, data)
+    return SentStep(
+        number,
+        first.position,
+        hidden.tokens,
+        hidden,
+        is_decoded=first.is_decoded,
+        last_token_only=True,
+    )
 
 
 class _Decoded:

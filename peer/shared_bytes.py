@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
-from collections import Counter
+from collections import Counter, deque
 
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.fair_share import Holder, compute_share
+from ..protocol.net.clock import Clock
 
 
 class SharedBytes:
@@ -52,3 +53,30 @@ class SharedBytes:
         """Return whether a holder may have so many bytes more."""
         share = compute_share(holder, self._held, self._budget_bytes, self._times_free)
         return self._held[holder] + num_bytes <= share
+
+
+class RecentBytes:
+    """What strangers have had a peer send in the last minute, which is bounded and shared."""
+
+    def __init__(self, clock: Clock, budget_bytes: int, times_free: int = 1) -> None:
+        """Let nobody have more than `times_free` times what is left to others."""
+        self._clock = clock
+        self._budget_bytes = budget_bytes
+        self._times_free = times_free
+        self._taken: deque[tuple[float, Holder, int]] = deque()
+
+    def __repr__(self) -> str:
+        return f"<RecentBytes {sum(taken for *_, taken in self._taken)}/{self._budget_bytes}>"
+
+    def take(self, holder: Holder, num_bytes: int) -> None:
+        """Count bytes of a holder. Raises RefusedError when that is too much in a minute."""
+        now = self._clock.now()
+        while self._taken and now - self._taken[0][0] >= 60.0:
+            self._taken.popleft()
+        held = Counter[Holder]()
+        for _, other, num_taken in self._taken:
+            held[other] += num_taken
+        share = compute_share(holder, held, self._budget_bytes, self._times_free)
+        if held[holder] + num_bytes > share:
+            raise RefusedError(ErrorCode.LOG_INCOMPLETE, "too much was sent again in this minute")
+        self._taken.append((now, holder, num_bytes))

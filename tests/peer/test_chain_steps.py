@@ -27,7 +27,7 @@ from torch import Tensor
 
 from shoal.kernels.compress import decode_tensor
 from shoal.peer.engine.engine import Engine
-from shoal.peer.shared_bytes import SharedBytes
+from shoal.peer.shared_bytes import RecentBytes, SharedBytes
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
@@ -49,7 +49,8 @@ from shoal.protocol.messages import (
     Step,
     Welcome,
 )
-from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
 from shoal.protocol.wire import decode_frame, encode_frame
 
@@ -68,6 +69,7 @@ class NextPeer:
     num_streams: int = 0
     news: asyncio.Event = field(default_factory=asyncio.Event)
     streams: list[Stream] = field(default_factory=list)
+    declines: bool = False
 
     async def serve(self, stream: Stream) -> None:
         self.num_streams += 1
@@ -80,6 +82,9 @@ class NextPeer:
                 continue
             self.heard.append(message)
             self.news.set()
+            if self.declines and isinstance(message, Attach):
+                no = Declined(message.session, 0, ErrorCode.UNKNOWN_SESSION, "not open here")
+                await stream.send(encode_frame(no))
 
     @property
     def steps(self) -> list[Step]:
@@ -372,6 +377,62 @@ def test_session_without_room_for_its_log_says_so_when_it_is_asked_for(engine: E
         assert room.used_bytes == 0
         refusal = await client.ask(Redirect(make_session(1), 2, 2, following.name()))
         assert_declined(refusal, ErrorCode.LOG_INCOMPLETE)
+
+    run(engine, test)
+
+
+def test_redirects_do_not_have_a_log_sent_over_and_over(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        neighbours: Any = peer.service.neighbours
+        # The least that a replay counts is a quarter of a MiB.
+        neighbours._replayed = RecentBytes(VirtualClock(), 2**20, times_free=3)
+        client = await peer.open(capability=KEY, next=following.name())
+        await client.say(make_step(1, 0, draw_hidden(1, 1, 3)), make_step(2, 3, draw_hidden(2)))
+        await following.wait_for(2)
+
+        answers = [
+            await client.ask(Redirect(make_session(1), 2, 1, following.name(epoch=epoch)))
+            for epoch in (2, 3, 4)
+        ]
+
+        assert [type(answer) for answer in answers] == [Status, Status, Declined]
+        assert_declined(answers[-1], ErrorCode.LOG_INCOMPLETE)
+        await asyncio.sleep(60)
+        num_before = len(following.steps)
+        again = Redirect(make_session(1), 5, 1, following.name(epoch=5))
+        assert isinstance(await client.ask(again), Status)
+        await following.wait_for(num_before + 2)
+
+    run(engine, test)
+
+
+def test_hop_that_declined_is_sent_nothing_more(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        following.declines = True
+        for ends in (("peer", "next"), ("next", "peer")):
+            peer.network.set_link(*ends, Link(delay_seconds=0.02))
+        client = await peer.open(capability=KEY, next=following.name())
+        await client.say(make_step(1, 0, draw_hidden(1)))
+        assert_declined(await client.hear(), ErrorCode.NEXT_UNREACHABLE)
+
+        for number in range(1, 10):
+            await client.say(make_step(number + 1, number, draw_hidden(number)))
+            assert_declined(await client.hear(), ErrorCode.NEXT_UNREACHABLE)
+
+        assert [step.sequence for step in following.steps] == [1]
+        redirect = Redirect(make_session(1), 2, 1, following.name(epoch=2))
+        assert isinstance(await client.ask(redirect), Status)
+        assert_declined(await client.hear(), ErrorCode.NEXT_UNREACHABLE)
+        await asyncio.sleep(1)
+        assert len(following.steps) == 2
+
+        following.declines = False
+        redirect = Redirect(make_session(1), 3, 1, following.name(epoch=3))
+        assert isinstance(await client.ask(redirect), Status)
+        steps = await following.wait_for(12)
+        assert [step.sequence for step in steps[2:]] == list(range(1, 11))
 
     run(engine, test)
 

@@ -1,0 +1,156 @@
+"""A peer's connections to other peers, with senders whose frames are made up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import pytest
+from service_scene import MODEL_ID, SPAN
+
+from shoal.peer.neighbours import Neighbours
+from shoal.peer.shared_bytes import RecentBytes
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
+from shoal.protocol.fair_share import Holder
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import Capability, SessionId
+from shoal.protocol.messages import Attach, Declined, Hello, NextHop, Probe, Welcome
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.transport import Stream
+from shoal.protocol.wire import decode_frame, encode_frame
+
+NEXT_ID = Identity(bytes([9]) * 32).peer_id
+KEY = Capability(b"k" * 16)
+DELAY_SECONDS = 0.02
+
+
+@dataclass
+class Session:
+    """A session that pushes, and what it hears."""
+
+    holder: Holder = field(default_factory=lambda: Holder("192.0.2.1"))
+    num_bytes_left: int = 0
+    losses: list[str] = field(default_factory=list)
+
+    def pushes_to(self, following: NextHop) -> bool:
+        return not self.losses
+
+    def note_left(self, num_bytes: int) -> None:
+        self.num_bytes_left += num_bytes
+
+    def note_lost(self, following: NextHop, error: ShoalError) -> None:
+        self.losses.append(str(error))
+
+
+@dataclass
+class Scene:
+    """Neighbours of a host `me`, and a peer on the host `next` that hears what they push."""
+
+    network: LoopbackNetwork
+    transport: LoopbackTransport
+    neighbours: Neighbours
+    endpoint: Endpoint
+    heard: list[bytes] = field(default_factory=list)
+    declines: bool = False
+    last_word: bytes = b""
+
+    async def serve(self, stream: Stream) -> None:
+        while (frame := await stream.receive()) is not None:
+            message = decode_frame(frame)
+            if isinstance(message, Hello):
+                welcome = Welcome(2, "next", NEXT_ID, MODEL_ID, SPAN, 0.0)
+                await stream.send(encode_frame(welcome))
+                if self.last_word:
+                    await stream.send(self.last_word)
+            elif not isinstance(message, Attach):
+                self.heard.append(frame)
+            elif self.declines:
+                no = Declined(message.session, 0, ErrorCode.UNKNOWN_SESSION, "no")
+                await stream.send(encode_frame(no))
+
+    def name(self, number: int = 1, host: str = "next") -> NextHop:
+        endpoint = replace(self.endpoint, host=host)
+        return NextHop(NEXT_ID, (endpoint,), SessionId(bytes([number]) * 16), 1, KEY)
+
+
+def make_frame(number: int = 0) -> bytes:
+    return encode_frame(Probe(SessionId(b"s" * 16), number))
+
+
+def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
+    """Run a story on virtual time; whoever was dialled is hung up on at its end."""
+
+    async def main() -> None:
+        network = LoopbackNetwork(link=Link(delay_seconds=DELAY_SECONDS))
+        transport = LoopbackTransport(network, "me")
+        far = LoopbackTransport(network, "next")
+        neighbours = Neighbours(transport, VirtualClock())
+        scene = Scene(network, transport, neighbours, Endpoint("next", 1, "a" * 64))
+        scene.endpoint = (await far.listen("next", 0, scene.serve)).endpoint
+        await story(scene)
+        await neighbours.close()
+        await transport.close()
+        await far.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+# ---- replays
+
+
+def test_frames_of_a_replay_are_made_one_by_one_and_the_loop_goes_on_between_them() -> None:
+    async def story(scene: Scene) -> None:
+        session, order = Session(), list[str]()
+        loop = asyncio.get_running_loop()
+
+        def make_frames() -> Iterator[bytes]:
+            for number in range(3):
+                order.append("frame")
+                loop.call_soon(order.append, "loop")
+                yield make_frame(number)
+
+        scene.neighbours.replay(scene.name(), make_frames(), 300, session)
+        assert order == []
+        await asyncio.sleep(1)
+
+        assert order == ["frame", "loop"] * 3
+        assert scene.heard == [make_frame(number) for number in range(3)]
+        assert session.num_bytes_left == 300
+
+    in_scene(story)
+
+
+def test_who_does_not_want_a_replay_is_sent_one_frame_of_it() -> None:
+    async def story(scene: Scene) -> None:
+        session, scene.declines = Session(), True
+        frames = (make_frame(number) for number in range(50))
+
+        scene.neighbours.replay(scene.name(), frames, 50, session)
+        await asyncio.sleep(1)
+
+        assert session.losses == ["no"]
+        assert scene.heard == [make_frame(0)]
+        assert session.num_bytes_left == 50
+
+    in_scene(story)
+
+
+def test_bytes_that_are_sent_again_are_shared_and_bounded_for_a_minute() -> None:
+    async def story() -> None:
+        recent = RecentBytes(VirtualClock(), 100)
+        greedy, other = Holder("a"), Holder("b")
+        recent.take(greedy, 25)
+
+        with pytest.raises(RefusedError) as refusal:
+            recent.take(greedy, 1)
+        recent.take(other, 10)
+        await asyncio.sleep(60)
+        recent.take(greedy, 25)
+
+        assert refusal.value.code is ErrorCode.LOG_INCOMPLETE
+
+    run_virtual(story())
