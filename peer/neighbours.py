@@ -1,18 +1,18 @@
 """A peer's own connections to other peers: one for each and lane, shared by all sessions.
 
-Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, there are
-only so many at a time and a minute for each address that asks, and what failed is left alone for
-a while.
+Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, there is a
+budget for each address that asks, and what failed is left alone for a while.
 """
 
 import asyncio
 import contextlib
 import logging
-from collections import deque
 from collections.abc import Hashable, Iterable
+from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..protocol.endpoints import Endpoint
 from ..protocol.errors import (
     ErrorCode,
     RefusedError,
@@ -20,7 +20,7 @@ from ..protocol.errors import (
     ShoalError,
     UnavailableError,
 )
-from ..protocol.fair_share import BUSY_SECONDS, Holder, check_room_for
+from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.ids import SessionId
 from ..protocol.limits import MAX_PIECE_BYTES
 from ..protocol.messages import Attach, Declined, NextHop
@@ -28,15 +28,12 @@ from ..protocol.net.clock import Clock
 from ..protocol.net.dialling import dial, greet
 from ..protocol.net.transport import Lane, Stream, Transport
 from ..protocol.wire import decode_frame, encode_frame
+from .dial_budget import DialBudget
 from .shared_bytes import RecentBytes
 
 _logger = logging.getLogger(__name__)
 
 _DIAL_SECONDS = 5.0
-_MAX_DIALS_AT_ONCE = 8
-_MAX_DIALS_A_MINUTE = 128
-"""For all who ask; an address alone gets half of them and one. Sessions share what is open."""
-
 _AGAIN_SECONDS = 10.0
 """How long a neighbour that could not be reached is not dialled again, whoever asks."""
 
@@ -94,8 +91,7 @@ class Neighbours:
         self._clock = clock
         self._known: dict[Hashable, _Neighbour] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._dialling = asyncio.Semaphore(_MAX_DIALS_AT_ONCE)
-        self._dials: deque[tuple[float, str]] = deque()
+        self._budget = DialBudget(clock)
         self._failed_at: dict[Hashable, float] = {}
         self._replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
 
@@ -149,16 +145,14 @@ class Neighbours:
         key = (following.peer_id, following.endpoints, lane)
         known = self._known.get(key)
         if known is not None:
+            known.askers.add(holder.address)
+            self._budget.look_again()
             return known
         now = self._clock.now()
         if now - self._failed_at.get(key, -_AGAIN_SECONDS) < _AGAIN_SECONDS:
             raise RefusedError(ErrorCode.BUSY, "it could not be reached a moment ago", BUSY_SECONDS)
-        while self._dials and now - self._dials[0][0] >= 60.0:
-            self._dials.popleft()
-        asked = [address for _, address in self._dials]
-        check_room_for(holder.address, asked, _MAX_DIALS_A_MINUTE, "connections to other peers")
-        self._dials.append((now, holder.address))
-        neighbour = self._known[key] = _Neighbour(following, lane)
+        self._budget.count(holder.address)
+        neighbour = self._known[key] = _Neighbour(following, lane, holder.address)
         task = asyncio.create_task(self._serve(key, neighbour), name=repr(neighbour))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -181,31 +175,36 @@ class Neighbours:
             neighbour.give_up(error)
 
     async def _dial(self, key: Hashable, neighbour: "_Neighbour") -> Stream:
-        following = neighbour.following
-        try:
-            async with self._dialling, asyncio.timeout(_DIAL_SECONDS):
-                stream = await dial(
-                    self._transport,
-                    following.peer_id,
-                    following.endpoints,
-                    neighbour.lane,
-                    _DIAL_SECONDS,
-                )
+        """Try one endpoint after the other; what its askers may not try is not held against it."""
+        failure: ShoalError = RemoteProtocolError(f"{neighbour!r} has no endpoint")
+        async with self._budget.take_turn(neighbour.askers) as asker:
+            deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
+            for number, endpoint in enumerate(neighbour.following.endpoints):
+                if number > 0:
+                    self._budget.count(asker)
                 try:
-                    welcome, rtt_seconds = await greet(stream, repr(neighbour), self._clock)
-                    if welcome.peer_id != following.peer_id:
-                        raise RemoteProtocolError(f"another peer answers for {neighbour!r}")
-                    neighbour.note_rtt(rtt_seconds)
-                except BaseException:
-                    await stream.close()
-                    raise
-                return stream
-        except TimeoutError as error:
-            self._note_failure(key)
-            raise UnavailableError(f"{neighbour!r} did not answer in time") from error
-        except ShoalError:
-            self._note_failure(key)
+                    async with asyncio.timeout_at(deadline):
+                        return await self._open_stream(neighbour, endpoint)
+                except TimeoutError:
+                    failure = UnavailableError(f"{neighbour!r} did not answer in time")
+                    break
+                except ShoalError as error:
+                    failure = copy(error)
+        self._note_failure(key)
+        raise failure
+
+    async def _open_stream(self, neighbour: "_Neighbour", endpoint: Endpoint) -> Stream:
+        peer_id = neighbour.following.peer_id
+        stream = await dial(self._transport, peer_id, (endpoint,), neighbour.lane, _DIAL_SECONDS)
+        try:
+            welcome, rtt_seconds = await greet(stream, repr(neighbour), self._clock)
+            if welcome.peer_id != peer_id:
+                raise RemoteProtocolError(f"another peer answers for {neighbour!r}")
+        except BaseException:
+            await stream.close()
             raise
+        neighbour.note_rtt(rtt_seconds)
+        return stream
 
     def _note_failure(self, key: Hashable) -> None:
         now = self._clock.now()
@@ -216,9 +215,10 @@ class Neighbours:
 class _Neighbour:
     """One connection to another peer, and the sessions that push over it."""
 
-    def __init__(self, following: NextHop, lane: Lane) -> None:
+    def __init__(self, following: NextHop, lane: Lane, asker: str) -> None:
         self.following = following
         self.lane = lane
+        self.askers = {asker}  # the addresses of those whose sessions push here
         self._parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
         self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
         self._refusal_seconds = 0.0

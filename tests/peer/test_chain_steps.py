@@ -541,7 +541,7 @@ def test_stranger_cannot_have_a_peer_dial_whom_it_likes_as_often_as_it_likes(
             await client.say(Close(make_session(number), 1))
 
         neighbours: Any = peer.service.neighbours
-        assert len(neighbours._dials) <= 65
+        assert len(neighbours._budget._counted) <= 65
         other = await peer.at_host("other").open(1, capability=KEY, next=victim.name())
         await other.say(make_step(1, 0, draw_hidden(1)))
         await victim.wait_for(1)

@@ -19,7 +19,7 @@ from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.messages import Attach, Declined, Hello, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.transport import Stream
+from shoal.protocol.net.transport import Lane, Stream
 from shoal.protocol.wire import decode_frame, encode_frame
 
 NEXT_ID = Identity(bytes([9]) * 32).peer_id
@@ -71,9 +71,8 @@ class Scene:
                 no = Declined(message.session, 0, ErrorCode.UNKNOWN_SESSION, "no")
                 await stream.send(encode_frame(no))
 
-    def name(self, number: int = 1, host: str = "next") -> NextHop:
-        endpoint = replace(self.endpoint, host=host)
-        return NextHop(NEXT_ID, (endpoint,), SessionId(bytes([number]) * 16), 1, KEY)
+    def name(self, number: int = 1) -> NextHop:
+        return NextHop(NEXT_ID, (self.endpoint,), SessionId(bytes([number]) * 16), 1, KEY)
 
 
 def make_frame(number: int = 0) -> bytes:
@@ -97,6 +96,93 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(main())
+
+
+# ---- dials
+
+
+GREEDY, HONEST = Holder("203.0.113.1"), Holder("192.0.2.1")
+
+
+def ask_for_black_holes(scene: Scene, num_dials: int = 100) -> list[Session]:
+    """Have an address ask for connections that nobody answers, as many as it gets."""
+    scene.network.pause("black hole")
+    sessions: list[Session] = []
+    for number in range(num_dials):
+        sessions.append(Session(GREEDY))
+        endpoint = Endpoint("black hole", 1 + number, "a" * 64)
+        following = replace(scene.name(), endpoints=(endpoint,))
+        scene.neighbours.push(following, Lane.INTERACTIVE, make_frame(), sessions[-1])
+    return sessions
+
+
+def test_address_that_has_black_holes_dialled_leaves_dials_to_others() -> None:
+    async def story(scene: Scene) -> None:
+        ask_for_black_holes(scene)
+        session = Session(HONEST)
+
+        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
+        await asyncio.sleep(1)
+
+        assert scene.heard == [make_frame()]
+        await asyncio.sleep(60)
+
+    in_scene(story)
+
+
+def test_dial_waits_for_its_turn_for_a_while_only() -> None:
+    async def story(scene: Scene) -> None:
+        sessions = ask_for_black_holes(scene)
+
+        await asyncio.sleep(5.1)
+
+        losses = [loss for session in sessions for loss in session.losses]
+        assert len(losses) == 100
+        assert sum("did not answer in time" in loss for loss in losses) == 5
+        assert sum("are being opened" in loss for loss in losses) == 60
+
+    in_scene(story)
+
+
+def test_dial_that_somebody_else_asks_for_as_well_takes_its_turn() -> None:
+    async def story(scene: Scene) -> None:
+        ask_for_black_holes(scene, num_dials=20)
+        scene.neighbours.prepare(scene.name(), Session(GREEDY))
+
+        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), Session(HONEST))
+        await asyncio.sleep(1)
+
+        assert scene.heard == [make_frame()]
+
+    in_scene(story)
+
+
+def test_every_endpoint_that_is_tried_counts() -> None:
+    async def story(scene: Scene) -> None:
+        tried: list[Endpoint] = []
+        open_stream = scene.transport.open_stream
+
+        async def count(endpoint: Endpoint, lane: Lane, timeout_seconds: float) -> Stream:
+            tried.append(endpoint)
+            return await open_stream(endpoint, lane, timeout_seconds)
+
+        scene.transport.open_stream = count  # type: ignore[method-assign]
+        nowhere = Endpoint("nobody", 1, "b" * 64)
+        following = replace(scene.name(), endpoints=(nowhere, scene.endpoint))
+        for number in range(8):
+            endpoints = tuple(Endpoint("nobody", 1 + 8 * number + n, "a" * 64) for n in range(8))
+            scene.neighbours.prepare(replace(following, endpoints=endpoints), Session(GREEDY))
+            await asyncio.sleep(0.5)
+        scene.neighbours.prepare(following, Session(GREEDY))
+        await asyncio.sleep(0.5)
+        assert len(tried) == 65
+
+        # The other endpoint was not tried any more; that is not held against the peer.
+        scene.neighbours.push(following, Lane.INTERACTIVE, make_frame(), Session(HONEST))
+        await asyncio.sleep(0.5)
+        assert scene.heard == [make_frame()]
+
+    in_scene(story)
 
 
 # ---- replays
