@@ -7,7 +7,7 @@ budget for each address that asks, and what failed is left alone for a while.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Hashable, Iterable
+from collections.abc import AsyncGenerator, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -196,6 +196,7 @@ class Neighbours:
     async def _open_stream(self, neighbour: "_Neighbour", endpoint: Endpoint) -> Stream:
         peer_id = neighbour.following.peer_id
         stream = await dial(self._transport, peer_id, (endpoint,), neighbour.lane, _DIAL_SECONDS)
+        stream.set_gate(_refuse_large_frames)
         try:
             welcome, rtt_seconds = await greet(stream, repr(neighbour), self._clock)
             if welcome.peer_id != peer_id:
@@ -210,6 +211,16 @@ class Neighbours:
         now = self._clock.now()
         recent = {k: at for k, at in self._failed_at.items() if now - at < _AGAIN_SECONDS}
         self._failed_at = {**recent, key: now}
+
+
+@contextlib.asynccontextmanager
+async def _refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
+    """Be the gate of a stream on which nothing but a few words has to be said to us.
+
+    What is on its way in a large frame counts against nobody.
+    """
+    raise RefusedError(ErrorCode.BAD_FRAME, f"a frame of {num_bytes} bytes where none belongs")
+    yield
 
 
 class _Neighbour:

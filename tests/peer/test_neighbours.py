@@ -16,6 +16,7 @@ from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
+from shoal.protocol.limits import MAX_PIECE_BYTES
 from shoal.protocol.messages import Attach, Declined, Hello, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
@@ -181,6 +182,25 @@ def test_every_endpoint_that_is_tried_counts() -> None:
         scene.neighbours.push(following, Lane.INTERACTIVE, make_frame(), Session(HONEST))
         await asyncio.sleep(0.5)
         assert scene.heard == [make_frame()]
+
+    in_scene(story)
+
+
+# ---- what neighbours say
+
+
+def test_neighbour_that_sends_a_large_frame_is_hung_up_on() -> None:
+    """Before anything of it is kept: that would be in no account."""
+
+    async def story(scene: Scene) -> None:
+        scene.last_word = bytes(MAX_PIECE_BYTES + 1)
+        session = Session()
+
+        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
+        await asyncio.sleep(1)
+
+        (loss,) = session.losses
+        assert "where none belongs" in loss
 
     in_scene(story)
 
