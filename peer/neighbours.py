@@ -169,7 +169,7 @@ class Neighbours:
                 await stream.close()
         except ShoalError as failure:
             _logger.info("lost %r: %s", neighbour, failure)
-            error = failure
+            error = copy(failure)  # this one has the frames in which steps are
         finally:
             del self._known[key]
             neighbour.give_up(error)
@@ -255,14 +255,24 @@ class _Neighbour:
         return known is not None and known[0].capability == following.capability
 
     async def run(self, stream: Stream) -> None:
-        """Send what is queued until the stream breaks or nobody uses it for a while."""
+        """Send what is queued until the stream breaks or nobody uses it for a while.
+
+        No task group: an error would come in a group that it refers to, and what was being sent
+        would stay in memory until the next full garbage collection.
+        """
+        tasks = [
+            asyncio.create_task(self._send_all(stream)),
+            asyncio.create_task(self._hear(stream)),
+        ]
         try:
-            async with asyncio.TaskGroup() as tasks:
-                hearing = tasks.create_task(self._hear(stream))
-                await self._send_all(stream)
-                hearing.cancel()
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for task in done:
+            if (failure := task.exception()) is not None:
+                raise copy(failure)
 
     async def _send_all(self, stream: Stream) -> None:
         while True:
@@ -281,23 +291,28 @@ class _Neighbour:
         try:
             while sender.pushes_to(following) and (frame := next(frames, None)) is not None:
                 is_attached = self._is_attached(following)
-                async with asyncio.timeout(_SEND_SECONDS):
-                    if not is_attached:
-                        await self._attach(stream, parcel)
-                    await stream.send(frame)
+                if not await self._send_in_time(stream, parcel, frame):
+                    raise UnavailableError(f"{self!r} does not read what is pushed")
                 if parcel.is_replay:
                     # Nobody is to be sent a long one who does not want it.
                     await asyncio.sleep(0.0 if is_attached else self._refusal_seconds)
-        except TimeoutError as error:
-            raise UnavailableError(f"{self!r} does not read what is pushed") from error
         finally:
             sender.note_left(parcel.num_bytes)
 
-    async def _attach(self, stream: Stream, parcel: _Parcel) -> None:
+    async def _send_in_time(self, stream: Stream, parcel: _Parcel, frame: bytes) -> bool:
+        """Send a frame; return whether it left. No error comes of the timeout, which knows this
+        task: the task would keep it, and with it what was being sent.
+        """
         following = parcel.following
-        self._users[following.session] = following, parcel.sender
-        attach = Attach(following.session, following.epoch, following.capability)
-        await stream.send(encode_frame(attach))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEND_SECONDS):
+                if not self._is_attached(following):
+                    self._users[following.session] = following, parcel.sender
+                    attach = Attach(following.session, following.epoch, following.capability)
+                    await stream.send(encode_frame(attach))
+                await stream.send(frame)
+                return True
+        return False
 
     async def _hear(self, stream: Stream) -> None:
         """Read what the neighbour says: nothing, unless it does not take a session."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -20,6 +22,7 @@ from shoal.protocol.limits import MAX_PIECE_BYTES
 from shoal.protocol.messages import Attach, Declined, Hello, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.loopback_wire import WINDOW_BYTES
 from shoal.protocol.net.transport import Lane, Stream
 from shoal.protocol.wire import decode_frame, encode_frame
 
@@ -57,8 +60,10 @@ class Scene:
     heard: list[bytes] = field(default_factory=list)
     declines: bool = False
     last_word: bytes = b""
+    streams: list[Stream] = field(default_factory=list)
 
     async def serve(self, stream: Stream) -> None:
+        self.streams.append(stream)
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if isinstance(message, Hello):
@@ -78,6 +83,15 @@ class Scene:
 
 def make_frame(number: int = 0) -> bytes:
     return encode_frame(Probe(SessionId(b"s" * 16), number))
+
+
+@pytest.fixture
+def no_garbage_collection() -> Iterator[None]:
+    """Whatever refers to itself stays in memory."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
@@ -187,6 +201,33 @@ def test_every_endpoint_that_is_tried_counts() -> None:
 
 
 # ---- what neighbours say
+
+
+@pytest.mark.parametrize("how", ["breaks", "says what was not asked", "reads nothing"])
+def test_neighbour_that_is_lost_leaves_nothing_in_memory(
+    how: str, no_garbage_collection: None
+) -> None:
+    async def story(scene: Scene) -> None:
+        scene.neighbours.prepare(scene.name(), Session())
+        await asyncio.sleep(1)
+        scene.network.set_link("me", "next", Link(bandwidth_bytes_per_second=1.0))
+        session = Session()
+        is_in_memory = weakref.ref(session)
+        for _ in range(3):  # one is on its way, one is being sent, one waits
+            scene.neighbours.push(scene.name(), Lane.INTERACTIVE, bytes(WINDOW_BYTES), session)
+        del session
+        await asyncio.sleep(1)
+        assert is_in_memory()
+
+        if how == "breaks":
+            scene.network.kill("next")
+        elif how == "says what was not asked":
+            await scene.streams[0].send(make_frame())
+        await asyncio.sleep(60)
+
+        assert not is_in_memory()
+
+    in_scene(story)
 
 
 def test_neighbour_that_sends_a_large_frame_is_hung_up_on() -> None:
