@@ -17,14 +17,18 @@ _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
 def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: bool) -> None:
     """Refuse, before a copy is made, a step that no engine could take or no frame answer.
 
-    Raises RefusedError when its width is not the model's, or when the answer, in the dtype of the
-    session, is beyond one frame.
+    Raises RefusedError when its width is not the model's, when the answer, in the dtype of the
+    session, is beyond one frame, or when more hops than a route may have were `before` this one.
     """
     rows, tokens, width = step.hidden.shape
     if width != hidden_size:
         raise RefusedError(
             ErrorCode.BAD_VALUES,
             f"hidden states of this model have size {hidden_size}, not {width}",
+        )
+    if is_pushed and len(step.before) >= limits.MAX_HOPS:
+        raise RefusedError(
+            ErrorCode.BAD_VALUES, f"a step went over {limits.MAX_HOPS} hops before it is pushed on"
         )
     num_tokens = 1 if step.last_token_only and not is_pushed else tokens
     if compute_num_bytes(dtype, rows, num_tokens, width) > _MAX_ANSWER_BYTES:

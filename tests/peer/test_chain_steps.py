@@ -32,6 +32,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
+from shoal.protocol.limits import MAX_HOPS
 from shoal.protocol.messages import (
     Admit,
     Attach,
@@ -39,6 +40,7 @@ from shoal.protocol.messages import (
     Declined,
     Gap,
     Hello,
+    HopSeconds,
     Message,
     NextHop,
     Opened,
@@ -281,6 +283,25 @@ def test_outputs_are_pushed_with_everything_that_belongs_to_the_step(engine: Eng
         assert torch.equal(read(first), expected)
         status = await client.ask(Probe(make_session(1), 1))  # and nothing before it
         assert status == Status(make_session(1), 1, 2, 4, 2)
+
+    run(engine, test)
+
+
+def test_step_that_went_over_every_hop_a_route_may_have_is_not_taken(engine: Engine) -> None:
+    """Computed first, it could not be pushed on: the next hop would never hear of it."""
+
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        client = await peer.open(capability=KEY, next=following.name())
+        before = (HopSeconds(0.0, 0.0),) * MAX_HOPS
+
+        await client.say(make_step(1, 0, draw_hidden(1), before=before))
+
+        assert_declined(await client.hear(), ErrorCode.BAD_VALUES)
+        assert await client.ask(Probe(make_session(1), 1)) == Status(make_session(1), 1, 0, 0)
+        await client.say(make_step(2, 0, draw_hidden(1), before=before[1:]))
+        (step,) = await following.wait_for(1)
+        assert len(step.before) == MAX_HOPS
 
     run(engine, test)
 
