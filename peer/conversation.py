@@ -309,7 +309,8 @@ class Conversation:
             if held.capability and self.holder != held.holder:
                 check_epoch(step, held)
             decision = held.state.decide(step)
-            self._check_size(step, held)
+            if decision.action in (Action.EXECUTE, Action.ROLLBACK):
+                self._check_size(step, held)
         except RefusedError as error:
             self._answer(held, encode_refusal(step.session, step.sequence, error))
             return

@@ -30,6 +30,7 @@ from shoal.peer import answer_queue
 from shoal.peer.config import PeerConfig
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.service import MAX_PENDING_BYTES
 from shoal.peer.shared_bytes import SharedBytes
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
@@ -228,6 +229,25 @@ def test_repeat_of_a_token_is_answered_again_and_that_of_a_prompt_is_not(engine:
 
         assert isinstance(answer, Output)
         assert again == answer
+
+    run(engine, test)
+
+
+def test_repeat_needs_no_room(engine: Engine) -> None:
+    """Nor does a step that is dropped or misses its prefix: neither waits for the engine."""
+
+    async def test(peer: Peer) -> None:
+        talk, first = await peer.open(), make_step(1, 0, draw_hidden(1))
+        answer = await talk.ask(first)
+        pending, others = peer.service.pending, Holder("others")
+        pending.count(others, MAX_PENDING_BYTES)
+
+        assert await talk.ask(first) == answer
+        assert isinstance(await talk.ask(make_step(2, 9, draw_hidden(2))), Gap)
+        await talk.say(make_step(0, 1, draw_hidden(2)))
+        assert_declined(await talk.ask(make_step(3, 1, draw_hidden(2))), ErrorCode.BUSY)
+
+        pending.count(others, -MAX_PENDING_BYTES)
 
     run(engine, test)
 
