@@ -7,9 +7,10 @@ budget for each address that asks, and what failed is left alone for a while.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Hashable, Iterable
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from ..protocol.endpoints import Endpoint
@@ -161,18 +162,24 @@ class Neighbours:
     async def _serve(self, key: Hashable, neighbour: "_Neighbour") -> None:
         """Be one connection, from the dial to its end."""
         error: ShoalError = UnavailableError("the peer hung up on its neighbour")
+        leave = partial(self._leave, key, neighbour)
         try:
             stream = await self._dial(key, neighbour)
             try:
-                await neighbour.run(stream)
+                await neighbour.run(stream, leave)
             finally:
                 await stream.close()
         except ShoalError as failure:
             _logger.info("lost %r: %s", neighbour, failure)
             error = copy(failure)  # this one has the frames in which steps are
         finally:
-            del self._known[key]
+            leave()
             neighbour.give_up(error)
+
+    def _leave(self, key: Hashable, neighbour: "_Neighbour") -> None:
+        """Have nobody push over a connection any more; there may be another one by now."""
+        if self._known.get(key) is neighbour:
+            del self._known[key]
 
     async def _dial(self, key: Hashable, neighbour: "_Neighbour") -> Stream:
         """Try one endpoint after the other; what its askers may not try is not held against it."""
@@ -254,36 +261,41 @@ class _Neighbour:
         known = self._users.get(following.session)
         return known is not None and known[0].capability == following.capability
 
-    async def run(self, stream: Stream) -> None:
+    async def run(self, stream: Stream, leave: Callable[[], None]) -> None:
         """Send what is queued until the stream breaks or nobody uses it for a while.
 
+        Then it leaves, before it waits for anything: what is pushed later needs a new connection.
         No task group: an error would come in a group that it refers to, and what was being sent
         would stay in memory until the next full garbage collection.
         """
         tasks = [
-            asyncio.create_task(self._send_all(stream)),
+            asyncio.create_task(self._send_all(stream, leave)),
             asyncio.create_task(self._hear(stream)),
         ]
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.wait(tasks)
-        for task in done:
-            if (failure := task.exception()) is not None:
+        for failure in [task.exception() for task in tasks if not task.cancelled()]:
+            if failure is not None:
                 raise copy(failure)
 
-    async def _send_all(self, stream: Stream) -> None:
-        while True:
-            try:
-                async with asyncio.timeout(_IDLE_SECONDS):
-                    parcel = await self._parcels.get()
-            except TimeoutError:
-                if not self._users:
-                    return
-            else:
-                await self._send(stream, parcel)
+    async def _send_all(self, stream: Stream, leave: Callable[[], None]) -> None:
+        while await self._send_next(stream):
+            pass
+        leave()
+
+    async def _send_next(self, stream: Stream) -> bool:
+        """Send a parcel, which nothing here holds on to; return whether to go on."""
+        try:
+            async with asyncio.timeout(_IDLE_SECONDS):
+                parcel = await self._parcels.get()
+        except TimeoutError:
+            return bool(self._users) or not self._parcels.empty()
+        await self._send(stream, parcel)
+        return True
 
     async def _send(self, stream: Stream, parcel: _Parcel) -> None:
         """Send a parcel, as long as its session is not over, or lost, or pushes elsewhere."""

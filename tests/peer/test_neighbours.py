@@ -200,6 +200,39 @@ def test_every_endpoint_that_is_tried_counts() -> None:
     in_scene(story)
 
 
+# ---- endings
+
+
+def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_one() -> None:
+    async def story(scene: Scene) -> None:
+        session = Session()
+        open_stream = scene.transport.open_stream
+
+        async def open_one_that_closes_late(
+            endpoint: Endpoint, lane: Lane, timeout_seconds: float
+        ) -> Stream:
+            stream = await open_stream(endpoint, lane, timeout_seconds)
+            close = stream.close
+
+            async def push_and_close() -> None:
+                scene.transport.open_stream = open_stream  # type: ignore[method-assign]
+                scene.neighbours.push(scene.name(), lane, make_frame(), session)
+                await close()
+
+            stream.close = push_and_close  # type: ignore[method-assign]
+            return stream
+
+        scene.transport.open_stream = open_one_that_closes_late  # type: ignore[method-assign]
+        scene.neighbours.prepare(scene.name(), session)
+        await asyncio.sleep(15)
+
+        assert len(scene.streams) == 2
+        assert session.losses == []
+        assert scene.heard == [make_frame()]
+
+    in_scene(story)
+
+
 # ---- what neighbours say
 
 
