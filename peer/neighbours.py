@@ -92,6 +92,7 @@ class Neighbours:
         self._clock = clock
         self._known: dict[Hashable, _Neighbour] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
         self._budget = DialBudget(clock)
         self._failed_at: dict[Hashable, float] = {}
         self._replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
@@ -135,7 +136,8 @@ class Neighbours:
             neighbour.forget(following)
 
     async def close(self) -> None:
-        """Hang up on everybody."""
+        """Hang up on everybody, and dial nobody from now on."""
+        self._is_closed = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -143,6 +145,8 @@ class Neighbours:
 
     def _find(self, following: NextHop, lane: Lane, holder: Holder) -> "_Neighbour":
         """Return the connection, or begin one. Raises RefusedError when that is too much."""
+        if self._is_closed:  # sessions may still compute, and push what comes of it
+            raise RefusedError(ErrorCode.DRAINING, "this peer is stopping")
         key = (following.peer_id, following.endpoints, lane)
         known = self._known.get(key)
         if known is not None:

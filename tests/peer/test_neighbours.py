@@ -233,6 +233,24 @@ def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_on
     in_scene(story)
 
 
+def test_nobody_is_dialled_once_all_were_hung_up_on() -> None:
+    async def story(scene: Scene) -> None:
+        before, after = Session(), Session()
+        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), before)
+        await asyncio.sleep(1)
+
+        await scene.neighbours.close()
+        scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), after)
+        await asyncio.sleep(1)
+
+        assert len(scene.streams) == 1
+        assert before.losses == ["the peer hung up on its neighbour"]
+        assert after.losses == ["this peer is stopping"]
+        assert after.num_bytes_left == len(make_frame())
+
+    in_scene(story)
+
+
 # ---- what neighbours say
 
 
