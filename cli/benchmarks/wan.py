@@ -13,6 +13,8 @@ from ...client.session import RemoteSession
 from ...client.trace import Exchange, Recorder, StepTaken
 from ...protocol.net.clock import SystemClock
 from ...protocol.spans import Span
+from ...protocol.tensors import ELEMENT_BYTES, WireDtype
+from .bare_line import open_bare_line
 from .benchmark_model import BenchmarkModel
 from .clients import Clients, join_swarm
 from .distant_swarm import DistantSwarm
@@ -45,7 +47,10 @@ async def measure_decoding(
 ) -> list[Figure]:
     """Compare steps of one token in a star and in a chain with what the lines allow."""
     recorders: dict[tuple[int, str], Recorder] = {}
+    ways: list[float] = []
+    frame = bytes(swarm.address.model.hidden_size * ELEMENT_BYTES[WireDtype.BF16])
     async with AsyncExitStack() as stack:
+        time_way = await stack.enter_async_context(open_bare_line(swarm.line))
         sessions: list[RemoteSession] = []
         for delivery in ("star", "chain"):
             clients = await stack.enter_async_context(join_swarm(swarm.address, delivery=delivery))
@@ -57,12 +62,14 @@ async def measure_decoding(
                 sessions.append(session)
         for number in range(effort.num_steps):
             say(f"step {number + 1} of {effort.num_steps}")
+            ways.append(await time_way(frame))
             for session in sessions:
                 await time_step(session, swarm.address.model)
-    figures: list[Figure] = []
+    way = compute_median(ways)
+    figures = [Figure(f"one way of {len(frame)} bytes, without peers", 1000 * way, "ms")]
     for num_hops in effort.hops:
         times = {name: _Times.read(recorders[num_hops, name]) for name in ("star", "chain")}
-        figures += _compare(num_hops, times, swarm.line.delay_seconds)
+        figures += _compare(num_hops, times, swarm.line.delay_seconds, way)
     return figures
 
 
@@ -99,11 +106,17 @@ class _Times:
         )
 
 
-def _compare(num_hops: int, times: Mapping[str, _Times], delay_seconds: float) -> list[Figure]:
-    """Return the figures of one number of hops; a star has two ways for each, a chain one more."""
+def _compare(
+    num_hops: int, times: Mapping[str, _Times], delay_seconds: float, way_seconds: float
+) -> list[Figure]:
+    """Return the figures of one number of hops; a star has two ways for each, a chain one more.
+
+    A way takes longer than the delay: bytes have to be carried, and processes to wake up.
+    """
     star, chain = times["star"], times["chain"]
     star_bound = 2 * num_hops * delay_seconds + star.compute
     chain_bound = (num_hops + 1) * delay_seconds + chain.compute
+    rest = chain.step - (num_hops + 1) * way_seconds - chain.compute - chain.queue
     return [
         Figure(f"{num_hops} hops, star", 1000 * star.step, "ms"),
         Figure(f"{num_hops} hops, star, to delays and computing", star.step / star_bound, "x"),
@@ -114,6 +127,7 @@ def _compare(num_hops: int, times: Mapping[str, _Times], delay_seconds: float) -
             f"{num_hops} hops, chain, to delays and computing", chain.step / chain_bound, "x",
             at_most(1.1),
         ),
+        Figure(f"{num_hops} hops, chain, the rest for each hop", 1000 * rest / num_hops, "ms"),
         Figure(f"{num_hops} hops, chain to star", chain.step / star.step, "x"),
     ]  # fmt: skip
 
@@ -124,6 +138,7 @@ class _Manner:
 
     name: str
     wire_dtype: str = "bf16"
+    delivery: str = "chain"
     kind: type[RemoteSession] = RemoteSession
 
 
@@ -131,6 +146,7 @@ _MANNERS = (
     _Manner("whole", kind=_WholePrompts),
     _Manner("in pieces"),
     _Manner("in pieces, int8", wire_dtype="int8"),
+    _Manner("in pieces, star", delivery="star"),
 )
 
 
@@ -144,7 +160,7 @@ async def measure_prompts(
         sessions: dict[str, RemoteSession] = {}
         for manner in _MANNERS:
             clients = await stack.enter_async_context(
-                join_swarm(swarm.address, wire_dtype=manner.wire_dtype)
+                join_swarm(swarm.address, wire_dtype=manner.wire_dtype, delivery=manner.delivery)
             )
             sessions[manner.name] = clients.open(
                 effort.prompt_tokens, span=Span(0, _PROMPT_HOPS), kind=manner.kind

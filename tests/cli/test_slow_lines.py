@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import socket
 import subprocess
@@ -148,5 +149,5 @@ def test_benchmark_of_distant_peers_runs() -> None:
     result: Any = json.loads(process.stdout)
     assert [part["name"] for part in result["parts"]] == ["decode", "prompt"]
     for part in result["parts"]:
-        assert all(figure["value"] > 0 for figure in part["figures"])
+        assert all(math.isfinite(figure["value"]) for figure in part["figures"])
         assert all(figure["is_met"] is None for figure in part["figures"])
