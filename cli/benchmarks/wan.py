@@ -5,12 +5,13 @@ session over so many blocks has so many hops. What is compared is asked in turn.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from ...client.session import RemoteSession
 from ...client.trace import Exchange, Recorder, StepTaken
+from ...protocol.errors import UnavailableError
 from ...protocol.net.clock import SystemClock
 from ...protocol.spans import Span
 from ...protocol.tensors import ELEMENT_BYTES, WireDtype
@@ -65,6 +66,7 @@ async def measure_decoding(
             ways.append(await time_way(frame))
             for session in sessions:
                 await time_step(session, swarm.address.model)
+        _check_nothing_was_lost(sessions)
     way = compute_median(ways)
     figures = [Figure(f"one way of {len(frame)} bytes, without peers", 1000 * way, "ms")]
     for num_hops in effort.hops:
@@ -80,6 +82,13 @@ async def _begin_decoding(
     await session.step(model.make_hidden(CONTEXT_TOKENS), last_token_only=True)
     await time_step(session, model)  # warms up
     return session
+
+
+def _check_nothing_was_lost(sessions: Iterable[RemoteSession]) -> None:
+    """Raise UnavailableError when a session had to change a hop: its times are no good."""
+    for session in sessions:
+        if session.failovers:
+            raise UnavailableError(f"a hop was lost meanwhile: {session.failovers[0].reason}")
 
 
 @dataclass(frozen=True)
@@ -178,6 +187,7 @@ async def measure_prompts(
                         after[0] - before[0]
                         for before, after in zip(sent_before, sent, strict=True)
                     )
+        _check_nothing_was_lost(sessions.values())
     return _compare_manners(swarm, effort, seconds, num_bytes)
 
 
