@@ -68,9 +68,10 @@ def test_open_port_is_reached() -> None:
 def test_closed_port_is_not_reached_also_by_who_has_to_wait_for_a_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.protocol.net import dial_back
+    from shoal.protocol.net import dial_back, reachability
 
-    monkeypatch.setattr(dial_back, "_PAUSE_SECONDS", 1.0)
+    for module in (dial_back, reachability):
+        monkeypatch.setattr(module, "PAUSE_SECONDS", 1.0)
 
     async def test(ask: Ask, endpoint: Endpoint) -> None:
         with socket.socket() as unused:

@@ -118,7 +118,7 @@ def test_who_holds_many_streams_over_libp2p_keeps_nobody_out(
 def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.protocol.net import dial_back
+    from shoal.protocol.net import dial_back, reachability
 
     monkeypatch.setattr(dial_back, "_MAX_QUESTIONS", 8)
 
@@ -129,9 +129,9 @@ def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
             endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
             streams = await open_silent(silent, server, dial_back.PROTOCOL)
 
-            async with asyncio.timeout(dial_back._ANSWER_SECONDS / 2):
+            async with asyncio.timeout(dial_back.ANSWER_SECONDS / 2):
                 assert await streams[-1][0].read() == b""
-            assert await dial_back.can_be_dialled(honest, endpoint)
+            assert await reachability.can_be_dialled(honest, endpoint)
 
             abort(streams)
             await serving.close()
