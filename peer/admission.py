@@ -156,6 +156,9 @@ class Admission:
         self._opening[message.session] = holder
         try:
             cache, free_tokens = await self._open_cache(message, holder, parent)
+            if service.is_draining:  # by now; nobody would tell the client to leave again
+                service.compute.post(cache.close)
+                self._check(message)
         finally:
             del self._opening[message.session]
             service.note_change()

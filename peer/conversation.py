@@ -19,28 +19,26 @@ from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, Unav
 from ..protocol.fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from ..protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ..protocol.messages import (
-    Admit,
     Attach,
     Close,
     Hello,
+    Leaving,
     Message,
     Open,
     Opened,
-    Probe,
     Queued,
-    Redirect,
     Step,
     Welcome,
 )
 from ..protocol.net.transport import Stream, open_gate
 from ..protocol.session import Action
-from ..protocol.versions import SOFTWARE, agree_on_version
+from ..protocol.versions import HANDOFF_VERSION, SOFTWARE, agree_on_version
 from ..protocol.wire import decode_frame, encode_frame
 from .answer_queue import Answer, AnswerQueue
 from .answers import conclude, encode_gap, encode_refusal
 from .engine.compute_thread import ComputedStep
 from .held_session import HeldSession
-from .steering import check_attach, check_epoch, may_push, steer
+from .steering import Steering, check_attach, check_epoch, may_push, steer
 from .step_work import check_step_size, make_work
 
 if TYPE_CHECKING:
@@ -77,6 +75,7 @@ class Conversation:
         self._answers = AnswerQueue(stream, service.pending, self.holder)
         self._idle_seconds = service.facts.session_idle_seconds
         self._is_welcome = False
+        self._version = 0
         self._active_at = service.clock.now()
         self._frame_arrives_until = 0.0
         stream.set_gate(self._let_in)
@@ -110,6 +109,12 @@ class Conversation:
             self._answers.end()
             for session, held in self._opened.items():
                 self._service.close_session(session, held)
+
+    def say_leaving(self) -> None:
+        """Tell the client of every session here to move it, unless it is too old to understand."""
+        if self._version >= HANDOFF_VERSION:
+            for session, held in self._opened.items():
+                self._answers.put(encode_frame(Leaving(session, held.state.epoch)))
 
     async def _send_answers(self) -> None:
         try:
@@ -214,7 +219,7 @@ class Conversation:
             await self._open(message)
         elif isinstance(message, Close):
             self._close(message.session)
-        elif isinstance(message, Admit | Redirect | Probe):
+        elif isinstance(message, Steering):
             self._answers.put(steer(message, self._opened.get(message.session)))
         elif isinstance(message, Attach):
             self._attach(message)
@@ -242,13 +247,13 @@ class Conversation:
     def _welcome(self, hello: Hello) -> Welcome:
         if self._is_welcome:  # bytes count under the first name, and time passes
             raise RemoteProtocolError("Hello is said once")
-        version = agree_on_version(hello.min_version, hello.max_version)
+        self._version = agree_on_version(hello.min_version, hello.max_version)
         self._is_welcome = True
         self._active_at = self._service.clock.now()
         self.holder = self._answers.holder = self.holder._replace(client=hello.client.hex())
         facts, engine = self._service.facts, self._service.engine
         wall = self._service.clock.wall()
-        return Welcome(version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
+        return Welcome(self._version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
 
     async def _open(self, message: Open) -> None:
         """Open a session, now or after a wait, or say why not."""

@@ -23,6 +23,10 @@ from .shared_bytes import SharedBytes
 _logger = logging.getLogger(__name__)
 
 
+_BEHIND_ALL = 2**64
+"""A sequence that no step reaches."""
+
+
 @dataclass(frozen=True)
 class Ways:
     """What all outlets of a peer share: connections, and the memory for what is not sent or may
@@ -43,11 +47,13 @@ class Outlet:
         self.holder = holder
         self.next: NextHop | None = None
         self.post = post
+        self._mirror: NextHop | None = None  # is to take the place of the next one
         self._session = session
         self._ways = ways
         self._log: SenderLog[WireTensor] | None = None
         self._logged_bytes = 0
         self._resume_sequence = 0
+        self._newest_sequence = 0
         self._loss = ""  # why the next hop is lost, until the client names another
 
     def __repr__(self) -> str:
@@ -80,9 +86,7 @@ class Outlet:
 
     def close(self) -> None:
         """Forget everything: the session is over."""
-        if self.next is not None:
-            self._neighbours.forget(self.next)
-        self.next = None
+        self._settle(None)
         self.give_up_log()
 
     def is_pushed(self, sequence: int) -> bool:
@@ -90,8 +94,12 @@ class Outlet:
         return self.next is not None and sequence >= self.next.first_sequence
 
     def push(self, step: Step, output: Output) -> None:
-        """Log the output of a step and, unless it is a replay, send it to the next hop."""
+        """Log the output of a step and, unless it is a replay, send it to the next hop.
+
+        A new hop that is to take its place gets it as well, behind its replay, on the same lane.
+        """
         assert self.next is not None
+        self._newest_sequence = step.sequence
         hidden = output.hidden
         self._note(
             SentStep(
@@ -104,61 +112,114 @@ class Outlet:
                 step.last_token_only,
             )
         )
-        if self.is_pushed(step.sequence):
-            pushed = replace(
-                step,
-                hidden=hidden,
-                # A replay may still be under way on the bulk lane.
-                is_piece=step.is_piece or step.sequence <= self._resume_sequence,
-                before=(
-                    *step.before,
-                    HopSeconds(output.queue_seconds, output.compute_seconds),
-                ),
-            )
-            self._send(pushed)
+        if not self.is_pushed(step.sequence):
+            return
+        seconds = HopSeconds(output.queue_seconds, output.compute_seconds)
+        # A replay may still be under way on the bulk lane.
+        is_piece = step.is_piece or step.sequence <= self._resume_sequence
+        pushed = replace(step, hidden=hidden, is_piece=is_piece, before=(*step.before, seconds))
+        self._send(pushed, self.next)
+        if self._mirror is not None:
+            self._send(replace(pushed, is_piece=True), self._mirror)
 
     def redirect(self, following: NextHop | None, resume_sequence: int, length: int) -> int:
         """Push elsewhere from now on, or nowhere; return of how many steps the replay consists.
 
         Raises RefusedError when the log does not hold what the other one lacks.
         """
+        if following is not None and self._has_all_before(resume_sequence, following):
+            self._settle(following)
+            return 0
         log = self._log
         if log is None and length == 0 and self.next is None:
             log = SenderLog[WireTensor]()  # nothing was computed that could be missing
         if log is None:
             raise RefusedError(ErrorCode.LOG_INCOMPLETE, "what was pushed is not kept any more")
         prefix, rest = log.plan(resume_sequence)
-        num_bytes = _count_bytes([piece.payload for piece in (*prefix, *rest)])
+        num_bytes = _count_bytes(piece.payload for piece in (*prefix, *rest))
         if not self._ways.pending.has_room_for(self.holder, num_bytes):
             raise RefusedError(ErrorCode.LOG_INCOMPLETE, "there is no room to send it all again")
         if following is not None:
             self._neighbours.count_replay(self.holder, num_bytes)
-        if self.next is not None:
-            self._neighbours.forget(self.next)
-        self.next, self._log, self._resume_sequence = following, log, resume_sequence
-        self._loss = ""
+        self._settle(following)
+        self._log, self._resume_sequence = log, resume_sequence
         if following is None:
             for sent in rest:
                 self.post(encode_frame(self._make_output(sent)))
             self.give_up_log()
             return 0
+        return self._replay(following, prefix, rest, num_bytes)
+
+    def mirror(self, following: NextHop) -> int:
+        """Push to a new hop as well from now on; return of how many steps its replay consists.
+
+        That is 0 where the log does not hold what it lacks, or too much was sent again lately:
+        then nothing is pushed there.
+        """
+        if self.next is None or self._log is None:
+            return 0
+        prefix, _ = self._log.plan(_BEHIND_ALL)
+        num_bytes = _count_bytes(piece.payload for piece in prefix)
+        if not prefix or not self._ways.pending.has_room_for(self.holder, num_bytes):
+            return 0
+        try:
+            self._neighbours.count_replay(self.holder, num_bytes)
+        except RefusedError:
+            return 0
+        self._drop_mirror()
+        self._mirror = following
+        return self._replay(following, prefix, (), num_bytes)
+
+    def _replay(
+        self,
+        following: NextHop,
+        prefix: Sequence[ReplayPiece[WireTensor]],
+        rest: Sequence[SentStep[WireTensor]],
+        num_bytes: int,
+    ) -> int:
         groups = _group_for_replay(prefix)
         frames = self._make_frames(following, groups, rest)
         self._ways.pending.count(self.holder, num_bytes)
         self._neighbours.replay(following, frames, num_bytes, self)
         return len(groups)
 
+    def _has_all_before(self, resume_sequence: int, following: NextHop) -> bool:
+        """Return whether a hop was pushed all there is before a step that is yet to come."""
+        if resume_sequence <= self._newest_sequence:
+            return False
+        hops = (None if self._loss else self.next, self._mirror)
+        return _locate(following) in [_locate(hop) for hop in hops if hop is not None]
+
+    def _settle(self, following: NextHop | None) -> None:
+        """Push to one hop, or to none, and to nobody else."""
+        if self.next is not None:
+            self._neighbours.forget(self.next)
+        self._drop_mirror()
+        self.next = following
+        self._loss = ""
+
+    def _drop_mirror(self) -> None:
+        if self._mirror is not None:
+            self._neighbours.forget(self._mirror)
+        self._mirror = None
+
     def pushes_to(self, following: NextHop) -> bool:
         """See `Sender`."""
-        return following is self.next and not self._loss
+        return following is self._mirror or (following is self.next and not self._loss)
 
     def note_left(self, num_bytes: int) -> None:
         """See `Sender`."""
         self._ways.pending.count(self.holder, -num_bytes)
 
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
-        """See `Sender`: the client decides what happens; it may have decided already."""
-        if self.pushes_to(following):
+        """See `Sender`: the client decides what happens; it may have decided already.
+
+        Nothing is said of a hop that is only about to be used: the client sees itself that
+        nothing comes of it, and the session goes on without.
+        """
+        if following is self._mirror:
+            self._mirror = None
+        elif self.pushes_to(following):
             self._loss = f"blocks behind cannot be reached: {error}"
             self._tell_loss()
 
@@ -184,14 +245,13 @@ class Outlet:
         if num_bytes:
             self._ways.logged.count(self.holder, num_bytes)
 
-    def _send(self, step: Step) -> None:
-        assert self.next is not None
-        if self._loss:
+    def _send(self, step: Step, following: NextHop) -> None:
+        if following is self.next and self._loss:
             self._tell_loss()  # it is logged: the client may have it sent elsewhere
             return
-        frame = _encode_for(self.next, step)
+        frame = _encode_for(following, step)
         self._ways.pending.count(self.holder, len(frame))
-        self._neighbours.push(self.next, choose_lane(step, len(frame)), frame, self)
+        self._neighbours.push(following, choose_lane(step, len(frame)), frame, self)
 
     def _tell_loss(self) -> None:
         code = ErrorCode.NEXT_UNREACHABLE
@@ -267,6 +327,11 @@ class _Decoded:
         self.rows = piece.rows
         wire = piece.payload
         self.payload = decode_as(wire.dtype.name, wire.data, wire.shape)
+
+
+def _locate(hop: NextHop) -> tuple[object, ...]:
+    """Return what makes a session at another peer that one and no other."""
+    return hop.peer_id, hop.endpoints, hop.session
 
 
 def _count_bytes(payloads: Iterable[WireTensor]) -> int:

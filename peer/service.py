@@ -73,9 +73,11 @@ class Service:
         return [stream.holder.address for stream in self.streams]
 
     def begin_draining(self) -> None:
-        """Take no new sessions; who waits for one hears that at once."""
+        """Take no new sessions; who waits for one, or has one, hears that at once."""
         self.is_draining = True
         self.admission.look_again()
+        for stream in self.streams:
+            stream.say_leaving()
 
     async def hang_up(self) -> None:
         """End all streams, and what is left of sessions with them; nothing is served any more."""

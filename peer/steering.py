@@ -1,14 +1,14 @@
-"""What a client does with a session of a chain beside stepping it: admit, redirect, probe."""
+"""What a client does with a session of a chain beside stepping it: admit, redirect, and so on."""
 
 import hmac
 
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.ids import NO_CAPABILITY, Capability
-from ..protocol.messages import Admit, Attach, Probe, Redirect, Step
+from ..protocol.messages import Admit, Attach, Mirror, Probe, Redirect, Step
 from .answers import encode_refusal, encode_status
 from .held_session import HeldSession
 
-Steering = Admit | Redirect | Probe
+Steering = Admit | Redirect | Mirror | Probe
 
 
 def steer(message: Steering, held: HeldSession | None) -> bytes:
@@ -24,6 +24,8 @@ def steer(message: Steering, held: HeldSession | None) -> bytes:
             num_replayed = held.outlet.redirect(
                 message.next, message.resume_sequence, held.state.length
             )
+        elif isinstance(message, Mirror):
+            num_replayed = held.outlet.mirror(message.next)
     except RefusedError as error:
         return encode_refusal(message.session, 0, error)
     return encode_status(message.session, held, num_replayed)

@@ -44,6 +44,8 @@ class Kind(IntEnum):
     REDIRECT = 13
     PROBE = 14
     STATUS = 15
+    LEAVING = 16
+    MIRROR = 17
 
 
 class Flag(IntFlag):

@@ -18,7 +18,9 @@ from .messages import (
     Gap,
     Hello,
     HopSeconds,
+    Leaving,
     Message,
+    Mirror,
     NextHop,
     Open,
     Opened,
@@ -175,7 +177,7 @@ def _check_gap(message: Gap) -> None:
     _check_position(message.length)
 
 
-def _check_close(message: Close) -> None:
+def _check_bare(message: Close | Leaving | Probe) -> None:
     _check_session(message.session)
 
 
@@ -217,13 +219,9 @@ def _check_capability_holder(message: Attach | Admit) -> None:
     _check_capability(message.capability)
 
 
-def _check_redirect(message: Redirect) -> None:
+def _check_redirect(message: Redirect | Mirror) -> None:
     _check_session(message.session)
     _check_next(message.next, message.session)
-
-
-def _check_probe(message: Probe) -> None:
-    _check_session(message.session)
 
 
 def _check_status(message: Status) -> None:
@@ -240,11 +238,13 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Step: _check_step,
     Output: _check_output,
     Gap: _check_gap,
-    Close: _check_close,
+    Close: _check_bare,
     Declined: _check_declined,
     Attach: _check_capability_holder,
     Admit: _check_capability_holder,
     Redirect: _check_redirect,
-    Probe: _check_probe,
+    Probe: _check_bare,
     Status: _check_status,
+    Leaving: _check_bare,
+    Mirror: _check_redirect,
 }

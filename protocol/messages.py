@@ -5,7 +5,8 @@ session the client sends `Open` and gets `Opened`, perhaps `Queued` before, then
 `Output` (or `Gap`), then `Close`. Anything can be answered by `Declined`.
 
 In a chain a peer pushes its outputs to the next one, as `Step` behind an `Attach`, and only the
-last peer answers the client, which keeps a stream to each for `Admit`, `Redirect` and `Probe`.
+last peer answers the client, which keeps a stream to each for `Admit`, `Redirect`, `Mirror` and
+`Probe`. A peer that is about to stop says `Leaving` to the client of every session.
 """
 
 from dataclasses import dataclass
@@ -214,13 +215,36 @@ class Redirect:
     `Status`.
 
     What was pushed before is sent again from the log: up to `resume_sequence` as a replay of what
-    is left of it, which is for a new hop only, and from there on as it was.
+    is left of it, which is for a new hop only, and from there on as it was. Where that step is yet
+    to come, nothing is sent again to a session that is pushed to already, or was mirrored.
     """
 
     session: SessionId
     epoch: int
     resume_sequence: int
     next: NextHop | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """Push outputs to a new hop as well, which is to take the place of the next one: first a
+    replay of what was pushed so far. The answer is a `Status`.
+
+    Nothing is replayed (`num_replayed` is 0) where that is not possible. Whatever becomes of the
+    new hop, outputs go on to the next one, until a `Redirect` comes.
+    """
+
+    session: SessionId
+    epoch: int
+    next: NextHop
+
+
+@dataclass(frozen=True, slots=True)
+class Leaving:
+    """The peer will stop soon, and serves until then: the client should move the session."""
+
+    session: SessionId
+    epoch: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +258,7 @@ class Probe:
 @dataclass(frozen=True, slots=True)
 class Status:
     """How far a session is: the newest step that was taken, the newest that is done, its length,
-    and of how many steps the replay consists that a `Redirect` has set off.
+    and of how many steps the replay consists that a `Redirect` or `Mirror` has set off.
     """
 
     session: SessionId
@@ -261,4 +285,6 @@ Message = (
     | Redirect
     | Probe
     | Status
+    | Leaving
+    | Mirror
 )

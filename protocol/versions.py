@@ -10,6 +10,9 @@ CHAIN_VERSION = 2
 INT8_VERSION = 3
 """From which version on hidden states may travel in int8."""
 
+HANDOFF_VERSION = 3
+"""From which version on `Leaving` is understood, and `Mirror` with it."""
+
 SOFTWARE = "shoal 0.1.0"
 
 

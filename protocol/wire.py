@@ -18,7 +18,9 @@ from .messages import (
     Declined,
     Gap,
     Hello,
+    Leaving,
     Message,
+    Mirror,
     Open,
     Opened,
     Output,
@@ -255,14 +257,6 @@ def _decode_gap(parts: Parts) -> Gap:
     return Gap(_session(parts), parts.epoch, parts.sequence, parts.position)
 
 
-def _encode_close(message: Close) -> Parts:
-    return Parts(Kind.CLOSE, message.session, message.epoch)
-
-
-def _decode_close(parts: Parts) -> Close:
-    return Close(_session(parts), parts.epoch)
-
-
 def _encode_declined(message: Declined) -> Parts:
     body = pb.DeclinedBody(
         code=message.code,
@@ -320,12 +314,14 @@ def _decode_redirect(parts: Parts) -> Redirect:
     return Redirect(_session(parts), parts.epoch, parts.sequence, following)
 
 
-def _encode_probe(message: Probe) -> Parts:
-    return Parts(Kind.PROBE, message.session, message.epoch)
+def _encode_mirror(message: Mirror) -> Parts:
+    body = pb.RedirectBody(next=encode_next(message.next))
+    return Parts(Kind.MIRROR, message.session, message.epoch, control=body.SerializeToString())
 
 
-def _decode_probe(parts: Parts) -> Probe:
-    return Probe(_session(parts), parts.epoch)
+def _decode_mirror(parts: Parts) -> Mirror:
+    body = _parse(pb.RedirectBody(), parts)
+    return Mirror(_session(parts), parts.epoch, decode_next(body.next))
 
 
 def _encode_status(message: Status) -> Parts:
@@ -358,6 +354,18 @@ class _Codec(NamedTuple):
     unused: tuple[str, ...]
 
 
+def _make_bare_codec(kind: Kind, bare: type[Close | Probe | Leaving]) -> _Codec:
+    """Return both ways of a kind that names a session and says nothing more."""
+
+    def encode(message: Close | Probe | Leaving) -> Parts:
+        return Parts(kind, message.session, message.epoch)
+
+    def decode(parts: Parts) -> Message:
+        return bare(_session(parts), parts.epoch)
+
+    return _Codec(kind, bare, encode, decode, (*_SESSION, "control"))
+
+
 _STREAM = ("session", "epoch", "sequence", "position", "flags")
 _SESSION = ("sequence", "position", "flags")
 _REFUSAL = ("epoch", "position", "flags")
@@ -371,14 +379,16 @@ CODECS = (
     _Codec(Kind.STEP, Step, _encode_step, _decode_step, ()),
     _Codec(Kind.OUTPUT, Output, _encode_output, _decode_output, ("flags",)),
     _Codec(Kind.GAP, Gap, _encode_gap, _decode_gap, ("flags", "control")),
-    _Codec(Kind.CLOSE, Close, _encode_close, _decode_close, (*_SESSION, "control")),
+    _make_bare_codec(Kind.CLOSE, Close),
     _Codec(Kind.DECLINED, Declined, _encode_declined, _decode_declined, _REFUSAL),
     _Codec(Kind.QUEUED, Queued, _encode_queued, _decode_queued, _SESSION),
     _Codec(Kind.ATTACH, Attach, _encode_capability, _decode_attach, _SESSION),
     _Codec(Kind.ADMIT, Admit, _encode_capability, _decode_admit, _SESSION),
     _Codec(Kind.REDIRECT, Redirect, _encode_redirect, _decode_redirect, ("position", "flags")),
-    _Codec(Kind.PROBE, Probe, _encode_probe, _decode_probe, (*_SESSION, "control")),
+    _make_bare_codec(Kind.PROBE, Probe),
     _Codec(Kind.STATUS, Status, _encode_status, _decode_status, ("flags",)),
+    _make_bare_codec(Kind.LEAVING, Leaving),
+    _Codec(Kind.MIRROR, Mirror, _encode_mirror, _decode_mirror, _SESSION),
 )
 _CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}
 _CODEC_OF_KIND = {codec.kind: codec for codec in CODECS}

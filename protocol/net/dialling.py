@@ -95,7 +95,11 @@ async def receive(
     if frame is None:
         raise UnavailableError(f"{name} ended the stream")
     on_frame(len(frame))
-    message = decode_frame(frame)
+    return check_answer(decode_frame(frame), name, session)
+
+
+def check_answer(message: Message, name: str, session: SessionId | None) -> Message:
+    """Return a message, or raise the error that it stands for: see `receive`."""
     if not isinstance(message, Declined):
         return message
     if message.session not in (None, session):

@@ -18,7 +18,9 @@ from shoal.protocol.messages import (
     Gap,
     Hello,
     HopSeconds,
+    Leaving,
     Message,
+    Mirror,
     NextHop,
     Open,
     Opened,
@@ -127,6 +129,8 @@ HONEST: list[Message] = [
     Redirect(SESSION, 1, U64, NEXT),
     Redirect(SESSION, 1, 0),
     Probe(SESSION, U32),
+    Leaving(SESSION, U32),
+    Mirror(SESSION, U32, NEXT),
     Status(SESSION, 1, U64, limits.MAX_SESSION_TOKENS, U64, U32),
     Status(SESSION, 1, 0, 0),
     Gap(SESSION, 0, 1, 0),
@@ -154,6 +158,8 @@ ONE_OF_EACH: dict[Kind, Message] = {
     Kind.PROBE: Probe(SESSION, 1),
     Kind.STATUS: Status(SESSION, 1, 5, 6, 4, 3),
     Kind.QUEUED: Queued(SESSION, 1, 2.5),
+    Kind.LEAVING: Leaving(SESSION, 1),
+    Kind.MIRROR: Mirror(SESSION, 1, NEXT),
 }
 
 

@@ -42,6 +42,7 @@ from shoal.protocol.messages import (
     Hello,
     HopSeconds,
     Message,
+    Mirror,
     NextHop,
     Opened,
     Output,
@@ -613,3 +614,116 @@ def test_step_that_is_computed_meanwhile_does_not_overtake_the_replay(engine: En
         assert len(lost.steps) == 1
 
     run(gated, test)
+
+
+# ---- a new hop beside the next one
+
+
+async def push_three(client: Talk, following: NextPeer) -> list[Step]:
+    await client.say(make_step(1, 0, draw_hidden(1, 1, 3)))
+    await client.say(make_step(2, 3, draw_hidden(2), is_decoded=True))
+    await client.say(make_step(3, 4, draw_hidden(3), is_decoded=True))
+    return await following.wait_for(3)
+
+
+def test_mirror_gets_a_replay_and_all_that_is_pushed_behind_it(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        leaving, heir = await start_next(peer), await start_next(peer, "heir")
+        client = await peer.open(capability=KEY, next=leaving.name())
+        before = await push_three(client, leaving)
+
+        status = await client.ask(Mirror(make_session(1), 1, heir.name(epoch=2)))
+        await client.say(make_step(4, 5, draw_hidden(4), is_decoded=True))
+
+        assert status == Status(make_session(1), 1, 3, 5, 3, num_replayed=2)
+        pushed = (await leaving.wait_for(4))[3]
+        steps = await heir.wait_for(3)
+        assert [(step.sequence, step.position, step.hidden.tokens) for step in steps] == [
+            (1, 0, 3),
+            (2, 3, 2),
+            (4, 5, 1),
+        ]
+        assert {(step.epoch, step.is_piece) for step in steps} == {(2, True)}  # in order
+        assert torch.equal(read(steps[1])[:, :1], read(before[1]))
+        assert torch.equal(read(steps[2]), read(pushed))
+
+    run(engine, test)
+
+
+def test_redirect_to_a_mirror_sends_nothing_again(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        leaving, heir = await start_next(peer), await start_next(peer, "heir")
+        client = await peer.open(capability=KEY, next=leaving.name())
+        await push_three(client, leaving)
+        await client.ask(Mirror(make_session(1), 1, heir.name(epoch=2)))
+        await heir.wait_for(2)
+
+        status = await client.ask(Redirect(make_session(1), 2, 4, heir.name(epoch=2)))
+        await client.say(make_step(4, 5, draw_hidden(4), is_decoded=True))
+
+        assert isinstance(status, Status)
+        assert status.num_replayed == 0
+        assert [step.sequence for step in await heir.wait_for(3)] == [1, 2, 4]
+        assert not heir.steps[-1].is_piece
+        assert len(leaving.steps) == 3
+
+    run(engine, test)
+
+
+def test_redirect_to_the_next_hop_there_is_only_changes_the_key_and_the_beginning(
+    engine: Engine,
+) -> None:
+    """So begins a new hop whose steps were a replay until now."""
+
+    async def test(peer: Peer) -> None:
+        following = await start_next(peer)
+        client = await peer.open(capability=KEY, next=following.name(first_sequence=2**63))
+        expect_output(await client.ask(make_step(1, 0, draw_hidden(1, 1, 3))))
+
+        admitted = following.name(epoch=7, capability=NEW_KEY, first_sequence=2)
+        await client.ask(Redirect(make_session(1), 7, 2, admitted))
+        await client.say(make_step(2, 3, draw_hidden(2), is_decoded=True))
+
+        (step,) = await following.wait_for(1)
+        assert (step.sequence, step.epoch) == (2, 7)
+        assert following.heard[-2] == Attach(NEXT_SESSION, 7, NEW_KEY)
+
+    run(engine, test)
+
+
+def test_mirror_that_cannot_be_reached_disturbs_nobody(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following, heir = await start_next(peer), await start_next(peer, "heir")
+        client = await peer.open(capability=KEY, next=following.name())
+        await push_three(client, following)
+        peer.network.kill("heir")
+
+        status = await client.ask(Mirror(make_session(1), 1, heir.name()))
+        assert isinstance(status, Status)
+        await asyncio.sleep(30)
+        await client.say(make_step(4, 5, draw_hidden(4), is_decoded=True))
+
+        assert len(await following.wait_for(4)) == 4
+        status = await client.ask(Probe(make_session(1), 1))  # and nothing before it
+        assert isinstance(status, Status)
+        peer.network.revive("heir")
+
+    run(engine, test)
+
+
+def test_mirror_gets_nothing_where_the_log_is_gone(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        following, heir = await start_next(peer), await start_next(peer, "heir")
+        peer.service.ways = replace(peer.service.ways, logged=SharedBytes(0))
+        client = await peer.open(capability=KEY, next=following.name())
+        await push_three(client, following)
+
+        status = await client.ask(Mirror(make_session(1), 1, heir.name()))
+        await client.say(make_step(4, 5, draw_hidden(4), is_decoded=True))
+
+        assert isinstance(status, Status)
+        assert status.num_replayed == 0
+        assert len(await following.wait_for(4)) == 4
+        assert heir.heard == []
+
+    run(engine, test)

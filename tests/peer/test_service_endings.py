@@ -30,16 +30,21 @@ from service_scene import (
 
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError
+from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
 from shoal.protocol.messages import (
     Close,
     Gap,
+    Hello,
+    Leaving,
     Message,
     Opened,
+    Welcome,
 )
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.loopback import LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.tensors import WireDtype
+from shoal.protocol.versions import HANDOFF_VERSION
 from shoal.protocol.wire import encode_frame
 
 
@@ -288,7 +293,7 @@ def test_draining_peer_serves_old_sessions_and_takes_no_new_ones(engine: Engine)
     run(engine, test)
 
 
-def test_draining_waits_for_a_session_that_is_being_opened(engine: Engine) -> None:
+def test_session_that_is_being_opened_is_turned_down_by_a_peer_that_drains(engine: Engine) -> None:
     gated = GatedEngine(engine, "open")
 
     async def test(peer: Peer) -> None:
@@ -301,12 +306,31 @@ def test_draining_waits_for_a_session_that_is_being_opened(engine: Engine) -> No
         assert not waiting.done()
         gated.leave.set()
 
-        assert isinstance(await talk.hear(), Opened)
-        assert not waiting.done()
-        await talk.say(Close(make_session(1), 1))
+        assert_declined(await talk.hear(), ErrorCode.DRAINING)
         assert await waiting
 
     run(gated, test)
+
+
+def test_peer_that_drains_says_so_in_every_session_to_who_understands_it(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        idle, talk, old = await peer.dial(), await peer.dial(), await peer.open(9)
+        for stream in (idle, talk):
+            hello = Hello(1, HANDOFF_VERSION, "a test", ClientToken(bytes(CLIENT_TOKEN_BYTES)))
+            assert isinstance(await stream.ask(hello), Welcome)
+        for number in (1, 2):
+            await talk.ask(make_open(number, epoch=number))
+
+        peer.service.begin_draining()
+
+        heard = [await talk.hear(), await talk.hear()]
+        assert heard == [Leaving(make_session(1), 1), Leaving(make_session(2), 2)]
+        for stream, number in ((talk, 1), (old, 9)):
+            answer = await stream.ask(make_step(1, 0, draw_hidden(1), number))
+            expect_output(answer)  # and nothing before it
+        assert_declined(await idle.ask(make_open(3)), ErrorCode.DRAINING)
+
+    run(engine, test)
 
 
 def test_idle_stream_is_ended_and_its_session_freed(engine: Engine) -> None:
