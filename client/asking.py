@@ -97,7 +97,7 @@ class Asking:
         watch = self._watch(live.hop, question, is_replay)
         step = self._make_step(link, question)
         num_tokens = step.hidden.rows * step.hidden.tokens
-        timeout_seconds = self._choose_timeout_seconds([live], num_tokens)
+        timeout_seconds = self.choose_timeout_seconds([live], num_tokens)
         asked_at = self._clock.now()
         try:
             output_BTH = await self._exchange(link, step, timeout_seconds, watch)
@@ -143,7 +143,7 @@ class Asking:
         self.forget(question)
         asked = _Asked(step, self._clock.now(), watch, carrying_seconds, carrying)
         self._asked[question.sequence] = asked
-        timeout_seconds = self._choose_timeout_seconds(segment[:1], step.hidden.tokens)
+        timeout_seconds = self.choose_timeout_seconds(segment[:1], step.hidden.tokens)
         try:
             num_bytes = await self._chain(segment).send(step, timeout_seconds, carrying_seconds)
         except ChainFault as fault:
@@ -157,7 +157,7 @@ class Asking:
         asked = self._asked[question.sequence]
         step, watch, last = asked.step, asked.watch, _get_link(segment[-1])
         num_tokens = step.hidden.rows * step.hidden.tokens
-        timeout_seconds = self._choose_timeout_seconds(segment, num_tokens)
+        timeout_seconds = self.choose_timeout_seconds(segment, num_tokens)
         try:
             try:
                 arrived = await self._chain(segment).receive(
@@ -192,7 +192,7 @@ class Asking:
         self, segment: Sequence[LiveHop], num_steps: int, num_tokens: int
     ) -> None:
         """Wait until the hops of a segment have done a replay that the first of them pushes."""
-        timeout_seconds = self._choose_timeout_seconds(segment, num_tokens)
+        timeout_seconds = self.choose_timeout_seconds(segment, num_tokens)
         session = _get_link(segment[-1]).session
         try:
             await self._chain(segment).receive(session, num_steps, timeout_seconds)
@@ -265,7 +265,7 @@ class Asking:
         kind = Kind.REPLAY if is_replay else choose_kind(question.is_decoded)
         return recorder.watch(hop, kind, question.position, question.hidden_BTH.shape[1])
 
-    def _choose_timeout_seconds(self, segment: Sequence[LiveHop], num_tokens: int) -> float:
+    def choose_timeout_seconds(self, segment: Sequence[LiveHop], num_tokens: int) -> float:
         """Return how long the hops may take, one after the other."""
         seconds = FLOOR_SECONDS
         for live in segment:

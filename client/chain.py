@@ -14,7 +14,7 @@ from ..protocol.errors import (
     UnavailableError,
 )
 from ..protocol.ids import SessionId
-from ..protocol.messages import Admit, Probe, Redirect, Status, Step
+from ..protocol.messages import Admit, Mirror, Probe, Redirect, Status, Step
 from ..protocol.net.clock import Clock
 from .deadlines import FLOOR_SECONDS, WakefulTimeout
 from .hop_link import HopLink
@@ -173,7 +173,10 @@ class Chain:
 
 
 async def ask_status(
-    link: HopLink, mailbox: Mailbox, message: Probe | Admit | Redirect, timeout_seconds: float
+    link: HopLink,
+    mailbox: Mailbox,
+    message: Probe | Admit | Redirect | Mirror,
+    timeout_seconds: float,
 ) -> Status:
     """Say something to a hop that it answers at once.
 
@@ -191,7 +194,7 @@ async def ask_status(
                 await mailbox.wait()
     except TimeoutError as error:
         raise SilentError(f"{link.name} did not answer within {timeout_seconds:.1f} s") from error
-    if not isinstance(message, Probe):
+    if isinstance(message, Admit | Redirect):
         mailbox.forgive(link.session)
     return status
 

@@ -18,6 +18,7 @@ from ..protocol.messages import (
     Attach,
     Close,
     Gap,
+    Leaving,
     Message,
     Open,
     Opened,
@@ -29,6 +30,7 @@ from ..protocol.messages import (
 from ..protocol.net.clock import Clock
 from ..protocol.net.dialling import (
     StaleAnnouncementError,
+    check_answer,
     choose_lane,
     dial,
     greet,
@@ -69,7 +71,11 @@ class HopLink:
         self._bulk: Stream | None = None
         self._bulk_capability = NO_CAPABILITY  # the one that was shown there
         self._listening: asyncio.Task[None] | None = None
+        self._mailbox: Mailbox | None = None
+        self._answers: asyncio.Queue[tuple[Message, int] | ShoalError] = asyncio.Queue()
         self._sending = asyncio.Lock()
+        self.is_leaving = False  # its peer will stop soon, and serves until then
+        self.on_leaving: Callable[[], None] = _do_nothing
         self.capability = opening.capability
         self.hop = hop
         self.session = opening.session
@@ -134,7 +140,7 @@ class HopLink:
                 await stream.send(frame)
                 timeout.restart(timeout_seconds + carrying_seconds)
                 on_frame = _ignore if watch is None else watch.note_arrived
-                answer = await receive(stream, self.name, step.session, on_frame)
+                answer = await self._receive_answer(stream, on_frame)
         except TimeoutError as error:
             raise SilentError(
                 f"{self.name} did not answer within {timeout_seconds + carrying_seconds:.1f} s"
@@ -143,17 +149,47 @@ class HopLink:
             raise UnavailableError(f"{self.name} lost the prefix of the session")
         return self.check_output(step, answer)
 
-    def listen(self, mailbox: Mailbox) -> None:
-        """Put everything that the peer says from now on into a mailbox, until `close`."""
-        self._listening = asyncio.create_task(self._listen(mailbox))
+    def listen(self, mailbox: Mailbox | None = None) -> None:
+        """Hear everything that the peer says from now on, until `close`, also between questions.
 
-    async def _listen(self, mailbox: Mailbox) -> None:
+        It goes into a mailbox, from now on into another one if there was one; where there is none,
+        `step` finds its answers.
+        """
+        self._mailbox = mailbox
+        if self._listening is None:
+            self._listening = asyncio.create_task(self._listen(), name=f"hearing {self.name}")
+
+    async def _listen(self) -> None:
+        error: ShoalError = UnavailableError(f"{self.name} ended the stream")
         try:
             while (frame := await self._interactive.receive()) is not None:
-                mailbox.put(self.session, decode_frame(frame), len(frame))
-            mailbox.put_trouble(self.session, UnavailableError(f"{self.name} ended the stream"))
-        except ShoalError as error:
-            mailbox.put_trouble(self.session, error)
+                self._hear(decode_frame(frame), len(frame))
+        except ShoalError as failure:
+            error = failure
+        self.is_leaving = False  # it has left, and the next step will find that out
+        if self._mailbox is not None:
+            self._mailbox.put_trouble(self.session, error)
+        else:
+            self._answers.put_nowait(error)
+
+    def _hear(self, message: Message, num_bytes: int) -> None:
+        if isinstance(message, Leaving):
+            self.is_leaving = True
+            self.on_leaving()
+        elif self._mailbox is not None:
+            self._mailbox.put(self.session, message, num_bytes)
+        else:
+            self._answers.put_nowait((message, num_bytes))
+
+    async def _receive_answer(self, stream: Stream, on_frame: Callable[[int], None]) -> Message:
+        if self._listening is None or stream is not self._interactive:
+            return await receive(stream, self.name, self.session, on_frame)
+        answer = await self._answers.get()
+        if isinstance(answer, ShoalError):
+            raise answer
+        message, num_bytes = answer
+        on_frame(num_bytes)
+        return check_answer(message, self.name, self.session)
 
     async def send(self, message: Message, timeout_seconds: float, carrying: float = 0.0) -> int:
         """Say something without waiting for an answer; return the bytes of its frame.
@@ -217,6 +253,10 @@ class HopLink:
 
 async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: float) -> Stream:
     return await dial(transport, hop.peer.peer_id, hop.peer.doors, lane, timeout_seconds)
+
+
+def _do_nothing() -> None:
+    """Be told of a peer that leaves while nobody minds."""
 
 
 def _ignore(num_bytes: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..protocol.errors import UsageError
 from .config import make_whole
+from .handoff import Handoff
 from .live_hops import Waiting
 from .mending import Failover
 from .portal import Portal
@@ -35,6 +36,7 @@ class InferenceSession:
         self._num_rows: int | None = None
         self._row_map: tuple[int, ...] | None = None
         self._earlier_failovers: list[Failover] = []
+        self._earlier_handoffs: list[Handoff] = []
         self._is_generating = False
         self._recorder: Recorder | None = None
         self.closed = False
@@ -134,6 +136,11 @@ class InferenceSession:
     def failovers(self) -> tuple[Failover, ...]:
         """Every unplanned change of hop so far."""
         return (*self._earlier_failovers, *self._remote.failovers)
+
+    @property
+    def handoffs(self) -> tuple[Handoff, ...]:
+        """Every planned change of hop so far: its peer was leaving, and nothing was held up."""
+        return (*self._earlier_handoffs, *self._remote.handoffs)
 
     def record(self, recorder: Recorder | None) -> None:
         """Have everything taken down that the session does from now on; None: nothing more."""
@@ -261,6 +268,7 @@ class InferenceSession:
             raise
         finally:
             self._earlier_failovers += used.failovers
+            self._earlier_handoffs += used.handoffs
             self._hang_up(used)
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ import contextlib
 import functools
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -24,9 +24,10 @@ from .blame import LostHopError, Refusals
 from .config import ClientConfig
 from .farewells import Farewells
 from .hop_link import HopLink
+from .mailbox import Mailbox
 from .replay import merge_pieces
 from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting
-from .router import Route
+from .router import Hop, Route
 from .swarm import Fault, Swarm
 from .trace import Recorder
 from .wiring import Wiring, cut_segments
@@ -77,9 +78,10 @@ class LiveHops:
         self.clock = clock
         self._swarm = swarm
         self._config = config
+        self._farewells = farewells
         self._opener = RouteOpener(facts, swarm, transport, clock, config)
         self.asking = Asking(self._opener, swarm, clock, farewells)
-        self._wiring = Wiring(self._opener, self.asking, swarm, config)
+        self.wiring = Wiring(self._opener, self.asking, swarm, config)
         self._sequence = 0
         self._num_rows = 0
 
@@ -96,6 +98,44 @@ class LiveHops:
     @recorder.setter
     def recorder(self, recorder: Recorder | None) -> None:
         self._opener.recorder = recorder
+
+    @property
+    def mailbox(self) -> Mailbox:
+        """Where the hops of a chain say what they have to say."""
+        return self._opener.mailbox
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the hops were opened with."""
+        return self._num_rows
+
+    @property
+    def last_sequence(self) -> int:
+        """Number of the newest step, whether it was taken or failed."""
+        return self._sequence
+
+    def notify(self, on_leaving: Callable[[], None]) -> None:
+        """Call a function when a peer says that it will stop: see `HopLink.is_leaving`."""
+        self._opener.on_leaving = on_leaving
+
+    def make_understudy(self) -> tuple[RouteOpener, Asking]:
+        """Return what opens and asks a hop beside the session, which goes on meanwhile."""
+        opener = self._opener.make_twin()
+        return opener, Asking(opener, self._swarm, self.clock, self._farewells)
+
+    async def find_replica(self, hop: Hop, exclude: Collection[PeerId]) -> Hop:
+        """Return a peer that computes the very same as a hop. Raises RouteError, DirectoryError."""
+        route = await self._swarm.wait_for_route(
+            hop.span,
+            self.clock.now(),
+            min(_RETRY_VIEW_SECONDS, self._config.refresh_seconds),
+            (hop.peer.weights,),
+            exclude,
+            self.facts.count_kv_tokens(self._num_rows),
+        )
+        if len(route.hops) != 1:
+            raise RouteError(f"no single peer serves blocks {hop.span}", (hop.span,))
+        return route.hops[0]
 
     def make_deadline(self) -> float:
         """Return until when lost hops may be replaced, from now."""
@@ -121,7 +161,7 @@ class LiveHops:
         self, before: LiveHop, after: LiveHop, pending: Sequence[int], position: int
     ) -> None:
         """Carry from now on what one hop has pushed to another. Raises BrokenSegmentError."""
-        await self._wiring.bridge(before, after, pending, position)
+        await self.wiring.bridge(before, after, pending, position)
 
     async def hang_up(self, *lives: LiveHop) -> None:
         """Drop the links of hops; their logs stay."""
@@ -207,7 +247,7 @@ class LiveHops:
         ]
         for twin in twins:
             twin.log.rollback(min(position, twin.log.length))
-        self._wiring.connect(twins)
+        self.wiring.connect(twins)
         deadline = self.make_deadline()
 
         async def open_twin(twin: LiveHop, link: HopLink) -> None:
@@ -273,16 +313,16 @@ class LiveHops:
         hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
         if place.before is None:
             hops[0].log = place.log
-        self._wiring.plan(hops, place)
+        self.wiring.plan(hops, place)
         try:
             await self._opener.open(hops, self._num_rows, deadline, max_wait_seconds)
             try:
-                await self._wiring.admit(place)
+                await self.wiring.admit(place)
                 if place.before is None:
                     await self._replay(hops)
                 else:
                     num_tokens = self._num_rows * place.position
-                    await self._wiring.have_replayed(place, hops, num_tokens)
+                    await self.wiring.have_replayed(place, hops, num_tokens)
             except BrokenSegmentError as broken:
                 if any(live.link is None for live in place.neighbours):
                     raise
@@ -315,7 +355,7 @@ class LiveHops:
                     output_BTH = await self.asking.ask(segment, question, is_replay=True)
                 except BrokenSegmentError as broken:
                     if broken.cut is not None:
-                        self._wiring.note_cut(segment[broken.cut], segment[broken.cut + 1])
+                        self.wiring.note_cut(segment[broken.cut], segment[broken.cut + 1])
                     raise
                 if following is not None:
                     following.log.append(

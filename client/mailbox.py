@@ -9,6 +9,9 @@ from ..protocol.ids import SessionId
 from ..protocol.messages import Declined, Gap, Message, Output, Status
 from ..protocol.net.dialling import make_refusal
 
+_MAX_STATUSES = 8
+"""Answers of one hop that are kept: nobody waits any more for those before."""
+
 
 class GapError(UnavailableError):
     """A hop has not got what stands before a step."""
@@ -29,7 +32,7 @@ class Mailbox:
         self._expected: set[tuple[SessionId, int]] = set()
         self._replays: dict[SessionId, Arrived | None] = {}
         self._outputs: dict[tuple[SessionId, int], Arrived] = {}
-        self._statuses: dict[SessionId, Status] = {}
+        self._statuses: dict[tuple[SessionId, int], Status] = {}
         self._num_asked: Counter[SessionId] = Counter()
         self._num_told: Counter[SessionId] = Counter()
         self._troubles: dict[SessionId, ShoalError] = {}
@@ -66,7 +69,7 @@ class Mailbox:
 
     def find_status(self, session: SessionId, number: int) -> Status | None:
         """Return what a hop answered to a question, once it has."""
-        return self._statuses[session] if self._num_told[session] >= number else None
+        return self._statuses.pop((session, number), None)
 
     def trouble(self, session: SessionId) -> ShoalError | None:
         """Return what is wrong at a hop, the first that was heard of it."""
@@ -81,8 +84,9 @@ class Mailbox:
         """Drop everything of a hop that is no longer part of the session."""
         self.forgive(session)
         self._replays.pop(session, None)
-        for known in (self._statuses, self._num_asked, self._num_told):
+        for known in (self._num_asked, self._num_told):
             known.pop(session, None)
+        self._statuses = {key: value for key, value in self._statuses.items() if key[0] != session}
         self._expected = {key for key in self._expected if key[0] != session}
         self._outputs = {key: value for key, value in self._outputs.items() if key[0] != session}
 
@@ -98,8 +102,10 @@ class Mailbox:
         elif isinstance(message, Gap) and message.session == session:
             self.put_trouble(session, GapError(f"the prefix ends at token {message.length}"))
         elif isinstance(message, Status) and message.session == session:
-            self._statuses[session] = message
             self._num_told[session] += 1
+            number = self._num_told[session]
+            self._statuses[session, number] = message
+            self._statuses.pop((session, number - _MAX_STATUSES), None)
         elif isinstance(message, Output) and message.session == session:
             key = session, message.sequence
             if key in self._expected:

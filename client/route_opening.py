@@ -1,11 +1,14 @@
 """Opens the hops of a route for one session: all of them at once, each under an id of its own."""
 
+from __future__ import annotations
+
 import asyncio
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -38,6 +41,9 @@ from .mailbox import Mailbox
 from .router import Hop, Route
 from .swarm import Swarm
 from .trace import Recorder
+
+if TYPE_CHECKING:
+    from .asking import Question
 
 _logger = logging.getLogger(__name__)
 
@@ -80,6 +86,7 @@ class LiveHop:
 
     Hops of which each `feeds` the next are a segment of the route. The log of the first of them
     is complete, unless `is_log_whole` says otherwise; the others were sent nothing from here.
+    While somebody else is being brought to its state, `tail` holds what was sent to it since.
     """
 
     hop: Hop
@@ -89,6 +96,7 @@ class LiveHop:
     is_log_whole: bool = True
     capability: Capability = NO_CAPABILITY
     next: NextHop | None = None
+    tail: list[Question] | None = None
 
 
 @dataclass(frozen=True)
@@ -127,6 +135,20 @@ class RouteOpener:
         self.waiting: Waiting | None = None  # for whoever watches
         self.recorder: Recorder | None = None
         self.mailbox = Mailbox()
+        self.on_leaving: Callable[[], None] = _do_nothing
+        self._num_twins = 0
+
+    def make_twin(self) -> RouteOpener:
+        """Return an opener of other sessions, with other secrets, for hops to be used here later.
+
+        It counts epochs of its own, from that of now on.
+        """
+        self._num_twins += 1
+        secret = self._derive(f"twin {self._num_twins}", self._facts.span, SESSION_ID_BYTES)
+        facts = replace(self._facts, session=SessionId(secret))
+        twin = RouteOpener(facts, self._swarm, self._transport, self._clock, self._config)
+        twin.epoch, twin.wire_dtype, twin.on_leaving = self.epoch, self.wire_dtype, self.on_leaving
+        return twin
 
     def begin(self, route: Route) -> None:
         """Count a route; the first one settles the dtype, which replacements have to speak."""
@@ -142,7 +164,7 @@ class RouteOpener:
         is_exact = all(peer.weights == "fp32" for peer in peers)
         return WireDtype.FP32 if is_exact else WireDtype.BF16
 
-    def begin_fork(self, parent: "RouteOpener") -> None:
+    def begin_fork(self, parent: RouteOpener) -> None:
         """Count the route of another session as the first one of this, with its dtype."""
         self.epoch += 1
         self.wire_dtype = parent.wire_dtype
@@ -235,8 +257,8 @@ class RouteOpener:
         finally:
             if self.waiting is not None and self.waiting.hop is hop:
                 self.waiting = None  # not that of another hop
-        if live.capability:
-            live.link.listen(self.mailbox)
+        live.link.on_leaving = self.on_leaving
+        live.link.listen(self.mailbox if live.capability else None)
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
     def _choose_timeout_seconds(self, hop: Hop, deadline: float, is_first_look: bool) -> float:
@@ -252,6 +274,10 @@ class RouteOpener:
     def _name_for(self, hop: Hop) -> ClientToken:
         secret = self._facts.client_secret
         return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
+
+
+def _do_nothing() -> None:
+    """Be told of a peer that leaves while nobody minds."""
 
 
 def invert(speed: float | None) -> float | None:

@@ -21,6 +21,7 @@ from ..protocol.limits import MAX_BATCH_ROWS
 from ..protocol.recovery_log import RecoveryLog
 from .asking import Question
 from .blame import Refusals
+from .handoff import Handoff, Mover
 from .live_hops import LiveHops, Place
 from .mending import Failover, Mender
 from .pipeline import Pipeline, choose_piece_tokens
@@ -50,6 +51,7 @@ class RemoteSession:
         self._is_closed = False
         self._in_use = asyncio.Lock()
         self._cutoff: asyncio.Timeout | None = None  # of the step under way
+        self._mover = Mover(driver, self)
         self.failovers: list[Failover] = []
 
     def __repr__(self) -> str:
@@ -75,6 +77,11 @@ class RemoteSession:
     def hops(self) -> tuple[Hop, ...]:
         """The hops in use, in order; empty before the first step."""
         return tuple(live.hop for live in self._hops)
+
+    @property
+    def handoffs(self) -> list[Handoff]:
+        """Every planned change of hop so far."""
+        return self._mover.handoffs
 
     def record(self, recorder: Recorder | None) -> None:
         """Have everything taken down that the session does from now on; None: nothing more."""
@@ -143,6 +150,12 @@ class RemoteSession:
                 self._cutoff = None
                 if self._is_closed:
                     await self._hang_up()
+
+    @asynccontextmanager
+    async def between_steps(self) -> AsyncIterator[list[LiveHop]]:
+        """Hold up the next step; gives the hops, and those that are in it afterwards are used."""
+        async with self._in_use:
+            yield self._hops
 
     async def _step(
         self,
@@ -224,6 +237,7 @@ class RemoteSession:
         if self._cutoff is not None:
             self._cutoff.reschedule(asyncio.get_running_loop().time())
             self._cutoff = None
+        await self._mover.stop()
         async with self._in_use:
             await self._hang_up()
 
@@ -298,3 +312,4 @@ class RemoteSession:
         finally:
             self._hops = pipeline.hops
             self._driver.asking.end_step()
+            self._mover.look(self._hops)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING
 
 from ..protocol.errors import (
@@ -12,7 +13,7 @@ from ..protocol.errors import (
     UnavailableError,
 )
 from ..protocol.ids import NO_CAPABILITY, PeerId
-from ..protocol.messages import Admit, NextHop, Redirect, Status
+from ..protocol.messages import Admit, Mirror, NextHop, Redirect, Status
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.versions import CHAIN_VERSION
 from .asking import Asking, BrokenSegmentError
@@ -64,10 +65,10 @@ class Wiring:
         Raises StartOverError when the hop before cannot push to them all.
         """
         for live, following in zip(hops, (*hops[1:], place.after), strict=True):
-            live.feeds = following is not None and self._can_feed(live.hop, following.hop)
+            live.feeds = following is not None and self.can_feed(live.hop, following.hop)
         self.connect(hops, place.after, place.pending[0] if place.pending else 0)
         if place.before is not None and not (
-            self._can_feed(place.before.hop, hops[0].hop) and all(live.feeds for live in hops[:-1])
+            self.can_feed(place.before.hop, hops[0].hop) and all(live.feeds for live in hops[:-1])
         ):
             raise StartOverError
         if place.after is not None and not hops[-1].feeds:
@@ -125,7 +126,42 @@ class Wiring:
         before.feeds, before.next = False, None
         after.log, after.is_log_whole = RecoveryLog(), position == 0
 
-    def _can_feed(self, hop: Hop, following: Hop) -> bool:
+    async def mirror(self, before: LiveHop, following: NextHop) -> Status:
+        """Have a hop push to a new one as well; it is not lost when that fails.
+
+        Raises SilentError, or what is wrong with the hop.
+        """
+        assert before.link is not None
+        message = Mirror(before.link.session, self._opener.epoch, following)
+        seconds = self._choose_probe_seconds(before)
+        return await ask_status(before.link, self._opener.mailbox, message, seconds)
+
+    async def hand_over(
+        self,
+        new: LiveHop,
+        before: LiveHop | None,
+        following: NextHop | None,
+        after: LiveHop | None,
+        sequence: int,
+    ) -> None:
+        """Put a hop that has all of the prefix between two others, from a step on.
+
+        The hop before pushes to it as `following`, it pushes to the hop behind, and that takes
+        steps of nobody else. Raises BrokenSegmentError when one of them is lost.
+        """
+        self._opener.epoch += 1
+        telling: list[Coroutine[None, None, object]] = []
+        if before is not None:
+            telling.append(self._redirect(before, following, (sequence,)))
+        if after is not None:
+            telling.append(self._redirect(new, self._name(after, sequence), (sequence,)))
+            telling.append(self._admit(after))
+        for failure in await asyncio.gather(*telling, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                raise failure
+
+    def can_feed(self, hop: Hop, following: Hop) -> bool:
+        """Return whether a hop may push to another one, as far as is known."""
         pair = hop.peer.peer_id, following.peer.peer_id
         return (
             self._is_in_chain(hop)
@@ -177,17 +213,18 @@ class Wiring:
         """Raises BrokenSegmentError when the hop is lost."""
         link: HopLink | None = live.link
         assert link is not None
-        rtt_seconds = self._swarm.rtt_seconds(live.hop.peer.peer_id) or 0.0
+        seconds = self._choose_probe_seconds(live)
         try:
-            return await ask_status(
-                link, self._opener.mailbox, message, choose_probe_seconds(rtt_seconds)
-            )
+            return await ask_status(link, self._opener.mailbox, message, seconds)
         except RefusedError as error:
             if error.code is ErrorCode.LOG_INCOMPLETE:
                 raise StartOverError from error
             raise BrokenSegmentError([await self._asking.lose(live, error)]) from error
         except (UnavailableError, RemoteProtocolError) as error:
             raise BrokenSegmentError([await self._asking.lose(live, error)]) from error
+
+    def _choose_probe_seconds(self, live: LiveHop) -> float:
+        return choose_probe_seconds(self._swarm.rtt_seconds(live.hop.peer.peer_id) or 0.0)
 
 
 def _begin_segment(live: LiveHop, place: Place) -> None:

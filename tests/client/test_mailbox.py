@@ -46,6 +46,29 @@ def test_end_of_a_replay_is_known_whatever_its_length() -> None:
     assert mailbox.take_output(HERE, 9) is not None
 
 
+def test_answers_of_a_hop_are_told_apart_by_their_order() -> None:
+    mailbox = Mailbox()
+    first, second = mailbox.expect_status(HERE), mailbox.expect_status(HERE)
+
+    mailbox.put(HERE, Status(HERE, 1, 2, 3, num_replayed=4), 10)
+    assert mailbox.find_status(HERE, second) is None
+    mailbox.put(HERE, Status(HERE, 1, 5, 6), 10)
+
+    statuses = mailbox.find_status(HERE, first), mailbox.find_status(HERE, second)
+    assert [status and status.sequence for status in statuses] == [2, 5]
+
+
+def test_answers_that_nobody_waits_for_take_no_room() -> None:
+    mailbox = Mailbox()
+    mailbox.expect_status(HERE)
+
+    for sequence in range(100):
+        mailbox.put(HERE, Status(HERE, 1, sequence, 0), 10)
+
+    kept = [number for number in range(1, 101) if mailbox.find_status(HERE, number)]
+    assert len(kept) < 10
+
+
 @pytest.mark.parametrize(
     ("message", "kind"),
     [

@@ -6,84 +6,16 @@ Virtual, so that what is measured is the client's own patience and no machine's 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
 from typing import Any
 
 import pytest
-from virtual_swarm import Scene, draw
+from virtual_route import SPANS, World, delay_steps, run
 
-from shoal.client.config import ClientConfig
-from shoal.client.session import RemoteSession
-from shoal.peer.service import Service
-from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link, LoopbackTransport
-from shoal.protocol.spans import Span
+from shoal.protocol.net.clock import VirtualClock
 
-LINK = Link(delay_seconds=0.002)
-SPANS = (Span(0, 1), Span(1, 3), Span(3, 4))
 NOTICED_SECONDS = 2.0
 SHORT_OF_THE_FLOOR = 0.9
 """A busy machine has a peer stand still for so long; it is not to be replaced for that."""
-
-
-class World:
-    """Three hops with a replica each, and one session in a chain over them."""
-
-    def __init__(self, scene: Scene, session: RemoteSession, services: dict[str, Service]) -> None:
-        self.network = scene.network
-        self.session = session
-        self.services = services
-
-    def host_of(self, index: int) -> str:
-        peer_id = self.session.hops[index].peer.peer_id
-        return next(h for h, s in self.services.items() if s.facts.peer_id == peer_id)
-
-    async def generate(self, num_tokens: int) -> None:
-        for number in range(num_tokens):
-            await self.session.step(draw(number, 1), is_decoded=True)
-
-    async def time_token(self) -> float:
-        """Return how long a token takes."""
-        asked_at = VirtualClock().now()
-        await self.generate(1)
-        return VirtualClock().now() - asked_at
-
-
-def run(directory: Any, story: Callable[[World], Awaitable[None]], delivery: str = "chain") -> None:
-    async def main() -> None:
-        scene = Scene(str(directory), ClientConfig(seed=0, delivery=delivery), LINK)
-        async with AsyncExitStack() as stack:
-            services = {
-                f"peer{number}": await stack.enter_async_context(
-                    scene.serve(f"peer{number}", SPANS[number // 2])
-                )
-                for number in range(2 * len(SPANS))
-            }
-            transport = LoopbackTransport(scene.network, "client")
-            stack.push_async_callback(transport.close)
-            session = await scene.open_session(transport)
-            stack.push_async_callback(session.close)
-            await session.step(draw(0, 5))
-            await story(World(scene, session, services))
-        assert asyncio.all_tasks() == {asyncio.current_task()}
-
-    run_virtual(main())
-
-
-def delay_steps(service: Service, seconds: float) -> None:
-    """Have a peer answer its next steps so much later; it goes on to hear what is said."""
-    compute: Any = service.compute
-    submit = compute.submit
-
-    def submit_later(work: Any, holder: Any) -> asyncio.Future[Any]:
-        async def wait() -> Any:
-            await asyncio.sleep(seconds)
-            return await submit(work, holder)
-
-        return asyncio.ensure_future(wait())
-
-    compute.submit = submit_later
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

@@ -1,0 +1,80 @@
+"""A route of three hops with a replica each, on virtual time, where nobody's speed is measured."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from typing import Any
+
+from virtual_swarm import Scene, draw
+
+from shoal.client.config import ClientConfig
+from shoal.client.session import RemoteSession
+from shoal.peer.service import Service
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.loopback import Link, LoopbackTransport
+from shoal.protocol.spans import Span
+
+LINK = Link(delay_seconds=0.002)
+SPANS = (Span(0, 1), Span(1, 3), Span(3, 4))
+
+
+class World:
+    """Three hops with a replica each, and one session in a chain over them."""
+
+    def __init__(self, scene: Scene, session: RemoteSession, services: dict[str, Service]) -> None:
+        self.network = scene.network
+        self.session = session
+        self.services = services
+
+    def host_of(self, index: int) -> str:
+        peer_id = self.session.hops[index].peer.peer_id
+        return next(h for h, s in self.services.items() if s.facts.peer_id == peer_id)
+
+    async def generate(self, num_tokens: int) -> None:
+        for number in range(num_tokens):
+            await self.session.step(draw(number, 1), is_decoded=True)
+
+    async def time_token(self) -> float:
+        """Return how long a token takes."""
+        asked_at = VirtualClock().now()
+        await self.generate(1)
+        return VirtualClock().now() - asked_at
+
+
+def run(directory: Any, story: Callable[[World], Awaitable[None]], delivery: str = "chain") -> None:
+    async def main() -> None:
+        scene = Scene(str(directory), ClientConfig(seed=0, delivery=delivery), LINK)
+        async with AsyncExitStack() as stack:
+            services = {
+                f"peer{number}": await stack.enter_async_context(
+                    scene.serve(f"peer{number}", SPANS[number // 2])
+                )
+                for number in range(2 * len(SPANS))
+            }
+            transport = LoopbackTransport(scene.network, "client")
+            stack.push_async_callback(transport.close)
+            session = await scene.open_session(transport)
+            stack.push_async_callback(session.close)
+            await session.step(draw(0, 5))
+            await story(World(scene, session, services))
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())
+
+
+def delay_steps(service: Service, seconds: float) -> None:
+    """Have a peer take so long for each step, one after the other; it hears what is said."""
+    compute: Any = service.compute
+    submit, computing = compute.submit, asyncio.Lock()
+
+    def submit_later(work: Any, holder: Any) -> asyncio.Future[Any]:
+        async def wait() -> Any:
+            async with computing:
+                await asyncio.sleep(seconds)
+                return await submit(work, holder)
+
+        return asyncio.ensure_future(wait())
+
+    compute.submit = submit_later
