@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--drain", type=parse_non_negative, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
-        help="let running sessions go on this long before leaving (default: %(default)s)",
+        help="give running sessions this long to move to other peers (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
