@@ -16,6 +16,7 @@ from story_outputs import assert_same
 
 from shoal.client.session import RemoteSession
 from shoal.peer.shared_bytes import SharedBytes
+from shoal.protocol.net.loopback import Link
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import HANDOFF_VERSION
 
@@ -143,6 +144,18 @@ def when_it_gets_a_step(world: Any, peer: Any, act: Callable[[], object]) -> Non
         return take(work, holder)
 
     peer.service.compute.submit = submit
+
+
+def when_it_opens_a_session(peer: Any, act: Callable[[], object]) -> None:
+    """Do something when a peer is about to open a session."""
+    admission = peer.service.admission
+    open_session = admission.open
+
+    async def open_it(*arguments: Any) -> Any:
+        act()
+        return await open_session(*arguments)
+
+    admission.open = open_it
 
 
 @pytest.mark.parametrize("hop", [0, 1])
@@ -436,6 +449,40 @@ def test_hop_behind_an_older_peer_stays(run_story: Any) -> None:
         assert (len(session.handoffs), len(session.failovers)) == (0, 1)
 
     run_story(story)
+
+
+@pytest.mark.parametrize("delivery", ["chain"])
+@pytest.mark.parametrize("direction", ["from the hop before", "to the hop behind"])
+def test_peers_out_of_reach_of_each_other_are_not_to_blame(run_story: Any, direction: str) -> None:
+    """Another peer is taken, or the client carries what it cannot push any further."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=MOST_TURNS)
+        outputs = await world.take_all(session, turns[:4])
+        before, leaving, behind = world.hosts_of(session)
+        cut_off: list[str] = []
+
+        def cut_off_the_first(host: str) -> None:
+            if not cut_off:
+                cut_off.append(host)
+                ways = {"from the hop before": (before, host), "to the hop behind": (host, behind)}
+                world.network.set_link(*ways[direction], Link(loss_fraction=1.0))
+
+        for host in {"peer1", "peer2", "peer3"} - {leaving}:
+            when_it_opens_a_session(world.peer_on(host), partial(cut_off_the_first, host))
+
+        drain(world, leaving)
+        await assert_left(world, leaving)
+        outputs += await world.take_all(session, turns[4:8])
+
+        assert_same(outputs, world.expect(turns[:8]))
+        is_passed_over = direction == "from the hop before"
+        assert (world.hosts_of(session)[1] not in cut_off) == is_passed_over
+        assert len(session.handoffs) == 1
+        assert world.quarantined_hosts == set()
+        assert session.failovers == []
+
+    run_story(story, spans=((0, 1), (1, 3), (1, 3), (1, 3), (3, 4)))
 
 
 def test_many_sessions_move_at_once(run_story: Any) -> None:
