@@ -157,7 +157,10 @@ class Chain:
         self, sequence: int, statuses: Sequence[Status], timeout_seconds: float, is_first: bool
     ) -> None:
         """Raise ChainFault for the hop, or the link, at which a step stands still."""
+        newest = max(sequence, self._mailbox.newest_expected(self._links[-1].session))
         for index, status in enumerate(statuses):
+            if index > 0 and status.sequence > newest:
+                raise ChainFault({}, cut=index - 1)  # it was pushed what nobody has sent
             if status.done_sequence >= sequence:
                 continue
             if index > 0 and status.sequence < sequence:

@@ -45,6 +45,10 @@ class Mailbox:
         """Keep the output of a step when it comes; others are dropped."""
         self._expected.add((session, sequence))
 
+    def newest_expected(self, session: SessionId) -> int:
+        """Return the number of the newest step whose output is expected; 0 where there is none."""
+        return max((number for known, number in self._expected if known == session), default=0)
+
     def expect_replay(self, session: SessionId) -> None:
         """Keep the newest output of a new hop until its replay is over: its length is not known."""
         self._replays[session] = None

@@ -14,6 +14,7 @@ import pytest
 from story_outputs import assert_same
 
 from shoal.client.trace import Exchange, Recorder
+from shoal.peer.outlet import Outlet
 from shoal.peer.shared_bytes import SharedBytes
 from shoal.protocol.messages import Output, Step
 from shoal.protocol.net.clock import SystemClock
@@ -280,6 +281,33 @@ def test_numbers_that_a_hop_makes_up_do_not_outlive_it(
 
         assert_same(outputs, world.expect(turns))
         assert world.quarantined_hosts == {bad}
+
+    run_story(story, spans=(*FOUR_HOPS[:4], (2, 4), (2, 4)))
+
+
+@pytest.mark.parametrize("hop", [0, 1])
+def test_no_other_is_blamed_for_the_numbers_that_a_hop_goes_on_making_up(
+    run_story: Any, hop: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hops behind say that they are done with all that the client may ever send."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=6)
+        outputs = await world.take_all(session, turns[:3])
+        bad = world.hosts_of(session)[hop]
+        push = Outlet.push
+
+        def lie(outlet: Outlet, step: Step, output: Output) -> None:
+            push(outlet, step, output)
+            if outlet in {held.outlet for held in world.peer_on(bad).service.sessions.values()}:
+                extra = replace(step, position=step.position + 1, sequence=2**62)
+                push(outlet, extra, output)
+
+        monkeypatch.setattr(Outlet, "push", lie)
+        outputs += await world.take_all(session, turns[3:])
+
+        assert_same(outputs, world.expect(turns))
+        assert world.quarantined_hosts <= {bad}
 
     run_story(story, spans=(*FOUR_HOPS[:4], (2, 4), (2, 4)))
 
