@@ -150,8 +150,9 @@ class Neighbours:
         key = (following.peer_id, following.endpoints, lane)
         known = self._known.get(key)
         if known is not None:
-            known.askers.add(holder.address)
-            self._budget.look_again()
+            if known.askers:
+                known.askers.add(holder.address)
+                self._budget.look_again()
             return known
         now = self._clock.now()
         if now - self._failed_at.get(key, -_AGAIN_SECONDS) < _AGAIN_SECONDS:
@@ -189,6 +190,7 @@ class Neighbours:
         """Try one endpoint after the other; what its askers may not try is not held against it."""
         failure: ShoalError = RemoteProtocolError(f"{neighbour!r} has no endpoint")
         async with self._budget.take_turn(neighbour.askers) as asker:
+            neighbour.askers.clear()
             deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
             for number, endpoint in enumerate(neighbour.following.endpoints):
                 if number > 0:
@@ -240,7 +242,7 @@ class _Neighbour:
     def __init__(self, following: NextHop, lane: Lane, asker: str) -> None:
         self.following = following
         self.lane = lane
-        self.askers = {asker}  # the addresses of those whose sessions push here
+        self.askers = {asker}  # addresses that wait for it to be dialled; none after that
         self._parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
         self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
         self._refusal_seconds = 0.0
