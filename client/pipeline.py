@@ -3,6 +3,7 @@ it computes the next.
 """
 
 import asyncio
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -13,7 +14,7 @@ from .asking import BrokenSegmentError, Question
 from .blame import Refusals
 from .live_hops import LiveHops
 from .route_opening import LiveHop
-from .wiring import cut_segments
+from .wiring import StartOverError, cut_segments
 
 _LEAST_PIECE_TOKENS = 128
 """Rows times tokens below which a piece is not worth its frame."""
@@ -76,6 +77,12 @@ class Stretch:
         """Where the next piece begins."""
         return self.waiting[0].position
 
+    @property
+    def is_asked_for_last_token(self) -> bool:
+        """Return whether a piece of several tokens was sent of which one is wanted in the end."""
+        sent = itertools.islice(self.waiting, self.num_sent)
+        return any(piece.last_token_only and piece.hidden_BTH.shape[1] > 1 for piece in sent)
+
     def find_lost(self) -> tuple[int, int] | None:
         """Return the last run of lost hops, as a half-open range of indices."""
         lost = [index for index, live in enumerate(self.hops) if live.link is None]
@@ -111,16 +118,23 @@ class Pipeline:
     def replace(
         self, stretch: Stretch, start: int, stop: int, replacements: Sequence[LiveHop]
     ) -> None:
-        """Put one or more hops into the place of some; who pushes to whom may have changed."""
+        """Put one or more hops into the place of some; who pushes to whom may have changed.
+
+        Raises StartOverError when hops answer themselves now that were asked for less than what
+        the others need.
+        """
         if start == 0 and stop > 0:
             stretch.num_sent = 0
         stretch.hops[start:stop] = replacements
         segments = cut_segments(stretch.hops)
         stretch.hops = segments[0]
+        was_last = stretch is self._stretches[-1]
         index = self._stretches.index(stretch) + 1
         self._stretches[index:index] = [
             Stretch(segment, deque(), stretch.num_left) for segment in segments[1:]
         ]
+        if was_last and len(segments) > 1 and stretch.is_asked_for_last_token:
+            raise StartOverError
 
     async def run(self) -> list[tuple[Stretch, BrokenSegmentError]]:
         """Go on until every piece is through or hops are lost; return where, and why."""

@@ -143,9 +143,9 @@ class World:
         lengths = [prompt_tokens] + [1] * num_decoded
         return [Turn(torch.randn(num_rows, num, HIDDEN, generator=generator)) for num in lengths]
 
-    def expect(self, turns: Sequence[Turn]) -> list[Tensor]:
+    def expect(self, turns: Sequence[Turn], max_tokens: int = 128) -> list[Tensor]:
         """Compute turns in one engine, undisturbed."""
-        cache = self.whole_engine.open_cache(turns[0].hidden_BTH.shape[0], 128, WHOLE)
+        cache = self.whole_engine.open_cache(turns[0].hidden_BTH.shape[0], max_tokens, WHOLE)
         outputs: list[Tensor] = []
         for turn in turns:
             work = StepWork(

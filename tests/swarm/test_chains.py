@@ -91,6 +91,30 @@ def test_client_carries_what_two_peers_cannot(
     run_story(story, spans=FOUR_HOPS[::2])
 
 
+@pytest.mark.parametrize("prompt_tokens", [5, 300])
+@pytest.mark.parametrize("hop", [0, 1, 2])
+def test_prompt_is_carried_whole_where_only_its_last_token_is_wanted(
+    run_story: Any, hop: int, prompt_tokens: int
+) -> None:
+    """The hop before the broken link was to be followed by others, and now answers itself."""
+
+    async def story(world: Any) -> None:
+        session, turns = world.open(400), world.make_turns(prompt_tokens=prompt_tokens)
+        before: list[str] = [f"peer{n}" for n in range(4)]
+        world.network.set_link(before[hop], before[hop + 1], BROKEN)
+
+        first = await session.step(turns[0].hidden_BTH, last_token_only=True)
+        outputs = [first, *await world.take_all(session, turns[1:])]
+
+        expected = world.expect(turns, max_tokens=400)
+        assert_same(outputs, [expected[0][:, -1:], *expected[1:]])
+        assert world.hosts_of(session) == before
+        assert session.failovers == []
+        assert world.quarantined_hosts == set()
+
+    run_story(story, spans=FOUR_HOPS[::2])
+
+
 @pytest.mark.parametrize("hops", [(0, 1), (1, 2), (2, 3), (0, 2), (1, 2, 3), (0, 1, 2, 3)])
 def test_hops_that_die_together_are_replaced_together(
     run_story: Any, hops: tuple[int, ...]
