@@ -10,6 +10,8 @@ JOBS ?= 2
 ARGS ?=
 PARTS ?=
 BENCHMARKS ?=
+SECONDS ?= 60
+SEED ?=
 
 # -P: the current folder stays off the import path, where `kernels` could meet another package.
 RUN := .venv/bin/python -P
@@ -20,7 +22,7 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm test check proto proto-check bench constraints clean FORCE
+.PHONY: help demo swarm test chaos check proto proto-check bench constraints clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -37,6 +39,12 @@ TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
 test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/protocol for a part
 	@$(TEST_ENVIRONMENT) $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "$(or $(MARKED),not gpu and not thorough)" $(TESTS) $(ARGS)
+
+# -m: the run is a program in several modules, which tests use as well.
+CHAOS := PYTHONPATH=tests/parts $(TEST_ENVIRONMENT) $(RUN) -m chaos
+
+chaos: .venv/installed-dev  ## kill, pause, cut off and start peers for SECONDS=60 while clients write; SEED=n
+	@$(CHAOS) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: .venv/installed-dev  ## check format, lint, types, structure and generated code
 	@$(RUN) -m ruff format --check .

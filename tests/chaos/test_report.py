@@ -1,0 +1,42 @@
+"""What a run says fits into 80 columns, and a failure says how to see it again."""
+
+from __future__ import annotations
+
+from chaos.plan import CLIENTS, Action, Kind
+from chaos.report import describe_failure, describe_outcome
+from chaos.run import Outcome, Setting
+from chaos.writers import Stall, Tally
+
+from shoal.protocol.spans import Span
+
+SETTING = Setting(31, 180.0, [Span(0, 4), Span(4, 8)] * 2, num_clients=5, weights="int8")
+
+
+def make_outcome() -> Outcome:
+    done = [Action(1.0, Kind.KILL, "P1"), Action(2.5, Kind.CUT, "P2", CLIENTS)]
+    stall = Stall(3.21, 40, "client 2, star over P2 0:4\nat 60 P1, for it P2: " + "x" * 100)
+    return Outcome(SETTING, done, Tally(12, 3456, 7, 4, stall))
+
+
+def test_summary_tells_what_was_done_in_80_columns() -> None:
+    text = describe_outcome(make_outcome())
+
+    assert "every answer is as if nothing had happened" in text
+    assert "cut 1, drain 0, join 0, kill 1, pause 0, reset 0" in text
+    assert "12, with 3456 tokens" in text
+    assert "3.2 s" in text
+    assert all(len(line) <= 80 for line in text.splitlines())
+
+
+def test_failure_tells_the_plan_so_far_and_the_seed() -> None:
+    outcome = make_outcome()
+    outcome.failures.append("token 5 is 1 instead of 2")
+
+    text = describe_failure(outcome)
+
+    assert "FAILED" in describe_outcome(outcome)
+    assert "1    1.0 s  kill   P1" in text
+    assert "2    2.5 s  cut    P2 from clients" in text
+    assert "token 5 is 1 instead of 2" in text
+    settings = "--peers 4 --replicas 2 --clients 5 --weights int8"
+    assert text.endswith(f'make chaos SEED=31 SECONDS=180 ARGS="{settings}"')
