@@ -13,6 +13,7 @@ from chaos.links import PEER_HOST, PROXY_HOST, Links
 from chaos.plan import CLIENTS, Action, Kind, name_peer
 
 from shoal.peer.local_swarm import SHOAL_PROGRAM, LocalPeer, LocalSwarm, PeerProcessError
+from shoal.peer.local_swarm_config import Place
 from shoal.protocol.ids import PeerId
 from shoal.protocol.spans import Span
 
@@ -144,7 +145,7 @@ class LiveSwarm(LocalSwarm):
 
     def _start(
         self,
-        span: Span,
+        place: Place,
         initial_peers: Sequence[str],
         more: Sequence[str] = (),
         program: Sequence[str] = SHOAL_PROGRAM,
@@ -155,7 +156,7 @@ class LiveSwarm(LocalSwarm):
         if "--identity" not in more:
             behind += ("--identity", str(self._find_key(name)))
             self._holders[name] = name
-        peer = super()._start(span, initial_peers, (*more, *behind), program)
+        peer = super()._start(place, initial_peers, (*more, *behind), program)
         self._named[name] = peer
         return peer
 
