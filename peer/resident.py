@@ -79,8 +79,10 @@ class Resident:
         self.report(PeerEvent("online", {**self._describe(stay), **self.address}))
 
     async def _end(self, service: Service, decision: Decision | None) -> None:
-        """Take no new sessions and give those that run their time; then move on, or leave."""
-        self.door.close()
+        """Take no new sessions and give those that run their time; then move on, or leave.
+
+        Streams still come meanwhile: those of sessions that are here, and others hear it.
+        """
         service.begin_draining()
         if decision is not None:
             self._tell("moving", decision)
@@ -91,6 +93,7 @@ class Resident:
         self.description.end_serving()
         if decision is None:
             await say_goodbye(self.announcer)
+        self.door.close()
 
     async def _announce_if_possible(self, state: PeerState) -> None:
         try:

@@ -69,13 +69,21 @@ class IdleService:
     """A service without sessions."""
 
     facts = SimpleNamespace(peer_id="", model_id=MODEL_ID)
-    is_empty = True
+    is_empty = False
+
+    def __init__(self, drain_seconds: float) -> None:
+        self.num_streams = 0
+        self._drain_seconds = drain_seconds
 
     def begin_draining(self) -> None:
         return
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
+        await asyncio.sleep(self._drain_seconds)
         return True
+
+    async def serve(self, stream: object) -> None:
+        self.num_streams += 1
 
 
 class IdleEngine:
@@ -99,6 +107,8 @@ class CountingHosting:
     def __init__(self) -> None:
         self.loaded: list[set[int]] = []
         self.engines: list[weakref.ref[IdleEngine]] = []
+        self.services: list[IdleService] = []
+        self.drain_seconds = 0.0
 
     @asynccontextmanager
     async def serve(
@@ -111,9 +121,10 @@ class CountingHosting:
         await asyncio.sleep(LOAD_SECONDS * len(missing))
         engine = IdleEngine(span)
         self.engines.append(weakref.ref(engine))
+        self.services.append(IdleService(self.drain_seconds))
         yield SimpleNamespace(
             engine=engine,
-            service=IdleService(),
+            service=self.services[-1],
             compute=IdleCompute(),
             throughput=Throughput(BLOCKS_PER_SECOND / len(span), 1000.0),
             load_seconds=LOAD_SECONDS,
@@ -129,6 +140,7 @@ class Peer:
     name: str
     events: list[PeerEvent]
     directory: TroubledDirectory
+    door: Door
     hosting: CountingHosting
     stop: asyncio.Event
     running: asyncio.Task[None]
@@ -172,8 +184,9 @@ class World:
         placer = Placer(identity.peer_id, model, directory, announcer, description, clock)
         placer._rng.seed(name)
         hosting: Any = CountingHosting()
+        door = Door()
         resident = Resident(
-            hosting, Door(), announcer, description, events.append, {"endpoint": name}, 0.0
+            hosting, door, announcer, description, events.append, {"endpoint": name}, 0.0
         )
         stop = asyncio.Event()
 
@@ -182,7 +195,7 @@ class World:
                 await resident.run(span, placer, chores, stop)
 
         running = asyncio.create_task(live())
-        peer = Peer(name, events, directory, hosting, stop, running)
+        peer = Peer(name, events, directory, door, hosting, stop, running)
         self.peers.append(peer)
         return peer
 
@@ -292,6 +305,30 @@ def test_blocks_that_both_spans_have_stay_loaded() -> None:
 
         assert peer.span == Span(0, 6)
         assert peer.hosting.loaded == [set(range(2, 8)), {0, 1}]
+
+    run(test)
+
+
+def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> None:
+    async def test(world: World) -> None:
+        for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+            world.add(span=span)
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer = world.add()
+        peer.hosting.drain_seconds = 10.0
+        await asyncio.sleep(PERIOD_SECONDS)
+        stream: Any = None
+        for other in world.peers[:2]:
+            await other.kill()
+        while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.1)
+
+        await peer.door.serve(stream)
+        assert [service.num_streams for service in peer.hosting.services] == [1]
+        while len(peer.hosting.loaded) < 2:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.1)
+        await peer.door.serve(stream)
+        assert [service.num_streams for service in peer.hosting.services] == [1, 1]
 
     run(test)
 
