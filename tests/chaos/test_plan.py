@@ -115,6 +115,17 @@ def test_plan_starts_no_peer_as_one_that_is_there(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
+def test_plan_spares_whom_others_join_through(seed: int) -> None:
+    through: dict[str, str] = {}
+    for action, world in follow(plan_chaos(seed, 300, SPANS)):
+        if action.kind is Kind.JOIN:
+            through[action.target] = action.other
+        elif action.kind is Kind.ONLINE:
+            del through[action.target]
+        assert set(through.values()) <= set(world.sound), str(action)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
 def test_plan_of_a_minute_does_everything(seed: int) -> None:
     plan = plan_chaos(seed, 60, SPANS)
 
@@ -142,5 +153,5 @@ def test_bootstrap_peer_is_lost_and_others_join_afterwards() -> None:
 
 def test_action_is_a_line_for_people() -> None:
     assert str(Action(3.25, Kind.CUT, "P2", CLIENTS)) == "   3.2 s  cut    P2 from clients"
-    join = Action(12.0, Kind.JOIN, "P9", span=Span(0, 4), identity_of="P3")
-    assert str(join) == "  12.0 s  join   P9 with blocks 0:4 as P3"
+    join = Action(12.0, Kind.JOIN, "P9", "P2", Span(0, 4), "P3")
+    assert str(join) == "  12.0 s  join   P9 with blocks 0:4 as P3 through P2"

@@ -32,15 +32,16 @@ from shoal.protocol.ids import ModelId
 from shoal.protocol.messages import Close, Declined, Gap, Hello, Message, Opened, Welcome
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.spans import Span
+from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire import encode_frame
 
 
 def test_hello_is_answered_with_who_the_peer_is(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        answer = await (await peer.dial()).ask(Hello(0, 7, "from the future"))
+        answer = await (await peer.dial()).ask(Hello(0, MAX_VERSION + 4, "from the future"))
 
         assert isinstance(answer, Welcome)
-        assert (answer.version, answer.peer_id, answer.model_id) == (2, PEER_ID, MODEL_ID)
+        assert (answer.version, answer.peer_id, answer.model_id) == (MAX_VERSION, PEER_ID, MODEL_ID)
         assert answer.span == SPAN
         assert answer.wall_seconds == pytest.approx(VirtualClock().wall())
 
@@ -50,7 +51,7 @@ def test_hello_is_answered_with_who_the_peer_is(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("first", "code"),
     [
-        (Hello(3, 9, "too new"), ErrorCode.BAD_VERSION),
+        (Hello(MAX_VERSION + 1, MAX_VERSION + 6, "too new"), ErrorCode.BAD_VERSION),
         (Hello(0, 0, "too old"), ErrorCode.BAD_VERSION),
         (make_open(), ErrorCode.BAD_FRAME),
         (make_step(1, 0, torch.zeros(1, 1, HIDDEN)), ErrorCode.BAD_FRAME),

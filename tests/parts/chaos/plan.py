@@ -70,7 +70,7 @@ class Action:
     target: str
     """Name of a peer."""
     other: str = ""
-    """The other end of a link."""
+    """The other end of a link; for one that joins, a peer that stays until it is online."""
     span: Span | None = None
     """What one that joins serves."""
     identity_of: str = ""
@@ -84,7 +84,8 @@ class Action:
             text += f" with blocks {self.span}"
         if self.identity_of not in ("", self.target):
             text += f" as {self.identity_of}"
-        return f"{text} from {self.other}" if self.other else text
+        word = "through" if self.kind is Kind.JOIN else "from"
+        return f"{text} {word} {self.other}" if self.other else text
 
 
 def name_peer(number: int) -> str:
@@ -117,6 +118,7 @@ class _Planner:
         self._deck: list[Kind] = []
         self._endings: list[tuple[float, int, Action]] = []
         self._num_endings = 0
+        self._sponsors: dict[str, str] = {}
         self._cut_links: set[frozenset[str]] = set()
 
     def plan(self, seconds: float) -> Iterator[Action]:
@@ -129,6 +131,8 @@ class _Planner:
     def _end_what_is_over(self, now: float) -> Iterator[Action]:
         while self._endings and self._endings[0][0] <= now:
             *_, action = heapq.heappop(self._endings)
+            if action.kind is Kind.ONLINE:
+                del self._sponsors[action.target]
             if action.kind is Kind.HEAL:
                 self._cut_links.discard(frozenset((action.target, action.other)))
             if action.other in ("", CLIENTS):
@@ -215,15 +219,25 @@ class _Planner:
         identity_of = self._rng.choice(free) if is_known else name
         self._num_started += 1
         self._running[name], self._identities[name] = span, identity_of
+        self._sponsors[name] = self._choose_sponsor()
         self._end_later(at, at + JOIN_SECONDS, Kind.ONLINE, name)
-        return Action(at, Kind.JOIN, name, span=span, identity_of=identity_of)
+        return Action(at, Kind.JOIN, name, self._sponsors[name], span, identity_of)
+
+    def _choose_sponsor(self) -> str:
+        """Return a sound peer, to be spared until whoever joins through it is online.
+
+        One that is spared already, if any: the others are there to be lost.
+        """
+        spared = self._sound.intersection(self._sponsors.values())
+        return self._rng.choice(sorted(spared or self._sound))
 
     def _choose_end(self, at: float) -> float:
         return at + self._rng.uniform(*_TROUBLE_SECONDS)
 
     def _choose_victim(self) -> str | None:
         """Return a sound peer that the others can do without, sound no more; None without any."""
-        candidates = [name for name in sorted(self._sound) if self._can_do_without(name)]
+        free = sorted(self._sound.difference(self._sponsors.values()))
+        candidates = [name for name in free if self._can_do_without(name)]
         if not candidates:
             return None
         name = self._rng.choice(candidates)
