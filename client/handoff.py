@@ -307,6 +307,7 @@ class _Move:
         """Put the new hop into place between two steps; return where, and how long that took."""
         clock, session = self._driver.clock, self._session
         while True:
+            await self._catch_up(new)
             async with session.between_steps() as hops:
                 began_at = clock.now()
                 if self._find_neighbours(hops) != (self._before, self._after):
@@ -317,6 +318,15 @@ class _Move:
                     return session.position, clock.now() - began_at
                 newest = self._newest_sequence
             await self._wait_for(new, newest)
+
+    async def _catch_up(self, new: LiveHop) -> None:
+        """Wait until the new hop lacks no more than the step under way, while tokens go on."""
+        if self._before is None:
+            return
+        while (last_done := self._driver.last_sequence - 1) > self._mirrored_sequence:
+            await self._wait_for(new, last_done)
+            if last_done == self._driver.last_sequence - 1:
+                return
 
     @property
     def _newest_sequence(self) -> int:

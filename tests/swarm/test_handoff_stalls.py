@@ -59,3 +59,28 @@ def test_nobody_waits_when_all_hops_move(tiny_models: Any, delivery: str) -> Non
         assert world.session.failovers == []
 
     run(tiny_models.get().directory, story, delivery)
+
+
+@pytest.mark.parametrize("delivery", ["star", "chain"])
+@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(("slowness", "num_handoffs"), [(2, 1), (25, 0)])
+def test_nobody_waits_for_a_slow_peer_to_catch_up(
+    tiny_models: Any, delivery: str, index: int, slowness: int, num_handoffs: int
+) -> None:
+    """One that is slower than the whole route never does, as long as tokens go on."""
+
+    async def story(world: World) -> None:
+        used = {world.host_of(each) for each in range(3)}
+        for host, service in world.services.items():
+            delay_steps(service, STEP_SECONDS * (1 if host in used else slowness))
+        await world.generate(5)
+        normal_seconds = max([await world.time_token() for _ in range(5)])
+
+        world.services[world.host_of(index)].begin_draining()
+        seconds = [await world.time_token() for _ in range(30)]
+
+        assert len(world.session.handoffs) == num_handoffs
+        assert max(seconds) <= MOST_STEPS * normal_seconds
+        assert world.session.failovers == []
+
+    run(tiny_models.get().directory, story, delivery)
