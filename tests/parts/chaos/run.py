@@ -124,14 +124,14 @@ class _Run:
         setting = self._setting
         first = time.monotonic()
         late = 0.0
-        last_begin = setting.seconds
+        end = setting.seconds
         for action in plan_chaos(setting.seed, setting.seconds, setting.spans):
+            if action.at + late > setting.seconds:
+                end = min(end, action.at)
+            if (action.at if action.begun_at is None else action.begun_at) >= end:
+                continue
             if self._stop.wait(max(0.0, first + late + action.at - time.monotonic())):
                 return
-            if time.monotonic() > first + setting.seconds:
-                last_begin = min(last_begin, action.at)
-            if (action.at if action.begun_at is None else action.begun_at) >= last_begin:
-                continue
             self._leftovers.note_processes()
             self._say(str(action))
             swarm.check_peers()
