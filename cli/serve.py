@@ -171,14 +171,14 @@ def _choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple
 async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> bool:
     """Run the peer and listen to requests to end; return whether it was online."""
     _allow_many_files()
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     if end_with_stdin:
         loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, stop)
     try:
-        return await _run_until_stopped(config, stop, report)
+        return await _run_until_stopped(config, stop, hurry, report)
     finally:
         if end_with_stdin:
             loop.remove_reader(sys.stdin.fileno())
@@ -192,10 +192,13 @@ def _allow_many_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "Report") -> bool:
+async def _run_until_stopped(
+    config: PeerConfig, stop: asyncio.Event, hurry: asyncio.Event, report: "Report"
+) -> bool:
     """Run the peer and return whether it was online.
 
-    A stop while it loads blocks, the first ones or others, does not wait for them.
+    A stop while it loads blocks, the first ones or others, does not wait for them; a hurry waits
+    for no session either.
     """
     run_peer = importlib.import_module("..peer.peer", __package__).run_peer
     is_online = was_online = False
@@ -207,11 +210,12 @@ async def _run_until_stopped(config: PeerConfig, stop: asyncio.Event, report: "R
         report(event)
 
     running = asyncio.ensure_future(run_peer(config, stop, watch))
-    stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not running.done() and not is_online:
-        running.cancel()
+    for event in (stop, hurry):
+        waiting = asyncio.ensure_future(event.wait())
+        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not is_online or hurry.is_set():
+            running.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await running
     return was_online
@@ -236,6 +240,10 @@ def _print_for_people(event: "PeerEvent") -> None:
         for address in facts["addresses"]:
             terminal.print(f"  {address}")
         _print_codes(terminal, facts.get("join_codes", {}))
+    elif event.name == "draining":
+        terminal.print(
+            f"{facts['sessions']} sessions move to other peers. Ctrl-C again to leave at once."
+        )
     elif event.name in ("placed", "moving"):
         verb = "Taking" if event.name == "placed" else "Moving to"
         terminal.print(f"{verb} blocks {facts['target']}: {facts['why']}.")

@@ -75,8 +75,8 @@ class PeerConfig:
     session_idle_seconds: float = 1800.0
     """A session without a step for this long is closed."""
 
-    drain_seconds: float = 0.0
-    """How long running sessions may go on after a request to stop."""
+    drain_seconds: float = 10.0
+    """How long running sessions may go on after a request to stop: until they have moved."""
 
     token_budget: int = 512
     """Tokens (rows times length) that one iteration of the engine takes at most."""

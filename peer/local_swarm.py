@@ -310,7 +310,7 @@ class LocalSwarm:
         config = self.config
         arguments = ["--weights", config.weights, "--threads", str(config.num_threads)]
         arguments += ["--kv-memory", str(config.kv_budget_bytes)]
-        arguments += ["--announce-period", str(config.announce_period_seconds)]
+        arguments += ["--announce-period", str(config.announce_period_seconds), "--drain", "0"]
         arguments += [*config.serve_arguments, *more]
         arguments += ["--initial-peers", *initial_peers] if initial_peers else ["--new-swarm"]
         peer = LocalPeer(self.model, place, arguments, program)

@@ -88,6 +88,7 @@ class Resident:
             self._tell("moving", decision)
             await service.wait_until_empty(_MOVE_DRAIN_SECONDS)
         elif not service.is_empty and self.drain_seconds > 0:
+            self.report(PeerEvent("draining", {"sessions": len(service.sessions)}))
             await self._announce_if_possible(PeerState.DRAINING)
             await service.wait_until_empty(self.drain_seconds)
         self.description.end_serving()

@@ -6,6 +6,7 @@ Real processes, fp32. The reference is plain transformers on the same weights.
 from __future__ import annotations
 
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -107,3 +108,23 @@ def test_peer_that_is_asked_to_stop_is_left_by_all_its_clients(
         assert [session.failovers for session in sessions] == [()] * NUM_CLIENTS
     for number, text in enumerate(texts):
         assert torch.equal(text, generate(tiny.reference, draw_prompt(number)))
+
+
+def test_who_asks_twice_does_not_wait_for_sessions(tiny_models: Any) -> None:
+    tiny = tiny_models.get("llama")
+    serve_arguments = ("--drain", str(DRAIN_SECONDS))
+    with LocalSwarm(
+        tiny.directory, spans=[(0, 4)], weights="fp32", serve_arguments=serve_arguments
+    ) as swarm:
+        (peer,) = swarm.peers
+        model: Any = AutoDistributedModelForCausalLM.from_pretrained(
+            tiny.directory, initial_peers=swarm.initial_peers
+        )
+        with model, model.inference_session(max_length=64):
+            model.generate(draw_prompt(0), max_new_tokens=1)
+
+            peer.terminate()
+            peer.wait_for("draining", time.monotonic() + SOON_SECONDS)
+            peer.terminate()
+
+            assert peer.wait(SOON_SECONDS) == 0
