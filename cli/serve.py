@@ -205,7 +205,7 @@ async def _run_until_stopped(
 
     def watch(event: "PeerEvent") -> None:
         nonlocal is_online, was_online
-        is_online = event.name == "online" or (is_online and event.name != "moving")
+        is_online = event.name == "online" or (is_online and event.name != "drained")
         was_online = was_online or is_online
         report(event)
 

@@ -272,7 +272,7 @@ class Diagnosis:
         try:
             async with asyncio.timeout(REACH_SECONDS):
                 answers = await self.probes.reach(addresses, door)
-        except TimeoutError:
+        except (TimeoutError, UnavailableError):
             answers = []
         except ShoalError as error:
             self._note("reach", Status.BROKEN, str(error), "choose another --listen HOST:PORT")

@@ -79,6 +79,7 @@ class Mover:
         self._moving: asyncio.Task[None] | None = None
         self._is_stopped = False
         self._rooted: set[LiveHop] = set()  # those that cannot be moved
+        self._left: set[PeerId] = set()  # who ever said that it leaves
         self.handoffs: list[Handoff] = []
         driver.notify(self._begin)
 
@@ -128,8 +129,9 @@ class Mover:
             movable = [live for live in leaving if live not in self._rooted]
             if not movable:
                 return None
-            peer_ids = {live.hop.peer.peer_id for live in leaving}
-            return _Move(self._driver, self._session, movable[0], peer_ids)
+            # Who says so in every session that it is given would else get it back, and again.
+            self._left |= {live.hop.peer.peer_id for live in leaving}
+            return _Move(self._driver, self._session, movable[0], self._left)
 
 
 class _Move:

@@ -14,6 +14,7 @@ from ..protocol.errors import (
     UnavailableError,
 )
 from ..protocol.ids import NO_CAPABILITY, ClientToken
+from ..protocol.limits import MAX_FRAME_BYTES
 from ..protocol.messages import (
     Attach,
     Close,
@@ -73,6 +74,7 @@ class HopLink:
         self._listening: asyncio.Task[None] | None = None
         self._mailbox: Mailbox | None = None
         self._answers: asyncio.Queue[tuple[Message, int] | ShoalError] = asyncio.Queue()
+        self._unread_bytes = 0
         self._sending = asyncio.Lock()
         self.is_leaving = False  # its peer will stop soon, and serves until then
         self.on_leaving: Callable[[], None] = _do_nothing
@@ -179,6 +181,9 @@ class HopLink:
         elif self._mailbox is not None:
             self._mailbox.put(self.session, message, num_bytes)
         else:
+            self._unread_bytes += num_bytes
+            if self._unread_bytes > 2 * MAX_FRAME_BYTES:
+                raise RemoteProtocolError(f"{self.name} says more than it was asked")
             self._answers.put_nowait((message, num_bytes))
 
     async def _receive_answer(self, stream: Stream, on_frame: Callable[[int], None]) -> Message:
@@ -188,6 +193,7 @@ class HopLink:
         if isinstance(answer, ShoalError):
             raise answer
         message, num_bytes = answer
+        self._unread_bytes -= num_bytes
         on_frame(num_bytes)
         return check_answer(message, self.name, self.session)
 

@@ -3,6 +3,8 @@
 Pure; who asks them is `protocol/net/reachability.py`.
 """
 
+import ipaddress
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -51,9 +53,12 @@ def judge_reach(door: Door, answers: Sequence[Reach]) -> Finding:
         detail = f"nobody outside this machine could be asked to dial {place}"
         return Finding(_NAME, Status.WARNING, detail, "try again once more peers run")
     num_reaching = sum(bool(answer.is_reached) for answer in known)
-    elsewhere = sorted({a.seen_host for a in known if a.seen_host not in ("", host)})
-    if elsewhere:
-        return _judge_translated(door, elsewhere[0], num_reaching > 0)
+    seen_host, num_seeing = Counter(answer.seen_host for answer in known).most_common(1)[0]
+    # Most have to agree, and a name of ours may stand for what they see.
+    are_addresses = _is_address(host) and _is_address(seen_host)
+    if are_addresses and seen_host != host and 2 * num_seeing > len(known):
+        is_let_through = any(a.is_reached for a in known if a.seen_host == seen_host)
+        return _judge_translated(door, seen_host, is_let_through)
     if 2 * num_reaching >= len(known):
         detail = f"{num_reaching} of {len(known)} peers that were asked can dial {place}"
         return Finding(_NAME, Status.OK, detail)
@@ -78,3 +83,11 @@ def _judge_translated(door: Door, seen_host: str, is_let_through: bool) -> Findi
         f"0.0.0.0:{port or 'PORT'} --announce-host {seen_host}. {_RELAYED}"
     )
     return Finding(_NAME, Status.WARNING, detail, fix)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

@@ -155,7 +155,7 @@ class Wiring:
             telling.append(self._redirect(before, following, (sequence,)))
         if after is not None:
             telling.append(self._redirect(new, self._name(after, sequence), (sequence,)))
-            telling.append(self._admit(after, (sequence,)))
+            telling.append(self._admit(after, (sequence - 1,)))
         for failure in await asyncio.gather(*telling, return_exceptions=True):
             if isinstance(failure, BaseException):
                 raise failure

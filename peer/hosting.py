@@ -37,7 +37,7 @@ class HostedModel:
         """Read what the model is. Raises UsageError for what the peer cannot serve of it."""
         checkpoint = open_checkpoint(config.model)
         spec = read_spec(checkpoint.config)
-        span = config.span or Span(0, min(config.num_blocks or spec.num_blocks, spec.num_blocks))
+        span = config.span or Span(0, min(config.num_blocks or 1, spec.num_blocks))
         weights = WeightFormat(config.weights)
         check_span(spec, span)
         check_weights(spec, weights)

@@ -37,7 +37,10 @@ def read_free_bytes() -> int:
     with contextlib.suppress(OSError, ValueError):  # no container, or one without a limit
         limit_bytes = int((_CGROUP / "memory.max").read_text())
         used_bytes = int((_CGROUP / "memory.current").read_text())
-        free_bytes = min(free_bytes, max(0, limit_bytes - used_bytes))
+        fields = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
+        # Pages of files that were read, such as a checkpoint, are given up for whoever needs them.
+        used_bytes -= int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+        free_bytes = min(free_bytes, max(0, limit_bytes - max(0, used_bytes)))
     return free_bytes
 
 

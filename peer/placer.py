@@ -10,7 +10,6 @@ from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.ids import ModelId, PeerId
 from ..protocol.net.clock import Clock
 from ..protocol.net.directory import Directory
-from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .announcer import Announcer
 from .hosting import Stay
@@ -30,6 +29,10 @@ _logger = logging.getLogger(__name__)
 
 _MAX_JOINING_SECONDS = 3600.0
 """Who says for so long that he is about to serve is no longer believed: others may be needed."""
+
+_MAX_INTENTS = 8
+"""How often a newcomer gives way to others. Who always claims the same place would else keep it out
+for ever."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class Placer:
         self._description = description
         self._clock = clock
         self._rng = random.Random()
-        self._joining_since: dict[tuple[PeerId, Span], float] = {}
+        self._joining_since: dict[PeerId, float] = {}
 
     async def choose_first(self) -> Decision:
         """Return the span to begin with. Raises DirectoryError when nobody can be asked."""
@@ -70,14 +73,17 @@ class Placer:
                 "(--kv-memory), or say how many blocks to serve (--num-blocks)"
             )
         intent: Intent | None = None
+        num_intents = 0
         while True:
             supply = await self._take_supply()
             decision = self._decide(supply, None, intent)
             assert decision.span is not None
             has_choice = len(decision.span) < self._model.num_blocks and supply.rows
-            if not has_choice or (intent is not None and decision.span == intent.span):
+            is_confirmed = intent is not None and decision.span == intent.span
+            if not has_choice or is_confirmed or num_intents == _MAX_INTENTS:
                 return decision
             intent = Intent(decision.span, supply)
+            num_intents += 1
             await self._show(intent)
 
     async def wait_for_move(self, stay: Stay) -> Decision:
@@ -146,15 +152,15 @@ class Placer:
         return Supply.of_view(view, self._list_doubted(view))
 
     def _list_doubted(self, view: SwarmView) -> list[PeerId]:
-        """Return who has been about to serve a span for too long."""
+        """Return who has been about to serve something for too long."""
         now = self._clock.now()
         self._joining_since = {
-            (peer.peer_id, peer.span): self._joining_since.get((peer.peer_id, peer.span), now)
+            peer.peer_id: self._joining_since.get(peer.peer_id, now)
             for peer in view.peers
             if peer.state is PeerState.JOINING
         }
         return [
             peer_id
-            for (peer_id, _), since in self._joining_since.items()
+            for peer_id, since in self._joining_since.items()
             if now - since > _MAX_JOINING_SECONDS
         ]

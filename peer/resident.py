@@ -75,7 +75,8 @@ class Resident:
         """Let streams and sessions come."""
         self.description.begin_serving(stay)
         self.door.open(stay.service)
-        await self.announcer.announce(PeerState.ONLINE)
+        # Whoever was announced once is told again, as soon as the directory can be written.
+        await self._announce_if_possible(PeerState.ONLINE)
         self.report(PeerEvent("online", {**self._describe(stay), **self.address}))
 
     async def _end(self, service: Service, decision: Decision | None) -> None:
@@ -87,14 +88,21 @@ class Resident:
         if decision is not None:
             self._tell("moving", decision)
             await service.wait_until_empty(_MOVE_DRAIN_SECONDS)
-        elif not service.is_empty and self.drain_seconds > 0:
-            self.report(PeerEvent("draining", {"sessions": len(service.sessions)}))
-            await self._announce_if_possible(PeerState.DRAINING)
-            await service.wait_until_empty(self.drain_seconds)
+            self.report(PeerEvent("drained"))
+        else:
+            self.description.plan(None)  # an intent may be out
+            await self._drain(service)
         self.description.end_serving()
         if decision is None:
             await say_goodbye(self.announcer)
         self.door.close()
+
+    async def _drain(self, service: Service) -> None:
+        if service.is_empty or self.drain_seconds <= 0:
+            return
+        self.report(PeerEvent("draining", {"sessions": len(service.sessions)}))
+        await self._announce_if_possible(PeerState.DRAINING)
+        await service.wait_until_empty(self.drain_seconds)
 
     async def _announce_if_possible(self, state: PeerState) -> None:
         try:

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -33,9 +32,6 @@ from .loader import HostedBlock, ReportProgress, load_span
 from .rows import Rotation, RowRange, Segment, Segments
 from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
 from .spec import ModelShape
-
-if TYPE_CHECKING:
-    pass
 
 COMPUTE_DTYPES = {
     WeightFormat.FP32: torch.float32,

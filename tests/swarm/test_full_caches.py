@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
-from shoal.protocol.errors import CacheFullError
+from shoal.protocol.errors import CacheFullError, UsageError
 from shoal.protocol.net.loopback import Link
 
 PAGE_BYTES = 64 * 2 * 256
@@ -157,6 +157,6 @@ def test_budget_too_small_for_anything_ends_the_swarm_at_its_start(run_story: An
     async def story(world: Any) -> None:
         raise AssertionError("the swarm began")
 
-    with pytest.raises(CacheFullError, match="32767 bytes free"):
+    with pytest.raises(UsageError, match="32767 bytes of KV memory hold no session"):
         run_story(story, kv_budget_bytes=PAGE_BYTES - 1)
     assert not [thread for thread in threading.enumerate() if thread.name == "compute"]
