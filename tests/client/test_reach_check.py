@@ -34,6 +34,8 @@ class Answer:
         ([(False, ROUTER), (False, ROUTER)], Status.WARNING, f"as {ROUTER}, not as {HOME}"),
         ([(True, ROUTER), (None, "")], Status.WARNING, "behind a NAT"),
         ([(None, ""), (None, HOME)], Status.WARNING, "nobody outside this machine could be"),
+        ([(True, HOME)] * 2 + [(True, "; rm -rf")], Status.OK, "3 of 3"),
+        ([(True, HOME)] * 2 + [(True, ROUTER)], Status.OK, "3 of 3"),
         ([(True, "127.0.0.1")], Status.WARNING, "nobody outside this machine could be"),
         ([], Status.WARNING, "nobody outside this machine could be"),
     ],
@@ -64,6 +66,11 @@ def test_port_that_is_not_fixed_is_not_named() -> None:
     door = Door("0.0.0.0", 0, HOME)
     assert "its port (--listen HOST:PORT keeps it" in judge_reach(door, [Answer(False, HOME)]).fix
     assert "0.0.0.0:PORT" in judge_reach(door, [Answer(False, ROUTER)]).fix
+
+
+def test_name_may_stand_for_what_others_see() -> None:
+    finding = judge_reach(Door("0.0.0.0", 7000, "peer.example"), [Answer(True, ROUTER)])
+    assert finding.status is Status.OK
 
 
 def test_loopback_is_for_this_machine_only() -> None:

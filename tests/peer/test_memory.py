@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from shoal.kernels.quantize import WeightFormat
+from shoal.peer import memory
 from shoal.peer.engine.families import read_spec
 from shoal.peer.engine.loader import count_block_bytes, load_block, open_checkpoint
 from shoal.peer.memory import count_fitting_blocks, read_free_bytes
@@ -56,3 +58,23 @@ def test_free_memory_is_less_than_there_is() -> None:
     with open("/proc/meminfo") as file:
         total_bytes = int(file.readline().split()[1]) * 1024
     assert 0 < read_free_bytes() < total_bytes
+
+
+def test_files_that_were_read_do_not_count_as_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("8000000\n")
+    (tmp_path / "memory.current").write_text("7500000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\nactive_file 1\ninactive_file 6999999\n")
+
+    assert read_free_bytes() == 7_500_000
+
+
+def test_container_without_a_limit_has_what_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+
+    assert read_free_bytes() > 8_000_000

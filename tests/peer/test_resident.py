@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,20 +40,32 @@ NUM_BLOCKS = 8
 PERIOD_SECONDS = 30.0
 LOAD_SECONDS = 2.0
 BLOCKS_PER_SECOND = 400.0
+LIAR = max(Identity(bytes([number]) * 32).peer_id for number in range(64))
+"""Of two who come at the same time the higher id stays."""
 CONFIG = PeerConfig(model="", announce_period_seconds=PERIOD_SECONDS)
 
 
 class TroubledDirectory(MemoryDirectory):
-    """Cannot be read at times."""
+    """Cannot be read or written at times, and may show a liar where others are about to come."""
 
     def __init__(self, store: MemoryDirectoryStore) -> None:
         super().__init__(store, VirtualClock())
         self.is_broken = False
+        self.has_liar = False
+
+    async def announce(self, record: bytes) -> None:
+        if self.is_broken:
+            raise DirectoryError("nobody listens")
+        await super().announce(record)
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
         if self.is_broken:
             raise DirectoryError("nobody answers")
-        return await super().lookup(model_id)
+        announcements = await super().lookup(model_id)
+        joining = [peer for peer in announcements if peer.state is PeerState.JOINING]
+        if self.has_liar and joining:
+            announcements.append(replace(joining[0], peer_id=LIAR))
+        return announcements
 
 
 class IdleCompute:
@@ -347,6 +359,44 @@ def test_directory_in_trouble_ends_no_peer() -> None:
         await peer.leave()
         states = {announcement.state for announcement in await world.read()}
         assert states == {PeerState.ONLINE, PeerState.OFFLINE}
+
+    run(test)
+
+
+def test_move_outlasts_a_directory_in_trouble() -> None:
+    async def test(world: World) -> None:
+        for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+            world.add(span=span)
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer = world.add()
+        await asyncio.sleep(PERIOD_SECONDS)
+        for other in world.peers[:2]:
+            await other.kill()
+        while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.1)
+
+        peer.directory.is_broken = True
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer.directory.is_broken = False
+        await asyncio.sleep(PERIOD_SECONDS)
+
+        assert not peer.running.done()
+        assert await world.count_hosts() == [1] * NUM_BLOCKS
+
+    run(test)
+
+
+def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out() -> None:
+    async def test(world: World) -> None:
+        for span in (Span(0, 4), Span(4, 8), Span(0, 4), Span(4, 8)):
+            world.add(span=span)
+        await asyncio.sleep(PERIOD_SECONDS)
+        newcomer = world.add(max_blocks=1)
+        newcomer.directory.has_liar = True
+
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert len(newcomer.span) == 1
 
     run(test)
 
