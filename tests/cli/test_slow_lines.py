@@ -139,6 +139,7 @@ def _read_all(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.network
+@pytest.mark.thorough  # twenty seconds, for figures that mean nothing
 def test_benchmark_of_distant_peers_runs() -> None:
     process = subprocess.run(
         [sys.executable, "-P", "benchmarks/wan.py", "--quick", "--json", "--rtt", "2"],

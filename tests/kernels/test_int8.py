@@ -289,6 +289,7 @@ def test_forked_child_multiplies_on_its_own_threads() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.thorough  # a minute
 def test_native_code_touches_no_byte_outside_its_arrays(tmp_path: Path) -> None:
     compiler = shutil.which("cc")
     if compiler is None:

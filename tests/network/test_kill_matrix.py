@@ -263,7 +263,9 @@ def test_peer_restarts_with_the_same_identity_and_an_empty_cache(
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("trouble", [LocalPeer.kill, LocalPeer.pause])
+@pytest.mark.parametrize(
+    "trouble", [LocalPeer.kill, pytest.param(LocalPeer.pause, marks=pytest.mark.thorough)]
+)
 def test_trouble_during_beam_search(
     live: LiveSwarm, prompt: Tensor, trouble: Callable[[LocalPeer], None], index: int
 ) -> None:
