@@ -240,15 +240,21 @@ class Asking:
         return Chain(links, self._opener.mailbox, self._clock, probe_seconds)
 
     def _note_answer(self, segment: Sequence[LiveHop], asked: _Asked, arrived: Arrived) -> None:
-        """Share the time between question and answer out among the hops, as far as they tell."""
+        """Share the time that a step took out among the hops, as far as they tell.
+
+        A piece of a prompt is sent behind others: what those took is not its own, and a short last
+        one would make its hops look slow for steps of few tokens.
+        """
+        now, last = self._clock.now(), segment[-1]
+        began_at, last.answered_at = max(asked.asked_at, last.answered_at), now
         num_tokens = asked.step.hidden.rows * asked.step.hidden.tokens
         output = arrived.output
         if asked.watch is not None:
             asked.watch.note_passed([live.hop for live in segment], output)
         if asked.is_disturbed:
             return
-        seconds = self._clock.now() - asked.asked_at
-        self._swarm.line.note_answer(_count_bytes(asked.step), seconds)
+        self._swarm.line.note_answer(_count_bytes(asked.step), now - asked.asked_at)
+        seconds = now - began_at
         told = [sum(times) for times in output.before]
         told.append(output.queue_seconds + output.compute_seconds)
         if len(told) == len(segment):  # not so where a hop was replaced meanwhile

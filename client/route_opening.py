@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -87,6 +88,7 @@ class LiveHop:
     Hops of which each `feeds` the next are a segment of the route. The log of the first of them
     is complete, unless `is_log_whole` says otherwise; the others were sent nothing from here.
     While somebody else is being brought to its state, `tail` holds what was sent to it since.
+    `answered_at`, of the last of a segment, is in seconds of the client's clock.
     """
 
     hop: Hop
@@ -97,6 +99,7 @@ class LiveHop:
     capability: Capability = NO_CAPABILITY
     next: NextHop | None = None
     tail: list[Question] | None = None
+    answered_at: float = -math.inf
 
 
 @dataclass(frozen=True)

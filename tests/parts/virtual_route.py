@@ -55,7 +55,7 @@ def run(directory: Any, story: Callable[[World], Awaitable[None]], delivery: str
             }
             transport = LoopbackTransport(scene.network, "client")
             stack.push_async_callback(transport.close)
-            session = await scene.open_session(transport)
+            session = await scene.open_session(transport, max_length=512)
             stack.push_async_callback(session.close)
             await session.step(draw(0, 5))
             await story(World(scene, session, services))

@@ -86,7 +86,9 @@ class Scene:
     def _open_directory(self) -> MemoryDirectory:
         return MemoryDirectory(self._store, VirtualClock())
 
-    async def open_session(self, transport: LoopbackTransport) -> RemoteSession:
+    async def open_session(
+        self, transport: LoopbackTransport, max_length: int = 64
+    ) -> RemoteSession:
         """Return a session over all blocks."""
         swarm = Swarm(
             self._open_directory(), MODEL_ID, WHOLE.stop, VirtualClock(), random.Random(0)
@@ -94,7 +96,9 @@ class Scene:
         await swarm.refresh()
         self._num_sessions += 1
         name = self._num_sessions.to_bytes(16, "big")
-        facts = SessionFacts(SessionId(name), MODEL_ID, WHOLE, HIDDEN, 64, client_secret=name)
+        facts = SessionFacts(
+            SessionId(name), MODEL_ID, WHOLE, HIDDEN, max_length, client_secret=name
+        )
         return RemoteSession(
             LiveHops(facts, swarm, transport, VirtualClock(), self._config, Farewells())
         )

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from virtual_route import SPANS, World, delay_steps, run
+from virtual_swarm import draw
 
 from shoal.protocol.net.clock import VirtualClock
 
@@ -51,6 +52,22 @@ def test_time_that_a_failover_took_is_no_hops_own(tiny_models: Any, index: int) 
 
         assert seconds < NOTICED_SECONDS
         assert len(world.session.failovers) == 2
+
+    run(tiny_models.get().directory, story)
+
+
+def test_time_that_a_piece_of_a_prompt_stood_behind_others_is_not_its_own(tiny_models: Any) -> None:
+    """Its last piece is short: or else tokens were thought to take as long as the whole prompt."""
+
+    async def story(world: World) -> None:
+        for service in world.services.values():
+            delay_steps(service, 0.05)
+        await world.session.step(draw(1, 3 * 128 + 5))
+
+        world.network.pause(world.host_of(1))
+        seconds = await world.time_token()
+
+        assert SHORT_OF_THE_FLOOR < seconds < NOTICED_SECONDS
 
     run(tiny_models.get().directory, story)
 
