@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from chaos.plan import CLIENTS, Action, Kind
 from chaos.report import describe_failure, describe_outcome
 from chaos.run import Outcome, Setting
@@ -40,3 +42,9 @@ def test_failure_tells_the_plan_so_far_and_the_seed() -> None:
     assert "token 5 is 1 instead of 2" in text
     settings = "--peers 4 --replicas 2 --clients 5 --weights int8"
     assert text.endswith(f'make chaos SEED=31 SECONDS=180 ARGS="{settings}"')
+
+
+def test_failure_names_another_kind_of_plan() -> None:
+    outcome = Outcome(replace(SETTING, kind="halves"))
+
+    assert describe_failure(outcome).endswith('--weights int8 --kind halves"')

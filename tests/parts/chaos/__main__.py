@@ -10,9 +10,8 @@ import argparse
 import sys
 import time
 
-from chaos.plan import plan_chaos
 from chaos.report import describe_failure, describe_outcome
-from chaos.run import Setting, run_chaos
+from chaos.run import PLANS, Setting, run_chaos
 
 from shoal.cli.bundled_model import count_blocks, find_model
 from shoal.cli.interrupts import INTERRUPTED, end_in_good_order
@@ -28,15 +27,19 @@ def main() -> int:
     parser.add_argument("--replicas", type=int, default=3, help="peers of a block (default: 3)")
     parser.add_argument("--clients", type=int, default=4, help="clients (default: 4)")
     parser.add_argument("--weights", choices=("fp32", "int8"), default="fp32")
+    kind_help = "all kinds of trouble (default), or half of a block's peers killed every minute"
+    parser.add_argument("--kind", choices=tuple(PLANS), default="mixed", help=kind_help)
     parser.add_argument("--plan", action="store_true", help="print the plan and do nothing")
     options = parser.parse_args()
     seed = int(time.time()) if options.seed is None else options.seed
     try:
         spans = plan_spans(count_blocks(find_model()), options.peers, options.replicas)
+        setting = Setting(
+            seed, options.seconds, spans, options.clients, options.weights, options.kind
+        )
         if options.plan:
-            print(*plan_chaos(seed, options.seconds, spans), sep="\n")
+            print(*setting.plan(), sep="\n")
             return 0
-        setting = Setting(seed, options.seconds, spans, options.clients, options.weights)
         with end_in_good_order():
             outcome = run_chaos(setting, lambda line: print(line, flush=True))
     except ShoalError as error:

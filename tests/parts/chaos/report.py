@@ -33,10 +33,11 @@ def describe_failure(outcome: Outcome) -> str:
     """Return what failed, how it came to it, and how to see it again."""
     setting = outcome.setting
     num_replicas = sum(0 in span for span in setting.spans)
+    kind = "" if setting.kind == "mixed" else f" --kind {setting.kind}"
     again = (
         f"make chaos SEED={setting.seed} SECONDS={setting.seconds:g} "
         f'ARGS="--peers {len(setting.spans)} --replicas {num_replicas} '
-        f'--clients {setting.num_clients} --weights {setting.weights}"'
+        f'--clients {setting.num_clients} --weights {setting.weights}{kind}"'
     )
     done = [f"{number:3} {action}" for number, action in enumerate(outcome.done, 1)]
     lines = ["What was done:", *done, "", "What failed:", *outcome.failures]

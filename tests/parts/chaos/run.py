@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from chaos.aftermath import check_nothing_is_held, measure_room
+from chaos.halves import plan_halves
 from chaos.leftovers import Leftovers, put_temporary_files_in
 from chaos.live_swarm import LiveSwarm
 from chaos.plan import Action, plan_chaos
@@ -29,6 +30,9 @@ from shoal.protocol.spans import Span
 
 Say = Callable[[str], None]
 
+PLANS = {"mixed": plan_chaos, "halves": plan_halves}
+"""What is done, by the name of it."""
+
 _LAST_TEXTS_SECONDS = 90.0
 """How long clients may take to finish their texts after the last action."""
 
@@ -42,7 +46,12 @@ class Setting:
     spans: Sequence[Span]
     num_clients: int = 4
     weights: str = "fp32"
+    kind: str = "mixed"
     model: str = field(default_factory=find_model)
+
+    def plan(self) -> list[Action]:
+        """Return what is to be done."""
+        return PLANS[self.kind](self.seed, self.seconds, self.spans)
 
 
 @dataclass
@@ -125,7 +134,7 @@ class _Run:
         first = time.monotonic()
         late = 0.0
         end = setting.seconds
-        for action in plan_chaos(setting.seed, setting.seconds, setting.spans):
+        for action in setting.plan():
             if action.at + late > setting.seconds:
                 end = min(end, action.at)
             if (action.at if action.begun_at is None else action.begun_at) >= end:
