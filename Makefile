@@ -37,8 +37,11 @@ swarm: .venv/installed  ## run PEERS=3 peers of MODEL on this machine until Ctrl
 # Files of tests run JOBS at a time; threads of torch that wait for each other would spin meanwhile.
 TEST_ENVIRONMENT := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 
+# The order is that of tests/conftest.py, not by how many tests a file has.
+PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
 test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/protocol for a part
-	@$(TEST_ENVIRONMENT) $(RUN) -m pytest -q -n $(JOBS) --dist loadfile -m "$(or $(MARKED),not gpu and not thorough)" $(TESTS) $(ARGS)
+	@$(TEST_ENVIRONMENT) $(PYTEST) -m "$(or $(MARKED),not gpu and not thorough)" $(TESTS) $(ARGS)
 
 # -m: the run is a program in several modules, which tests use as well.
 CHAOS := PYTHONPATH=tests/parts $(TEST_ENVIRONMENT) $(RUN) -m chaos
