@@ -191,8 +191,8 @@ class Pipeline:
             first.log.append(
                 piece.position, num_tokens, piece.hidden_BTH, piece.row_map, piece.is_decoded
             )
-        if first.tail is not None:
-            first.tail.append(piece)
+        for tail in first.tails:
+            tail.append(piece)
         if is_last:
             self.outputs.append(output_BTH)
         else:

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -87,7 +87,7 @@ class LiveHop:
 
     Hops of which each `feeds` the next are a segment of the route. The log of the first of them
     is complete, unless `is_log_whole` says otherwise; the others were sent nothing from here.
-    While somebody else is being brought to its state, `tail` holds what was sent to it since.
+    While others are being brought to its state, `tails` hold what was sent to it since.
     `answered_at`, of the last of a segment, is in seconds of the client's clock.
     """
 
@@ -98,7 +98,7 @@ class LiveHop:
     is_log_whole: bool = True
     capability: Capability = NO_CAPABILITY
     next: NextHop | None = None
-    tail: list[Question] | None = None
+    tails: list[list[Question]] = field(default_factory=list)
     answered_at: float = -math.inf
 
 
