@@ -40,6 +40,10 @@ class ClientConfig:
     """How hidden states get from hop to hop: chain, pushed by each peer to the next, or star,
     through this client. A chain needs fewer round trips; star is used where a link is missing."""
 
+    standby: bool = False
+    """Keep a hot standby for each hop of a session: another peer that computes the same, too, and
+    takes over at once when the hop is lost, without a replay. The swarm does twice the work."""
+
     connect_timeout_seconds: float = 5.0
     """How long one peer may take to accept a connection and open a session."""
 
@@ -65,6 +69,8 @@ class ClientConfig:
         _check_choice("wire_dtype", self.wire_dtype, ("auto", *(d.name.lower() for d in WireDtype)))
         read_kv_format(self.kv_format)
         _check_choice("delivery", self.delivery, ("chain", "star"))
+        if not isinstance(self.standby, bool):
+            raise UsageError(f"standby is True or False, not {self.standby!r}")
         if self.weights is not None:
             _check_choice("weights", self.weights, [known.value for known in WeightFormat])
         if not _is_seconds(self.connect_timeout_seconds) or self.connect_timeout_seconds == 0:

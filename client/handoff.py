@@ -19,7 +19,7 @@ from .blame import LostHopError
 from .live_hops import LiveHops
 from .route_opening import LiveHop
 from .router import Hop
-from .understudy import CannotMoveError, Understudy
+from .understudy import CannotMoveError, Understudy, read_failure
 from .wiring import StartOverError
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ class Mover:
     def _begin(self) -> None:
         if not self._is_stopped and (self._moving is None or self._moving.done()):
             self._moving = asyncio.create_task(self._move_all(), name="moving hops")
-            self._moving.add_done_callback(_read_failure)
+            self._moving.add_done_callback(read_failure)
 
     async def stop(self) -> None:
         """End what is under way, for good."""
@@ -185,11 +185,6 @@ class _Move:
             # Who pushes where is not known any more: the next step begins with a failover.
             await driver.hang_up(self.live)
             raise
-
-
-def _read_failure(moving: asyncio.Task[None]) -> None:
-    if not moving.cancelled() and (error := moving.exception()) is not None:
-        _logger.error("hops of a session are not moved any more", exc_info=error)
 
 
 def _is_leaving(live: LiveHop) -> bool:

@@ -114,6 +114,11 @@ class LiveHops:
         """Number of the newest step, whether it was taken or failed."""
         return self._sequence
 
+    @property
+    def wants_standbys(self) -> bool:
+        """Return whether another peer is to be kept at the state of each hop."""
+        return self._config.standby
+
     def notify(self, on_leaving: Callable[[], None]) -> None:
         """Call a function when a peer says that it will stop: see `HopLink.is_leaving`."""
         self._opener.on_leaving = on_leaving

@@ -4,6 +4,7 @@ reach each other.
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..protocol.errors import UnavailableError
@@ -12,7 +13,9 @@ from .asking import BrokenSegmentError
 from .blame import WAS_LOST
 from .live_hops import LiveHops, Place
 from .pipeline import Pipeline, Stretch
+from .route_opening import LiveHop
 from .router import Hop
+from .standby import Standbys
 from .trace import Replacement
 from .wiring import StartOverError
 
@@ -50,9 +53,15 @@ class Mender:
     """Mends the pipeline of one step; notes every hop that was replaced among the failovers."""
 
     def __init__(
-        self, driver: LiveHops, pipeline: Pipeline, num_rows: int, failovers: list[Failover]
+        self,
+        driver: LiveHops,
+        pipeline: Pipeline,
+        num_rows: int,
+        failovers: list[Failover],
+        standbys: Standbys | None = None,
     ) -> None:
         self._driver = driver
+        self._standbys = standbys
         self._pipeline = pipeline
         self._num_rows = num_rows
         self._failovers = failovers
@@ -105,14 +114,17 @@ class Mender:
             stretch.hops[start - 1] if start else None,
             stretch.hops[stop] if stop < len(stretch.hops) else None,
         )
-        replacements = await self._driver.cover(
-            place,
-            self._num_rows,
-            trouble.deadline,
-            trouble.refusals,
-            lost[0].hop.peer.weights,
-        )
-        num_tokens = place.log.length if start == 0 else place.position
+        replacements = await self._find_standby(lost, place)
+        num_tokens = 0
+        if not replacements:
+            replacements = await self._driver.cover(
+                place,
+                self._num_rows,
+                trouble.deadline,
+                trouble.refusals,
+                lost[0].hop.peer.weights,
+            )
+            num_tokens = place.log.length if start == 0 else place.position
         self._pipeline.replace(stretch, start, stop, replacements)
         reasons = {reason.hop: reason for reason in error.lost}
         for live in lost:
@@ -126,6 +138,13 @@ class Mender:
                 reasons[live.hop].what_happened if live.hop in reasons else WAS_LOST,
             )
             self._note(failover, started_at)
+
+    async def _find_standby(self, lost: Sequence[LiveHop], place: Place) -> list[LiveHop]:
+        """Return what can take the place of one lost hop at once, if anything."""
+        if self._standbys is None or len(lost) != 1:
+            return []
+        standby = await self._standbys.take_over(lost[0], place)
+        return [] if standby is None else [standby]
 
     def _note(self, failover: Failover, started_at: float) -> None:
         self._failovers.append(failover)

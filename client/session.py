@@ -27,6 +27,7 @@ from .mending import Failover, Mender
 from .pipeline import Pipeline, choose_piece_tokens
 from .route_opening import LiveHop, Waiting
 from .router import Hop
+from .standby import Standbys
 from .trace import Recorder, choose_kind
 from .wiring import StartOverError
 
@@ -52,6 +53,7 @@ class RemoteSession:
         self._in_use = asyncio.Lock()
         self._cutoff: asyncio.Timeout | None = None  # of the step under way
         self._mover = Mover(driver, self)
+        self._standbys = Standbys(driver, self) if driver.wants_standbys else None
         self.failovers: list[Failover] = []
 
     def __repr__(self) -> str:
@@ -82,6 +84,11 @@ class RemoteSession:
     def handoffs(self) -> list[Handoff]:
         """Every planned change of hop so far."""
         return self._mover.handoffs
+
+    @property
+    def standbys(self) -> list[Hop]:
+        """The hops for which a hot standby is ready to take over."""
+        return [] if self._standbys is None else [live.hop for live in self._standbys.ready]
 
     def record(self, recorder: Recorder | None) -> None:
         """Have everything taken down that the session does from now on; None: nothing more."""
@@ -223,6 +230,8 @@ class RemoteSession:
 
         A peer cannot undo a row map: every hop that may have applied it gets a replay instead.
         """
+        if self._standbys is not None:
+            self._standbys.drop()
         used, self._hops = self._hops, [live for live, _ in before]
         for live, log in before:
             live.log = log
@@ -238,6 +247,8 @@ class RemoteSession:
             self._cutoff.reschedule(asyncio.get_running_loop().time())
             self._cutoff = None
         await self._mover.stop()
+        if self._standbys is not None:
+            await self._standbys.stop()
         async with self._in_use:
             await self._hang_up()
 
@@ -303,7 +314,7 @@ class RemoteSession:
         A hop that took one and is asked again, after an error of the step, rolls back first.
         """
         pipeline = Pipeline(self._driver, self._hops, pieces)
-        mender = Mender(self._driver, pipeline, self._num_rows, self.failovers)
+        mender = Mender(self._driver, pipeline, self._num_rows, self.failovers, self._standbys)
         try:
             while broken := await pipeline.run():
                 for stretch, error in broken:
@@ -313,3 +324,5 @@ class RemoteSession:
             self._hops = pipeline.hops
             self._driver.asking.end_step()
             self._mover.look(self._hops)
+            if self._standbys is not None:
+                self._standbys.look(self._hops)

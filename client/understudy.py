@@ -6,6 +6,8 @@ client's log where the client sends to the hop itself.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -23,6 +25,8 @@ from .route_opening import LiveHop
 
 if TYPE_CHECKING:
     from .session import RemoteSession
+
+_logger = logging.getLogger(__name__)
 
 _LAST_STEP_SECONDS = 0.25
 """How long a step may be held up for an understudy that lacks the newest one. The hop before pushed
@@ -240,3 +244,42 @@ class Understudy:
         except TimeoutError:
             return False
         return True
+
+    def check_stays(self) -> None:
+        """Raise LostHopError where the peer of the new hop is about to stop."""
+        assert self.new.link is not None
+        if self.new.link.is_leaving:
+            raise LostHopError(self.new.hop, "its peer will stop soon")
+
+    async def take_over(self, after: LiveHop | None, sequence: int) -> bool:
+        """Put the new hop into the place of a lost one, with a step under way.
+
+        Returns False where the hop before has stopped pushing to it. Raises BrokenSegmentError when
+        one of the hops is lost. The link of the new hop is hung up then.
+        """
+        driver, new = self._driver, self.new
+        assert new.link is not None
+        if not new.capability:
+            return True
+        new.link.listen(driver.mailbox)
+        has_taken = False
+        try:
+            if after is None:
+                driver.mailbox.expect(self.session_id, sequence)
+                # It may have answered already: to nobody, until now.
+                newest = self._mailbox.take_output(self.session_id, sequence)
+                if newest is not None:
+                    driver.mailbox.put(self.session_id, newest.output, newest.num_bytes)
+            has_taken = await driver.wiring.promote(
+                new, self.before, self.following, after, sequence
+            )
+        finally:
+            if not has_taken:
+                await driver.hang_up(new)
+        return has_taken
+
+
+def read_failure(task: asyncio.Task[None]) -> None:
+    """Say what ended a task in the background that nobody expected."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("%s has failed", task.get_name(), exc_info=error)

@@ -160,6 +160,35 @@ class Wiring:
             if isinstance(failure, BaseException):
                 raise failure
 
+    async def promote(
+        self,
+        new: LiveHop,
+        before: LiveHop | None,
+        following: NextHop | None,
+        after: LiveHop | None,
+        sequence: int,
+    ) -> bool:
+        """Put a hop that has all of the prefix into the place of a lost one, with a step under way.
+
+        The hop before, which pushes to it as `following`, goes on so; returns False where it has
+        ceased to. Raises BrokenSegmentError when one of them is lost.
+        """
+        self._opener.epoch += 1
+        if after is not None:
+            await self._admit(after, (sequence,))
+        telling: list[Coroutine[None, None, Status]] = []
+        if after is not None:
+            telling.append(self._redirect(new, self._name(after, sequence), (sequence,)))
+        if before is not None:
+            telling.append(self._redirect(before, following, (sequence + 1,)))
+        statuses = await asyncio.gather(*telling, return_exceptions=True)
+        num_replayed = 0
+        for status in statuses:
+            if isinstance(status, BaseException):
+                raise status
+            num_replayed += status.num_replayed
+        return num_replayed == 0
+
     def can_feed(self, hop: Hop, following: Hop) -> bool:
         """Return whether a hop may push to another one, as far as is known."""
         pair = hop.peer.peer_id, following.peer.peer_id

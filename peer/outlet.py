@@ -136,6 +136,8 @@ class Outlet:
         if log is None:
             raise RefusedError(ErrorCode.LOG_INCOMPLETE, "what was pushed is not kept any more")
         prefix, rest = log.plan(resume_sequence)
+        if following is not None and following.first_sequence >= resume_sequence:
+            prefix = []  # it has what is before
         num_bytes = _count_bytes(piece.payload for piece in (*prefix, *rest))
         if not self._ways.pending.has_room_for(self.holder, num_bytes):
             raise RefusedError(ErrorCode.LOG_INCOMPLETE, "there is no room to send it all again")
