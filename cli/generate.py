@@ -85,6 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "machine (star)",
     )  # fmt: skip
     parser.add_argument(
+        "--standby", action="store_true",
+        help="keep a second peer at work for every part of the model, that goes on at once when "
+        "the first is lost; twice the work for the swarm",
+    )  # fmt: skip
+    parser.add_argument(
         "--trace", type=parse_trace_path, metavar="FILE",
         help="write what every token took at every hop, for ui.perfetto.dev, and sum it up",
     )  # fmt: skip
@@ -139,11 +144,12 @@ def _generate(
             name,
             joining.initial_peers,
             _DTYPES[options.dtype],
-            options.wait,
             tokenizer,
-            options.kv,
-            joining.join,
-            options.delivery,
+            failover_timeout_seconds=options.wait,
+            kv_format=options.kv,
+            join=joining.join,
+            delivery=options.delivery,
+            standby=options.standby,
         )
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []

@@ -152,28 +152,19 @@ class TextModel:
         name: str,
         initial_peers: Sequence[str],
         dtype: str | None = None,
-        wait_seconds: float | None = None,
         tokenizer: Any = None,
-        kv_format: str = "float",
-        join: str = "",
-        delivery: str | None = None,
+        **settings: Any,
     ) -> "TextModel":
         """Load a tokenizer (None: the model's) and the client's layers, and join the swarm.
 
-        Steps wait `wait_seconds` for blocks that nobody serves (None: the client's default); peers
-        keep keys and values in `kv_format`, and `delivery` is how hidden states get from one to
-        the next (None: the client's default).
+        `settings` are those of `ClientConfig`; what is None is left as it is there.
         Raises ModelError when there is no tokenizer, else as from_pretrained does.
         """
         client = import_client()
         tokenizer = tokenizer or load_tokenizer(name)
-        settings: dict[str, Any] = {"kv_format": kv_format, "join": join}
-        if delivery is not None:
-            settings["delivery"] = delivery
-        if wait_seconds is not None:
-            settings["failover_timeout_seconds"] = wait_seconds
+        chosen = {name: value for name, value in settings.items() if value is not None}
         model = client.AutoDistributedModelForCausalLM.from_pretrained(
-            name, initial_peers=list(initial_peers), torch_dtype=dtype, **settings
+            name, initial_peers=list(initial_peers), torch_dtype=dtype, **chosen
         )
         return cls(model, tokenizer)
 

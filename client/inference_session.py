@@ -138,6 +138,11 @@ class InferenceSession:
         return (*self._earlier_failovers, *self._remote.failovers)
 
     @property
+    def standbys(self) -> tuple[Hop, ...]:
+        """The hops for which a hot standby is ready, where they are asked for."""
+        return tuple(self._remote.standbys)
+
+    @property
     def handoffs(self) -> tuple[Handoff, ...]:
         """Every planned change of hop so far: its peer was leaving, and nothing was held up."""
         return (*self._earlier_handoffs, *self._remote.handoffs)

@@ -1,5 +1,8 @@
-"""From the loss of a peer in use to the answer of the next step, with replicas at hand."""
+"""From the loss of a peer in use to the answer of the next step, with replicas at hand, which have
+nothing of the session or, as hot standbys, all.
+"""
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -14,13 +17,17 @@ _PROMPT_TOKENS = 270
 _NUM_STEPS = 30
 _CONTEXT_TOKENS = _PROMPT_TOKENS + _NUM_STEPS
 
+_STANDBY_SECONDS = 60.0
+"""How long standbys may take to be ready."""
+
 
 def measure(setting: Setting) -> Findings:
     """Kill one peer, pause another, and end the swarm, which is of no use afterwards."""
     swarm = setting.start_swarm(setting.model)
     try:
         setting.say("starting replicas")
-        swarm.wait_until_online([swarm.add(setting.model.halves[1], wait=False) for _ in range(2)])
+        swarm.wait_until_online([swarm.add(setting.model.halves[1], wait=False) for _ in range(3)])
+        standby_seconds = setting.run(_measure_standby(setting, swarm))
         kill_seconds, pause_seconds = setting.run(_measure(setting, swarm))
     finally:
         setting.end_swarm(setting.model)
@@ -28,6 +35,7 @@ def measure(setting: Setting) -> Findings:
     return Findings(
         [
             Figure(f"SIGKILL to the next step, {behind}", kill_seconds, "s", at_most(1)),
+            Figure("the same with hot standbys", standby_seconds, "s"),
             Figure(f"SIGSTOP to the next step, {behind}", pause_seconds, "s", at_most(5)),
         ]
     )
@@ -42,13 +50,27 @@ async def _measure(setting: Setting, swarm: LocalSwarm) -> list[float]:
         return seconds
 
 
+async def _measure_standby(setting: Setting, swarm: LocalSwarm) -> float:
+    setting.say("SIGKILL with standbys")
+    async with join_swarm(SwarmAddress.of(swarm, setting.model), standby=True) as clients:
+        seconds = await _time_loss(setting, clients, swarm, LocalPeer.kill, num_standbys=1)
+    return seconds
+
+
 async def _time_loss(
-    setting: Setting, clients: Clients, swarm: LocalSwarm, lose: Callable[[LocalPeer], None]
+    setting: Setting,
+    clients: Clients,
+    swarm: LocalSwarm,
+    lose: Callable[[LocalPeer], None],
+    num_standbys: int = 0,
 ) -> float:
     """Return the seconds from losing the second hop to the next answer."""
     model = setting.model
     session = clients.open(_CONTEXT_TOKENS + 1)
     await session.step(model.make_hidden(_PROMPT_TOKENS), last_token_only=True)
+    async with asyncio.timeout(_STANDBY_SECONDS):
+        while len(session.standbys) < num_standbys:  # noqa: ASYNC110 - it happens behind the steps
+            await asyncio.sleep(0.1)
     await time_steps(session, model, _NUM_STEPS)
     victim = swarm.find(session.hops[1].peer.peer_id)
     started_at = time.perf_counter()
