@@ -39,11 +39,10 @@ def run_writer(
     """Have one client write in a swarm of its own."""
     stop = threading.Event()
 
-    def connect(delivery: str, seed: int) -> Any:
+    def connect(**settings: Any) -> Any:
         swarm = LoopbackSwarm(tiny.directory, [(0, 2), (2, 4), (2, 4)], seed=1)
         model = AutoDistributedModelForCausalLM.from_pretrained(
-            tiny.directory, connect=swarm.connect, delivery=delivery, seed=seed,
-            failover_timeout_seconds=0.5,
+            tiny.directory, connect=swarm.connect, failover_timeout_seconds=0.5, **settings
         )  # fmt: skip
         disturb(swarm)
         return model

@@ -101,7 +101,7 @@ class _Run:
         self._say(f"Starting {len(setting.spans)} peers ...")
         with LiveSwarm(setting.model, setting.spans, setting.weights, keys) as swarm:
             connect = functools.partial(_connect, setting.model, swarm)
-            with connect("star", 0) as model:
+            with connect(delivery="star") as model:
                 room = measure_room(model)
                 expected = expected or [write(model, prompt, LONGEST_TEXT) for prompt in prompts]
             task = Task(
@@ -162,7 +162,7 @@ class _Run:
         self._say("Waiting until peers hold nothing any more ...")
         swarm.check_peers()
         swarm.wait_for_leavers()
-        with _connect(self._setting.model, swarm, "star", 0) as model:
+        with _connect(self._setting.model, swarm, delivery="star") as model:
             check_nothing_is_held(swarm, model, room)
 
     @contextlib.contextmanager
@@ -190,13 +190,12 @@ def _write_with_transformers(setting: Setting, prompts: Sequence[Tensor]) -> lis
     return [write(reference, prompt, LONGEST_TEXT) for prompt in prompts]
 
 
-def _connect(model: str, swarm: LiveSwarm, delivery: str, seed: int) -> Any:
+def _connect(model: str, swarm: LiveSwarm, **settings: Any) -> Any:
     return AutoDistributedModelForCausalLM.from_pretrained(
         model,
         initial_peers=swarm.initial_peers,
-        delivery=delivery,
-        seed=seed,
         # int8 peers get 16 bits otherwise, rounded wherever one hop ends: a hop that is replaced by
         # two would round in one more place.
         wire_dtype="fp32",
+        **settings,
     )

@@ -92,8 +92,8 @@ class Failure:
 class Task:
     """What all writers write, and where."""
 
-    connect: Callable[[str, int], Any]
-    """Opens the model for a delivery and a seed."""
+    connect: Callable[..., Any]
+    """Opens the model with these settings of a client."""
     prompts: Sequence[Tensor]
     expected: Sequence[Tensor]
     """The longest text of each prompt."""
@@ -110,6 +110,7 @@ class Writer(threading.Thread):
         super().__init__(name=f"client {number + 1}", daemon=True)
         self.failure: Failure | None = None
         self._delivery = "star" if number % 2 else "chain"
+        self._has_standbys = number % 4 >= 2
         self._rng = Random(f"{seed} {number}")
         self._task = task
         self._tally = tally
@@ -129,13 +130,15 @@ class Writer(threading.Thread):
     def doing(self) -> str:
         """Where the session stands, for whoever wonders why nothing happens."""
         seconds = time.monotonic() - self._begun_at
-        return f"{self.name} ({self._delivery}), for {seconds:.1f} s: {self._session!r}"
+        how = f"{self._delivery}, with standbys" if self._has_standbys else self._delivery
+        return f"{self.name} ({how}), for {seconds:.1f} s: {self._session!r}"
 
     def _visit(self) -> None:
         with self._tally.lock:
             self._tally.num_visits += 1
         self._begun_at = time.monotonic()
-        with self._task.connect(self._delivery, self._rng.randrange(2**32)) as self._model:
+        settings = {"delivery": self._delivery, "standby": self._has_standbys}
+        with self._task.connect(**settings, seed=self._rng.randrange(2**32)) as self._model:
             for _ in range(self._rng.randint(*_TEXTS_PER_VISIT)):
                 if not self._task.stop.is_set():
                     self._write_one()
