@@ -1,15 +1,24 @@
 """Where streams come in, whatever the peer serves at that moment."""
 
 import asyncio
+import contextlib
 
+from ..protocol.errors import ErrorCode, RefusedError, UnavailableError
 from ..protocol.net.transport import Stream
+from .answers import encode_refusal
 from .service import Service
+
+_PATIENCE_SECONDS = 20.0
+"""How long a stream waits for a service: as long as one may stay without a session. Loading may
+take hours, and waiting costs a stranger nothing."""
+
+_RETRY_SECONDS = 10.0
 
 
 class Door:
-    """Leads each stream to the service of the moment; while there is none, streams wait.
+    """Leads each stream to the service of the moment; while there is none, streams wait a while.
 
-    So whoever dials while blocks are being loaded waits for them.
+    So whoever dials while the last block is being loaded waits for it.
     """
 
     def __init__(self) -> None:
@@ -25,6 +34,27 @@ class Door:
             self._opened = asyncio.Future()
 
     async def serve(self, stream: Stream) -> None:
-        """Serve one stream until it ends."""
-        service = await asyncio.shield(self._opened)
-        await service.serve(stream)
+        """Serve one stream until it ends, or tell it that there is nothing to be served yet."""
+        service = await self._wait_for_service(stream)
+        if service is not None:
+            await service.serve(stream)
+            return
+        refusal = RefusedError(ErrorCode.BUSY, "the peer is loading its blocks", _RETRY_SECONDS)
+        with contextlib.suppress(UnavailableError):  # gone meanwhile
+            await stream.send(encode_refusal(None, 0, refusal))
+
+    async def _wait_for_service(self, stream: Stream) -> Service | None:
+        """Return the service that a stream is for; None once its end or its time has come."""
+        opened = self._opened
+        if not opened.done():
+            ending = asyncio.create_task(stream.wait_over())
+            try:
+                await asyncio.wait(
+                    {opened, ending},
+                    timeout=_PATIENCE_SECONDS,
+                    return_when=asyncio.FIRST_COMPLETED,
+                )
+            finally:
+                ending.cancel()
+                await asyncio.wait({ending})
+        return opened.result() if opened.done() else None
