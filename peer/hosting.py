@@ -1,15 +1,17 @@
 """What a peer has while it serves one span: blocks, a compute thread, and sessions."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 from ..kernels.checkpoint import Checkpoint
 from ..kernels.quantize import WeightFormat
+from ..protocol.errors import ModelError, ShoalError
 from ..protocol.ids import ModelId, PeerId, make_model_id
 from ..protocol.net.clock import Clock
 from ..protocol.spans import Span
+from .block_sizes import BlockSizes
 from .config import PeerConfig
 from .engine.block_cache import open_block_cache
 from .engine.compute_thread import ComputeThread
@@ -17,11 +19,23 @@ from .engine.engine import Engine, HostedBlock, check_kv_budget
 from .engine.families import read_spec
 from .engine.loader import check_span, check_weights, open_checkpoint
 from .engine.spec import ModelShape
+from .memory import RESERVE_BYTES, read_free_bytes
 from .neighbours import Neighbours
 from .service import Service, ServiceFacts
 from .throughput import Throughput, measure_throughput
 
 ReportLoading = Callable[[int, int], None]
+
+_LOAD_ERRORS = (ShoalError, OSError, MemoryError, RuntimeError)
+"""What disks, downloads, files and a lack of memory end in; torch says the last by RuntimeError."""
+
+
+class LoadError(ModelError):
+    """Blocks could not be loaded: `blocks`, or one of them."""
+
+    def __init__(self, detail: str, blocks: Collection[int]) -> None:
+        super().__init__(detail)
+        self.blocks = frozenset(blocks)
 
 
 @dataclass(frozen=True)
@@ -31,6 +45,7 @@ class HostedModel:
     checkpoint: Checkpoint
     model_id: ModelId
     spec: ModelShape
+    sizes: BlockSizes
 
     @classmethod
     def open(cls, config: PeerConfig) -> "HostedModel":
@@ -42,7 +57,8 @@ class HostedModel:
         check_span(spec, span)
         check_weights(spec, weights)
         check_kv_budget(spec, span, weights, config.kv_budget_bytes)
-        return cls(checkpoint, make_model_id(checkpoint.config, checkpoint.revision), spec)
+        model_id = make_model_id(checkpoint.config, checkpoint.revision)
+        return cls(checkpoint, model_id, spec, BlockSizes.of_model(spec, weights))
 
 
 @dataclass(frozen=True)
@@ -52,6 +68,8 @@ class Stay:
     engine: Engine
     service: Service
     throughput: Throughput
+    work: float
+    """What a step costs in all of its blocks, where the average block of the model costs 1."""
     load_seconds: float
     """What loading one block took; 0 if all were there already."""
     began_at: float
@@ -63,8 +81,8 @@ class Stay:
 
     @property
     def blocks_per_second(self) -> float:
-        """Measured steps of one token through one block."""
-        return self.throughput.decode_steps_per_second * len(self.engine.span)
+        """Measured steps of one token through one block of average cost."""
+        return self.throughput.decode_steps_per_second * self.work
 
 
 class Hosting:
@@ -92,29 +110,64 @@ class Hosting:
     ) -> AsyncGenerator[Stay]:
         """Load what is not `kept` of a span, by block, and have it ready to be served.
 
-        In the end no stream and no session of it is left.
+        In the end no stream and no session of it is left. Raises LoadError if it cannot be loaded.
         """
         started_at = self._clock.now()
-        engine = await self._load(span, kept, report_loading)
-        num_loaded = len(set(range(span.start, span.stop)) - kept.keys())
-        load_seconds = (self._clock.now() - started_at) / max(1, num_loaded) if num_loaded else 0.0
-        async with ComputeThread(engine, self._config.token_budget) as compute:
+        num_missing = len(_find_missing(span, kept))
+        async with AsyncExitStack() as stack:
+            engine = await self._load(span, kept, report_loading)
+            load_seconds = (self._clock.now() - started_at) / num_missing if num_missing else 0.0
+            compute = await stack.enter_async_context(
+                ComputeThread(engine, self._config.token_budget)
+            )
             throughput = await compute.call(lambda: measure_throughput(engine))
             service = Service(self._facts, engine, compute, self._clock, self._neighbours)
-            try:
-                yield Stay(engine, service, throughput, load_seconds, self._clock.now())
-            finally:
-                await service.hang_up()
+            stack.push_async_callback(service.hang_up)
+            work = sum(self._model.sizes.work[span.start : span.stop])
+            yield Stay(engine, service, throughput, work, load_seconds, self._clock.now())
+
+    def keep_blocks(self, engine: Engine, span: Span) -> dict[int, HostedBlock]:
+        """Return the blocks of an engine to hold on to while a peer moves to another span.
+
+        All of them, where memory allows it, so that the peer can go back if the other span cannot
+        be loaded.
+        """
+        kept = engine.keep_blocks(span)
+        needed_bytes = self._count_bytes_to_load(_find_missing(span, kept))
+        if needed_bytes + RESERVE_BYTES <= read_free_bytes():
+            return engine.keep_blocks(engine.span)
+        return kept
+
+    def check_room(self, span: Span, kept: Mapping[int, HostedBlock]) -> None:
+        """Raise LoadError unless there is memory for what is not `kept` of a span.
+
+        The system would end the process that takes more.
+        """
+        missing = _find_missing(span, kept)
+        needed_bytes, free_bytes = self._count_bytes_to_load(missing), read_free_bytes()
+        if needed_bytes > free_bytes:
+            raise LoadError(
+                f"blocks {span} need {needed_bytes / 2**20:,.0f} MiB more, and "
+                f"{free_bytes / 2**20:,.0f} MiB are free",
+                missing,
+            )
+
+    def _count_bytes_to_load(self, blocks: Collection[int]) -> int:
+        sizes = self._model.sizes
+        return sizes.loading_bytes + sum(sizes.num_bytes[block] for block in blocks)
 
     async def _load(
         self, span: Span, kept: Mapping[int, HostedBlock], report_loading: ReportLoading
     ) -> Engine:
         loop = asyncio.get_running_loop()
         is_wanted = True
+        block = span.start
 
         def on_progress(num_done: int, num_blocks: int) -> None:
+            nonlocal block
             if not is_wanted:
                 raise asyncio.CancelledError  # ends the loading thread
+            block = min(span.start + num_done, span.stop - 1)
             loop.call_soon_threadsafe(report_loading, num_done, num_blocks)
 
         config = self._config
@@ -131,5 +184,12 @@ class Hosting:
                 cache=open_block_cache(config.block_cache_bytes),
                 kept=kept,
             )
+        except _LOAD_ERRORS as error:
+            reason = str(error) or "there is too little memory"  # a MemoryError says nothing
+            raise LoadError(f"block {block} cannot be loaded: {reason}", [block]) from error
         finally:
             is_wanted = False
+
+
+def _find_missing(span: Span, kept: Mapping[int, HostedBlock]) -> set[int]:
+    return set(range(span.start, span.stop)) - kept.keys()

@@ -182,7 +182,7 @@ class LoopbackSwarm:
             listener.endpoint,
         )
         # All peers share one loop, so that none is slower by its lag than another.
-        description = SelfDescription(template, LoopLag(clock))
+        description = SelfDescription(template, LoopLag(clock), model.sizes.work)
         description.begin_serving(stay)
         announcer = Announcer(
             _PeerDirectory(self._store, clock, self._network, host),

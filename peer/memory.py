@@ -4,31 +4,20 @@ import contextlib
 import os
 from pathlib import Path
 
-from ..kernels.quantize import WeightFormat
-from .engine.loader import count_block_bytes
-from .engine.spec import ModelShape, ModelSpec
+from .block_sizes import BlockSizes
+from .room import Room
 
-_RESERVE_BYTES = 2**30
+RESERVE_BYTES = 2**30
 """What is left to everything else on the machine, and to torch itself."""
 
 _CGROUP = Path("/sys/fs/cgroup")
 """Where a container finds its limit; with control groups of version 2."""
 
 
-def count_fitting_blocks(
-    spec: ModelShape, weights: WeightFormat, kv_budget_bytes: int, free_bytes: int
-) -> int:
-    """Return how many blocks fit beside the KV cache, while one more is being loaded in float32.
-
-    All of them for models of which only transformers knows how large their blocks are.
-    """
-    if not isinstance(spec, ModelSpec):
-        return spec.num_blocks
-    indexes = range(spec.num_blocks)
-    block_bytes = max(count_block_bytes(spec, index, weights) for index in indexes)
-    loading_bytes = max(count_block_bytes(spec, index, WeightFormat.FP32) for index in indexes)
-    left_bytes = free_bytes - kv_budget_bytes - _RESERVE_BYTES - loading_bytes
-    return max(0, min(spec.num_blocks, left_bytes // block_bytes))
+def find_room(sizes: BlockSizes, kv_budget_bytes: int, free_bytes: int) -> Room:
+    """Return what is left to blocks beside the KV cache, while one more is being loaded."""
+    left_bytes = free_bytes - kv_budget_bytes - RESERVE_BYTES - sizes.loading_bytes
+    return Room(max(0, left_bytes), sizes.num_bytes)
 
 
 def read_free_bytes() -> int:

@@ -5,7 +5,6 @@ import logging
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 
-from ..kernels.quantize import WeightFormat
 from ..protocol.endpoints import Endpoint
 from ..protocol.identity import Identity
 from ..protocol.join_code import make_codes
@@ -24,10 +23,11 @@ from .door import Door
 from .hosting import HostedModel, Hosting
 from .identity_file import hold_identity
 from .loop_lag import LoopLag
-from .memory import count_fitting_blocks, read_free_bytes
+from .memory import find_room, read_free_bytes
 from .neighbours import Neighbours
 from .placer import PlacedModel, Placer
 from .resident import PeerEvent, Report, Resident, say_goodbye
+from .room import Room
 from .self_description import SelfDescription, make_template
 
 _logger = logging.getLogger(__name__)
@@ -37,7 +37,8 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
     """Serve a span until `stop` is set, the configured one or those that the swarm needs.
 
     Reports `started`, `directory`, `placed` (where, if that is not told), `loading` (per block),
-    `online`, maybe `moving`, `loading` and `online` again, and `left`. Raises UsageError for what
+    `online`, maybe `moving`, `loading` and `online` again (or, where that was not possible,
+    `returning`), and `left`. Raises UsageError for what
     the caller can mend and DirectoryError when the swarm cannot be joined; whatever was begun is
     undone before.
     """
@@ -66,7 +67,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         )
         if directory.relays:
             template = replace(template, endpoints=(), relays=directory.relays)
-        description = SelfDescription(template, lag)
+        description = SelfDescription(template, lag, model.sizes.work)
         announcer = Announcer(
             directory, identity, description.describe, clock, config.announce_period_seconds
         )
@@ -151,10 +152,8 @@ def _describe_address(door: object, directory: Directory) -> dict[str, object]:
 
 def _describe_model(config: PeerConfig, model: HostedModel) -> PlacedModel:
     """Return what there is to place: as many blocks as were asked for, or as memory holds."""
-    num_blocks = model.spec.num_blocks
     if config.num_blocks is None:
-        weights, kv_bytes = WeightFormat(config.weights), config.kv_budget_bytes
-        max_blocks = count_fitting_blocks(model.spec, weights, kv_bytes, read_free_bytes())
+        room = find_room(model.sizes, config.kv_budget_bytes, read_free_bytes())
     else:
-        max_blocks = min(config.num_blocks, num_blocks)
-    return PlacedModel(model.model_id, num_blocks, max_blocks)
+        room = Room(config.num_blocks)
+    return PlacedModel(model.model_id, model.sizes.work, room)

@@ -18,7 +18,8 @@ import numpy as np
 
 from ..protocol.ids import PeerId
 from ..protocol.spans import Span
-from .supply import LEAST_SPEED, MIN_REPLICAS, Column, Supply
+from .room import Room
+from .supply import LEAST_SPEED, MIN_REPLICAS, Column, Supply, sum_up
 
 LOOKS_PER_PERIOD = 2
 """How often a peer decides in one announcement period."""
@@ -89,16 +90,18 @@ class Candidate:
     """The peer that decides: what it can do, and where it is."""
 
     peer_id: PeerId
-    max_blocks: int
-    """How many blocks its memory holds."""
+    room: Room
+    """Which spans its memory holds."""
     blocks_per_second: float
-    """Measured steps of one token through one block."""
+    """Measured steps of one token through one block of average cost."""
     load_seconds: float
     """What loading a block takes."""
     span: Span | None = None
     """What it serves; None before its first span."""
     residency_seconds: float = 0.0
     """For how long."""
+    avoided: frozenset[int] = frozenset()
+    """Blocks that it could not load lately."""
     intent: Intent | None = None
 
 
@@ -132,18 +135,34 @@ def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -
     The same view, candidate and seed decide alike.
     """
     own, intent = candidate.span, candidate.intent
-    if candidate.max_blocks < 1 or supply.num_blocks < 1:
-        return Decision(Action.STAY, own, "there is no memory for a block, or no block")
     if intent is None and own is not None and rng.random() >= _chance_to_consider(supply, own):
         return Decision(Action.STAY, own, "it is the turn of others to move")
+    starts, stops = _list_places(candidate, supply.num_blocks)
+    if not starts.size:
+        return Decision(Action.STAY, own, "there is no memory for a block, or none can be loaded")
     others = supply.without([candidate.peer_id])
     if intent is not None:
         others = _send_back_rivals(others, candidate.peer_id, intent.planned_on)
-        return _confirm(_Survey(others, candidate), own, intent.span, rng)
-    survey = _Survey(others, candidate)
+        return _confirm(_Survey(others, candidate, starts, stops), own, intent.span, rng)
+    survey = _Survey(others, candidate, starts, stops)
     if own is None:
         return _take(survey, survey.find_best(rng))
     return _reconsider(survey, candidate, own, rng)
+
+
+def _list_places(candidate: Candidate, num_blocks: int) -> tuple[Column, Column]:
+    """Return where the spans begin and end that a peer can take.
+
+    All are as long as its memory allows: speed is the same in sum, and hops are fewer.
+    """
+    starts, stops = np.arange(num_blocks), candidate.room.find_stops(num_blocks)
+    # What ends where the span from one block before ends is a part of that one.
+    stops_before = np.concatenate(([0], stops))[:-1]
+    num_avoided = sum_up(np.isin(starts, list(candidate.avoided)))
+    is_place = (stops > np.maximum(starts, stops_before)) & (
+        num_avoided[stops] == num_avoided[starts]
+    )
+    return starts[is_place], stops[is_place]
 
 
 def _chance_to_consider(supply: Supply, own: Span) -> float:
@@ -216,9 +235,12 @@ def _move(survey: _Survey, own: Span, span: Span) -> Decision:
 class _Survey:
     """What a candidate would be worth at each span, given the supply of all others."""
 
-    def __init__(self, others: Supply, candidate: Candidate) -> None:
+    def __init__(self, others: Supply, candidate: Candidate, starts: Column, stops: Column) -> None:
+        """Survey the spans with these starts and stops, given what all others supply."""
         self.others = others
         self._candidate = candidate
+        self._starts, self._stops = starts, stops
+        self._work = sum_up(others.work)
         # As others see it, for all must go by the same measure.
         self._speed = min(max(candidate.blocks_per_second, LEAST_SPEED), others.fastest)
         self._even = (others.total_blocks_per_second + self._speed) / others.num_blocks
@@ -231,16 +253,16 @@ class _Survey:
     def judge(self, span: Span) -> _Place:
         """Return what the candidate is worth at a span."""
         blocks = slice(span.start, span.stop)
-        useful_part = self._find_useful_part(np.array([span.start]), np.array([span.stop]))[0]
+        worth = self._rate(np.array([span.start]), np.array([span.stop]))
         return _Place(
             int((self.others.num_hosts[blocks] == 0).sum()),
             int((self.others.num_hosts[blocks] < MIN_REPLICAS).sum()),
-            float(self._losses(len(span))[blocks].sum() * useful_part),
+            float(worth[0]),
         )
 
     def find_best(self, rng: random.Random) -> Span:
         """Return where the candidate is worth most; of places about alike, where hops are few."""
-        starts, stops, worth = self._list_places()
+        starts, stops, worth = self._list_best_places()
         alike = worth >= _ALIKE * worth.max()
         places = zip(starts[alike], stops[alike], worth[alike] / worth.max(), strict=True)
         return min(
@@ -256,25 +278,20 @@ class _Survey:
 
     def draw(self, rng: random.Random) -> Span:
         """Return a place by chance: the more it is worth, the likelier."""
-        starts, stops, worth = self._list_places()
+        starts, stops, worth = self._list_best_places()
         row = rng.choices(range(len(worth)), worth.tolist())[0]
         return Span(int(starts[row]), int(stops[row]))
 
-    def _list_places(self) -> tuple[Column, Column, Column]:
-        """Return where the spans begin and end that close the largest gap, and their worth.
-
-        All are as long as memory allows: speed is the same in sum, and hops are fewer.
-        """
-        length = min(self._candidate.max_blocks, self.others.num_blocks)
-        starts = np.arange(self.others.num_blocks - length + 1)
+    def _list_best_places(self) -> tuple[Column, Column, Column]:
+        """Return where the spans begin and end that close the largest gap, and their worth."""
+        starts, stops = self._starts, self._stops
         for num_hosts in (1, MIN_REPLICAS):
-            sums = _sum_up(self.others.num_hosts < num_hosts)
-            num_lacking = sums[starts + length] - sums[starts]
-            starts = starts[num_lacking == num_lacking.max()]
-        stops, sums = starts + length, _sum_up(self._losses(length))
-        worth = self._find_useful_part(starts, stops) * (sums[stops] - sums[starts])
+            sums = sum_up(self.others.num_hosts < num_hosts)
+            num_lacking = sums[stops] - sums[starts]
+            is_best = num_lacking == num_lacking.max()
+            starts, stops = starts[is_best], stops[is_best]
         # A peer so slow that nobody would notice it is worth the same everywhere.
-        return starts, stops, worth.clip(min=1e-30)
+        return starts, stops, self._rate(starts, stops).clip(min=1e-30)
 
     def explain(self, span: Span) -> str:
         """Return in a sentence why the candidate is wanted at a span."""
@@ -286,15 +303,26 @@ class _Survey:
         percent = 100 * float(self.others.steps_per_second[blocks].min()) / self._even
         return f"the weakest of blocks {span} has {percent:.0f} % of an even share of speed"
 
-    def _losses(self, length: int) -> Column:
-        """Return what the swarm loses at each block without the candidate.
+    def _rate(self, starts: Column, stops: Column) -> Column:
+        """Return what the candidate is worth at each span.
+
+        That is what the swarm loses without it at the blocks there, each as dear as the work that
+        it takes: or else speed would gather where blocks are cheap.
+        """
+        works, which = np.unique(self._work[stops] - self._work[starts], return_inverse=True)
+        sums = sum_up(self.others.work * self._list_losses(works))
+        worth = sums[which, stops] - sums[which, starts]
+        return worth * self._find_useful_part(starts, stops)
+
+    def _list_losses(self, works: Column) -> Column:
+        """Return what the swarm loses at each block if the candidate's steps take so much work.
 
         Blocks that nobody else serves are left out. They are counted, and so great a loss would
         hide all others.
         """
         without = self.others.steps_per_second / self._even + _NEXT_TO_NOTHING
-        share = self._speed / length / self._even
-        losses = without**-_STEEPNESS - (without + share) ** -_STEEPNESS
+        shares = self._speed / works[:, np.newaxis] / self._even
+        losses = without**-_STEEPNESS - (without + shares) ** -_STEEPNESS
         return np.where(self.others.num_hosts == 0, 0.0, losses)
 
     def _find_useful_part(self, starts: Column, stops: Column) -> Column:
@@ -336,8 +364,3 @@ class _Survey:
         begins_well = span.start == 0 or span.start in stops
         ends_well = span.stop == self.others.num_blocks or span.stop in starts
         return 2 - begins_well - ends_well
-
-
-def _sum_up(amounts: Column) -> Column:
-    """Return sums of which two make that of a span: the one at its stop less that at its start."""
-    return np.concatenate(([0.0], np.cumsum(amounts)))

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from ..protocol.announcements import PeerState
@@ -22,7 +23,9 @@ from .placement import (
     Intent,
     decide_placement,
 )
+from .room import Room
 from .self_description import SelfDescription
+from .setbacks import Setbacks
 from .supply import Supply
 
 _logger = logging.getLogger(__name__)
@@ -37,11 +40,23 @@ for ever."""
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """What is to be placed: spans of at most so many blocks of one model."""
+    """What is to be placed: spans of one model for which there is room."""
 
     model_id: ModelId
-    num_blocks: int
-    max_blocks: int
+    work: tuple[float, ...]
+    """What a step costs in each block."""
+    room: Room
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return len(self.work)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for any block."""
+        stops = self.room.find_stops(self.num_blocks)
+        return bool((stops > range(self.num_blocks)).any())
 
 
 class Placer:
@@ -63,11 +78,12 @@ class Placer:
         self._description = description
         self._clock = clock
         self._rng = random.Random()
+        self._setbacks = Setbacks()
         self._joining_since: dict[PeerId, float] = {}
 
     async def choose_first(self) -> Decision:
         """Return the span to begin with. Raises DirectoryError when nobody can be asked."""
-        if self._model.max_blocks < 1:
+        if not self._model.has_room:
             raise UsageError(
                 "there is no memory for a block of this model: free some, give less to sessions "
                 "(--kv-memory), or say how many blocks to serve (--num-blocks)"
@@ -85,6 +101,10 @@ class Placer:
             intent = Intent(decision.span, supply)
             num_intents += 1
             await self._show(intent)
+
+    def avoid(self, blocks: Collection[int]) -> None:
+        """Keep away for a while from blocks that could not be loaded."""
+        self._setbacks.note(blocks, self._clock.now())
 
     async def wait_for_move(self, stay: Stay) -> Decision:
         """Watch the swarm; return as soon as the peer should be somewhere else, and has said so."""
@@ -133,13 +153,14 @@ class Placer:
     def _decide(self, supply: Supply, stay: Stay | None, intent: Intent | None) -> Decision:
         candidate = Candidate(
             peer_id=self._peer_id,
-            max_blocks=self._model.max_blocks,
+            room=self._model.room,
             blocks_per_second=(
                 supply.typical_blocks_per_second if stay is None else stay.blocks_per_second
             ),
             load_seconds=0.0 if stay is None else stay.load_seconds,
             span=None if stay is None else stay.engine.span,
             residency_seconds=0.0 if stay is None else self._clock.now() - stay.began_at,
+            avoided=self._setbacks.list_avoided(self._clock.now()),
             intent=intent,
         )
         return decide_placement(supply, candidate, self._rng)
@@ -149,7 +170,7 @@ class Placer:
         view = SwarmView.from_announcements(
             self._model.model_id, announcements, self._clock.wall(), self._model.num_blocks
         )
-        return Supply.of_view(view, self._list_doubted(view))
+        return Supply.of_view(view, self._list_doubted(view), self._model.work)
 
     def _list_doubted(self, view: SwarmView) -> list[PeerId]:
         """Return who has been about to serve something for too long."""

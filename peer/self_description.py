@@ -1,6 +1,7 @@
 """What a peer says of itself in its announcements: what it is, and how busy it is right now."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -71,14 +72,16 @@ def _take_stock(pool: KVCachePool) -> KVCacheStatistics:
 class SelfDescription:
     """Makes announcements from a template; adds measurements once there are any."""
 
-    def __init__(self, template: Announcement, lag: LoopLag) -> None:
+    def __init__(self, template: Announcement, lag: LoopLag, work: Sequence[float]) -> None:
         """Take everything but state, sequence, load and dates from `template`.
 
-        An announcement lives as long as the template does.
+        An announcement lives as long as the template does. `work` is what a step costs in each
+        block of the model.
         """
         self._template = template
         self._lifetime_seconds = template.expires_at - template.issued_at
         self._lag = lag
+        self._work = work
         self._serving: Stay | None = None
         self.planned: Span | None = None
         """Where the peer intends to be; None: where it is."""
@@ -107,7 +110,7 @@ class SelfDescription:
     async def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
         """Return the announcement of this moment; `now` is wall seconds."""
         announcement = replace(
-            self._template if self.planned is None else _move(self._template, self.planned),
+            self._template if self.planned is None else self._move(self.planned),
             state=state,
             sequence=sequence,
             issued_at=now,
@@ -127,15 +130,17 @@ class SelfDescription:
             free_kv_tokens=statistics.free_tokens,
         )
 
+    def _move(self, span: Span) -> Announcement:
+        """Return what the peer would say at another span, given the speed at this one."""
+        template = self._template
+        ratio = self._sum_work(template.span) / self._sum_work(span)
+        decode, prefill = template.decode_steps_per_second, template.prefill_tokens_per_second
+        return replace(
+            template,
+            span=span,
+            decode_steps_per_second=None if decode is None else ratio * decode,
+            prefill_tokens_per_second=None if prefill is None else ratio * prefill,
+        )
 
-def _move(announcement: Announcement, span: Span) -> Announcement:
-    """Return what a peer would say at another span, where each block takes as long."""
-    ratio = len(announcement.span) / len(span)
-    decode = announcement.decode_steps_per_second
-    prefill = announcement.prefill_tokens_per_second
-    return replace(
-        announcement,
-        span=span,
-        decode_steps_per_second=None if decode is None else ratio * decode,
-        prefill_tokens_per_second=None if prefill is None else ratio * prefill,
-    )
+    def _sum_work(self, span: Span) -> float:
+        return sum(self._work[span.start : span.stop])

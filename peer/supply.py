@@ -5,7 +5,7 @@ Announcements are claims, so each is worth only so much here, and only while it 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -41,19 +41,22 @@ Column = NDArray[Any]
 class Supply:
     """The peers of one view that can be counted on, a row each. Never changes.
 
-    JOINING peers are in it with the span that they intend to serve. Speeds are in blocks per
-    second: steps of one token through one block.
+    JOINING peers are in it with the span that they intend to serve. Where blocks differ in what
+    they cost, a block per second is a step of one token through one of average cost.
     """
 
     rows: dict[PeerId, int]
     starts: Column
     stops: Column
-    blocks_per_second: Column
+    rates: Column
+    """For each peer, steps per second through its span."""
     is_online: Column
     is_counted: Column
     """False for peers that a question leaves out."""
     fastest: float
     """Blocks per second that anybody is believed; infinite if nobody has announced a speed."""
+    work: Column
+    """For each block, what a step costs there; the mean is 1."""
     steps_per_second: Column
     """For each block, what its hosts do together when each is used from end to end."""
     num_hosts: Column
@@ -62,36 +65,47 @@ class Supply:
     """For each block, how many peers serve it now."""
 
     @classmethod
-    def of_view(cls, view: SwarmView, doubted: Collection[PeerId] = ()) -> Supply:
+    def of_view(
+        cls,
+        view: SwarmView,
+        doubted: Collection[PeerId] = (),
+        work: Sequence[float] | None = None,
+    ) -> Supply:
         """Return what the punctual peers of a view give, ONLINE and JOINING ones.
 
         `doubted` are peers whose announcements do not count: those that cannot be reached, and
-        those that have been JOINING for too long.
+        those that have been JOINING for too long. `work` is what a step costs in each block, if
+        they are not all alike.
         """
+        costs = np.ones(view.num_blocks) if work is None else np.array(work, dtype=float)
         peers = [
             peer
             for peer in view.peers
             if _can_be_counted_on(peer, view) and peer.peer_id not in doubted
         ]
-        claims = np.array([_read_blocks_per_second(peer) for peer in peers], dtype=float)
+        starts = np.array([peer.span.start for peer in peers], dtype=int)
+        stops = np.array([min(peer.span.stop, view.num_blocks) for peer in peers], dtype=int)
+        sums = sum_up(costs)
+        costs_of_spans = sums[stops] - sums[starts]
+        claims = costs_of_spans * np.array([_read_rate(peer) for peer in peers], dtype=float)
         known = claims[~np.isnan(claims)]
         # Nobody measured: all alike, for only ratios matter then.
         typical = float(np.median(known)) if known.size else 1.0
         fastest = _MOST_SPEEDUP * typical if known.size else np.inf
         speeds = np.where(np.isnan(claims), typical, claims).clip(max=fastest)
-        starts = np.array([peer.span.start for peer in peers], dtype=int)
-        stops = np.array([min(peer.span.stop, view.num_blocks) for peer in peers], dtype=int)
+        rates = speeds / costs_of_spans
         is_online = np.array([peer.state is PeerState.ONLINE for peer in peers], dtype=bool)
         edges = starts, stops, view.num_blocks
         return cls(
             rows={peer.peer_id: row for row, peer in enumerate(peers)},
             starts=starts,
             stops=stops,
-            blocks_per_second=speeds,
+            rates=rates,
             is_online=is_online,
             is_counted=np.ones(len(peers), dtype=bool),
             fastest=fastest,
-            steps_per_second=_sum_over_blocks(speeds / (stops - starts), *edges),
+            work=costs,
+            steps_per_second=_sum_over_blocks(rates, *edges),
             num_hosts=_sum_over_blocks(np.ones(len(peers)), *edges).round(),
             num_online=_sum_over_blocks(is_online, *edges).round(),
         )
@@ -119,7 +133,7 @@ class Supply:
         steps_per_second, num_hosts, num_online = sums
         for row in rows:
             start, stop = known.starts[row], known.stops[row]
-            steps_per_second[start:stop] += sign * known.blocks_per_second[row] / (stop - start)
+            steps_per_second[start:stop] += sign * known.rates[row]
             num_hosts[start:stop] += sign
             num_online[start:stop] += sign * int(known.is_online[row])
         return replace(
@@ -156,7 +170,7 @@ class Supply:
     @property
     def total_blocks_per_second(self) -> float:
         """What all peers do together."""
-        return float(self.steps_per_second.sum())
+        return float((self.steps_per_second * self.work).sum())
 
     @cached_property
     def has_gap(self) -> bool:
@@ -176,6 +190,12 @@ class Supply:
         return int((self.is_counted & self.is_online & ~is_needed).sum())
 
 
+def sum_up(amounts: Column) -> Column:
+    """Return sums of which two make that of a span: the one at its stop less that at its start."""
+    zeros = np.zeros((*amounts.shape[:-1], 1))
+    return np.concatenate((zeros, np.cumsum(amounts, axis=-1)), axis=-1)
+
+
 def _sum_over_blocks(amounts: Column, starts: Column, stops: Column, num_blocks: int) -> Column:
     """Return for each block the sum of the amounts of those who host it."""
     changes = np.bincount(starts, amounts, num_blocks + 1)
@@ -189,11 +209,11 @@ def _can_be_counted_on(peer: Announcement, view: SwarmView) -> bool:
         peer.state in (PeerState.ONLINE, PeerState.JOINING)
         and peer.span.start < view.num_blocks
         and view.taken_at - peer.issued_at <= _PUNCTUAL_FRACTION * lifetime_seconds
-        and not _read_blocks_per_second(peer) < LEAST_SPEED
+        and not _read_rate(peer) * len(peer.span) < LEAST_SPEED
     )
 
 
-def _read_blocks_per_second(peer: Announcement) -> float:
-    """Return a peer's speed by its announcement; NaN when it has not measured yet."""
-    speed = peer.decode_steps_per_second
-    return np.nan if speed is None else speed * len(peer.span)
+def _read_rate(peer: Announcement) -> float:
+    """Return a peer's steps per second by its announcement; NaN when it has not measured yet."""
+    rate = peer.decode_steps_per_second
+    return np.nan if rate is None else rate

@@ -20,6 +20,7 @@ from ...peer.placement import (
     Intent,
     decide_placement,
 )
+from ...peer.room import Room
 from ...peer.supply import Supply
 from ...protocol.announcements import Announcement, PeerState
 from ...protocol.ids import MODEL_ID_CHARACTERS, ModelId, PeerId
@@ -75,7 +76,7 @@ class SimulatedPeer:
         """Return what the peer knows of itself."""
         return Candidate(
             peer_id=self.peer_id,
-            max_blocks=self.machine.max_blocks,
+            room=Room(self.machine.max_blocks),
             blocks_per_second=self.machine.blocks_per_second,
             load_seconds=self.machine.load_seconds,
             span=self.span,

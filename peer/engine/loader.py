@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[int, int], None]
 
-_WEIGHT_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2, WeightFormat.FP32: 4}
+WEIGHT_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2, WeightFormat.FP32: 4}
 
 HostedBlock = Union[Block, "WrappedBlock"]
 """A block, whoever computes it."""
@@ -135,7 +135,7 @@ def _load_cached_block(
 def count_block_bytes(spec: ModelSpec, index: int, weights: WeightFormat) -> int:
     """Return the bytes of a block's linears; in int8, each output has a float32 scale as well."""
     num_experts = spec.experts.num_experts if spec.experts is not None else 1
-    weight_bytes = _WEIGHT_BYTES[weights]
+    weight_bytes = WEIGHT_BYTES[weights]
     scale_bytes = 4 if weights is WeightFormat.INT8 else 0
     return sum(
         (shape[0] * shape[1] * weight_bytes + scale_bytes * shape[0])

@@ -88,6 +88,13 @@ class ModelShape:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WrappedShape(ModelShape):
+    """The shape of a model that runs through transformers, with the numbers that each block has."""
+
+    block_parameters: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelSpec(ModelShape):
     """The shape of a model whose family has a file here: enough to build any of its blocks.
 

@@ -21,16 +21,16 @@ from ...protocol.errors import ModelError
 from .config_reader import MAX_POSITIONS, ConfigReader, limit_to_exact_positions
 from .rows import RowRange, Segment, Segments
 from .scheduler import count_part_tokens
-from .spec import ModelShape
+from .spec import WrappedShape
 
 
-def read_shape(config: Mapping[str, object]) -> ModelShape:
+def read_shape(config: Mapping[str, object]) -> WrappedShape:
     """Return the shape of a model of a family that only transformers knows."""
     shell = _open(config)
     settings = ConfigReader(shell.config.to_dict())
     rope = {"rope_type": "default", **settings.mapping("rope_parameters")}
     positions = settings.count("max_position_embeddings", MAX_POSITIONS, MAX_POSITIONS)
-    return ModelShape(
+    return WrappedShape(
         family=str(config["model_type"]),
         hidden_size=shell.config.hidden_size,
         num_blocks=len(shell.layers),
@@ -38,6 +38,9 @@ def read_shape(config: Mapping[str, object]) -> ModelShape:
         head_dim=shell.head_dim,
         max_positions=limit_to_exact_positions(rope, positions)[1],
         dtype=ConfigReader(config).dtype(),
+        block_parameters=tuple(
+            sum(weight.numel() for weight in layer.parameters()) for layer in shell.layers
+        ),
     )
 
 

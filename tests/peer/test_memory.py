@@ -10,11 +10,13 @@ import torch
 
 from shoal.kernels.quantize import WeightFormat
 from shoal.peer import memory
+from shoal.peer.block_sizes import BlockSizes
 from shoal.peer.engine.families import read_spec
-from shoal.peer.engine.loader import count_block_bytes, load_block, open_checkpoint
-from shoal.peer.memory import count_fitting_blocks, read_free_bytes
+from shoal.peer.engine.loader import count_block_bytes, load_block, load_span, open_checkpoint
+from shoal.peer.memory import RESERVE_BYTES, find_room, read_free_bytes
+from shoal.peer.room import Room
+from shoal.protocol.spans import Span
 
-RESERVE_BYTES = 2**30
 KV_BYTES = 10**6
 
 
@@ -42,16 +44,47 @@ def test_counted_bytes_are_those_of_a_loaded_block(
 def test_blocks_fit_beside_sessions_and_a_block_that_loads(
     spec: Any, weights: WeightFormat
 ) -> None:
+    sizes = BlockSizes.of_model(spec, weights)
     block_bytes = count_block_bytes(spec, 0, weights)
-    loading_bytes = count_block_bytes(spec, 0, WeightFormat.FP32)
-    fixed_bytes = RESERVE_BYTES + KV_BYTES + loading_bytes
+    assert sizes.num_bytes == (block_bytes,) * spec.num_blocks
+    assert sizes.loading_bytes == count_block_bytes(spec, 0, WeightFormat.FP32)
+    fixed_bytes = RESERVE_BYTES + KV_BYTES + sizes.loading_bytes
 
     def count(free_bytes: int) -> int:
-        return count_fitting_blocks(spec, weights, KV_BYTES, free_bytes)
+        return int(find_room(sizes, KV_BYTES, free_bytes).find_stops(spec.num_blocks)[0])
 
     assert count(0) == count(fixed_bytes + block_bytes - 1) == 0
     assert count(fixed_bytes + 3 * block_bytes) == 3
     assert count(fixed_bytes + 100 * block_bytes) == spec.num_blocks
+
+
+def test_block_without_experts_is_counted_as_what_it_is(tiny_models: Any) -> None:
+    """Block 1 has an MLP; of five experts in the others a token meets three."""
+    spec: Any = read_spec(open_checkpoint(tiny_models.get("qwen3-moe").directory).config)
+
+    sizes = BlockSizes.of_model(spec, WeightFormat.FP32)
+
+    hidden, inner, expert = spec.hidden_size, spec.intermediate_size, 40
+    around = 2 * hidden * (spec.query_size + spec.kv_size)
+    router = 5 * hidden
+    dense, mixed = around + 3 * hidden * inner, around + router + 5 * 3 * hidden * expert
+    assert sizes.num_bytes == (4 * mixed, 4 * dense, 4 * mixed, 4 * mixed)
+    active = around + router + 3 * 3 * hidden * expert
+    mean = (3 * active + dense) / 4
+    assert sizes.work == pytest.approx((active / mean, dense / mean, active / mean, active / mean))
+    two = 4 * (mixed + dense)
+    assert Room(two, sizes.num_bytes).find_stops(4).tolist() == [2, 3, 3, 4]
+
+
+def test_blocks_that_only_transformers_knows_are_counted_by_their_shapes(tiny_models: Any) -> None:
+    checkpoint = open_checkpoint(tiny_models.get("wrapped-gpt-neox").directory)
+    spec = read_spec(checkpoint.config)
+
+    sizes = BlockSizes.of_model(spec, WeightFormat.FP32)
+
+    loaded = load_span(checkpoint, spec, Span(0, spec.num_blocks), WeightFormat.FP32, torch.float32)
+    assert list(sizes.num_bytes) == [block.num_bytes for block in loaded]
+    assert sizes.work == (1.0,) * spec.num_blocks
 
 
 def test_free_memory_is_less_than_there_is() -> None:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 from announcements import describe_peer
 
@@ -15,6 +16,7 @@ from shoal.peer.placement import (
     Intent,
     decide_placement,
 )
+from shoal.peer.room import Room
 from shoal.peer.supply import Supply
 from shoal.protocol.announcements import Announcement, PeerState
 from shoal.protocol.ids import ModelId, PeerId
@@ -49,7 +51,7 @@ def make_candidate(name: str, span: tuple[int, int] | None = None, **changes: An
     """Return a peer with memory for four blocks that has been where it is for long."""
     fields: dict[str, Any] = {
         "peer_id": PeerId(name),
-        "max_blocks": 4,
+        "room": Room(4),
         "blocks_per_second": 100.0,
         "load_seconds": 1.0,
         "span": None if span is None else Span(*span),
@@ -105,11 +107,11 @@ def test_equal_newcomers_tile_the_model(num_peers: int, seed: int) -> None:
 
 
 def test_memory_for_more_than_the_model_takes_all_of_it() -> None:
-    assert decide([], make_candidate("c", max_blocks=99)).span == Span(0, 8)
+    assert decide([], make_candidate("c", room=Room(99))).span == Span(0, 8)
 
 
 def test_no_memory_or_no_model_is_no_place() -> None:
-    nowhere = decide([], make_candidate("c", max_blocks=0))
+    nowhere = decide([], make_candidate("c", room=Room(0)))
 
     assert (nowhere.action, nowhere.span) == (Action.STAY, None)
     empty = SwarmView(MODEL, 0, NOW, ())
@@ -270,7 +272,7 @@ def settle(peers: dict[str, Announcement], honest: list[str], rng: random.Random
         own = peers[name]
         speed = (own.decode_steps_per_second or 0) * len(own.span)
         mover = make_candidate(
-            name, (own.span.start, own.span.stop), blocks_per_second=speed, max_blocks=len(own.span)
+            name, (own.span.start, own.span.stop), blocks_per_second=speed, room=Room(len(own.span))
         )
         decision = decide_placement(
             Supply.of_view(make_view(peers.values(), own.num_blocks)), mover, rng
@@ -325,6 +327,68 @@ def test_peer_that_says_it_has_no_speed_hosts_nothing() -> None:
     assert decide(peers, make_candidate("c")).span == Span(0, 4)
 
 
+def test_span_is_as_long_as_memory_holds_of_the_blocks_that_are_there() -> None:
+    """The first four blocks take a third of what the last four take."""
+    room = Room(6, sizes=(1, 1, 1, 1, 3, 3, 3, 3))
+
+    assert decide([], make_candidate("c", room=room)).span == Span(0, 4)
+    assert decide([make_peer("a", (0, 4))], make_candidate("c", room=room)).span in (
+        Span(4, 6),
+        Span(6, 8),
+    )
+    tight = Room(2, sizes=room.sizes)
+    assert decide([make_peer("a", (0, 4))], make_candidate("c", room=tight)).span in (
+        Span(0, 2),
+        Span(2, 4),
+    )
+
+
+def test_steps_through_dear_blocks_count_as_more_work() -> None:
+    """A peer does 25 steps a second at 4:8, or 75 at 0:4: it is the same machine."""
+    work = (0.5, 0.5, 0.5, 0.5, 1.5, 1.5, 1.5, 1.5)
+    cheap = [make_peer(name, (0, 4), 150) for name in "ab"]
+    dear = [make_peer(name, (4, 8), 150) for name in "xyz"]
+
+    supply = Supply.of_view(make_view([*cheap, *dear]), work=work)
+
+    assert supply.total_blocks_per_second == pytest.approx(75 * 2 + 37.5 * 6 * 3)
+    assert supply.typical_blocks_per_second == 225
+
+
+@pytest.mark.parametrize("ratio", [1.0, 3.0, 10.0])
+def test_newcomers_give_cheap_and_dear_blocks_the_same_speed(ratio: float) -> None:
+    work = np.array([1.0] * 4 + [ratio] * 4) * 2 / (1 + ratio)
+    peers: list[Announcement] = []
+    for index in range(40):
+        supply = Supply.of_view(make_view(peers), work=work.tolist())
+        span = decide_placement(supply, make_candidate(f"p{index}"), random.Random(index)).span
+        assert span is not None
+        steps = 100.0 / float(work[span.start : span.stop].sum())
+        peers.append(make_peer(f"p{index}", (span.start, span.stop), steps * len(span)))
+
+    speeds = Supply.of_view(make_view(peers), work=work.tolist()).steps_per_second
+
+    assert speeds.max() < 1.3 * speeds.min()
+
+
+@pytest.mark.parametrize("blocks", [{4}, {7}, {4, 5, 6, 7}])
+def test_blocks_that_could_not_be_loaded_are_avoided(blocks: set[int]) -> None:
+    peers = [make_peer("m", (0, 4)), make_peer("a", (0, 4))]
+    mover = make_candidate("m", (0, 4), room=Room(4), avoided=frozenset(blocks))
+
+    spans = decide_often(peers, mover)
+
+    assert Span(4, 8) not in spans
+    assert not any(block in span for span in spans if span for block in blocks)
+
+
+def test_peer_that_can_load_nothing_stays() -> None:
+    everything = frozenset(range(8))
+    assert decide([], make_candidate("c", avoided=everything)).span is None
+    mover = make_candidate("m", (0, 4), avoided=everything)
+    assert decide([make_peer("a", (0, 4))], mover).action is Action.STAY
+
+
 def test_doubted_peers_do_not_count() -> None:
     view = make_view([make_peer("a", (0, 4)), make_peer("b", (4, 8))])
 
@@ -362,7 +426,7 @@ def test_decision_is_valid_whatever_the_view_contains(seed: int) -> None:
     own = rng.choice((None, (0, 1))) if view.num_blocks else None
     candidate = make_candidate(
         f"p{rng.randint(0, 14)}",
-        max_blocks=rng.choice((0, 1, 3, 8, 10**6)),
+        room=Room(rng.choice((0, 1, 3, 8, 10**6))),
         blocks_per_second=rng.choice((0.0, 5e-324, 100.0, 1e15)),
         load_seconds=rng.choice((0.0, 1.0, 1e12)),
         span=own,
@@ -379,7 +443,7 @@ def test_decision_is_valid_whatever_the_view_contains(seed: int) -> None:
         return
     assert decision.span is not None
     assert decision.span.stop <= view.num_blocks
-    assert len(decision.span) <= candidate.max_blocks
+    assert len(decision.span) <= candidate.room.amount
     assert (decision.action is Action.TAKE) == (own is None)
     if candidate.span is not None:
         stays_partly = candidate.span.overlap(decision.span) is not None

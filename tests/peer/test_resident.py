@@ -24,6 +24,7 @@ from shoal.peer.engine.kv_pool import KVCachePool
 from shoal.peer.loop_lag import LoopLag
 from shoal.peer.placer import PlacedModel, Placer
 from shoal.peer.resident import PeerEvent, Resident
+from shoal.peer.room import Room
 from shoal.peer.self_description import SelfDescription, make_template
 from shoal.peer.throughput import Throughput
 from shoal.protocol.announcements import Announcement, PeerState
@@ -37,6 +38,7 @@ from shoal.protocol.spans import Span
 
 MODEL_ID = ModelId("a" * 32)
 NUM_BLOCKS = 8
+WORK = (1.0,) * NUM_BLOCKS
 PERIOD_SECONDS = 30.0
 LOAD_SECONDS = 2.0
 BLOCKS_PER_SECOND = 400.0
@@ -190,9 +192,9 @@ class World:
         clock, directory, events = VirtualClock(), TroubledDirectory(self.store), list[PeerEvent]()
         endpoint = Endpoint(name, 1, "f" * 64)
         template = make_template(CONFIG, identity.peer_id, MODEL_ID, NUM_BLOCKS, endpoint)
-        description = SelfDescription(template, LoopLag(clock))
+        description = SelfDescription(template, LoopLag(clock), WORK)
         announcer = Announcer(directory, identity, description.describe, clock, PERIOD_SECONDS)
-        model = PlacedModel(MODEL_ID, NUM_BLOCKS, max_blocks)
+        model = PlacedModel(MODEL_ID, WORK, Room(max_blocks))
         placer = Placer(identity.peer_id, model, directory, announcer, description, clock)
         placer._rng.seed(name)
         hosting: Any = CountingHosting()
@@ -329,7 +331,7 @@ def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> No
         peer = world.add()
         peer.hosting.drain_seconds = 10.0
         await asyncio.sleep(PERIOD_SECONDS)
-        stream: Any = None
+        stream: Any = SimpleNamespace(wait_over=asyncio.Event().wait)
         for other in world.peers[:2]:
             await other.kill()
         while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time

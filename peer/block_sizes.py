@@ -1,0 +1,54 @@
+"""What the blocks of a model take: memory while they are served, and time for each token.
+
+Not all blocks are alike. Some of a model with experts have none, for example.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..kernels.quantize import WeightFormat
+from .engine.loader import WEIGHT_BYTES, count_block_bytes
+from .engine.spec import ModelShape, ModelSpec, WrappedShape
+
+
+@dataclass(frozen=True)
+class BlockSizes:
+    """One number for each block of a model."""
+
+    num_bytes: tuple[int, ...]
+    """Memory of its weights."""
+    loading_bytes: int
+    """What is needed besides while any one of them is loaded."""
+    work: tuple[float, ...]
+    """The weights that a token meets there, as a part of the mean of all blocks. Reading those is
+    what one token costs. All peers find the same numbers, however they keep their weights."""
+
+    @classmethod
+    def of_model(cls, spec: ModelShape, weights: WeightFormat) -> "BlockSizes":
+        """Return the sizes by what config.json says, which the loader holds the weights against."""
+        indexes = range(spec.num_blocks)
+        if isinstance(spec, ModelSpec):
+            return cls(
+                tuple(count_block_bytes(spec, index, weights) for index in indexes),
+                max(count_block_bytes(spec, index, WeightFormat.FP32) for index in indexes),
+                _divide_by_mean([_count_active_weights(spec, index) for index in indexes]),
+            )
+        assert isinstance(spec, WrappedShape)
+        num_bytes = tuple(WEIGHT_BYTES[weights] * count for count in spec.block_parameters)
+        # Which of them a token meets is known to transformers alone.
+        return cls(num_bytes, max(num_bytes), _divide_by_mean(spec.block_parameters))
+
+
+def _count_active_weights(spec: ModelSpec, index: int) -> int:
+    """Return how many weights of a block one token is multiplied with."""
+    num_chosen = spec.experts.num_chosen if spec.experts is not None else 1
+    return sum(
+        shape[0] * shape[1] * (num_chosen if "expert" in name else 1)
+        for name, shape in spec.tensor_shapes(index).items()
+        if len(shape) == 2
+    )
+
+
+def _divide_by_mean(amounts: list[int] | tuple[int, ...]) -> tuple[float, ...]:
+    return tuple(float(part) for part in np.array(amounts) / np.mean(amounts))
