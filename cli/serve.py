@@ -247,6 +247,8 @@ def _print_for_people(event: "PeerEvent") -> None:
     elif event.name in ("placed", "moving"):
         verb = "Taking" if event.name == "placed" else "Moving to"
         terminal.print(f"{verb} blocks {facts['target']}: {facts['why']}.")
+    elif event.name == "returning":
+        terminal.print(f"Going back to blocks {facts['target']}: {facts['why']}.")
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
         if terminal.is_terminal or is_done:

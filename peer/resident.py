@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..protocol.announcements import PeerState
 from ..protocol.errors import DirectoryError
@@ -12,7 +13,7 @@ from .announcer import Announcer
 from .chores import Chores
 from .door import Door
 from .engine.loader import HostedBlock
-from .hosting import Hosting, Stay
+from .hosting import Hosting, LoadError, Stay
 from .placement import Decision
 from .placer import Placer
 from .self_description import SelfDescription
@@ -60,16 +61,43 @@ class Resident:
         await self.announcer.announce(PeerState.JOINING)
         chores.begin(self.announcer.run())
         kept: dict[int, HostedBlock] = {}
+        origin: Span | None = None
         while span is not None:
-            async with self.hosting.serve(span, kept, self._tell_loading) as stay:
-                await self._begin(stay)
-                watching = _watch(stay, placer if is_placed else None, stop)
-                decision = await chores.run_until(watching)
-                span = None if decision is None else decision.span
-                await self._end(stay.service, decision)
-                kept = {} if span is None else stay.engine.keep_blocks(span)
-            # Memory is for the next span: nothing may hold on to this one.
-            del stay, watching
+            try:
+                if origin is not None:
+                    self.hosting.check_room(span, kept)
+                decision, kept = await self._stay(
+                    span, kept, placer if is_placed else None, chores, stop
+                )
+            except LoadError as error:
+                if origin is None:
+                    raise
+                placer.avoid(error.blocks)
+                await self._turn_back(origin, error)
+                span, origin = origin, None  # what cannot be loaded there either ends the peer
+            else:
+                span, origin = None if decision is None else decision.span, span
+
+    async def _stay(
+        self,
+        span: Span,
+        kept: dict[int, HostedBlock],
+        placer: Placer | None,
+        chores: Chores,
+        stop: asyncio.Event,
+    ) -> tuple[Decision | None, dict[int, HostedBlock]]:
+        """Serve a span; return where to go on, with which blocks, or None to leave.
+
+        Memory is for the next span: when this returns, nothing may hold on to what was served.
+        """
+        async with self.hosting.serve(span, kept, self._tell_loading) as stay:
+            kept.clear()  # what was kept for the way back has to go, too
+            await self._begin(stay)
+            decision = await chores.run_until(_watch(stay, placer, stop))
+            decision = await self._end(stay.service, decision, stop)
+            if decision is None or decision.span is None:
+                return None, {}
+            return decision, self.hosting.keep_blocks(stay.engine, decision.span)
 
     async def _begin(self, stay: Stay) -> None:
         """Let streams and sessions come."""
@@ -79,15 +107,20 @@ class Resident:
         await self._announce_if_possible(PeerState.ONLINE)
         self.report(PeerEvent("online", {**self._describe(stay), **self.address}))
 
-    async def _end(self, service: Service, decision: Decision | None) -> None:
-        """Take no new sessions and give those that run their time; then move on, or leave.
+    async def _end(
+        self, service: Service, decision: Decision | None, stop: asyncio.Event
+    ) -> Decision | None:
+        """Take no new sessions and give those that run their time; return where to go on.
 
-        Streams still come meanwhile: those of sessions that are here, and others hear it.
+        None is to leave, also if that was asked for in the meantime. Streams still come: those of
+        sessions that are here, and others hear it.
         """
         service.begin_draining()
         if decision is not None:
             self._tell("moving", decision)
-            await service.wait_until_empty(_MOVE_DRAIN_SECONDS)
+            await _race(service.wait_until_empty(_MOVE_DRAIN_SECONDS), stop.wait())
+            decision = None if stop.is_set() else decision
+        if decision is not None:
             self.report(PeerEvent("drained"))
         else:
             self.description.plan(None)  # an intent may be out
@@ -96,6 +129,13 @@ class Resident:
         if decision is None:
             await say_goodbye(self.announcer)
         self.door.close()
+        return decision
+
+    async def _turn_back(self, origin: Span, error: LoadError) -> None:
+        """Say that the span from before will be served again."""
+        self.report(PeerEvent("returning", {"target": str(origin), "why": str(error)}))
+        self.description.plan(origin)
+        await self._announce_if_possible(PeerState.JOINING)
 
     async def _drain(self, service: Service) -> None:
         if service.is_empty or self.drain_seconds <= 0:
@@ -145,12 +185,17 @@ async def _watch(stay: Stay, placer: Placer | None, stop: asyncio.Event) -> Deci
     if placer is None:
         await stop.wait()
         return None
-    stopping = asyncio.create_task(stop.wait())
-    moving = asyncio.create_task(placer.wait_for_move(stay))
+    stopping, moving = await _race(stop.wait(), placer.wait_for_move(stay))
+    return moving.result() if stopping.cancelled() else None
+
+
+async def _race(*waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """Wait for the first of some; return all as tasks, of which the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
     try:
-        await asyncio.wait({stopping, moving}, return_when=asyncio.FIRST_COMPLETED)
-        return None if stopping.done() else moving.result()
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks
     finally:
-        stopping.cancel()
-        moving.cancel()
-        await asyncio.wait({stopping, moving})
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

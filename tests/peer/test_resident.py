@@ -21,6 +21,7 @@ from shoal.peer.chores import Chores
 from shoal.peer.config import PeerConfig
 from shoal.peer.door import Door
 from shoal.peer.engine.kv_pool import KVCachePool
+from shoal.peer.hosting import LoadError
 from shoal.peer.loop_lag import LoopLag
 from shoal.peer.placer import PlacedModel, Placer
 from shoal.peer.resident import PeerEvent, Resident
@@ -87,13 +88,13 @@ class IdleService:
 
     def __init__(self, drain_seconds: float) -> None:
         self.num_streams = 0
-        self._drain_seconds = drain_seconds
+        self.drain_seconds = drain_seconds
 
     def begin_draining(self) -> None:
         return
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
-        await asyncio.sleep(self._drain_seconds)
+        await asyncio.sleep(self.drain_seconds)
         return True
 
     async def serve(self, stream: object) -> None:
@@ -119,6 +120,10 @@ class CountingHosting:
     """Takes its time for each block that is not there yet."""
 
     def __init__(self) -> None:
+        self.broken: set[int] = set()
+        """Blocks that cannot be loaded."""
+        self.has_memory_for_one = True
+        self.has_memory_for_two = False
         self.loaded: list[set[int]] = []
         self.engines: list[weakref.ref[IdleEngine]] = []
         self.services: list[IdleService] = []
@@ -132,7 +137,10 @@ class CountingHosting:
         assert [engine() for engine in self.engines if engine() is not None] == []
         missing = set(range(span.start, span.stop)) - kept.keys()
         self.loaded.append(missing)
-        await asyncio.sleep(LOAD_SECONDS * len(missing))
+        for block in sorted(missing):
+            await asyncio.sleep(LOAD_SECONDS)
+            if block in self.broken:
+                raise LoadError(f"block {block} cannot be loaded: the disk is full", [block])
         engine = IdleEngine(span)
         self.engines.append(weakref.ref(engine))
         self.services.append(IdleService(self.drain_seconds))
@@ -145,6 +153,14 @@ class CountingHosting:
             began_at=VirtualClock().now(),
             blocks_per_second=BLOCKS_PER_SECOND,
         )
+
+    def keep_blocks(self, engine: IdleEngine, span: Span) -> dict[int, Any]:
+        return engine.keep_blocks(engine.span if self.has_memory_for_two else span)
+
+    def check_room(self, span: Span, kept: Mapping[int, Any]) -> None:
+        missing = set(range(span.start, span.stop)) - kept.keys()
+        if not self.has_memory_for_one:
+            raise LoadError("there is too little memory", missing)
 
 
 @dataclass
@@ -167,6 +183,9 @@ class Peer:
     @property
     def num_moves(self) -> int:
         return sum(event.name == "moving" for event in self.events)
+
+    def list_events(self) -> list[str]:
+        return [event.name for event in self.events if event.name != "loading"]
 
     async def kill(self) -> None:
         """End it without a word."""
@@ -423,6 +442,132 @@ def test_who_is_about_to_serve_for_an_hour_is_not_believed() -> None:
 async def never_load(*_: object) -> AsyncGenerator[Any]:
     await asyncio.Future[None]()
     yield
+
+
+async def wait_for_move(peer: Peer) -> None:
+    while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
+        await asyncio.sleep(0.1)
+
+
+async def bring_to_move(world: World) -> Peer:
+    """Return a peer that serves 4:8 beside another one, and that nobody serves 0:4 any more."""
+    for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+        world.add(span=span)
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer = world.add()
+    await asyncio.sleep(PERIOD_SECONDS)
+    assert peer.span == Span(4, 8)
+    for other in world.peers[:2]:
+        await other.kill()
+    return peer
+
+
+@pytest.mark.parametrize("has_memory_for_two", [False, True])
+def test_peer_goes_back_when_it_cannot_load_where_it_moves(has_memory_for_two: bool) -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.hosting.broken = {3}
+        peer.hosting.has_memory_for_two = has_memory_for_two
+
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert peer.list_events() == [
+            "placed",
+            "online",
+            "moving",
+            "drained",
+            "returning",
+            "online",
+        ]
+        assert peer.events[-2].facts == {
+            "target": "4:8", "why": "block 3 cannot be loaded: the disk is full"
+        }  # fmt: skip
+        assert peer.span == Span(4, 8)
+        again = set() if has_memory_for_two else {4, 5, 6, 7}
+        assert peer.hosting.loaded == [{4, 5, 6, 7}, {0, 1, 2, 3}, again]
+        assert await world.count_hosts() == [0] * 4 + [2] * 4
+
+    run(test)
+
+
+def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.hosting.broken = {2}
+
+        await asyncio.sleep(4 * PERIOD_SECONDS)
+
+        assert peer.span == Span(3, 7)
+        assert await world.count_hosts() == [0, 0, 0, 1, 2, 2, 2, 1]
+
+    run(test)
+
+
+def test_place_that_could_not_be_loaded_is_tried_again_later_and_later() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.hosting.broken = {3}
+        await asyncio.sleep(9 * 600)
+        assert peer.num_moves == 4  # after 0, 10, 30 and 70 minutes
+
+        peer.hosting.broken = set()
+        await asyncio.sleep(10 * 600)
+
+        assert peer.span == Span(0, 4)
+        assert peer.num_moves == 5
+
+    run(test)
+
+
+def test_peer_goes_back_when_memory_does_not_hold_where_it_moves() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.hosting.has_memory_for_one = False
+
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert peer.span == Span(4, 8)
+        assert peer.hosting.loaded == [{4, 5, 6, 7}, {4, 5, 6, 7}]
+
+    run(test)
+
+
+@pytest.mark.parametrize("span", [None, Span(0, 4)])
+def test_peer_that_cannot_load_its_first_span_says_so(span: Span | None) -> None:
+    async def test(world: World) -> None:
+        peer = world.add(span=span)
+        peer.hosting.broken = set(range(NUM_BLOCKS))
+        with pytest.raises(LoadError, match="block 0 cannot be loaded: the disk is full"):
+            await peer.running
+
+    run(test)
+
+
+def test_peer_that_can_load_nothing_any_more_says_so() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.hosting.broken = set(range(NUM_BLOCKS))
+        with pytest.raises(LoadError, match="block 4 cannot be loaded: the disk is full"):
+            await peer.running
+
+    run(test)
+
+
+def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.hosting.drain_seconds = peer.hosting.services[0].drain_seconds = 20.0
+        await wait_for_move(peer)
+        began_at = VirtualClock().now()
+
+        await peer.leave()
+
+        assert VirtualClock().now() - began_at < 1.0
+        assert len(peer.hosting.loaded) == 1
+        states = sorted(peer.state for peer in await world.read() if peer.span == Span(4, 8))
+        assert states == [PeerState.OFFLINE, PeerState.ONLINE]
+
+    run(test)
 
 
 def test_machine_without_memory_is_told_so() -> None:

@@ -1,0 +1,98 @@
+"""Loading spans for real: what goes wrong is told, and what is there is kept for the way back."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.peer import hosting
+from shoal.peer.config import PeerConfig
+from shoal.peer.hosting import HostedModel, Hosting, LoadError
+from shoal.peer.memory import RESERVE_BYTES
+from shoal.peer.neighbours import Neighbours
+from shoal.protocol.ids import PeerId
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.spans import Span
+
+FIRST, LAST = Span(0, 2), Span(2, 4)
+
+
+@pytest.fixture
+def directory(tiny_models: Any, tmp_path: Path) -> Path:
+    """A checkpoint in many files."""
+    tiny_models.get("llama").reference.save_pretrained(tmp_path / "model", max_shard_size="50KB")
+    return tmp_path / "model"
+
+
+def run(directory: Path, test: Callable[[Hosting], Awaitable[None]]) -> None:
+    async def main() -> None:
+        config = PeerConfig(str(directory), FIRST, weights="fp32", block_cache_bytes=0)
+        clock, transport = SystemClock(), LoopbackTransport(LoopbackNetwork(), "peer")
+        neighbours = Neighbours(transport, clock)
+        await test(Hosting(config, HostedModel.open(config), PeerId("a"), clock, neighbours))
+        await neighbours.close()
+        await transport.close()
+
+    asyncio.run(main())
+
+
+async def load(hosting: Hosting, span: Span, kept: Any = None) -> tuple[int, dict[int, Any]]:
+    """Serve a span for a moment; return its first block and what is kept for a move to `LAST`."""
+    async with hosting.serve(span, kept or {}, lambda *_: None) as stay:
+        assert stay.throughput.decode_steps_per_second > 0
+        return stay.engine.span.start, hosting.keep_blocks(stay.engine, LAST)
+
+
+def find_file_of_last_block(directory: Path) -> Path:
+    """Return a file that holds nothing of the others."""
+    for path in sorted(directory.glob("model-*.safetensors")):
+        content = path.read_bytes()
+        if b"layers.3." in content and b"layers.2." not in content:
+            return path
+    raise AssertionError("there is none")
+
+
+@pytest.mark.parametrize("harm", ["missing", "truncated"])
+def test_block_that_cannot_be_loaded_is_named(directory: Path, harm: str) -> None:
+    async def test(hosting: Hosting) -> None:
+        _, kept = await load(hosting, FIRST)
+        path = find_file_of_last_block(directory)
+        if harm == "missing":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes()[:-1])
+
+        with pytest.raises(LoadError, match=f"block 3 cannot be loaded: .*{path.name}") as caught:
+            await load(hosting, LAST, kept)
+
+        assert caught.value.blocks == {3}
+        shutil.rmtree(directory)  # the way back needs no file
+        assert (await load(hosting, FIRST, kept))[0] == 0
+
+    run(directory, test)
+
+
+def test_blocks_are_kept_for_the_way_back_where_memory_holds_both(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(hosting_: Hosting) -> None:
+        sizes = HostedModel.open(hosting_._config).sizes
+        needed_bytes = sizes.loading_bytes + sum(sizes.num_bytes[2:])
+        for free_bytes, num_kept in ((needed_bytes, 0), (needed_bytes + RESERVE_BYTES, 2)):
+            monkeypatch.setattr(hosting, "read_free_bytes", lambda free=free_bytes: free)
+            assert len((await load(hosting_, FIRST))[1]) == num_kept
+
+        monkeypatch.setattr(hosting, "read_free_bytes", lambda: needed_bytes)
+        hosting_.check_room(LAST, {})
+        monkeypatch.setattr(hosting, "read_free_bytes", lambda: needed_bytes - 1)
+        with pytest.raises(LoadError, match="blocks 2:4 need 0 MiB more, and 0 MiB are free") as no:
+            hosting_.check_room(LAST, {})
+        assert no.value.blocks == {2, 3}
+
+    run(directory, test)
