@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.cli.benchmarks.plot import check_can_plot
 from shoal.cli.simulation.churn import read_churn
+from shoal.cli.simulation.halves import run_halves
 from shoal.cli.simulation.plot import TARGET_RATIO, draw_outcome
 from shoal.cli.simulation.scenarios import (
     ChurnOutcome,
@@ -100,6 +101,20 @@ def simulate_storm(run: Run) -> None:
     run.figures["storm"] = {"ratios": ratios, "moves_per_peer_and_hour": moves}
 
 
+def simulate_halves(run: Run) -> None:
+    """Print whether blocks stay served half of whose hosts are killed every minute."""
+    seeds = range(run.options.seed, run.options.seed + 20)
+    outcomes = [run_halves(seed, min(40, run.options.peers)) for seed in seeds]
+    num_killed = mean(outcome.num_killed for outcome in outcomes)
+    print(f"  killed in ten minutes: {num_killed:.1f} of {outcomes[0].num_peers} peers, on average")
+    print(f"  moves: {sum(o.num_moves for o in outcomes)} in {len(outcomes)} swarms")
+    below = max(outcome.seconds_below_floor for outcome in outcomes)
+    print(f"  longest with fewer than two hosts of a block: {below:.0f} s")
+    num_gaps = sum(outcome.num_gaps for outcome in outcomes)
+    run.check("blocks that nobody served for a while", num_gaps, num_gaps == 0, "0")
+    run.figures["halves"] = [asdict(outcome) for outcome in outcomes]
+
+
 def simulate_recovery(run: Run) -> None:
     """Print how long a span stays open whose only host died."""
     for num_spare in (2, 3, 8, 40):
@@ -159,6 +174,7 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "recovery": simulate_recovery,
     "churn": simulate_churn,
     "storm": simulate_storm,
+    "halves": simulate_halves,
     "liars": simulate_liars,
     "traffic": simulate_traffic,
     "large": simulate_large,

@@ -28,8 +28,16 @@ INTENT_PERIODS = 0.2
 """How long an intent is announced before it is looked at again and carried out: a replicated
 directory shows it to everybody within a few seconds."""
 
+MAX_INTENTS = 8
+"""How often a newcomer gives way to others. Who always claims the same place would else keep it out
+for ever, and so would a crowd of newcomers all of its members."""
+
 MIN_RESIDENCY_SECONDS = 600.0
 """How long a peer stays at least, unless there is a gap."""
+
+_RESIDENCY_AFTER_MOVE_SECONDS = 3600.0
+"""The same for a peer that has moved before: as long as a move is expected to be of use. Or else
+some would move back because others come and go."""
 
 _HYSTERESIS = 1.0
 """How much more a peer must be worth elsewhere. Worth falls with the ninth power of the speed that
@@ -100,6 +108,8 @@ class Candidate:
     """What it serves; None before its first span."""
     residency_seconds: float = 0.0
     """For how long."""
+    has_moved: bool = False
+    """Whether it served another span before."""
     avoided: frozenset[int] = frozenset()
     """Blocks that it could not load lately."""
     intent: Intent | None = None
@@ -197,19 +207,20 @@ def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Rando
             return _take(survey, planned)
         # Many have come at once and chose the same. If they did so again, it would not end.
         return _take(survey, survey.draw(rng))
-    if not survey.is_missed(own) and _improves(survey.judge(own), place, _HYSTERESIS / 2):
+    if survey.may_leave(own, planned) and _improves(survey.judge(own), place, _HYSTERESIS / 2):
         return _move(survey, own, planned)
     return Decision(Action.STAY, own, f"others take care of blocks {planned}")
 
 
 def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Random) -> Decision:
     """Return whether a peer that serves should be somewhere else."""
-    if survey.is_missed(own):
-        return Decision(Action.STAY, own, f"nobody else serves all of blocks {own}")
     best = survey.find_best(rng)
+    if not survey.may_leave(own, best):
+        return Decision(Action.STAY, own, f"too few others serve blocks {own} yet")
     own_place, best_place = survey.judge(own), survey.judge(best)
     is_urgent = best_place.num_gaps > own_place.num_gaps
-    if not is_urgent and candidate.residency_seconds < MIN_RESIDENCY_SECONDS:
+    least_seconds = _RESIDENCY_AFTER_MOVE_SECONDS if candidate.has_moved else MIN_RESIDENCY_SECONDS
+    if not is_urgent and candidate.residency_seconds < least_seconds:
         return Decision(Action.STAY, own, "it has not been here for long")
     if not _improves(own_place, best_place, _HYSTERESIS):
         return Decision(Action.STAY, own, f"it is worth about as much at blocks {own}")
@@ -246,9 +257,18 @@ class _Survey:
         self._even = (others.total_blocks_per_second + self._speed) / others.num_blocks
         """Steps per second of every block if speed were spread evenly."""
 
-    def is_missed(self, own: Span) -> bool:
-        """Return whether blocks of a span would not be served the moment the candidate leaves."""
-        return bool((self.others.num_online[own.start : own.stop] == 0).any())
+    def may_leave(self, own: Span, span: Span) -> bool:
+        """Return whether blocks have the hosts they need the moment the candidate leaves.
+
+        That is one for each block; two where they are about to come, unless others have none at
+        all.
+        """
+        num_online = self.others.num_online[own.start : own.stop]
+        num_hosts = self.others.num_hosts[own.start : own.stop]
+        is_missed = bool((num_online == 0).any())
+        is_early = bool((num_online < np.minimum(num_hosts, MIN_REPLICAS)).any())
+        is_urgent = self.judge(span).num_gaps > self.judge(own).num_gaps
+        return not is_missed and (is_urgent or not is_early)
 
     def judge(self, span: Span) -> _Place:
         """Return what the candidate is worth at a span."""

@@ -17,6 +17,7 @@ from .hosting import Stay
 from .placement import (
     INTENT_PERIODS,
     LOOKS_PER_PERIOD,
+    MAX_INTENTS,
     Action,
     Candidate,
     Decision,
@@ -32,10 +33,6 @@ _logger = logging.getLogger(__name__)
 
 _MAX_JOINING_SECONDS = 3600.0
 """Who says for so long that he is about to serve is no longer believed: others may be needed."""
-
-_MAX_INTENTS = 8
-"""How often a newcomer gives way to others. Who always claims the same place would else keep it out
-for ever."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,7 @@ class Placer:
         self._clock = clock
         self._rng = random.Random()
         self._setbacks = Setbacks()
+        self._has_moved = False
         self._joining_since: dict[PeerId, float] = {}
 
     async def choose_first(self) -> Decision:
@@ -96,7 +94,7 @@ class Placer:
             assert decision.span is not None
             has_choice = len(decision.span) < self._model.num_blocks and supply.rows
             is_confirmed = intent is not None and decision.span == intent.span
-            if not has_choice or is_confirmed or num_intents == _MAX_INTENTS:
+            if not has_choice or is_confirmed or num_intents == MAX_INTENTS:
                 return decision
             intent = Intent(decision.span, supply)
             num_intents += 1
@@ -118,6 +116,7 @@ class Placer:
                 _logger.warning("cannot look where the peer is needed: %s", error)
                 decision = None
             if decision is not None:
+                self._has_moved = True
                 return decision
             await self._withdraw()
 
@@ -160,6 +159,7 @@ class Placer:
             load_seconds=0.0 if stay is None else stay.load_seconds,
             span=None if stay is None else stay.engine.span,
             residency_seconds=0.0 if stay is None else self._clock.now() - stay.began_at,
+            has_moved=self._has_moved,
             avoided=self._setbacks.list_avoided(self._clock.now()),
             intent=intent,
         )

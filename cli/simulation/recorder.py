@@ -52,6 +52,16 @@ class Recorder:
         """Blocks that were lost and nobody serves yet."""
         return len(self._open_gaps)
 
+    @property
+    def num_gaps(self) -> int:
+        """How often a block was lost, so far."""
+        return len(self.recovery_seconds) + len(self._open_gaps)
+
+    def find_fewest_hosts(self, peer: SimulatedPeer) -> int:
+        """Return how many hosts the block has that has the fewest of those that a peer serves."""
+        assert peer.span is not None
+        return int(self._num_hosts[peer.span.start : peer.span.stop].min())
+
     def _note_change(self, peer: SimulatedPeer, serves: bool) -> None:
         assert peer.span is not None
         for block in range(peer.span.start, peer.span.stop):

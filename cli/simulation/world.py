@@ -15,6 +15,7 @@ from ...peer.announcer import LIFETIME_PERIODS
 from ...peer.placement import (
     INTENT_PERIODS,
     LOOKS_PER_PERIOD,
+    MAX_INTENTS,
     Action,
     Candidate,
     Intent,
@@ -68,7 +69,10 @@ class SimulatedPeer:
         self.span: Span | None = None
         """What it serves, if it is ONLINE."""
         self.online_since = 0.0
+        self.has_moved = False
         self.intent: Intent | None = None
+        self.num_intents = 0
+        """How often it said where it intends to be, without being there."""
         self.is_alive = True
         self.sequence = 0
 
@@ -81,6 +85,7 @@ class SimulatedPeer:
             load_seconds=self.machine.load_seconds,
             span=self.span,
             residency_seconds=now - self.online_since,
+            has_moved=self.has_moved,
             intent=self.intent,
         )
 
@@ -188,11 +193,16 @@ class World:
         if decision.action is not Action.STAY and decision.span is not None:
             self._intend(peer, Intent(decision.span, supply))
 
-    def _intend(self, peer: SimulatedPeer, intent: Intent) -> None:
+    def _intend(self, peer: SimulatedPeer, intent: Intent, is_final: bool = False) -> None:
+        """Announce an intent; look again whether it holds, unless it is final."""
         if peer.state is PeerState.ONLINE:
             self.on_change(peer, False)
         peer.intent = intent
+        peer.num_intents += 1
         self._announce(peer, PeerState.JOINING)
+        if is_final:
+            self._begin_loading(peer, intent.span)
+            return
         wait_seconds = INTENT_PERIODS * self.config.period_seconds
         self.schedule(wait_seconds, lambda: self._confirm(peer))
 
@@ -210,13 +220,15 @@ class World:
             self._serve(peer)
         else:
             assert decision.span is not None
-            self._intend(peer, Intent(decision.span, supply))
+            is_last = peer.num_intents == MAX_INTENTS
+            self._intend(peer, Intent(decision.span, supply), is_last)
 
     def _begin_loading(self, peer: SimulatedPeer, span: Span) -> None:
         kept = None if peer.span is None else peer.span.overlap(span)
         seconds = (len(span) - (len(kept) if kept else 0)) * peer.machine.load_seconds
         if peer.span is not None:
             seconds += self.config.drain_seconds
+            peer.has_moved = True
             self.moves.append(Move(self.now, peer.peer_id, peer.span, span))
         self.schedule(seconds, lambda: self._begin_serving(peer, span))
 
@@ -226,7 +238,7 @@ class World:
             self._serve(peer)
 
     def _serve(self, peer: SimulatedPeer) -> None:
-        peer.intent = None
+        peer.intent, peer.num_intents = None, 0
         self._announce(peer, PeerState.ONLINE)
         self.on_change(peer, True)
 

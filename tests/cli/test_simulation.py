@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.simulation.churn import Churn, ChurnEvent, draw_churn, read_churn
+from shoal.cli.simulation.halves import run_halves
 from shoal.cli.simulation.machines import Machine, draw_machine
 from shoal.cli.simulation.recorder import (
     count_returns,
@@ -16,6 +17,8 @@ from shoal.cli.simulation.recorder import (
     search_optimum,
 )
 from shoal.cli.simulation.scenarios import (
+    LARGE,
+    WARM_UP_SECONDS,
     ChurnOutcome,
     ChurnSetting,
     run_churn,
@@ -87,6 +90,19 @@ def test_span_that_lost_its_only_host_is_served_within_two_periods_and_loading(
 
 
 @pytest.mark.slow
+def test_crowd_of_newcomers_begins_to_serve_at_once() -> None:
+    """The first of them are so slow that all others want to be at the same blocks."""
+    world, rng = World(LARGE, random.Random(1)), random.Random(0)
+    trace = draw_churn(rng, 1000, 0.0, WARM_UP_SECONDS, WARM_UP_SECONDS)
+    world.follow(trace, lambda _: draw_machine(rng, 80))
+
+    world.run_until(240.0)
+
+    assert len(world.peers) == 398
+    assert len(world.take_view().online) > 100
+
+
+@pytest.mark.slow
 def test_swarm_recovers_from_the_loss_of_a_part_of_it() -> None:
     storm = run_storm(2, 80, SMALL)
 
@@ -94,6 +110,18 @@ def test_swarm_recovers_from_the_loss_of_a_part_of_it() -> None:
     assert storm.find_ratio(60.0) > 0.8
     assert 0 < storm.moves_per_peer_and_hour <= 1
     assert count_returns(storm.moves) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_keep_two_hosts_while_half_of_the_hosts_of_a_block_die_every_minute(
+    seed: int,
+) -> None:
+    outcome = run_halves(seed)
+
+    assert outcome.num_killed >= 10
+    assert outcome.num_gaps == 0
+    assert outcome.least_hosts >= 2
 
 
 @pytest.mark.slow

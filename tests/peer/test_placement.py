@@ -156,6 +156,18 @@ def test_peer_does_not_move_again_soon_unless_there_is_a_gap() -> None:
     assert Span(4, 8) in decide_often(peers[:-1], young)
 
 
+def test_peer_that_has_moved_stays_for_an_hour_unless_there_is_a_gap() -> None:
+    peers = [make_peer(name, (0, 4)) for name in "abcd"] + [make_peer("x", (4, 8))]
+
+    def decide_after(seconds: float, others: list[Announcement]) -> set[Span | None]:
+        mover = make_candidate("a", (0, 4), has_moved=True, residency_seconds=seconds)
+        return decide_often(others, mover)
+
+    assert decide_after(3599, peers) == {Span(0, 4)}
+    assert Span(4, 8) in decide_after(3600, peers)
+    assert Span(4, 8) in decide_after(30, peers[:-1])
+
+
 def test_only_host_of_a_block_never_leaves() -> None:
     peers = [make_peer("a", (0, 4)), make_peer("b", (4, 6))]
 
@@ -163,6 +175,17 @@ def test_only_host_of_a_block_never_leaves() -> None:
     # An intent is no host yet.
     soon = make_peer("c", (0, 4), None, state=PeerState.JOINING)
     assert decide_often([*peers, soon], make_candidate("a", (0, 4))) == {Span(0, 4)}
+
+
+def test_peer_waits_for_the_replica_that_is_about_to_come_unless_there_is_a_gap() -> None:
+    slow = [make_peer(name, (4, 8), 20) for name in "xy"]
+    mover, other = make_candidate("m", (0, 4)), make_peer("a", (0, 4))
+    coming = [make_peer(name, (0, 4), state=PeerState.JOINING) for name in "bc"]
+    there = [make_peer(name, (0, 4)) for name in "bc"]
+
+    assert decide_often([other, *coming, *slow], mover) == {Span(0, 4)}
+    assert Span(4, 8) in decide_often([other, *there, *slow], mover)
+    assert decide_often([other, *coming], mover) >= {Span(4, 8)}
 
 
 def test_small_advantage_moves_nobody() -> None:

@@ -1,0 +1,124 @@
+"""A peer moves, as a real process: it finds no file there, or is stopped on its way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from processes import children_of, wait_until_dead
+from service_scene import HELLO, Talk, make_open
+
+from shoal.peer.local_swarm import SHOAL_PROGRAM, LocalPeer, LocalSwarm
+from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.ids import ModelId
+from shoal.protocol.messages import Opened, Welcome
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.spans import Span
+
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+PATIENCE_SECONDS = 120.0
+FIRST, LAST = Span(0, 2), Span(2, 4)
+STOPPING_PROGRAM = (str(Path(__file__).with_name("stopping_peer.py")),)
+
+
+@contextmanager
+def bring_to_move(
+    directory: Path, program: Sequence[str] = SHOAL_PROGRAM
+) -> Iterator[tuple[LocalSwarm, LocalPeer, LocalPeer]]:
+    """Start a peer that chooses its blocks, and yield it and the one that is alone with others."""
+    with LocalSwarm(
+        directory, spans=[FIRST, LAST], weights="fp32", announce_period_seconds=2.0
+    ) as swarm:
+        mover = swarm.add(2, program=program)
+        (lone,) = [peer for peer in swarm.peers[:2] if peer.span != mover.span]
+        yield swarm, mover, lone
+
+
+def wait_for(peer: LocalPeer, event: str) -> None:
+    peer.wait_for(event, time.monotonic() + PATIENCE_SECONDS)
+
+
+async def look_up(swarm: LocalSwarm, peer: LocalPeer) -> Announcement:
+    """Return what a peer announced last."""
+    directory = await HivemindDirectory.join(
+        swarm.initial_peers, identity=None, clock=SystemClock(), client_mode=True
+    )
+    try:
+        records = await directory.lookup(ModelId(peer.facts["model_id"]))
+    finally:
+        await directory.close()
+    return next(record for record in records if record.peer_id == peer.peer_id)
+
+
+def assert_it_left(swarm: LocalSwarm, peer: LocalPeer, children: list[int]) -> None:
+    assert peer.wait(PATIENCE_SECONDS) == 0
+    wait_until_dead(children)
+    assert asyncio.run(look_up(swarm, peer)).state is PeerState.OFFLINE
+    assert peer.log() == "it said nothing"
+
+
+def test_peer_that_finds_no_file_for_its_new_blocks_goes_back(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    tiny_models.get("llama").reference.save_pretrained(tmp_path, max_shard_size="50KB")
+    with bring_to_move(tmp_path) as (_, mover, lone):
+        before, block = mover.span, lone.span.start
+        for path in tmp_path.glob("model-*.safetensors"):
+            if f"layers.{block}.".encode() in path.read_bytes():
+                path.unlink()
+
+        lone.kill()
+        wait_for(mover, "returning")
+        wait_for(mover, "online")
+
+        assert mover.span == before
+        assert f"block {block} cannot be loaded" in mover.facts["why"]
+        mover.terminate()
+        assert mover.wait(PATIENCE_SECONDS) == 0
+        assert mover.log() == "it said nothing"
+
+
+def test_peer_that_is_stopped_while_sessions_leave_for_its_move_leaves_too(
+    tiny_models: Any,
+) -> None:
+    with bring_to_move(tiny_models.get("llama").directory) as (swarm, mover, lone):
+        before, children = mover.span, children_of(mover.pid)
+
+        async def hold_a_session() -> None:
+            """Keep a session open for a client too old to understand that it should leave."""
+            endpoint = (await look_up(swarm, mover)).endpoints[0]
+            transport = TcpTransport()
+            talk = Talk(await transport.open_stream(endpoint))
+            opening = make_open(model_id=ModelId(mover.facts["model_id"]), span=mover.span)
+            assert isinstance(await talk.ask(HELLO), Welcome)
+            assert isinstance(await talk.ask(opening), Opened)
+            lone.kill()
+            wait_for(mover, "moving")
+            mover.terminate()
+            wait_for(mover, "left")
+            await transport.close()
+
+        asyncio.run(hold_a_session())
+
+        assert_it_left(swarm, mover, children)
+        assert mover.span == before
+
+
+def test_peer_that_is_stopped_while_it_loads_other_blocks_leaves(tiny_models: Any) -> None:
+    directory = tiny_models.get("llama").directory
+    with bring_to_move(directory, STOPPING_PROGRAM) as (swarm, mover, lone):
+        children = children_of(mover.pid)
+        assert children, "the peer has a p2pd"
+
+        lone.kill()
+
+        assert_it_left(swarm, mover, children)
+        assert mover.facts["event"] == "left" or mover.facts["target"] == str(lone.span)
