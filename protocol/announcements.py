@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
 
 from . import limits
+from .coordinates import Coordinate
 from .endpoints import Endpoint, Libp2pEndpoint, Relay, check_endpoint
 from .errors import LocalProtocolError, RemoteProtocolError
 from .identity import SIGNATURE_BYTES, Identity, public_key_of, verify
@@ -112,6 +113,8 @@ class Announcement:
     """How long a step waits before it is computed, at present."""
     rtts: Annotated[tuple[tuple[_PeerId, _Amount], ...], Field(max_length=MAX_RTTS)] = ()
     """Measured round-trip times in seconds to likely neighbours."""
+    coordinate: Coordinate | None = None
+    """Where the peer stands in the network; None while it has measured nothing."""
     software: Annotated[str, Field(max_length=64)] = ""
     """Name and version of the software, for people to read."""
     kernels: Annotated[str, Field(max_length=64)] = ""
