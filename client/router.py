@@ -2,6 +2,7 @@
 
 Shortest path over block boundaries: a hop costs its network round trip, what the peer's queue
 delays it, and the compute of the blocks used on it; more where the peer lacks room for the session.
+In a chain there are no round trips but the ways to the first hop, from each to the next, and back.
 """
 
 import math
@@ -9,16 +10,17 @@ import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..protocol.announcements import Announcement
+from ..protocol.coordinates import Coordinate
 from ..protocol.errors import RouteError
 from ..protocol.ids import PeerId
 from ..protocol.spans import Span, find_gaps
 from ..protocol.swarm_view import SwarmView
+from .chain_search import Edges, Offers, choose_compared, find_cheapest_chain
+from .ways import Column, Places, estimate_rtts, measure_edges, read_places
 
 _MOST_SPEEDUP = 4.0
 """How many times faster than others a peer is believed to be that has not shown it."""
@@ -27,8 +29,9 @@ _FULL_FACTOR = 4.0
 """How many times as dear a peer is that announces no room at all for what a session may need. It
 is no filter: sessions seldom grow to their limit, and what was announced may be over by now."""
 
-_Column = NDArray[Any]
-"""A number for each peer."""
+_PASSING_SECONDS = 0.001
+"""What it takes two processes to pass a step along that share a machine: where hops cost nothing, a
+chain would have one for every block."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,12 @@ class RoutingCosts:
     """Of peers that have worked for us; all others are strangers, whose word counts for less."""
     needed_kv_tokens: float = 0.0
     """How far a session may grow: tokens of one row, in the floats that announcements count."""
+    is_chain: bool = False
+    """Whether hops push to each other where they can."""
+    cuts: Collection[tuple[PeerId, PeerId]] = ()
+    """Who cannot push to whom, for now."""
+    coordinate: Coordinate | None = None
+    """Where the client itself stands in the network, if it knows."""
 
     def estimate_unknown_rtt_seconds(self) -> float:
         """Return what to expect of a peer that was never measured."""
@@ -72,18 +81,17 @@ class RoutingCosts:
         return median(known) if known else self.unknown_rtt_seconds
 
 
-class _Offers(NamedTuple):
-    """What using each peer costs, with noise, within the span that is wanted; one row a peer.
+@dataclass(frozen=True)
+class Ends:
+    """Who pushes into a part of a chain and to whom it pushes; None: that is the client."""
 
-    Columns and not objects, for a route over ten thousand peers is to be found while a person
-    does not notice.
-    """
+    before: Announcement | None = None
+    after: Announcement | None = None
 
-    peers: Sequence[Announcement]
-    starts: _Column
-    stops: _Column
-    hop_seconds: _Column
-    block_seconds: _Column
+    @property
+    def known(self) -> list[Announcement]:
+        """The peers on both sides."""
+        return [peer for peer in (self.before, self.after) if peer is not None]
 
 
 def plan_route(
@@ -93,8 +101,9 @@ def plan_route(
     rng: random.Random,
     exclude: Collection[PeerId] = (),
     weights: str | None = None,
+    ends: Ends = Ends(),
 ) -> Route:
-    """Return the cheapest route through `span`, with noise.
+    """Return the cheapest route through `span`, with noise; `ends` are those of a chain.
 
     Raises RouteError that names the blocks nobody serves among the peers that may be used.
     """
@@ -104,35 +113,54 @@ def plan_route(
         if (weights is None or peer.weights == weights) and peer.peer_id not in exclude
     ]
     check_coverage(span, peers, weights)
-    return _find_cheapest(span, _draw_offers(span, peers, costs, rng))
+    places = read_places(peer.coordinate for peer in peers)
+    offers = _draw_offers(span, peers, places, costs, rng)
+    if costs.is_chain:
+        return _find_chain(span, peers, offers, places, costs, ends)
+    return _find_star(span, peers, offers)
 
 
 def _draw_offers(
-    span: Span, peers: Sequence[Announcement], costs: RoutingCosts, rng: random.Random
-) -> _Offers:
+    span: Span,
+    peers: Sequence[Announcement],
+    places: Places,
+    costs: RoutingCosts,
+    rng: random.Random,
+) -> Offers:
     """Return what each peer costs, with noise; whoever serves nothing of `span` is left empty."""
     spans = [peer.span for peer in peers]
     starts = np.array([own.start for own in spans]).clip(min=span.start)
     stops = np.array([own.stop for own in spans]).clip(max=span.stop)
     typical_rtt_seconds = costs.estimate_unknown_rtt_seconds()
-    peer_ids = [peer.peer_id for peer in peers]
-    rtt_seconds = _look_up(costs.rtt_seconds, peer_ids, typical_rtt_seconds)
-    shown_seconds = _look_up(costs.block_seconds, peer_ids, math.nan)
+    shown_seconds = _look_up(costs.block_seconds, peers)
     # Who is known to work is preferred.
-    rtt_seconds += np.where(np.isnan(shown_seconds), typical_rtt_seconds, 0.0)
-    queue_seconds = np.array([peer.queue_seconds for peer in peers])
+    waiting_seconds = np.where(np.isnan(shown_seconds), typical_rtt_seconds, 0.0)
+    waiting_seconds += np.array([peer.queue_seconds for peer in peers])
     normal = np.random.default_rng(rng.getrandbits(64)).standard_normal(len(peers))
     noise = np.exp(costs.noise_fraction * normal)
     dearness = noise * _rate_room(peers, stops - starts, costs.needed_kv_tokens)
     block_seconds = _estimate_block_seconds(_read_block_seconds(peers), shown_seconds)
-    return _Offers(
-        peers, starts, stops, dearness * (rtt_seconds + queue_seconds), dearness * block_seconds
+    return Offers(
+        starts,
+        stops,
+        _expect_rtts(peers, places, costs),
+        dearness,
+        dearness * waiting_seconds,
+        dearness * block_seconds,
     )
 
 
+def _expect_rtts(peers: Sequence[Announcement], places: Places, costs: RoutingCosts) -> Column:
+    """Return the client's round trips: measured, or else by coordinates, or else as to most."""
+    seconds = _look_up(costs.rtt_seconds, peers)
+    if costs.coordinate is not None and costs.coordinate.is_settled:
+        seconds = np.where(np.isnan(seconds), estimate_rtts(costs.coordinate, places), seconds)
+    return np.where(np.isnan(seconds), costs.estimate_unknown_rtt_seconds(), seconds)
+
+
 def _rate_room(
-    peers: Sequence[Announcement], num_blocks: _Column, needed_kv_tokens: float
-) -> _Column:
+    peers: Sequence[Announcement], num_blocks: Column, needed_kv_tokens: float
+) -> Column:
     """Return how many times as dear a peer is because it will run out of room half way.
 
     It counts free tokens through all of its blocks, and a session may use fewer of them.
@@ -146,14 +174,14 @@ def _rate_room(
     return 1.0 + (_FULL_FACTOR - 1.0) * ((needed - free) / needed).clip(min=0.0)
 
 
-def _look_up(known: Mapping[PeerId, float], peer_ids: list[PeerId], unknown: float) -> _Column:
-    """Return what is known of each peer."""
+def _look_up(known: Mapping[PeerId, float], peers: Sequence[Announcement]) -> Column:
+    """Return what is known of each peer, NaN where that is nothing."""
     if not known:
-        return np.full(len(peer_ids), unknown)
-    return np.array([known.get(peer_id, unknown) for peer_id in peer_ids])
+        return np.full(len(peers), math.nan)
+    return np.array([known.get(peer.peer_id, math.nan) for peer in peers])
 
 
-def _read_block_seconds(peers: Sequence[Announcement]) -> _Column:
+def _read_block_seconds(peers: Sequence[Announcement]) -> Column:
     """Return what a block takes for one token by each announcement; NaN if never measured.
 
     Nobody is quicker under load than alone: of two speeds that say so, the lower one counts. It
@@ -167,7 +195,7 @@ def _read_block_seconds(peers: Sequence[Announcement]) -> _Column:
     return np.where(seconds > 0.0, seconds, math.nan)
 
 
-def _estimate_block_seconds(announced: _Column, shown: _Column) -> _Column:
+def _estimate_block_seconds(announced: Column, shown: Column) -> Column:
     """Return what a block takes at each peer.
 
     An announcement may be slower than what was measured, for a peer may be busy by now, but not
@@ -182,13 +210,14 @@ def _estimate_block_seconds(announced: _Column, shown: _Column) -> _Column:
     return np.where(is_stranger, np.maximum(seconds, least), seconds)
 
 
-def _find_cheapest(span: Span, offers: _Offers) -> Route:
+def _find_star(span: Span, peers: Sequence[Announcement], offers: Offers) -> Route:
     """Return the cheapest route, by a sweep over the blocks from the last to the first.
 
     Before each block, every peer that serves it knows the cheapest way on: through the next block
     as well, or over to whoever is cheapest from there.
     """
-    onward_seconds = np.full(len(offers.peers), math.inf)  # to the end, from where a peer is
+    hop_seconds = offers.dearness * offers.rtt_seconds + offers.hop_seconds
+    onward_seconds = np.full(len(peers), math.inf)  # to the end, from where a peer is
     exit_blocks = offers.stops.copy()
     first_hops: dict[int, Hop] = {}
     cheapest_seconds = 0.0  # from the next block to the end
@@ -198,14 +227,50 @@ def _find_cheapest(span: Span, offers: _Offers) -> Route:
         onward_seconds[leaving] = cheapest_seconds
         exit_blocks[leaving] = block + 1
         onward_seconds[serving] += offers.block_seconds[serving]
-        total_seconds = offers.hop_seconds[serving] + onward_seconds[serving]
+        total_seconds = hop_seconds[serving] + onward_seconds[serving]
         cheapest = int(total_seconds.argmin())
         cheapest_seconds, first = float(total_seconds[cheapest]), int(serving[cheapest])
-        first_hops[block] = Hop(offers.peers[first], Span(block, int(exit_blocks[first])))
+        first_hops[block] = Hop(peers[first], Span(block, int(exit_blocks[first])))
     hops = [first_hops[span.start]]
     while hops[-1].span.stop < span.stop:
         hops.append(first_hops[hops[-1].span.stop])
     return Route(tuple(hops))
+
+
+def _find_chain(
+    span: Span,
+    peers: Sequence[Announcement],
+    offers: Offers,
+    places: Places,
+    costs: RoutingCosts,
+    ends: Ends,
+) -> Route:
+    """Return the cheapest chain among the peers that are worth a closer look."""
+    rows = choose_compared(span, offers, places.points)
+    compared, offers = [peers[row] for row in rows], offers.take(rows)
+    offers = offers._replace(hop_seconds=offers.hop_seconds + offers.dearness * _PASSING_SECONDS)
+    legs = find_cheapest_chain(span, offers, _price_edges(compared, offers.dearness, costs, ends))
+    return Route(tuple(Hop(compared[leg.row], leg.span) for leg in legs))
+
+
+def _price_edges(
+    peers: Sequence[Announcement], dearness: Column, costs: RoutingCosts, ends: Ends
+) -> Edges:
+    """Return what the ways between peers cost, with the noise of both ends."""
+    everybody = list({peer.peer_id: peer for peer in (*peers, *ends.known)}.values())
+    places = read_places(peer.coordinate for peer in everybody)
+    rtt_seconds = _expect_rtts(everybody, places, costs)
+    is_measured = np.array([peer.peer_id in costs.rtt_seconds for peer in everybody])
+    one_way = measure_edges(everybody, places, rtt_seconds, is_measured, costs.cuts)
+    rows = {peer.peer_id: row for row, peer in enumerate(everybody)}
+    num_peers = len(peers)
+    first = last = 0.5 * rtt_seconds[:num_peers]
+    if ends.before is not None:
+        first = one_way[rows[ends.before.peer_id], :num_peers]
+    if ends.after is not None:
+        last = one_way[:num_peers, rows[ends.after.peer_id]]
+    between = one_way[:num_peers, :num_peers]
+    return Edges(dearness * first, 0.5 * (dearness[:, None] + dearness) * between, dearness * last)
 
 
 def check_coverage(span: Span, peers: Collection[Announcement], weights: str | None) -> None:

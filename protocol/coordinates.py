@@ -93,9 +93,7 @@ def settle(
     return own
 
 
-def _pull(
-    own: Coordinate, other: Coordinate, rtt_seconds: float, rng: random.Random
-) -> Coordinate:
+def _pull(own: Coordinate, other: Coordinate, rtt_seconds: float, rng: random.Random) -> Coordinate:
     """Return the coordinate after one spring has pulled at it."""
     rtt_seconds = min(max(rtt_seconds, _LEAST_RTT_SECONDS), MAX_COORDINATE_SECONDS)
     distance = estimate_rtt_seconds(own, other)
