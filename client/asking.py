@@ -1,14 +1,15 @@
 """Asks the hops of one session: one of them, or a segment that passes a step along itself."""
 
 import asyncio
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 
 from ..kernels.compress import has_only_finite
 from ..protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
+from ..protocol.ids import PeerId
 from ..protocol.messages import Output, Step
 from ..protocol.net.clock import Clock
 from .blame import LostHopError, blame
@@ -57,6 +58,9 @@ class _Asked:
     asked_at: float
     watch: QuestionWatch | None
     carrying_seconds: float
+    """What our own line needs, there and back."""
+    pushing_seconds: float
+    """What the links between the hops need, one after the other."""
     carrying: ExitStack
     is_disturbed: bool = False
     """Hops were lost meanwhile: the time until the answer says nothing of those that answer."""
@@ -139,9 +143,12 @@ class Asking:
         watch = self._watch(segment[0].hop, question, is_replay)
         step = self._make_step(link, question)
         carrying = ExitStack()
-        carrying_seconds = carrying.enter_context(self._swarm.line.carry(_count_bytes(step)))
         self.forget(question)
-        asked = _Asked(step, self._clock.now(), watch, carrying_seconds, carrying)
+        carrying_seconds = carrying.enter_context(self._swarm.line.carry(_count_bytes(step)))
+        pushing_seconds = carrying.enter_context(
+            self._swarm.links.carry(_list_peers(segment), len(step.hidden.data))
+        )
+        asked = _Asked(step, self._clock.now(), watch, carrying_seconds, pushing_seconds, carrying)
         self._asked[question.sequence] = asked
         timeout_seconds = self.choose_timeout_seconds(segment[:1], step.hidden.tokens)
         try:
@@ -161,7 +168,10 @@ class Asking:
         try:
             try:
                 arrived = await self._chain(segment).receive(
-                    last.session, step.sequence, timeout_seconds + asked.carrying_seconds
+                    last.session,
+                    step.sequence,
+                    timeout_seconds + asked.carrying_seconds,
+                    asked.pushing_seconds,
                 )
                 if watch is not None:
                     watch.note_arrived(arrived.num_bytes)
@@ -195,9 +205,21 @@ class Asking:
         timeout_seconds = self.choose_timeout_seconds(segment, num_tokens)
         session = _get_link(segment[-1]).session
         try:
-            await self._chain(segment).receive(session, num_steps, timeout_seconds)
+            with self.pushing(segment, num_tokens) as pushing_seconds:
+                await self._chain(segment).receive(
+                    session, num_steps, timeout_seconds, pushing_seconds
+                )
         except ChainFault as fault:
             raise await self._break(segment, fault, None) from fault
+
+    @contextmanager
+    def pushing(self, segment: Sequence[LiveHop], num_tokens: int) -> Iterator[float]:
+        """Count tokens as pushed from each hop to the next; gives the seconds that may take."""
+        num_bytes, asked_at = self._opener.count_bytes(num_tokens), self._clock.now()
+        links, peer_ids = self._swarm.links, _list_peers(segment)
+        with links.carry(peer_ids, num_bytes) as seconds:
+            yield seconds
+        links.note_answer(peer_ids, num_bytes, self._clock.now() - asked_at)
 
     async def hang_up(self, *lives: LiveHop) -> None:
         """Drop the links of hops, all of them before the first wait; their logs stay.
@@ -253,16 +275,22 @@ class Asking:
             asked.watch.note_passed([live.hop for live in segment], output)
         if asked.is_disturbed:
             return
-        self._swarm.line.note_answer(_count_bytes(asked.step), now - asked.asked_at)
+        carried_seconds = now - asked.asked_at
+        self._swarm.line.note_answer(_count_bytes(asked.step), carried_seconds)
+        num_bytes = len(asked.step.hidden.data)
+        self._swarm.links.note_answer(_list_peers(segment), num_bytes, carried_seconds)
         seconds = now - began_at
         told = [sum(times) for times in output.before]
         told.append(output.queue_seconds + output.compute_seconds)
         if len(told) == len(segment):  # not so where a hop was replaced meanwhile
             way_seconds = max(0.0, seconds - sum(told)) / len(segment)
             scale = min(1.0, seconds / sum(told)) if sum(told) > 0 else 1.0
+            expected_seconds = sum(self._swarm.expect_way_seconds([live.hop for live in segment]))
             for live, own_seconds in zip(segment, told, strict=True):
                 hop_seconds = scale * own_seconds + way_seconds
-                self._swarm.note_answer(live.hop, num_tokens, hop_seconds)
+                self._swarm.note_answer(
+                    live.hop, num_tokens, hop_seconds, expected_seconds / len(segment)
+                )
 
     def _watch(self, hop: Hop, question: Question, is_replay: bool) -> QuestionWatch | None:
         recorder = self._opener.recorder
@@ -304,6 +332,10 @@ class Asking:
 def _get_link(live: LiveHop) -> HopLink:
     assert live.link is not None  # see `check_links`
     return live.link
+
+
+def _list_peers(segment: Sequence[LiveHop]) -> list[PeerId]:
+    return [live.hop.peer.peer_id for live in segment]
 
 
 def _read(output: Output, link: HopLink) -> Tensor:

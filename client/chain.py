@@ -59,15 +59,23 @@ class Chain:
         except UnavailableError as error:
             raise ChainFault({0: error}) from error
 
-    async def receive(self, session: SessionId, sequence: int, timeout_seconds: float) -> Arrived:
+    async def receive(
+        self,
+        session: SessionId,
+        sequence: int,
+        timeout_seconds: float,
+        carrying_seconds: float = 0.0,
+    ) -> Arrived:
         """Return the output of a step that the session at the last hop answers with.
 
-        When it is late, every hop is asked how far it is. Raises ChainFault.
+        When it is late, every hop is asked how far it is: one that lives says so at once, even
+        while others need `carrying_seconds` more to push the step along. Raises ChainFault.
         """
         late_seconds = max(0.0, timeout_seconds - FLOOR_SECONDS) + _LATE_SECONDS
         with contextlib.suppress(TimeoutError):
             async with WakefulTimeout(late_seconds):
                 return await self._hear(session, sequence)
+        timeout_seconds += carrying_seconds
         rest_seconds = timeout_seconds - late_seconds
         try:
             async with asyncio.TaskGroup() as tasks:

@@ -1,4 +1,4 @@
-"""How fast a client's own line is, as far as answers tell: what it takes to carry a prompt."""
+"""How fast a line is, as far as answers tell: what it takes to carry a prompt."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ _LARGE_BYTES = 64 * 2**10
 
 
 class Line:
-    """The line of a client, shared by all of its steps. Owned by its `Swarm`.
+    """The line of a client, shared by all of its steps, or one that two peers have between them.
 
     The transport buffers what is sent, so that only an answer says when a step had arrived: an
     answer to so many bytes in so many seconds means that the line is at least so fast.
@@ -42,5 +42,9 @@ class Line:
     def note_silence(self, num_bytes: int) -> None:
         """Note that no answer came: as long as nothing else is known, the line may be slow."""
         if num_bytes >= _LARGE_BYTES:
-            halved = self._guessed_bytes_per_second / 2
-            self._guessed_bytes_per_second = max(halved, _LEAST_BYTES_PER_SECOND)
+            self.doubt()
+
+    def doubt(self) -> None:
+        """Take the line for slower than before, as long as nothing else is known."""
+        halved = self._guessed_bytes_per_second / 2
+        self._guessed_bytes_per_second = max(halved, _LEAST_BYTES_PER_SECOND)

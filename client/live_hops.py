@@ -27,7 +27,7 @@ from .hop_link import HopLink
 from .mailbox import Mailbox
 from .replay import merge_pieces
 from .route_opening import LiveHop, RouteOpener, SessionFacts, Waiting
-from .router import Hop, Route
+from .router import Ends, Hop, Route
 from .swarm import Fault, Swarm
 from .trace import Recorder
 from .wiring import Wiring, cut_segments
@@ -55,6 +55,12 @@ class Place:
     position: int = 0
     before: LiveHop | None = None
     after: LiveHop | None = None
+
+    @property
+    def ends(self) -> Ends:
+        """The peers on both sides."""
+        before, after = (live and live.hop.peer for live in (self.before, self.after))
+        return Ends(before, after)
 
     @property
     def neighbours(self) -> list[LiveHop]:
@@ -128,7 +134,7 @@ class LiveHops:
         opener = self._opener.make_twin()
         return opener, Asking(opener, self._swarm, self.clock, self._farewells)
 
-    async def find_replica(self, hop: Hop, exclude: Collection[PeerId]) -> Hop:
+    async def find_replica(self, hop: Hop, exclude: Collection[PeerId], ends: Ends | None) -> Hop:
         """Return a peer that computes the very same as a hop. Raises RouteError, DirectoryError."""
         route = await self._swarm.wait_for_route(
             hop.span,
@@ -137,6 +143,7 @@ class LiveHops:
             (hop.peer.weights,),
             exclude,
             self.facts.count_kv_tokens(self._num_rows),
+            ends,
         )
         if len(route.hops) != 1:
             raise RouteError(f"no single peer serves blocks {hop.span}", (hop.span,))
@@ -208,9 +215,7 @@ class LiveHops:
         max_wait_seconds = 0.0
         while True:
             num_tried = len(tried)
-            route = await self._find_route(
-                place.span, weights, deadline, refusals, tried, is_failover=place.position > 0
-            )
+            route = await self._find_route(place, weights, deadline, refusals, tried)
             if len(tried) < num_tried:
                 # Everybody was asked once. Who is full may take us into its queue now; with some
                 # time left for the others, who may have room sooner.
@@ -275,12 +280,11 @@ class LiveHops:
 
     async def _find_route(
         self,
-        span: Span,
+        place: Place,
         weights: Sequence[str | None],
         deadline: float,
         refusals: Refusals,
         tried: set[PeerId],
-        is_failover: bool,
     ) -> Route:
         """Return the next route to try: over peers not tried yet, as long as there are any.
 
@@ -292,11 +296,12 @@ class LiveHops:
         """
         # Somebody waits for the next token: the view at hand comes first, however old. If it led
         # to nobody, newcomers must be seen before silent peers are asked once more.
-        max_age_seconds = math.inf if is_failover else self._config.refresh_seconds
+        max_age_seconds = math.inf if place.position > 0 else self._config.refresh_seconds
         wait = functools.partial(
             self._swarm.wait_for_route,
-            span,
+            place.span,
             needed_kv_tokens=self.facts.count_kv_tokens(self._num_rows),
+            ends=place.ends if self._config.delivery == "chain" else None,
         )
         if tried:
             max_age_seconds = min(_RETRY_VIEW_SECONDS, self._config.refresh_seconds)

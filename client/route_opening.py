@@ -32,7 +32,7 @@ from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.spans import Span
-from ..protocol.tensors import KVFormat, WireDtype
+from ..protocol.tensors import KVFormat, WireDtype, compute_num_bytes
 from ..protocol.versions import INT8_VERSION
 from .blame import blame
 from .config import ClientConfig
@@ -166,6 +166,11 @@ class RouteOpener:
             return WireDtype[wanted.upper()]
         is_exact = all(peer.weights == "fp32" for peer in peers)
         return WireDtype.FP32 if is_exact else WireDtype.BF16
+
+    def count_bytes(self, num_tokens: int) -> int:
+        """Return how many bytes the hidden states of so many tokens are on the wire."""
+        assert self.wire_dtype is not None
+        return compute_num_bytes(self.wire_dtype, 1, num_tokens, self._facts.hidden_size)
 
     def begin_fork(self, parent: RouteOpener) -> None:
         """Count the route of another session as the first one of this, with its dtype."""

@@ -68,8 +68,6 @@ class RoutingCosts:
     """Of peers that have worked for us; all others are strangers, whose word counts for less."""
     needed_kv_tokens: float = 0.0
     """How far a session may grow: tokens of one row, in the floats that announcements count."""
-    is_chain: bool = False
-    """Whether hops push to each other where they can."""
     cuts: Collection[tuple[PeerId, PeerId]] = ()
     """Who cannot push to whom, for now."""
     coordinate: Coordinate | None = None
@@ -83,7 +81,9 @@ class RoutingCosts:
 
 @dataclass(frozen=True)
 class Ends:
-    """Who pushes into a part of a chain and to whom it pushes; None: that is the client."""
+    """Who pushes to the first hop of a chain, and to whom the last one does: the client (None), or
+    hops of a route of which only a part is planned.
+    """
 
     before: Announcement | None = None
     after: Announcement | None = None
@@ -101,9 +101,9 @@ def plan_route(
     rng: random.Random,
     exclude: Collection[PeerId] = (),
     weights: str | None = None,
-    ends: Ends = Ends(),
+    ends: Ends | None = None,
 ) -> Route:
-    """Return the cheapest route through `span`, with noise; `ends` are those of a chain.
+    """Return the cheapest route through `span`, with noise: a chain between `ends`, or a star.
 
     Raises RouteError that names the blocks nobody serves among the peers that may be used.
     """
@@ -115,7 +115,7 @@ def plan_route(
     check_coverage(span, peers, weights)
     places = read_places(peer.coordinate for peer in peers)
     offers = _draw_offers(span, peers, places, costs, rng)
-    if costs.is_chain:
+    if ends is not None:
         return _find_chain(span, peers, offers, places, costs, ends)
     return _find_star(span, peers, offers)
 
@@ -251,6 +251,16 @@ def _find_chain(
     offers = offers._replace(hop_seconds=offers.hop_seconds + offers.dearness * _PASSING_SECONDS)
     legs = find_cheapest_chain(span, offers, _price_edges(compared, offers.dearness, costs, ends))
     return Route(tuple(Hop(compared[leg.row], leg.span) for leg in legs))
+
+
+def expect_way_seconds(peers: Sequence[Announcement], costs: RoutingCosts) -> list[float]:
+    """Return the ways of a chain over peers: to the first, from each to the next, and back."""
+    places = read_places(peer.coordinate for peer in peers)
+    rtt_seconds = _expect_rtts(peers, places, costs)
+    is_measured = np.array([peer.peer_id in costs.rtt_seconds for peer in peers])
+    one_way = measure_edges(peers, places, rtt_seconds, is_measured, costs.cuts)
+    between = one_way[np.arange(len(peers) - 1), np.arange(1, len(peers))]
+    return [0.5 * float(rtt_seconds[0]), *map(float, between), 0.5 * float(rtt_seconds[-1])]
 
 
 def _price_edges(

@@ -2,12 +2,13 @@
 
 import asyncio
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from statistics import median
 
 from ..protocol.announcements import Announcement
+from ..protocol.coordinates import ORIGIN, Coordinate, settle
 from ..protocol.errors import DirectoryError, RouteError
 from ..protocol.ids import ModelId, PeerId
 from ..protocol.net.clock import Clock
@@ -16,7 +17,8 @@ from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .deadlines import AnswerTimes
 from .line import Line
-from .router import Hop, Route, RoutingCosts, plan_route
+from .links import Links
+from .router import Ends, Hop, Route, RoutingCosts, expect_way_seconds, plan_route
 
 _FIRST_QUARANTINE_SECONDS = 15.0
 _LONGEST_QUARANTINE_SECONDS = 600.0
@@ -29,6 +31,13 @@ _NO_DOUBT, _UNPROVEN = -1, 0
 
 _SHORT_SECONDS = 0.5
 """What the directory gets to answer even when time is up: a look is worth that much."""
+
+_LEAST_LANDMARKS, _MOST_LANDMARKS = 4, 32
+"""From how many round trips a client finds out where it stands: fewer fit many places, more would
+take longer than they are worth."""
+
+_SETTLING_ROUNDS = 40
+"""How often all of them pull until a place is found, from nowhere."""
 
 
 class Fault(IntEnum):
@@ -76,7 +85,10 @@ class Swarm:
         self._times: dict[PeerId, AnswerTimes] = {}
         self._rtt_seconds: dict[PeerId, float] = {}
         self._seen_at: dict[PeerId, float] = {}
+        self._coordinate: Coordinate | None = None  # until there is more to find it from
+        self._way_seconds: dict[tuple[PeerId, ...], list[float]] = {}
         self.line = Line()
+        self.links = Links(clock)
         self.view = SwarmView.from_announcements(model_id, (), clock.wall(), num_blocks)
 
     def __repr__(self) -> str:
@@ -94,6 +106,7 @@ class Swarm:
             )
             self._refreshed_at = self._clock.now()
             self._forget_absent()
+            self._forget_ways()
         return self.view
 
     def _forget_absent(self) -> None:
@@ -102,11 +115,18 @@ class Swarm:
         self._seen_at |= {peer.peer_id: now for peer in self.view.peers}
         for peer_id in {*self._times, *self._rtt_seconds, *self._quarantines}:
             self._seen_at.setdefault(peer_id, now)
-        for peer_id in [p for p, at in self._seen_at.items() if now - at > _MEMORY_SECONDS]:
+        absent = [p for p, at in self._seen_at.items() if now - at > _MEMORY_SECONDS]
+        self.links.forget(absent)
+        for peer_id in absent:
             del self._seen_at[peer_id]
             self._times.pop(peer_id, None)
             self._rtt_seconds.pop(peer_id, None)
             self._quarantines.pop(peer_id, None)
+
+    def _forget_ways(self) -> None:
+        """Find out anew where everybody stands: something was measured, here or elsewhere."""
+        self._coordinate = None
+        self._way_seconds.clear()
 
     async def wait_for_route(
         self,
@@ -116,13 +136,14 @@ class Swarm:
         weights: Collection[str | None],
         exclude: Collection[PeerId] = (),
         needed_kv_tokens: float = 0.0,
+        ends: Ends | None = None,
     ) -> Route:
         """Return a route through `span`, waiting for peers to appear until `deadline`.
 
         `weights` are tried in order: the formats to prefer, None for any. Peers of `exclude` and
         those in quarantine are left out; who did not lie is used when nobody else is there.
         While the directory cannot be read, the last view has to do. Room for `needed_kv_tokens`,
-        counted as in announcements, makes peers cheaper.
+        counted as in announcements, makes peers cheaper. With `ends` it is a chain, else a star.
 
         Raises RouteError with the missing blocks once the deadline has passed, or DirectoryError
         when that is what hides the peers.
@@ -138,7 +159,7 @@ class Swarm:
             except TimeoutError:
                 unread = DirectoryError("the directory did not answer in time")
             try:
-                return self._plan(span, weights, exclude, needed_kv_tokens)
+                return self._plan(span, weights, exclude, needed_kv_tokens, ends)
             except RouteError as missing:
                 remaining_seconds = deadline - self._clock.now()
                 if remaining_seconds <= 0:
@@ -153,6 +174,7 @@ class Swarm:
         weights: Collection[str | None],
         exclude: Collection[PeerId],
         needed_kv_tokens: float,
+        ends: Ends | None,
     ) -> Route:
         costs = self._measure_costs(needed_kv_tokens)
         doubts = self._list_doubts()
@@ -161,20 +183,45 @@ class Swarm:
             unwanted = {peer_id for peer_id, doubt in doubts.items() if doubt > tolerated}
             for kind in weights:
                 try:
-                    return plan_route(
-                        self.view, span, costs, self._rng, unwanted.union(exclude), kind
-                    )
+                    avoided = unwanted.union(exclude)
+                    return plan_route(self.view, span, costs, self._rng, avoided, kind, ends)
                 except RouteError as missing:
                     error = missing
         assert error is not None
         raise error
 
-    def _measure_costs(self, needed_kv_tokens: float) -> RoutingCosts:
+    def _measure_costs(self, needed_kv_tokens: float = 0.0) -> RoutingCosts:
         used = ((peer_id, times.block_seconds) for peer_id, times in self._times.items())
         block_seconds = {peer_id: median(seconds) for peer_id, seconds in used if seconds}
         return RoutingCosts(
-            self._rtt_seconds, block_seconds=block_seconds, needed_kv_tokens=needed_kv_tokens
+            self._rtt_seconds,
+            block_seconds=block_seconds,
+            needed_kv_tokens=needed_kv_tokens,
+            cuts=self.links.cuts,
+            coordinate=self._find_coordinate(),
         )
+
+    def _find_coordinate(self) -> Coordinate:
+        """Return where the client stands: settled once it has measured enough round trips."""
+        if self._coordinate is None:
+            known = ((peer.coordinate, self.rtt_seconds(peer.peer_id)) for peer in self.view.peers)
+            landmarks = [
+                (place, seconds)
+                for place, seconds in known
+                if place is not None and seconds is not None and place.is_settled
+            ][:_MOST_LANDMARKS]
+            is_enough = len(landmarks) >= _LEAST_LANDMARKS
+            num_rounds = _SETTLING_ROUNDS if is_enough else 0
+            self._coordinate = settle(ORIGIN, landmarks, num_rounds, random.Random(0))
+        return self._coordinate
+
+    def expect_way_seconds(self, hops: Sequence[Hop]) -> list[float]:
+        """Return the ways of a chain: to the first hop, from each to the next, and back."""
+        key = tuple(hop.peer.peer_id for hop in hops)
+        if key not in self._way_seconds:
+            peers = [self.view.find(hop.peer.peer_id) or hop.peer for hop in hops]
+            self._way_seconds[key] = expect_way_seconds(peers, self._measure_costs())
+        return self._way_seconds[key]
 
     def _list_doubts(self) -> dict[PeerId, int]:
         """Return whom to use only if nobody else is there, and how reluctantly.
@@ -231,17 +278,23 @@ class Swarm:
             self._clock.now() + seconds, seconds, newest.sequence, fault
         )
 
-    def note_answer(self, hop: Hop, num_tokens: int, seconds: float) -> None:
-        """Note that a hop took a step of so many tokens: forget what its peer did wrong."""
+    def note_answer(
+        self, hop: Hop, num_tokens: int, seconds: float, way_seconds: float | None = None
+    ) -> None:
+        """Note that a hop took a step of so many tokens: forget what its peer did wrong.
+
+        `way_seconds` are what is expected of the ways there and on; None: the round trip.
+        """
         peer_id = hop.peer.peer_id
-        self.times(peer_id).note(
-            num_tokens, seconds, self._rtt_seconds.get(peer_id, 0.0), len(hop.span)
-        )
+        if way_seconds is None:
+            way_seconds = self._rtt_seconds.get(peer_id, 0.0)
+        self.times(peer_id).note(num_tokens, seconds, way_seconds, len(hop.span))
         self._quarantines.pop(peer_id, None)
 
     def note_rtt(self, peer_id: PeerId, seconds: float) -> None:
         """Note a measured round trip; the newest counts."""
         self._rtt_seconds[peer_id] = seconds
+        self._forget_ways()
 
     def rtt_seconds(self, peer_id: PeerId) -> float | None:
         """Return the newest measured round trip, None if there is none."""

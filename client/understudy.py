@@ -22,6 +22,7 @@ from .deadlines import WakefulTimeout
 from .live_hops import LiveHops
 from .replay import merge_pieces
 from .route_opening import LiveHop
+from .router import Ends
 
 if TYPE_CHECKING:
     from .session import RemoteSession
@@ -96,10 +97,18 @@ class Understudy:
         Raises CannotMoveError where it never will work, RouteError where nobody else is there, and
         LostHopError or BrokenSegmentError where it did not work with that peer, `new.hop.peer`.
         """
-        self.new.hop = await self._driver.find_replica(self.live.hop, exclude)
+        self.new.hop = await self._driver.find_replica(self.live.hop, exclude, self._ends)
         self._plan()
         await self._opener.open_link(self.new, self._driver.num_rows, self._driver.make_deadline())
         await self._rehearse()
+
+    @property
+    def _ends(self) -> Ends | None:
+        """Who is around the hop in a chain; None in a star."""
+        if not self.live.capability:
+            return None
+        before, after = (live and live.hop.peer for live in (self.before, self.after))
+        return Ends(before, after)
 
     def end(self) -> None:
         """Take down nothing more of what the live hop is sent."""
@@ -197,9 +206,12 @@ class Understudy:
         """
         num_tokens = self._driver.num_rows * self._session.position
         seconds = self._asking.choose_timeout_seconds([self.new], num_tokens)
+        pushing = [] if self.before is None else [self.before, self.new]
         try:
-            async with WakefulTimeout(seconds):
-                await self._hear(sequence)
+            with self._asking.pushing(pushing, num_tokens) as pushing_seconds:
+                seconds += pushing_seconds
+                async with WakefulTimeout(seconds):
+                    await self._hear(sequence)
         except TimeoutError:
             detail = f"no replay arrived within {seconds:.1f} s"
             raise LostHopError(self.new.hop, detail) from None

@@ -12,7 +12,7 @@ from ..protocol.errors import (
     RemoteProtocolError,
     UnavailableError,
 )
-from ..protocol.ids import NO_CAPABILITY, PeerId
+from ..protocol.ids import NO_CAPABILITY
 from ..protocol.messages import Admit, Mirror, NextHop, Redirect, Status
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.versions import CHAIN_VERSION
@@ -24,6 +24,7 @@ from .hop_link import HopLink
 from .route_opening import LiveHop, RouteOpener
 from .router import Hop
 from .swarm import Swarm
+from .ways import can_push
 
 if TYPE_CHECKING:
     from .live_hops import Place
@@ -53,11 +54,10 @@ class Wiring:
         self._asking = asking
         self._swarm = swarm
         self._config = config
-        self._cuts: set[tuple[PeerId, PeerId]] = set()
 
     def note_cut(self, before: LiveHop, after: LiveHop) -> None:
-        """Remember that a peer cannot push to another one."""
-        self._cuts.add((before.hop.peer.peer_id, after.hop.peer.peer_id))
+        """Remember for a while that a peer cannot push to another one."""
+        self._swarm.links.note_cut(before.hop.peer.peer_id, after.hop.peer.peer_id)
 
     def plan(self, hops: Sequence[LiveHop], place: Place) -> None:
         """Settle who pushes to whom among hops that are about to be opened at a place.
@@ -191,12 +191,10 @@ class Wiring:
 
     def can_feed(self, hop: Hop, following: Hop) -> bool:
         """Return whether a hop may push to another one, as far as is known."""
-        pair = hop.peer.peer_id, following.peer.peer_id
         return (
-            self._is_in_chain(hop)
-            and self._is_in_chain(following)
-            and bool(following.peer.endpoints)
-            and pair not in self._cuts
+            self._config.delivery == "chain"
+            and can_push(hop.peer, following.peer)
+            and not self._swarm.links.is_cut(hop.peer.peer_id, following.peer.peer_id)
         )
 
     def _is_in_chain(self, hop: Hop) -> bool:

@@ -31,6 +31,8 @@ NOW = 1_800_000_000.0
 NUM_BLOCKS = 6
 PASSING_SECONDS = 0.001
 YEAR = 3.2e7
+CLIENT = Ends()
+"""The client is at both ends of the chain."""
 
 
 def make_peer(name: str, span: tuple[int, int], **facts: Any) -> Announcement:
@@ -55,7 +57,7 @@ def make_costs(rtts: dict[str, float], peers: Sequence[Announcement], **facts: A
         peer.peer_id: 1 / ((peer.decode_steps_per_second or 0) * len(peer.span)) for peer in peers
     }
     rtt_seconds = {PeerId(name): seconds for name, seconds in rtts.items()}
-    return RoutingCosts(rtt_seconds, 0.0, block_seconds=known, is_chain=True, **facts)
+    return RoutingCosts(rtt_seconds, 0.0, block_seconds=known, **facts)
 
 
 def make_view(peers: Sequence[Announcement]) -> SwarmView:
@@ -66,9 +68,9 @@ def plan(
     peers: Sequence[Announcement],
     costs: RoutingCosts,
     span: tuple[int, int] = (0, 6),
-    **options: Any,
+    ends: Ends | None = CLIENT,
 ) -> Route:
-    return plan_route(make_view(peers), Span(*span), costs, random.Random(0), **options)
+    return plan_route(make_view(peers), Span(*span), costs, random.Random(0), ends=ends)
 
 
 def show(route: Route) -> str:
@@ -211,7 +213,7 @@ def test_two_peers_in_one_house_far_away_are_a_good_chain() -> None:
 
     assert show(plan(peers, make_costs(rtts, peers))) == "a[0:3] b[3:6]"
     star = RoutingCosts(make_costs(rtts, peers).rtt_seconds, 0.0)
-    assert show(plan(peers, star)) == "c[0:3] d[3:6]"
+    assert show(plan(peers, star, ends=None)) == "c[0:3] d[3:6]"
 
 
 def test_replacement_is_near_to_those_around_it() -> None:
@@ -248,9 +250,9 @@ def test_client_that_knows_its_place_knows_who_is_near() -> None:
     landmark = make_peer("landmark", (0, 1))
     here = Coordinate(0.0, 0.0, 0.0, 0.0, 0.1)
 
-    for is_chain in (True, False):
-        costs = RoutingCosts({PeerId("landmark"): 0.1}, 0.0, is_chain=is_chain, coordinate=here)
-        assert show(plan([far, near, landmark], costs)) == "near[0:6]"
+    costs = RoutingCosts({PeerId("landmark"): 0.1}, 0.0, coordinate=here)
+    for ends in (Ends(), None):
+        assert show(plan([far, near, landmark], costs, ends=ends)) == "near[0:6]"
 
 
 # ---- what liars say
@@ -330,7 +332,7 @@ def test_crowd_of_liars_with_nan_like_values_still_gives_a_route() -> None:
         )
         for index in range(400)
     ]
-    costs = RoutingCosts({PeerId("p0"): math.ulp(0.0)}, is_chain=True)
+    costs = RoutingCosts({PeerId("p0"): math.ulp(0.0)})
 
     route = plan(peers, costs)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 from typing import Any, cast
 
@@ -9,13 +10,15 @@ import pytest
 from announcements import describe_peer
 
 from shoal.client.config import ClientConfig
+from shoal.client.links import Links
 from shoal.client.live_hops import Place
 from shoal.client.route_opening import LiveHop, RouteOpener, SessionFacts
 from shoal.client.router import Hop
+from shoal.client.swarm import Swarm
 from shoal.client.wiring import StartOverError, Wiring, cut_segments
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import NO_CAPABILITY, ModelId, SessionId
+from shoal.protocol.ids import NO_CAPABILITY, ModelId, PeerId, SessionId
 from shoal.protocol.recovery_log import RecoveryLog
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import CHAIN_VERSION
@@ -42,12 +45,25 @@ def make_hops(versions: str = "222", num_endpoints: int = 1) -> list[LiveHop]:
     return [LiveHop(Hop(peer, peer.span), None, RecoveryLog()) for peer in peers]
 
 
-def make_wiring(delivery: str = "chain") -> Wiring:
+class HandClock:
+    """A clock that goes on when it is told."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def now(self) -> float:
+        return self.seconds
+
+    wall = now
+
+
+def make_wiring(delivery: str = "chain", clock: HandClock | None = None) -> Wiring:
     nobody = cast(Any, None)
+    swarm = Swarm(nobody, MODEL_ID, 3, clock or HandClock(), random.Random(0))
     config = ClientConfig(delivery=delivery)
     facts = SessionFacts(SessionId(b"the secret of it"), MODEL_ID, Span(0, 3), 8, 100)
     opener = RouteOpener(facts, nobody, nobody, nobody, config)
-    return Wiring(opener, nobody, nobody, config)
+    return Wiring(opener, nobody, swarm, config)
 
 
 def make_place(**changes: Any) -> Place:
@@ -114,14 +130,77 @@ def test_last_new_hop_pushes_to_the_one_behind_only_what_that_lacks() -> None:
     assert after.is_log_whole
 
 
-def test_link_that_failed_is_not_tried_again() -> None:
-    hops = make_hops()
-    wiring = make_wiring()
-    wiring.note_cut(hops[0], hops[1])
+def test_link_that_failed_is_left_alone_for_a_while_and_longer_the_next_time() -> None:
+    hops, clock = make_hops(), HandClock()
+    wiring = make_wiring(clock=clock)
 
-    wiring.plan(hops, make_place())
+    def can_push() -> list[bool]:
+        wiring.plan(hops, make_place())
+        return [live.feeds for live in hops]
 
-    assert [live.feeds for live in hops] == [False, True, False]
+    for seconds in (30.0, 60.0, 120.0):
+        wiring.note_cut(hops[0], hops[1])
+        clock.seconds += seconds - 0.1
+        assert can_push() == [False, True, False]
+        clock.seconds += 0.2
+        assert can_push() == [True, True, False]
+
+
+def test_link_that_works_again_is_left_alone_as_briefly_as_the_first_time() -> None:
+    hops, clock = make_hops(), HandClock()
+    links = Links(clock)
+    first, second = (live.hop.peer.peer_id for live in hops[:2])
+    links.note_cut(first, second)
+    clock.seconds += 31.0
+    links.note_answer([first, second], 1000, 0.1)
+
+    links.note_cut(first, second)
+
+    clock.seconds += 31.0
+    assert links.cuts == frozenset()
+
+
+def test_failure_that_many_sessions_tell_of_counts_once() -> None:
+    clock = HandClock()
+    links = Links(clock)
+    for _ in range(5):
+        links.note_cut(PeerId("a"), PeerId("b"))
+
+    assert links.cuts == {(PeerId("a"), PeerId("b"))}
+    clock.seconds += 31.0
+    assert links.cuts == frozenset()
+
+
+def test_bytes_take_their_time_on_every_link_that_they_pass() -> None:
+    links = Links(HandClock())
+    peer_ids = [PeerId(name) for name in "abc"]
+    links.note_answer(peer_ids[:2], 2**20, 1.0)
+    links.note_answer(peer_ids[1:], 2**20, 4.0)
+
+    with links.carry(peer_ids, 2**20) as seconds, links.carry(peer_ids[:2], 2**20) as behind:
+        assert seconds == pytest.approx(1.0 + 4.0)
+        assert behind == pytest.approx(2.0)
+    with links.carry(peer_ids[:1], 2**20) as seconds:
+        assert seconds == 0.0
+
+
+def test_link_that_failed_is_given_longer_for_what_it_carries() -> None:
+    links = Links(HandClock())
+    peer_ids = [PeerId(name) for name in "ab"]
+    with links.carry(peer_ids, 2**20) as before:
+        links.note_cut(*peer_ids)
+    with links.carry(peer_ids, 2**20) as after:
+        assert after == 2 * before
+
+
+def test_links_of_peers_that_left_are_forgotten() -> None:
+    links = Links(HandClock())
+    links.note_cut(PeerId("a"), PeerId("b"))
+    links.note_cut(PeerId("c"), PeerId("d"))
+
+    links.forget([PeerId("b")])
+
+    assert links.cuts == {(PeerId("c"), PeerId("d"))}
 
 
 def test_hop_before_that_cannot_push_to_the_new_ones_is_of_no_use() -> None:
