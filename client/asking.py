@@ -1,8 +1,8 @@
 """Asks the hops of one session: one of them, or a segment that passes a step along itself."""
 
 import asyncio
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -212,14 +212,12 @@ class Asking:
         except ChainFault as fault:
             raise await self._break(segment, fault, None) from fault
 
-    @contextmanager
-    def pushing(self, segment: Sequence[LiveHop], num_tokens: int) -> Iterator[float]:
-        """Count tokens as pushed from each hop to the next; gives the seconds that may take."""
-        num_bytes, asked_at = self._opener.count_bytes(num_tokens), self._clock.now()
-        links, peer_ids = self._swarm.links, _list_peers(segment)
-        with links.carry(peer_ids, num_bytes) as seconds:
-            yield seconds
-        links.note_answer(peer_ids, num_bytes, self._clock.now() - asked_at)
+    def pushing(self, segment: Sequence[LiveHop], num_tokens: int) -> AbstractContextManager[float]:
+        """Count tokens as pushed from each hop to the next; gives the seconds that may take.
+
+        How fast the links are, that does not tell: much may have arrived before anybody waits.
+        """
+        return self._swarm.links.carry(_list_peers(segment), self._opener.count_bytes(num_tokens))
 
     async def hang_up(self, *lives: LiveHop) -> None:
         """Drop the links of hops, all of them before the first wait; their logs stay.

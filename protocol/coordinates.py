@@ -57,8 +57,8 @@ class Coordinate:
 
     def rounded(self) -> Coordinate:
         """Return what is worth to be announced: tenths of a millisecond."""
-        place = (round(part, 4) for part in (self.x, self.y, self.z, self.height))
-        return Coordinate(*place, error=round(self.error, 2))
+        x, y, z, height = (round(part, 4) for part in (self.x, self.y, self.z, self.height))
+        return Coordinate(x, y, z, height, round(self.error, 2))
 
 
 ORIGIN = Coordinate()

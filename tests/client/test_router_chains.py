@@ -60,6 +60,13 @@ def make_costs(rtts: dict[str, float], peers: Sequence[Announcement], **facts: A
     return RoutingCosts(rtt_seconds, 0.0, block_seconds=known, **facts)
 
 
+def draw_place(
+    rng: random.Random, around: Sequence[float], spread: float, error: float
+) -> Coordinate:
+    x, y, z = (part + rng.gauss(0.0, spread) for part in around)
+    return Coordinate(x, y, z, 0.001, error)
+
+
 def make_view(peers: Sequence[Announcement]) -> SwarmView:
     return SwarmView.from_announcements(MODEL, peers, NOW, NUM_BLOCKS)
 
@@ -139,7 +146,7 @@ def draw_swarm(rng: random.Random) -> tuple[list[Announcement], RoutingCosts, En
     for name in [*names, "before", "after"]:
         start = rng.randrange(NUM_BLOCKS)
         span = (0, NUM_BLOCKS) if name == "p0" else (start, rng.randint(start + 1, NUM_BLOCKS))
-        place = Coordinate(*(rng.uniform(0.0, 0.1) for _ in range(4)), rng.choice((0.1, 0.9)))
+        place = draw_place(rng, (0.0, 0.0, 0.0), 0.05, rng.choice((0.1, 0.9)))
         facts: dict[str, Any] = {
             "queue_seconds": rng.choice((0.0, rng.uniform(0, 0.05))),
             "decode_steps_per_second": rng.uniform(10, 500),
@@ -154,7 +161,7 @@ def draw_swarm(rng: random.Random) -> tuple[list[Announcement], RoutingCosts, En
             facts["endpoints"] = ()
         peers.append(make_peer(name, span, **facts))
     cuts = {(PeerId(rng.choice(others)), PeerId(rng.choice(others)))}
-    rtts = {peer.peer_id: rng.uniform(0.0, 0.2) for peer in peers}
+    rtts = {str(peer.peer_id): rng.uniform(0.0, 0.2) for peer in peers}
     *peers, before, after = peers
     ends = Ends(rng.choice((None, before)), rng.choice((None, after)))
     return peers, make_costs(rtts, [*peers, before, after], cuts=cuts), ends
@@ -185,12 +192,14 @@ def test_choice_in_a_crowd_is_nearly_the_best(seed: int, monkeypatch: pytest.Mon
     peers: list[Announcement] = []
     for index in range(600):
         start = rng.randrange(NUM_BLOCKS - 1)
-        place = Coordinate(*(x + rng.gauss(0.0, 0.002) for x in rng.choice(cities)), 0.001, 0.1)
+        place = draw_place(rng, rng.choice(cities), 0.002, 0.1)
         speed = rng.lognormvariate(4.0, 0.7)
         span = (start, min(NUM_BLOCKS, start + rng.randint(1, 2)))
         peers.append(make_peer(f"p{index}", span, coordinate=place, decode_steps_per_second=speed))
-    here = Coordinate(*cities[0], 0.001, 0.1)
-    rtts = {peer.peer_id: estimate_rtt_seconds(here, peer.coordinate or here) for peer in peers}
+    here = draw_place(rng, cities[0], 0.0, 0.1)
+    rtts = {
+        str(peer.peer_id): estimate_rtt_seconds(here, peer.coordinate or here) for peer in peers
+    }
     costs = make_costs(rtts, peers)
 
     quick = compute_cost(plan(peers, costs).hops, costs, Ends())

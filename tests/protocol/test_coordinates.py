@@ -81,7 +81,7 @@ def test_newcomer_finds_its_place_from_a_dozen_of_round_trips(seed: int) -> None
 @pytest.mark.parametrize(
     "lie",
     [
-        (Coordinate(*[MAX_COORDINATE_SECONDS] * 4, error=0.0), 0.0),
+        (Coordinate(10.0, 10.0, 10.0, 10.0, 0.0), 0.0),
         (Coordinate(-MAX_COORDINATE_SECONDS, error=0.0), 3.2e7),
         (Coordinate(error=0.0), 3.2e7),
         (Coordinate(error=0.0), 0.0),
@@ -106,8 +106,8 @@ def test_coordinates_stay_within_their_bounds(seed: int) -> None:
     edge = MAX_COORDINATE_SECONDS
     own = ORIGIN
     for _ in range(300):
-        place = [rng.choice((-edge, 0.0, edge)) for _ in range(3)]
-        other = Coordinate(*place, abs(rng.choice((0.0, edge))), rng.choice((0.0, 1.0)))
+        x, y, z = (rng.choice((-edge, 0.0, edge)) for _ in range(3))
+        other = Coordinate(x, y, z, rng.choice((0.0, edge)), rng.choice((0.0, 1.0)))
         own = settle(own, [(other, rng.choice((0.0, 1e-9, 1.0, 1e12)))], 1, rng)
 
         assert max(map(abs, (own.x, own.y, own.z))) <= edge

@@ -123,3 +123,25 @@ def test_client_that_stood_still_itself_blames_nobody(tiny_models: Any, index: i
         assert world.session.failovers == []
 
     run(tiny_models.get().directory, story)
+
+
+def test_step_that_slow_links_carry_is_not_taken_for_lost(tiny_models: Any) -> None:
+    """Hops that live are given the time that bytes need between them, as far as is known."""
+
+    async def story(world: World) -> None:
+        await world.generate(3)
+        links: Any = world.session._driver._swarm.links  # pyright: ignore[reportPrivateUsage]
+        slow = Link(delay_seconds=0.002, bandwidth_bytes_per_second=1024)
+        for index in (0, 1):
+            before, after = world.session.hops[index : index + 2]
+            world.network.set_link(world.host_of(index), world.host_of(index + 1), slow)
+            links.note_answer([before.peer.peer_id, after.peer.peer_id], 2**17, 128.0)
+
+        asked_at = VirtualClock().now()
+        await world.session.step(draw(1, 20))
+
+        assert VirtualClock().now() - asked_at > 2 * 20 * HIDDEN * 4 / 1024
+        assert world.session.failovers == []
+        assert links.cuts == frozenset()
+
+    run(tiny_models.get().directory, story)
