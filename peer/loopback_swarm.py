@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from ..protocol.net.transport import Stream, StreamServer, Transport
 from ..protocol.spans import Span
 from .announcer import Announcer
 from .config import PeerConfig
+from .delays import Delays
 from .hosting import HostedModel, Hosting
 from .loop_lag import LoopLag
 from .neighbours import Neighbours
@@ -48,6 +50,7 @@ class LoopbackPeer:
     host: str
     service: Service
     announcer: Announcer
+    delays: Delays
     serve: StreamServer
 
     @property
@@ -147,7 +150,8 @@ class LoopbackSwarm:
                 await self._start(stack, host, config) for host, config in self._configs.items()
             ]
             async with asyncio.TaskGroup() as tasks:
-                chores = [tasks.create_task(peer.announcer.run()) for peer in peers]
+                running = [run() for peer in peers for run in (peer.announcer.run, peer.delays.run)]
+                chores = [tasks.create_task(chore) for chore in running]
                 self.peers = tuple(peers)
                 self.network.attach()
                 stack.callback(self.network.detach)
@@ -164,7 +168,11 @@ class LoopbackSwarm:
         model = await asyncio.to_thread(HostedModel.open, config)
         transport = LoopbackTransport(self._network, host)
         stack.push_async_callback(transport.close)
-        neighbours = Neighbours(transport, clock)
+        directory = _PeerDirectory(self._store, clock, self._network, host)
+        period_seconds = config.announce_period_seconds
+        rng = random.Random(f"{self._seed}/{host}")
+        delays = Delays(directory, transport, clock, period_seconds, rng)
+        neighbours = Neighbours(transport, clock, delays.note_pushed)
         stack.push_async_callback(neighbours.close)
         hosting = Hosting(config, model, identity.peer_id, clock, neighbours)
         assert config.span is not None  # every peer of a LoopbackSwarm is given one
@@ -182,16 +190,10 @@ class LoopbackSwarm:
             listener.endpoint,
         )
         # All peers share one loop, so that none is slower by its lag than another.
-        description = SelfDescription(template, LoopLag(clock), model.sizes.work)
+        description = SelfDescription(template, LoopLag(clock), model.sizes.work, delays)
         description.begin_serving(stay)
-        announcer = Announcer(
-            _PeerDirectory(self._store, clock, self._network, host),
-            identity,
-            description.describe,
-            clock,
-            config.announce_period_seconds,
-        )
-        peer = LoopbackPeer(host, stay.service, announcer, stay.service.serve)
+        announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
+        peer = LoopbackPeer(host, stay.service, announcer, delays, stay.service.serve)
         await announcer.announce(PeerState.ONLINE)
         return peer
 

@@ -7,7 +7,7 @@ budget for each address that asks, and what failed is left alone for a while.
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -26,7 +26,7 @@ from ..protocol.ids import SessionId
 from ..protocol.limits import MAX_PIECE_BYTES
 from ..protocol.messages import Attach, Declined, NextHop
 from ..protocol.net.clock import Clock
-from ..protocol.net.dialling import dial, greet
+from ..protocol.net.dialling import dial, greet, refuse_large_frames
 from ..protocol.net.transport import Lane, Stream, Transport
 from ..protocol.wire import decode_frame, encode_frame
 from .dial_budget import DialBudget
@@ -87,9 +87,16 @@ class _Parcel:
 class Neighbours:
     """All of them, for one peer. Closes what it has opened."""
 
-    def __init__(self, transport: Transport, clock: Clock) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        note_rtt: Callable[[NextHop, float], None] = lambda following, seconds: None,
+    ) -> None:
+        """`note_rtt` hears of every round trip that is measured on the way."""
         self._transport = transport
         self._clock = clock
+        self._note_rtt = note_rtt
         self._known: dict[Hashable, _Neighbour] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -209,7 +216,7 @@ class Neighbours:
     async def _open_stream(self, neighbour: "_Neighbour", endpoint: Endpoint) -> Stream:
         peer_id = neighbour.following.peer_id
         stream = await dial(self._transport, peer_id, (endpoint,), neighbour.lane, _DIAL_SECONDS)
-        stream.set_gate(_refuse_large_frames)
+        stream.set_gate(refuse_large_frames)
         try:
             welcome, rtt_seconds = await greet(stream, repr(neighbour), self._clock)
             if welcome.peer_id != peer_id:
@@ -218,22 +225,13 @@ class Neighbours:
             await stream.close()
             raise
         neighbour.note_rtt(rtt_seconds)
+        self._note_rtt(neighbour.following, rtt_seconds)
         return stream
 
     def _note_failure(self, key: Hashable) -> None:
         now = self._clock.now()
         recent = {k: at for k, at in self._failed_at.items() if now - at < _AGAIN_SECONDS}
         self._failed_at = {**recent, key: now}
-
-
-@contextlib.asynccontextmanager
-async def _refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
-    """Be the gate of a stream on which nothing but a few words has to be said to us.
-
-    What is on its way in a large frame counts against nobody.
-    """
-    raise RefusedError(ErrorCode.BAD_FRAME, f"a frame of {num_bytes} bytes where none belongs")
-    yield
 
 
 class _Neighbour:

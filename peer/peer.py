@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import random
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 
@@ -19,6 +20,7 @@ from ..protocol.net.transport import Listener, Transport
 from .announcer import Announcer
 from .chores import Chores
 from .config import PeerConfig
+from .delays import Delays
 from .door import Door
 from .hosting import HostedModel, Hosting
 from .identity_file import hold_identity
@@ -67,14 +69,15 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         )
         if directory.relays:
             template = replace(template, endpoints=(), relays=directory.relays)
-        description = SelfDescription(template, lag, model.sizes.work)
-        announcer = Announcer(
-            directory, identity, description.describe, clock, config.announce_period_seconds
-        )
+        period_seconds = config.announce_period_seconds
+        delays = Delays(directory, transport, clock, period_seconds, random.Random())
+        description = SelfDescription(template, lag, model.sizes.work, delays)
+        announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
         stack.push_async_callback(say_goodbye, announcer)
         chores = await stack.enter_async_context(Chores())
         chores.begin(lag.run())
-        neighbours = Neighbours(transport, clock)
+        chores.begin(delays.run())
+        neighbours = Neighbours(transport, clock, delays.note_pushed)
         stack.push_async_callback(neighbours.close)
         for listener in listeners:
             stack.push_async_callback(listener.close)

@@ -15,6 +15,7 @@ from ..protocol.spans import Span
 from ..protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
 from .announcer import LIFETIME_PERIODS
 from .config import PeerConfig
+from .delays import Delays
 from .engine.engine import COMPUTE_DTYPES
 from .engine.kv_pool import KVCachePool, KVCacheStatistics
 from .hosting import Stay
@@ -72,13 +73,20 @@ def _take_stock(pool: KVCachePool) -> KVCacheStatistics:
 class SelfDescription:
     """Makes announcements from a template; adds measurements once there are any."""
 
-    def __init__(self, template: Announcement, lag: LoopLag, work: Sequence[float]) -> None:
+    def __init__(
+        self,
+        template: Announcement,
+        lag: LoopLag,
+        work: Sequence[float],
+        delays: Delays | None = None,
+    ) -> None:
         """Take everything but state, sequence, load and dates from `template`.
 
         An announcement lives as long as the template does. `work` is what a step costs in each
-        block of the model.
+        block of the model. Without `delays` nothing is said of how far others are.
         """
         self._template = template
+        self._delays = delays
         self._lifetime_seconds = template.expires_at - template.issued_at
         self._lag = lag
         self._work = work
@@ -98,8 +106,8 @@ class SelfDescription:
             self._template,
             span=engine.span,
             kernels=engine.kernels,
-            decode_steps_per_second=measured.decode_steps_per_second,
-            prefill_tokens_per_second=measured.prefill_tokens_per_second,
+            decode_steps_per_second=_round(measured.decode_steps_per_second),
+            prefill_tokens_per_second=_round(measured.prefill_tokens_per_second),
         )
         self._serving = stay
 
@@ -109,14 +117,17 @@ class SelfDescription:
 
     async def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
         """Return the announcement of this moment; `now` is wall seconds."""
+        now = round(now, 3)
         announcement = replace(
             self._template if self.planned is None else self._move(self.planned),
             state=state,
             sequence=sequence,
             issued_at=now,
             expires_at=now + self._lifetime_seconds,
-            queue_seconds=self._lag.mean_seconds,
+            queue_seconds=_round(self._lag.mean_seconds),
         )
+        if self._delays is not None:
+            announcement = self._delays.describe(announcement)
         if self._serving is None or state is PeerState.OFFLINE:
             return announcement  # who leaves has no load to tell, and maybe no compute thread
         engine, compute = self._serving.engine, self._serving.compute
@@ -126,7 +137,7 @@ class SelfDescription:
             return announcement
         return replace(
             announcement,
-            queue_seconds=compute.queue_seconds + self._lag.mean_seconds,
+            queue_seconds=_round(compute.queue_seconds + self._lag.mean_seconds),
             free_kv_tokens=statistics.free_tokens,
         )
 
@@ -144,3 +155,8 @@ class SelfDescription:
 
     def _sum_work(self, span: Span) -> float:
         return sum(self._work[span.start : span.stop])
+
+
+def _round(number: float) -> float:
+    """Return a measured number as it is announced: the other digits are noise, and bytes."""
+    return float(f"{number:.4g}")

@@ -1,6 +1,8 @@
 """The first words on a stream to a peer: whoever dials one says them, client or peer."""
 
-from collections.abc import Callable, Sequence
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from .. import versions
 from ..endpoints import Endpoint
@@ -79,6 +81,43 @@ async def greet(
     if not isinstance(answer, Welcome):
         raise RemoteProtocolError(f"{name} answered Hello with {type(answer).__name__}")
     return answer, clock.now() - asked_at
+
+
+@contextlib.asynccontextmanager
+async def refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
+    """Be the gate of a stream on which nothing but a few words has to be said to us.
+
+    What is on its way in a large frame counts against nobody.
+    """
+    raise RefusedError(ErrorCode.BAD_FRAME, f"a frame of {num_bytes} bytes where none belongs")
+    yield
+
+
+async def measure_rtt(
+    transport: Transport,
+    clock: Clock,
+    peer_id: PeerId,
+    endpoints: Sequence[Endpoint],
+    timeout_seconds: float,
+) -> float:
+    """Say hello to a peer and hang up; return the seconds that its answer took.
+
+    Raises UnavailableError, RefusedError or RemoteProtocolError.
+    """
+    name = f"peer …{peer_id[-6:]}"
+    try:
+        async with asyncio.timeout(timeout_seconds):
+            stream = await dial(transport, peer_id, endpoints, Lane.INTERACTIVE, timeout_seconds)
+            stream.set_gate(refuse_large_frames)
+            try:
+                welcome, rtt_seconds = await greet(stream, name, clock)
+            finally:
+                await stream.close()
+    except TimeoutError as error:
+        raise UnavailableError(f"{name} did not answer in time") from error
+    if welcome.peer_id != peer_id:
+        raise RemoteProtocolError(f"another peer answers for {name}")
+    return rtt_seconds
 
 
 async def receive(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shoal.peer.delays import MAX_TOLD
 from shoal.protocol import limits
 from shoal.protocol.announcements import (
     MAX_ADAPTERS,
@@ -18,6 +19,7 @@ from shoal.protocol.announcements import (
     read_announcement,
     sign_announcement,
 )
+from shoal.protocol.coordinates import Coordinate
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
 from shoal.protocol.errors import LocalProtocolError, RemoteProtocolError
 from shoal.protocol.identity import Identity
@@ -48,6 +50,7 @@ def make_full(announce: Announce, identity_of: IdentityOf) -> Announcement:
         loaded_decode_steps_per_second=0.1,
         queue_seconds=0.25,
         rtts=((identity_of(2).peer_id, 0.012345678901234567),),
+        coordinate=Coordinate(0.1, -0.2, 0.0, 0.003, 0.25),
         software="shoal 0.1",
         relays=(Relay("192.0.2.7", 4001, identity_of(2).peer_id),),
     )
@@ -165,6 +168,14 @@ BAD_FIELDS = [
     ("rtts", [["nobody", 0.1]]),
     ("rtts", [[0.1]]),
     ("rtts", {}),
+    ("rtts", [[Identity(bytes(32)).peer_id, NOT_A_NUMBER]]),
+    ("rtts", [[Identity(bytes(32)).peer_id, -0.1]]),
+    ("coordinate", {"x": NOT_A_NUMBER}),
+    ("coordinate", {"y": float("inf")}),
+    ("coordinate", {"z": -1e300}),
+    ("coordinate", {"height": -0.001}),
+    ("coordinate", {"error": 1.5}),
+    ("coordinate", [0.0, 0.0, 0.0]),
     ("relays", [{"host": "192.0.2.7", "port": 4001, "peer_id": "nobody"}]),
     ("relays", [{"host": "192.0.2.7", "port": 4001}]),
     ("relays", [{"host": "a/p2p/b", "port": 4001, "peer_id": Identity(bytes(32)).peer_id}]),
@@ -360,3 +371,27 @@ def mutate(data: bytes, generator: random.Random) -> bytes:
         if not mutated:
             break
     return bytes(mutated) if bytes(mutated) != data else data + b"\0"
+
+
+def test_thousand_announcements_are_no_more_than_a_megabyte(
+    announce: Announce, identity_of: IdentityOf
+) -> None:
+    """With all that a peer says of itself and its neighbours; a client reads them all."""
+    usual = announce(
+        num_blocks=126,
+        span=Span(101, 126),
+        endpoints=(Endpoint("203.0.113.177", 40404, "f" * 64),),
+        sequence=1_800_000_000_000,
+        issued_at=1_800_000_000.123,
+        expires_at=1_800_000_090.123,
+        free_kv_tokens=123_456,
+        decode_steps_per_second=12.35,
+        prefill_tokens_per_second=1235.0,
+        queue_seconds=0.01235,
+        rtts=((identity_of(2).peer_id, 0.1235),) * MAX_TOLD,
+        coordinate=Coordinate(-0.1235, -0.1235, -0.1235, 0.0123, 0.12),
+        software="shoal 0.1.0",
+        kernels="int8 avx512-vnni, attention avx512",
+    )
+
+    assert len(sign_announcement(identity_of(1), usual)) <= 1000

@@ -6,10 +6,8 @@ from typing import Any
 
 import pytest
 from virtual_route import SPANS, World, delay_steps, run
-from virtual_swarm import HIDDEN, draw
 
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import Link
 
 STEP_SECONDS = 0.004
 """What computing takes at each hop: replays as well, so that tokens go on meanwhile."""

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 from virtual_route import SPANS, World, delay_steps, run
-from virtual_swarm import draw
+from virtual_swarm import HIDDEN, draw
 
 from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.loopback import Link
 
 NOTICED_SECONDS = 2.0
 SHORT_OF_THE_FLOOR = 0.9
