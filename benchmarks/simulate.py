@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.cli.benchmarks.plot import check_can_plot
 from shoal.cli.simulation.churn import read_churn
+from shoal.cli.simulation.distances import Chosen, run_distances
 from shoal.cli.simulation.halves import run_halves
 from shoal.cli.simulation.plot import TARGET_RATIO, draw_outcome
 from shoal.cli.simulation.scenarios import (
@@ -161,6 +162,26 @@ def simulate_traffic(run: Run) -> None:
     run.figures["traffic"] = [asdict(outcome) for outcome in outcomes]
 
 
+def simulate_distances(run: Run) -> None:
+    """Print what a step takes over peers in five regions, by what the client knows."""
+    run.figures["distances"] = {}
+    for num_peers in (60, 300):
+        outcomes = run_distances(run.options.seed, num_peers, 100, [8, 32, num_peers])
+        print(f"  {num_peers} peers, best of all chains: "
+              f"{1000 * outcomes[0].optimum_seconds:.0f} ms")  # fmt: skip
+        for outcome in outcomes:
+            print(f"    {outcome.num_measured} of them measured by the client: "
+                  f"by its round trips {_show_chosen(outcome.by_round_trips)}, "
+                  f"by the ways between peers {_show_chosen(outcome.by_ways)}")  # fmt: skip
+        run.figures["distances"][num_peers] = [asdict(outcome) for outcome in outcomes]
+
+
+def _show_chosen(chosen: Chosen) -> str:
+    return (
+        f"{1000 * chosen.median_step_seconds:.0f} ms (optimum + {100 * chosen.above_optimum:.0f} %)"
+    )
+
+
 def simulate_large(run: Run) -> None:
     """Print the figures of churn for ten thousand peers."""
     setting = ChurnSetting(10_000, 0.25, run.options.churn, quiet_hours=0.1, seed=run.options.seed)
@@ -177,6 +198,7 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "halves": simulate_halves,
     "liars": simulate_liars,
     "traffic": simulate_traffic,
+    "distances": simulate_distances,
     "large": simulate_large,
 }
 

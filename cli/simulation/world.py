@@ -24,13 +24,17 @@ from ...peer.placement import (
 from ...peer.room import Room
 from ...peer.supply import Supply
 from ...protocol.announcements import Announcement, PeerState
+from ...protocol.endpoints import Endpoint
 from ...protocol.ids import MODEL_ID_CHARACTERS, ModelId, PeerId
 from ...protocol.spans import Span
 from ...protocol.swarm_view import SwarmView
+from ...protocol.versions import CHAIN_VERSION
 from .churn import Churn, ChurnEvent
 from .machines import Machine
 
 MODEL_ID = ModelId("0" * MODEL_ID_CHARACTERS)
+
+_ENDPOINT = Endpoint("simulated", 1)
 
 
 @dataclass(frozen=True)
@@ -272,9 +276,9 @@ def make_announcement(
         model_id=MODEL_ID,
         span=span,
         state=state,
-        endpoints=(),
+        endpoints=(_ENDPOINT,),
         min_version=1,
-        max_version=1,
+        max_version=CHAIN_VERSION,
         weights="int8",
         compute_dtype="bf16",
         decode_steps_per_second=machine.boast * machine.blocks_per_second / len(span),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.simulation.churn import Churn, ChurnEvent, draw_churn, read_churn
+from shoal.cli.simulation.distances import run_distances
 from shoal.cli.simulation.halves import run_halves
 from shoal.cli.simulation.machines import Machine, draw_machine
 from shoal.cli.simulation.recorder import (
@@ -160,6 +161,16 @@ def test_session_alone_has_the_machines_to_itself_and_many_share_them() -> None:
     assert alone.steps_per_second == pytest.approx(alone.optimum)
     assert alone.steps_per_second < many.steps_per_second < many.optimum
     assert many.median_step_seconds > alone.median_step_seconds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_chains_by_the_ways_between_peers_come_near_to_the_best_of_all(seed: int) -> None:
+    (outcome,) = run_distances(seed, 60, 30, [8])
+
+    assert outcome.by_ways.above_optimum < 0.25
+    assert outcome.by_ways.above_optimum < 0.5 * outcome.by_round_trips.above_optimum
+    assert outcome.by_ways.median_step_seconds >= outcome.optimum_seconds
 
 
 def test_full_search_finds_the_even_split() -> None:
