@@ -83,6 +83,7 @@ class LiveHops:
         self.facts = facts
         self.clock = clock
         self._swarm = swarm
+        self._transport = transport
         self._config = config
         self._farewells = farewells
         self._opener = RouteOpener(facts, swarm, transport, clock, config)
@@ -208,6 +209,8 @@ class LiveHops:
         hop before or after is lost, too, and StartOverError that no log will do.
         """
         self._num_rows = num_rows
+        if place.position == 0:  # later, somebody waits for the next token
+            await self._swarm.survey(self._transport)
         configured = self._config.weights
         weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
         tried: set[PeerId] = set()

@@ -13,9 +13,11 @@ from ..protocol.errors import DirectoryError, RouteError
 from ..protocol.ids import ModelId, PeerId
 from ..protocol.net.clock import Clock
 from ..protocol.net.directory import Directory
+from ..protocol.net.transport import Transport
 from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .deadlines import AnswerTimes
+from .landmarks import LEAST_LANDMARKS, choose_landmarks, measure_landmarks
 from .line import Line
 from .links import Links
 from .router import Ends, Hop, Route, RoutingCosts, expect_way_seconds, plan_route
@@ -32,9 +34,11 @@ _NO_DOUBT, _UNPROVEN = -1, 0
 _SHORT_SECONDS = 0.5
 """What the directory gets to answer even when time is up: a look is worth that much."""
 
-_LEAST_LANDMARKS, _MOST_LANDMARKS = 4, 32
-"""From how many round trips a client finds out where it stands: fewer fit many places, more would
-take longer than they are worth."""
+_MOST_LANDMARKS = 32
+"""From how many round trips a client finds out where it stands: more take longer than they give."""
+
+_SURVEY_AGAIN_SECONDS = 600.0
+"""How long a client does without its place that could not find it."""
 
 _SETTLING_ROUNDS = 40
 """How often all of them pull until a place is found, from nowhere."""
@@ -85,6 +89,7 @@ class Swarm:
         self._times: dict[PeerId, AnswerTimes] = {}
         self._rtt_seconds: dict[PeerId, float] = {}
         self._seen_at: dict[PeerId, float] = {}
+        self._surveyed_at = float("-inf")
         self._coordinate: Coordinate | None = None  # until there is more to find it from
         self._way_seconds: dict[tuple[PeerId, ...], list[float]] = {}
         self.line = Line()
@@ -201,6 +206,17 @@ class Swarm:
             coordinate=self._find_coordinate(),
         )
 
+    async def survey(self, transport: Transport) -> None:
+        """Measure the round trips to some peers, if the client does not know where it stands."""
+        now = self._clock.now()
+        if now - self._surveyed_at < _SURVEY_AGAIN_SECONDS or self._find_coordinate().is_settled:
+            return
+        if landmarks := choose_landmarks(self.view.online, self._rng):
+            self._surveyed_at = now
+            found = await measure_landmarks(landmarks, transport, self._clock)
+            for peer_id, seconds in found.items():
+                self.note_rtt(peer_id, seconds)
+
     def _find_coordinate(self) -> Coordinate:
         """Return where the client stands: settled once it has measured enough round trips."""
         if self._coordinate is None:
@@ -210,7 +226,7 @@ class Swarm:
                 for place, seconds in known
                 if place is not None and seconds is not None and place.is_settled
             ][:_MOST_LANDMARKS]
-            is_enough = len(landmarks) >= _LEAST_LANDMARKS
+            is_enough = len(landmarks) >= LEAST_LANDMARKS
             num_rounds = _SETTLING_ROUNDS if is_enough else 0
             self._coordinate = settle(ORIGIN, landmarks, num_rounds, random.Random(0))
         return self._coordinate
