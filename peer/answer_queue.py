@@ -34,6 +34,7 @@ class AnswerQueue:
         self._pending_bytes = 0
         self._unsent_bytes = 0  # those of them that are computed
         self._has_ended = False
+        self._has_hung_up = False
         self._room = asyncio.Event()
 
     def put(self, answer: bytes | Answer) -> None:
@@ -81,6 +82,11 @@ class AnswerQueue:
         """Let `run` end behind the answers that are queued."""
         self._queue.put_nowait(None)
 
+    async def hang_up(self) -> None:
+        """Close the stream; what is not sent by now is not missed."""
+        self._has_hung_up = True
+        await self._stream.close()
+
     def end(self) -> None:
         """Count nothing more as unsent: the stream is over."""
         self._has_ended = True
@@ -104,6 +110,8 @@ class AnswerQueue:
 
     async def _send(self, frame: bytes) -> None:
         """Send a frame; a client that never reads is one that went away."""
+        if self._has_hung_up:
+            raise UnavailableError("the stream was closed here")
         try:
             async with asyncio.timeout(_SEND_SECONDS):
                 await self._stream.send(frame)

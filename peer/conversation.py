@@ -145,7 +145,7 @@ class Conversation:
 
     async def hang_up(self) -> None:
         """End the stream from this side."""
-        await self._stream.close()
+        await self._answers.hang_up()
 
     def _join_service(self) -> None:
         service = self._service

@@ -48,6 +48,25 @@ from shoal.protocol.versions import HANDOFF_VERSION
 from shoal.protocol.wire import encode_frame
 
 
+def test_hanging_up_on_a_session_is_quiet(
+    engine: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its client is told at the same time that it should leave."""
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.dial()
+        await talk.ask(Hello(1, HANDOFF_VERSION, "a test"))
+        assert isinstance(await talk.ask(make_open()), Opened)
+
+        await peer.service.hang_up()
+
+        assert await talk.hear() is None
+        await talk.stream.close()
+
+    run(engine, test)
+    assert caplog.messages == []
+
+
 def test_close_frees_the_pages_and_the_stream_goes_on(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.open()
