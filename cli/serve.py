@@ -261,6 +261,10 @@ def _print_for_people(event: "PeerEvent") -> None:
             f"{facts['decode_steps_per_second']} steps/s. Ctrl-C to leave."
         )
         terminal.print(f"Computing with {facts['kernels']}.")
+    elif event.name == "relayed":
+        terminal.print("Others reach this peer through another relay now:")
+        for relay in facts["relays"]:
+            terminal.print(f"  {relay}")
     elif event.name == "left":
         terminal.print("Left the swarm.")
 

@@ -1,6 +1,7 @@
 """Keeps the announcement of one peer fresh: every period, and at once when its state changes."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -51,6 +52,7 @@ class Announcer:
         self._expires_at = 0.0
         self._has_read_back = False
         self._turn = asyncio.Lock()
+        self._is_outdated = asyncio.Event()
 
     async def announce(self, state: PeerState) -> None:
         """Publish a state now. Raises DirectoryError when no replica took it."""
@@ -67,6 +69,10 @@ class Announcer:
             )
             await self._directory.announce(sign_announcement(self._identity, announcement))
 
+    def hurry(self) -> None:
+        """Have `run` renew the announcement at once: what it describes has changed."""
+        self._is_outdated.set()
+
     async def _read_back(self, state: PeerState) -> None:
         """Go on from what the directory still holds of this peer."""
         draft = await self._describe(state, self._sequence, self._clock.wall())
@@ -80,7 +86,10 @@ class Announcer:
         """Renew the announcement until cancelled; a directory in trouble is asked again sooner."""
         pause_periods = 1.0
         while True:
-            await asyncio.sleep(pause_periods * self.period_seconds)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(pause_periods * self.period_seconds):
+                    await self._is_outdated.wait()
+            self._is_outdated.clear()
             pause_periods = 1.0
             try:
                 await self.announce(self.state)

@@ -6,14 +6,15 @@ import random
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 
+from ..protocol.announcements import Announcement
 from ..protocol.endpoints import Endpoint
 from ..protocol.identity import Identity
 from ..protocol.join_code import make_codes
-from ..protocol.net.addresses import check_can_be_dialled
+from ..protocol.net.addresses import check_can_be_dialled, is_loopback
 from ..protocol.net.clock import SystemClock
 from ..protocol.net.directory import Directory
 from ..protocol.net.hivemind_directory import HivemindDirectory
-from ..protocol.net.multiaddrs import replace_host
+from ..protocol.net.multiaddrs import replace_host, split_multiaddr
 from ..protocol.net.tcp_transport import TcpTransport
 from ..protocol.net.tls import make_tls_identity
 from ..protocol.net.transport import Listener, Transport
@@ -28,6 +29,7 @@ from .loop_lag import LoopLag
 from .memory import find_room, read_free_bytes
 from .neighbours import Neighbours
 from .placer import PlacedModel, Placer
+from .relay_watch import watch_relays
 from .resident import PeerEvent, Report, Resident, say_goodbye
 from .room import Room
 from .self_description import SelfDescription, make_template
@@ -67,8 +69,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         template = make_template(
             config, identity.peer_id, model.model_id, model.spec.num_blocks, endpoint
         )
-        if directory.relays:
-            template = replace(template, endpoints=(), relays=directory.relays)
+        template = _say_how_to_reach(template, directory)
         period_seconds = config.announce_period_seconds
         delays = Delays(directory, transport, clock, period_seconds, random.Random())
         description = SelfDescription(template, lag, model.sizes.work, delays)
@@ -77,6 +78,8 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         chores = await stack.enter_async_context(Chores())
         chores.begin(lag.run())
         chores.begin(delays.run())
+        if directory.relays:
+            chores.begin(watch_relays(directory, model.model_id, description, announcer, report))
         neighbours = Neighbours(transport, clock, delays.note_pushed)
         stack.push_async_callback(neighbours.close)
         for listener in listeners:
@@ -127,6 +130,14 @@ def _describe_directory(config: PeerConfig, directory: HivemindDirectory) -> dic
         dialled = replace_host(directory.addresses, config.announce_host)
         facts["join_codes"] = make_codes(directory.membership, dialled)
     return facts
+
+
+def _say_how_to_reach(template: Announcement, directory: HivemindDirectory) -> Announcement:
+    """Return an announcement that says that the peer is behind relays, or is one."""
+    if directory.relays:
+        return replace(template, endpoints=(), relays=tuple(directory.relays))
+    host, port = split_multiaddr(directory.addresses[0])
+    return template if is_loopback(host) else replace(template, relay_port=port)
 
 
 async def _listen(config: PeerConfig, transport: Transport, port: int, door: Door) -> Listener:

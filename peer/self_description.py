@@ -8,7 +8,7 @@ import torch
 
 from ..kernels.quantize import WeightFormat
 from ..protocol.announcements import Announcement, ComputeDtype, PeerState
-from ..protocol.endpoints import Endpoint
+from ..protocol.endpoints import Endpoint, Relay
 from ..protocol.errors import LocalProtocolError, RefusedError
 from ..protocol.ids import ModelId, PeerId
 from ..protocol.spans import Span
@@ -110,6 +110,10 @@ class SelfDescription:
             prefill_tokens_per_second=_round(measured.prefill_tokens_per_second),
         )
         self._serving = stay
+
+    def move_behind(self, relays: Sequence[Relay]) -> None:
+        """From now on tell that these carry streams to us, and that nobody can dial us."""
+        self._template = replace(self._template, endpoints=(), relays=tuple(relays))
 
     def end_serving(self) -> None:
         """From now on tell of no load: there is nothing that has one."""

@@ -121,6 +121,8 @@ class Announcement:
     """What the peer found fastest to compute with, for people to read."""
     relays: Annotated[tuple[_Relay, ...], Field(max_length=MAX_RELAYS)] = ()
     """Who carries streams to the peer, best first, where it cannot be dialled itself."""
+    relay_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """Port of libp2p at its first endpoint, where the peer is a relay of others; 0: it is none."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:
@@ -136,6 +138,13 @@ class Announcement:
         """Every way to dial the peer, best first: its own endpoints, then those behind relays."""
         behind = (Libp2pEndpoint.behind(relay, self.peer_id) for relay in self.relays)
         return (*self.endpoints, *behind)
+
+    @property
+    def as_relay(self) -> Relay | None:
+        """The peer as a relay of others; None when it is none."""
+        if not self.relay_port or not self.endpoints:
+            return None
+        return Relay(self.endpoints[0].host, self.relay_port, self.peer_id)
 
 
 _SCHEMA = TypeAdapter(Announcement)

@@ -30,7 +30,7 @@ from .clock import Clock
 from .dht_validator import GateValidator
 from .dial_back import DialBack
 from .libp2p_transport import Libp2pTransport
-from .multiaddrs import PeerAddress, find_listening
+from .multiaddrs import PeerAddress, find_listening, list_relay_addresses
 from .p2p_daemon import (
     PROBE_SECONDS,
     answer_questions,
@@ -42,6 +42,8 @@ from .p2p_daemon import (
 )
 from .reachability import make_reachable
 from .record_gate import REVOCATIONS, RecordGate
+from .relay_keeper import RelayKeeper
+from .relay_places import make_keeper
 from .swarm_question import find_swarm, make_silence_error
 
 with warnings.catch_warnings():
@@ -95,15 +97,15 @@ class HivemindDirectory:
         gate: RecordGate,
         initial_peers: Sequence[PeerAddress],
         addresses: Sequence[str],
-        relays: Sequence[Relay],
+        keeper: RelayKeeper | None,
     ) -> None:
         self._node = node
         self._p2p = p2p
         self._gate = gate
         self._initial_peers = initial_peers
+        self._relay_addresses: Sequence[PeerAddress] = ()
         self._addresses = tuple(addresses)
-        self.relays = tuple(relays)
-        """Who carries streams to us, since others cannot dial us; none when they can."""
+        self._keeper = keeper
         self._is_closed = False
 
     @classmethod
@@ -140,7 +142,7 @@ class HivemindDirectory:
             if peers:
                 membership, peers = await find_swarm(peers, membership, make_ask(p2p))
             membership = membership or make_public(secrets.token_bytes(SWARM_ID_BYTES))
-            relays: Sequence[Relay] = ()
+            relays: Sequence[Relay] = ()  # that may be ours
             if endpoint is not None and not is_loopback(listen_host):
                 p2p, relays = await make_reachable(
                     p2p, peers, identity, listen_host, port, endpoint
@@ -160,7 +162,8 @@ class HivemindDirectory:
             if child_of(p2p).returncode is None:
                 await stop_p2pd(p2p)
             raise
-        return cls(node, p2p, gate, peers, [str(address) for address in addresses], relays)
+        keeper = make_keeper(p2p, clock, relays) if relays else None
+        return cls(node, p2p, gate, peers, [str(address) for address in addresses], keeper)
 
     def __repr__(self) -> str:
         num_neighbours = len(self._node.protocol.routing_table.uid_to_peer_id)
@@ -175,6 +178,20 @@ class HivemindDirectory:
     def addresses(self) -> Sequence[str]:
         """Multiaddrs with our peer id, `/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…`; see the seam."""
         return self._addresses
+
+    @property
+    def relays(self) -> Sequence[Relay]:
+        """Who carries streams to us, since others cannot dial us; none when they can."""
+        return () if self._keeper is None else self._keeper.relays
+
+    async def renew_relays(self, model_id: ModelId) -> bool:
+        """Take other relays for those that are gone; return whether they are not the same now.
+
+        Those who serve the model are asked as well as initial peers. Does nothing without relays.
+        """
+        if self._keeper is None:
+            return False
+        return await self._keeper.look(lambda: self.lookup(model_id))
 
     def make_transport(self) -> Libp2pTransport:
         """Return a transport over the same p2pd; close it before the directory."""
@@ -212,7 +229,9 @@ class HivemindDirectory:
         else:
             if self._is_reader:
                 raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
-        return self._gate.list_current(model_id)
+        found = self._gate.list_current(model_id)
+        self._relay_addresses = list_relay_addresses(found) or self._relay_addresses
+        return found
 
     async def revoke(self, peer_ids: Collection[PeerId]) -> Revocations:
         """Add peers to the owner's list, publish it and return it; peers hand it on from then on.
@@ -282,13 +301,16 @@ class HivemindDirectory:
             raise DirectoryError("the p2pd process has ended; join the directory again")
 
     async def _find_neighbours(self) -> None:
-        """Go back to the initial peers after losing every neighbour: hivemind never does."""
+        """Go back to the initial peers, and to relays, after losing every neighbour: hivemind
+        never does.
+        """
         if self._has_neighbours:
             return
         self._node.blacklist.clear()
         # After a failed dial, libp2p refuses that address for 5 s, and longer each time.
         with suppress(DirectoryError):
-            listening = await find_listening(self._initial_peers, PROBE_SECONDS)
+            known = [*self._initial_peers, *self._relay_addresses]
+            listening = await find_listening(known, PROBE_SECONDS)
             await asyncio.gather(*map(self._greet, listening))
         await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from ..announcements import Announcement
 from ..errors import DirectoryError, RemoteProtocolError, UsageError
 from ..identity import peer_id_bytes, public_key_of
 from ..ids import PeerId
@@ -27,6 +28,7 @@ _CODES = {
     "p2p": b"\xa5\x03",
 }
 # No comma above all: p2pd takes its initial peers as a list with commas.
+_MAX_RELAYS = 16  # that are dialled at once when all neighbours are gone
 _CHARACTERS = re.compile(r"/[0-9A-Za-z._:/-]+")
 
 
@@ -164,6 +166,12 @@ def replace_host(addresses: Sequence[str], host: str | None) -> list[str]:
         form = "dns"
     rest = {address.split("/", 3)[3] for address in addresses}  # without form and host
     return sorted(f"/{form}/{host}/{end}" for end in rest)
+
+
+def list_relay_addresses(announcements: Iterable[Announcement]) -> list[PeerAddress]:
+    """Return where some of those peers can be joined who say that they are relays for others."""
+    relays = (peer.as_relay for peer in announcements)
+    return [PeerAddress.parse(str(relay)) for relay in relays if relay is not None][:_MAX_RELAYS]
 
 
 async def find_listening(

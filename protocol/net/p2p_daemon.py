@@ -34,7 +34,6 @@ PROBE_SECONDS = 1.5
 
 _START_SECONDS = 5.5  # p2pd itself gives its initial peers 5 s
 _STOP_SECONDS = 2.0
-_NUM_RELAYS = 2  # as many as p2pd keeps connections to
 
 # Python puts itself into a process group of its own and becomes p2pd, under the same process id.
 # No session of its own: a stopped p2pd would then survive us, as the kernel would not wake it.
@@ -135,13 +134,13 @@ async def stop_p2pd(p2p: P2P) -> None:
     await child_of(p2p).communicate()
 
 
-def choose_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
-    """Return the initial peers that may carry streams to us: p2pd asks two of them for it."""
+def list_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
+    """Return the initial peers that may carry streams to us."""
     return [
         Relay(peer.host, peer.tcp_port, peer.peer_id)
         for peer in initial_peers
         if peer.tcp_port is not None and not peer.is_loopback
-    ][:_NUM_RELAYS]
+    ]
 
 
 def child_of(p2p: P2P) -> asyncio.subprocess.Process:

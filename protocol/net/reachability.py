@@ -18,10 +18,12 @@ from typing import Any, cast
 from ..endpoints import Endpoint, Relay
 from ..errors import ShoalError
 from ..identity import Identity
+from ..ids import PeerId
 from .dial_back import ANSWER_SECONDS, NOT_REACHED, PAUSE_SECONDS, PROTOCOL, QUESTION, REACHED
 from .multiaddrs import PeerAddress
-from .p2p_daemon import choose_relays, start_reading_p2pd, start_serving_p2pd, stop_p2pd
+from .p2p_daemon import list_relays, start_reading_p2pd, start_serving_p2pd, stop_p2pd
 from .p2p_streams import open_byte_stream
+from .relay_keeper import NUM_RELAYS, rank_relays
 from .tcp_transport import TcpTransport
 from .transport import Stream
 
@@ -70,12 +72,16 @@ async def make_reachable(
     port: int,
     endpoint: Endpoint,
 ) -> tuple[P2P, Sequence[Relay]]:
-    """Return p2pd as it is, or a new one behind relays when others cannot dial the endpoint."""
-    relays = choose_relays(initial_peers)
+    """Return p2pd as it is, or a new one behind relays when others cannot dial the endpoint.
+
+    With it come all that may be relays, best first; p2pd is told of as many as are needed.
+    """
+    relays = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
     if not relays or await can_be_dialled(p2p, endpoint):
         return p2p, ()
     await stop_p2pd(p2p)
-    return await start_serving_p2pd(initial_peers, identity, host, port, relays), relays
+    trusted = relays[:NUM_RELAYS]
+    return await start_serving_p2pd(initial_peers, identity, host, port, trusted), relays
 
 
 async def can_be_dialled(p2p: P2P, endpoint: Endpoint) -> bool:

@@ -52,15 +52,15 @@ def is_paused(pid: int) -> bool:
     return all(file.read_text().rpartition(")")[2].split()[0] == "T" for file in threads)
 
 
-async def wait_until_answered(directory: HivemindDirectory) -> None:
-    """Look up until somebody answers, with the one peer that there is.
+async def wait_until_answered(directory: HivemindDirectory, num_peers: int = 1) -> None:
+    """Look up until somebody answers, with all the peers that there are.
 
     libp2p does not dial again for 5 s and longer after each failure, nor tells us when it does.
     """
     async with asyncio.timeout(PATIENCE_SECONDS):
         while True:
             with contextlib.suppress(DirectoryError):
-                if len(await directory.lookup(MODEL)) == 1:
+                if len(await directory.lookup(MODEL)) == num_peers:
                     return
             await asyncio.sleep(0.2)
 
@@ -161,6 +161,35 @@ def test_reader_says_when_everyone_is_gone_and_finds_back(peers: contextlib.Exit
             await reader.lookup(MODEL)
         os.kill(again.p2pd, signal.SIGCONT)
         await wait_until_answered(reader)
+        await reader.close()
+
+    asyncio.run(main())
+
+
+def test_reader_finds_back_through_a_peer_that_it_did_not_join_through(
+    peers: contextlib.ExitStack,
+) -> None:
+    """It has read where that one carries streams to others, and remembers."""
+    port = peers.enter_context(keep_port())
+    first = start(peers, 1)
+    second = start(peers, 2, first.address, port=port)
+
+    async def main() -> None:
+        assert second.address
+        reader = await HivemindDirectory.join(
+            [first.address], identity=None, clock=CLOCK, client_mode=True
+        )
+        assert len(await reader.lookup(MODEL)) == 2
+
+        p2pd = second.p2pd
+        for peer in (first, second):
+            peer.kill()
+        wait_until_gone(p2pd)
+        with pytest.raises(DirectoryError, match="no peer of the directory answers"):
+            await reader.lookup(MODEL)
+
+        start(peers, 2, port=port)
+        await wait_until_answered(reader, 2)
         await reader.close()
 
     asyncio.run(main())

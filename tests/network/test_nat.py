@@ -7,6 +7,7 @@ import json
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,8 +18,24 @@ from nat_scene import HOME_HOSTS, PUBLIC_HOST, ROUTER_HOSTS, NatNetworks, nat_ne
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "shoal-stories")
 START_SECONDS = 120.0
 PROMPT = "Once upon a time"
+TEXT_TOKENS = 400
+
+RELAY_SECONDS = 30.0
+"""Within how long a relay that was killed is not announced any more; mostly three."""
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+
+class RunningPeer(NamedTuple):
+    """A peer that is online, and what it said then."""
+
+    process: subprocess.Popen[bytes]
+    facts: dict[str, Any]
+
+    @property
+    def address(self) -> str:
+        """Where others join through it."""
+        return self.facts["addresses"][0]
 
 
 class Scene(NamedTuple):
@@ -34,10 +51,9 @@ class Scene(NamedTuple):
 def scene() -> Iterator[Scene]:
     with nat_networks() as networks, contextlib.ExitStack() as stack:
         public = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")
-        address = public["addresses"][0]
-        join = ("--initial-peers", address)
+        join = ("--initial-peers", public.address)
         relayed = start_peer(networks, stack, "home-a", HOME_HOSTS["a"], "4:8", *join)
-        yield Scene(networks, address, public, relayed)
+        yield Scene(networks, public.address, public.facts, relayed.facts)
 
 
 def start_peer(
@@ -47,21 +63,29 @@ def start_peer(
     host: str,
     blocks: str,
     *options: str,
-) -> dict[str, Any]:
-    """Start a peer, and return what it says when it is online."""
+) -> RunningPeer:
+    """Start a peer, and return it when it is online."""
     serve = (sys.executable, "-P", "-m", "shoal.cli", "serve", MODEL, "--json", *options)
     settings = ("--listen", host, "--blocks", blocks, "--weights", "fp32", "--block-cache", "0")
-    peer = subprocess.Popen(networks.command(where, *serve, *settings), stdout=subprocess.PIPE)
+    # Unbuffered, or `select` would not see what was read ahead.
+    command = networks.command(where, *serve, *settings)
+    peer = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
     stack.callback(peer.wait, 30)
     stack.callback(peer.terminate)
     assert peer.stdout is not None
     stack.enter_context(peer.stdout)
+    return RunningPeer(peer, read_event(peer, "online"))
+
+
+def read_event(peer: subprocess.Popen[bytes], name: str) -> dict[str, Any]:
+    """Return the next event of a kind that a peer reports."""
+    assert peer.stdout is not None
     while select.select([peer.stdout], [], [], START_SECONDS)[0]:
         event = json.loads(peer.stdout.readline() or "{}")
-        assert event, f"the peer {where} ended"
-        if event["event"] == "online":
+        assert event, "the peer ended"
+        if event["event"] == name:
             return event
-    raise AssertionError(f"the peer {where} did not come online")
+    raise AssertionError(f"the peer did not say that it is {name}")
 
 
 def generate(scene: Scene, where: str) -> str:
@@ -78,6 +102,17 @@ def generate(scene: Scene, where: str) -> str:
     return json.loads(done.stdout)["text"]
 
 
+def generate_alone(num_tokens: int) -> str:
+    """Return what transformers writes behind the prompt."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
+    model: Any = AutoModelForCausalLM.from_pretrained(MODEL)
+    inputs = tokenizer(PROMPT, return_tensors="pt").input_ids
+    outputs = model.generate(inputs, max_new_tokens=num_tokens, do_sample=False)
+    return tokenizer.decode(outputs[0, inputs.shape[1] :], skip_special_tokens=True)
+
+
 def test_peer_that_cannot_be_dialled_announces_its_relay(scene: Scene) -> None:
     relay = scene.address
     assert scene.relayed["endpoint"] == f"{relay}/p2p-circuit/p2p/{scene.relayed['peer_id']}"
@@ -90,20 +125,13 @@ def test_peer_that_can_be_dialled_announces_itself(scene: Scene) -> None:
         join = ("--initial-peers", scene.address)
         direct = start_peer(scene.networks, stack, "router-b", host, "0:4", *join)
 
-        assert direct["endpoint"].startswith(f"{host}:")
+        assert direct.facts["endpoint"].startswith(f"{host}:")
 
 
 def test_peer_behind_a_nat_serves_a_client_behind_another(scene: Scene) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
-    model: Any = AutoModelForCausalLM.from_pretrained(MODEL)
-    inputs = tokenizer(PROMPT, return_tensors="pt").input_ids
-    outputs = model.generate(inputs, max_new_tokens=24, do_sample=False)
-
     text = generate(scene, "home-b")
 
-    assert text.endswith(tokenizer.decode(outputs[0, inputs.shape[1] :]))
+    assert text.endswith(generate_alone(24))
     assert len(text) > 40
 
 
@@ -115,3 +143,42 @@ def test_doctor_finds_nothing_wrong_behind_a_nat(scene: Scene) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert scene.relayed["endpoint"] in done.stdout
+
+
+def test_text_goes_on_when_the_relay_dies_through_one_that_came_later() -> None:
+    with nat_networks() as networks, contextlib.ExitStack() as stack:
+        relay = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")
+        join = ("--initial-peers", relay.address)
+        relayed = start_peer(networks, stack, "home-a", HOME_HOSTS["a"], "4:8", *join)
+        other = start_peer(networks, stack, "router-b", ROUTER_HOSTS["b"], "0:4", *join)
+        assert read_event(relayed.process, "relayed")["relays"] == [relay.address, other.address]
+        writing = write_text(networks, stack, "home-b", relay.address, other.address)
+        assert writing.stdout is not None
+        begun = writing.stdout.read(40)
+
+        relay.process.kill()
+        died_at = time.monotonic()
+        assert read_event(relayed.process, "relayed")["relays"] == [other.address]
+        assert time.monotonic() - died_at < RELAY_SECONDS
+        text = begun + writing.stdout.read()
+
+        assert writing.wait(START_SECONDS) == 0
+        assert text.strip() == generate_alone(TEXT_TOKENS).strip()
+
+
+def write_text(
+    networks: NatNetworks, stack: contextlib.ExitStack, where: str, *addresses: str
+) -> subprocess.Popen[str]:
+    """Begin to generate a text that takes some seconds; what is done of it can be read."""
+    command = (sys.executable, "-P", "-m", "shoal.cli", "generate", MODEL, PROMPT)
+    options = ("--initial-peers", *addresses, "--max-new-tokens", str(TEXT_TOKENS))
+    writing = subprocess.Popen(
+        networks.command(where, *command, *options),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert writing.stdout is not None
+    stack.enter_context(writing.stdout)
+    stack.callback(writing.wait, 30)
+    stack.callback(writing.terminate)
+    return writing

@@ -18,6 +18,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.multiaddrs import split_multiaddr
 from shoal.protocol.spans import Span
 
 MODEL = ModelId("a" * 32)
@@ -58,8 +59,10 @@ async def serve(number: int, port: int, initial_peers: list[str]) -> None:
     directory = await HivemindDirectory.join(
         initial_peers, identity=identity_of(number), clock=CLOCK, port=port
     )
-    await directory.announce(sign(make_announcement(number), number))
-    print(directory.addresses[0], flush=True)
+    address = directory.addresses[0]
+    _, relay_port = split_multiaddr(address)
+    await directory.announce(sign(make_announcement(number, relay_port=relay_port), number))
+    print(address, flush=True)
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 

@@ -10,6 +10,7 @@ Nothing outside the namespaces is touched: they hold the public network as well.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import shutil
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 
 PUBLIC_HOST = "198.51.100.1"
 ROUTER_HOSTS = {"a": "198.51.100.2", "b": "198.51.100.3"}
+_numbers = itertools.count(1)  # of the networks of this process
 HOME_HOSTS = {"a": "10.0.1.2", "b": "10.0.2.2"}
 
 
@@ -26,7 +28,7 @@ class NatNetworks:
     """The namespaces, by short names: `public`, `router-a`, `home-a`, and so on."""
 
     def __init__(self) -> None:
-        self._prefix = f"shoal-{os.getpid()}-"
+        self._prefix = f"shoal-{os.getpid()}-{next(_numbers)}-"
         self._names = ["public", "router-a", "home-a", "router-b", "home-b"]
 
     def make(self) -> None:

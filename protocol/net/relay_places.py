@@ -1,0 +1,77 @@
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+"""Asks relays for places: without one they do not carry streams to us.
+
+p2pd asks, too, but only the relays that it was told of when it was started.
+
+Imported by the directory only: hivemind takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, cast
+
+from ..endpoints import Relay
+from ..errors import RemoteProtocolError, UnavailableError
+from ..ids import PeerId
+from .circuit import HOP_PROTOCOL, OK, RESERVE, read_status
+from .clock import Clock
+from .libp2p_transport import P2P
+from .p2p_streams import connect, open_byte_stream
+from .relay_keeper import RelayKeeper
+
+_MAX_ANSWER_BYTES = 4096
+_ANSWER_SECONDS = 4.0
+
+
+def make_keeper(p2p: P2P, clock: Clock, relays: Sequence[Relay]) -> RelayKeeper:
+    """Return who keeps places for the peer of a p2pd, first of all at these relays."""
+    return RelayKeeper(P2pdRelayPlaces(p2p), PeerId(str(p2p.peer_id)), clock, relays)
+
+
+class P2pdRelayPlaces:
+    """Places at relays for the peer id of a p2pd."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+
+    async def list_connected(self) -> set[PeerId]:
+        """See RelayPlaces; empty when p2pd has ended, which whoever uses it next says."""
+        try:
+            found: Any = await cast(Any, self._p2p)._client.list_peers()
+        except (OSError, EOFError):
+            return set()
+        return {
+            PeerId(peer.peer_id.to_base58())
+            for peer in found
+            if "/p2p-circuit" not in str(peer.addrs[0])
+        }
+
+    async def reserve(self, relay: Relay) -> None:
+        """See RelayPlaces."""
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                address = str(relay).removesuffix(f"/p2p/{relay.peer_id}")
+                await connect(self._p2p, relay.peer_id, address)
+                status = await self._ask(relay.peer_id)
+        except (OSError, EOFError, TimeoutError) as error:
+            raise UnavailableError(f"the relay {relay} does not answer") from error
+        if status != OK:
+            raise UnavailableError(f"the relay {relay} has no place: status {status}")
+
+    async def _ask(self, peer_id: PeerId) -> int:
+        reader, writer = await open_byte_stream(self._p2p, peer_id, HOP_PROTOCOL)
+        try:
+            writer.write(RESERVE)
+            num_bytes = 0
+            for shift in range(0, 14, 7):
+                (byte,) = await reader.readexactly(1)
+                num_bytes |= (byte & 0x7F) << shift
+                if byte < 0x80:
+                    break
+            if num_bytes > _MAX_ANSWER_BYTES:
+                raise RemoteProtocolError("the answer of the relay is too long")
+            return read_status(await reader.readexactly(num_bytes))
+        finally:
+            writer.transport.abort()

@@ -1,0 +1,213 @@
+"""Which relays a peer behind a NAT has, while they come and go."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable
+from typing import Any
+
+import pytest
+from announcements import describe_peer
+
+from shoal.protocol.announcements import Announcement
+from shoal.protocol.endpoints import Endpoint, Relay
+from shoal.protocol.errors import RemoteProtocolError, UnavailableError
+from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.net.circuit import read_status
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays
+from shoal.protocol.spans import Span
+
+ME = PeerId("me")
+
+
+def make_relay(number: int) -> Relay:
+    return Relay(f"192.0.2.{number}", 4001, PeerId(f"relay {number}"))
+
+
+def announce_at(relay: Relay, **facts: Any) -> Announcement:
+    return describe_peer(
+        peer_id=relay.peer_id,
+        model_id=ModelId("0" * 64),
+        num_blocks=8,
+        span=Span(0, 8),
+        endpoints=(Endpoint(relay.host, 5000, "0" * 64),),
+        issued_at=0.0,
+        expires_at=90.0,
+        **facts,
+    )
+
+
+class Relays:
+    """Relays that live or not, have places or not, and what is announced of them."""
+
+    def __init__(self, *numbers: int) -> None:
+        self.living = {make_relay(number) for number in numbers}
+        self.full: set[Relay] = set()
+        self.announced: list[Announcement] = []
+        self.asked: Counter[Relay] = Counter()
+        self.held: set[Relay] = set()
+
+    def kill(self, relay: Relay) -> None:
+        self.living.discard(relay)
+        self.held.discard(relay)
+
+    def announce(self, relay: Relay) -> None:
+        self.announced.append(announce_at(relay, relay_port=relay.port))
+
+    async def search(self) -> Iterable[Announcement]:
+        return self.announced
+
+    async def list_connected(self) -> set[PeerId]:
+        return {relay.peer_id for relay in self.living}
+
+    async def reserve(self, relay: Relay) -> None:
+        self.asked[relay] += 1
+        if relay not in self.living or relay in self.full:
+            raise UnavailableError("no place")
+        self.held.add(relay)
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    run_virtual(test())
+
+
+def make_keeper(relays: Relays, *numbers: int) -> RelayKeeper:
+    return RelayKeeper(relays, ME, VirtualClock(), [make_relay(number) for number in numbers])
+
+
+def test_lost_relay_gives_way_to_one_that_is_announced() -> None:
+    async def test() -> None:
+        relays = Relays(1, 2)
+        keeper = make_keeper(relays, 1)
+        await keeper.look(relays.search)
+        assert keeper.relays == (make_relay(1),)
+
+        relays.announce(make_relay(2))
+        relays.kill(make_relay(1))
+
+        assert await keeper.look(relays.search)
+        assert keeper.relays == (make_relay(2),)
+        assert relays.held == {make_relay(2)}
+
+    run(test)
+
+
+def test_second_relay_is_taken_when_one_appears() -> None:
+    async def test() -> None:
+        relays = Relays(1, 2)
+        keeper = make_keeper(relays, 1)
+        await keeper.look(relays.search)
+        relays.announce(make_relay(2))
+
+        assert not await keeper.look(relays.search)  # there is one, and nobody hurries
+        await asyncio.sleep(30.0)
+
+        assert await keeper.look(relays.search)
+        assert keeper.relays == (make_relay(1), make_relay(2))
+
+    run(test)
+
+
+def test_relays_of_old_stay_announced_while_there_are_no_others() -> None:
+    async def test() -> None:
+        relays = Relays(1)
+        keeper = make_keeper(relays, 1)
+        await keeper.look(relays.search)
+        relays.kill(make_relay(1))
+
+        assert not await keeper.look(relays.search)
+        assert keeper.relays == (make_relay(1),)
+        relays.living.add(make_relay(1))
+        assert not await keeper.look(relays.search)
+
+        assert relays.held == {make_relay(1)}
+
+    run(test)
+
+
+def test_relay_without_a_place_is_passed_by_and_left_alone() -> None:
+    async def test() -> None:
+        relays = Relays(1, 2, 3)
+        relays.full = {make_relay(1), make_relay(2)}
+        keeper = make_keeper(relays, 1, 2, 3)
+
+        await keeper.look(relays.search)
+        asked = dict(relays.asked)
+        await keeper.look(relays.search)
+
+        assert keeper.relays == (make_relay(3),)
+        assert relays.held == {make_relay(3)}
+        assert relays.asked == asked
+
+    run(test)
+
+
+def test_place_is_asked_for_again_while_the_connection_lasts() -> None:
+    """A relay that was restarted has forgotten it, and p2pd may have come back unnoticed."""
+
+    async def test() -> None:
+        relays = Relays(1)
+        keeper = make_keeper(relays, 1)
+        for _ in range(40):
+            await keeper.look(relays.search)
+            await asyncio.sleep(3.0)
+
+        assert relays.asked == {make_relay(1): 2}
+
+    run(test)
+
+
+def test_peer_that_does_not_say_that_it_is_a_relay_is_not_asked() -> None:
+    async def test() -> None:
+        relays = Relays(1, 2)
+        relays.announced.append(announce_at(make_relay(2)))
+        keeper = make_keeper(relays, 1)
+
+        await keeper.look(relays.search)
+
+        assert relays.asked == {make_relay(1): 1}
+
+    run(test)
+
+
+def test_many_peers_spread_over_the_relays() -> None:
+    relays = [make_relay(number) for number in range(5)]
+
+    firsts = Counter(rank_relays(PeerId(f"peer {number}"), relays)[0] for number in range(1000))
+
+    assert len(firsts) == 5
+    assert max(firsts.values()) < 250
+
+
+def test_relay_that_goes_moves_only_those_behind_it() -> None:
+    relays = [make_relay(number) for number in range(5)]
+    for number in range(100):
+        peer_id = PeerId(f"peer {number}")
+        ranked = rank_relays(peer_id, relays)
+
+        assert rank_relays(peer_id, [r for r in relays if r != ranked[-1]]) == ranked[:-1]
+
+
+def test_no_more_relays_are_taken_than_are_needed() -> None:
+    async def test() -> None:
+        relays = Relays(1, 2, 3, 4, 5)
+        keeper = make_keeper(relays, 1, 2, 3, 4, 5)
+
+        await keeper.look(relays.search)
+
+        assert len(relays.held) == NUM_RELAYS
+        assert set(keeper.relays) == relays.held
+
+    run(test)
+
+
+@pytest.mark.parametrize("answer", [b"\x28", b"\x28\xff", b"\x2b\x01", b"\xff" * 40])
+def test_answer_of_a_relay_that_is_malformed_is_refused(answer: bytes) -> None:
+    with pytest.raises(RemoteProtocolError):
+        read_status(answer)
+
+
+def test_status_is_found_behind_what_we_do_not_read() -> None:
+    assert read_status(bytes([0x08, 2, 0x1A, 3, 1, 2, 3, 0x28, 0xC8, 0x01])) == 200
