@@ -48,6 +48,10 @@ _GOODBYE_SECONDS = 1.0
 """How long saying Close may take: a stream that is stuck is hung up on without."""
 
 
+_MAX_UNREAD = 16
+"""Messages of a peer that nobody has read yet. It is asked one question at a time."""
+
+
 @dataclass(frozen=True)
 class LinkFacts:
     """What was learned while opening."""
@@ -182,7 +186,8 @@ class HopLink:
             self._mailbox.put(self.session, message, num_bytes)
         else:
             self._unread_bytes += num_bytes
-            if self._unread_bytes > 2 * MAX_FRAME_BYTES:
+            is_too_much = self._unread_bytes > 2 * MAX_FRAME_BYTES
+            if is_too_much or self._answers.qsize() >= _MAX_UNREAD:
                 raise RemoteProtocolError(f"{self.name} says more than it was asked")
             self._answers.put_nowait((message, num_bytes))
 

@@ -37,6 +37,7 @@ from shoal.protocol.errors import (
     SilentError,
     UnavailableError,
 )
+from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_HIDDEN_SIZE
 from shoal.protocol.messages import Close, Gap, Hello, Open, Opened, Step
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
@@ -226,6 +227,29 @@ def test_closing_never_raises_nor_waits_for_a_peer_in_trouble(trouble: str) -> N
 
         assert VirtualClock().now() < 5
         scene.network.kill("peer")
+
+    run(test)
+
+
+@pytest.mark.parametrize(("num_outputs", "num_tokens"), [(300, 1), (3, 48)])
+def test_what_a_peer_says_unasked_takes_little_memory(num_outputs: int, num_tokens: int) -> None:
+    """Between two steps of a star nobody reads it."""
+
+    async def test(scene: Scene) -> None:
+        hidden = make_tensor(num_tokens, width=MAX_HIDDEN_SIZE)
+        scene.unasked = num_outputs * [encode_frame(make_output(make_step(), hidden=hidden))]
+        link, _ = await scene.open()
+        link.listen()
+        await asyncio.sleep(10)
+
+        assert link._answers.qsize() < 20
+        unread = [link._answers.get_nowait() for _ in range(link._answers.qsize())]
+        *_, error = unread
+        assert isinstance(error, RemoteProtocolError)
+        assert (
+            sum(answer[1] for answer in unread if isinstance(answer, tuple)) <= 2 * MAX_FRAME_BYTES
+        )
+        await link.close()
 
     run(test)
 

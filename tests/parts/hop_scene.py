@@ -86,6 +86,7 @@ class Scene:
     endpoint: Endpoint
     script: Script = answer_honestly
     heard: list[list[Message]] = field(default_factory=list)
+    unasked: list[bytes] = field(default_factory=list)  # said behind the answer to Open
 
     async def serve(self, stream: Stream) -> None:
         heard: list[Message] = []
@@ -100,6 +101,9 @@ class Scene:
                 await stream.send(answer)
             elif answer is not None:
                 await stream.send(encode_frame(answer))
+            if isinstance(message, Open):
+                for frame in self.unasked:
+                    await stream.send(frame)
 
     def make_hop(self, *endpoints: Endpoint, peer_id: PeerId = PEER_ID) -> Hop:
         return Hop(make_announcement(endpoints or (self.endpoint,), peer_id), SPAN)
