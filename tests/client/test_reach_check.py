@@ -9,7 +9,7 @@ from diagnosis_scene import Swarm, examine, find
 
 from shoal.client.finding import Status
 from shoal.client.reach_check import Door, judge_reach
-from shoal.protocol.errors import UsageError
+from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
 from shoal.protocol.spans import Span
 
 HOME, ROUTER = "192.168.0.2", "203.0.113.5"
@@ -98,3 +98,20 @@ def test_port_in_use_is_broken() -> None:
     finding = find(examine(build, door=DOOR), "reach")
     assert finding.status is Status.BROKEN
     assert "in use" in finding.detail
+
+
+@pytest.mark.parametrize(
+    "error", [DirectoryError("no initial peer answers"), UnavailableError("p2pd has ended")]
+)
+def test_directory_in_trouble_is_no_fault_of_the_port(error: UnavailableError) -> None:
+    async def build(swarm: Swarm) -> None:
+        await swarm.add(Span(0, 8))
+        swarm.reach_error = error
+
+    diagnosis = examine(build, door=DOOR)
+
+    finding = find(diagnosis, "reach")
+    assert finding.status is Status.WARNING
+    assert "nobody outside this machine could be asked" in finding.detail
+    assert "--listen" not in finding.fix
+    assert diagnosis.is_well

@@ -14,7 +14,7 @@ from shoal.client.peer_check import LIBP2P_GREETING, Probes
 from shoal.client.reach_check import Door, Reach
 from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.errors import DirectoryError, ModelError, UsageError
+from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership import Membership
@@ -48,7 +48,7 @@ class Swarm:
         self.certificate_errors: dict[str, Exception] = {}
         self.heard: list[Finding] = []
         self.reach: Sequence[Reach] = ()
-        self.reach_error: UsageError | None = None
+        self.reach_error: ShoalError | None = None
         self.membership: Membership | None = None
 
     async def add(
