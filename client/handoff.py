@@ -11,6 +11,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from ..protocol.errors import RouteError, ShoalError, UnavailableError
 from ..protocol.ids import PeerId
@@ -58,7 +59,9 @@ class Mover:
         self._session = session
         self._moving: asyncio.Task[None] | None = None
         self._is_stopped = False
-        self._rooted: set[LiveHop] = set()  # those that cannot be moved
+        # Weak: a hop that the session drops takes its log with it.
+        self._rooted = WeakSet[LiveHop]()  # those that cannot be moved
+        self._tried = WeakSet[LiveHop]()  # those that could not yet: others come before them
         self._left: set[PeerId] = set()  # who ever said that it leaves
         self.handoffs: list[Handoff] = []
         driver.notify(self._begin)
@@ -92,6 +95,7 @@ class Mover:
                 self._rooted.add(move.live)
             except (ShoalError, BrokenSegmentError, StartOverError) as error:
                 _logger.info("blocks %s were not moved: %s", span, error)
+                self._tried.add(move.live)
                 if isinstance(error, RouteError):
                     tried.clear()  # one of them may have room by now
                 await asyncio.sleep(pause_seconds)
@@ -104,14 +108,16 @@ class Mover:
     async def _plan_move(self) -> _Move | None:
         """Return the move of the first hop that has to leave and can."""
         async with self._session.between_steps() as hops:
-            self._rooted.intersection_update(hops)
             leaving = [live for live in hops if _is_leaving(live)]
             movable = [live for live in leaving if live not in self._rooted]
             if not movable:
                 return None
             # Who says so in every session that it is given would else get it back, and again.
             self._left |= {live.hop.peer.peer_id for live in leaving}
-            return _Move(self._driver, self._session, movable[0], self._left)
+            fresh = [live for live in movable if live not in self._tried]
+            if not fresh:
+                self._tried.clear()
+            return _Move(self._driver, self._session, (fresh or movable)[0], self._left)
 
 
 class _Move:

@@ -46,7 +46,7 @@ class Place:
 
     The hop `before` has pushed what the lost ones got, or, without one, the client's `log` tells.
     Steps with the sequences `pending` are under way; those of them that are missing are pushed to
-    the hop `after`, which has all that is older.
+    the hop `after`, which has all that is older, and nothing newer than `newest_sequence`.
     """
 
     span: Span
@@ -55,6 +55,7 @@ class Place:
     position: int = 0
     before: LiveHop | None = None
     after: LiveHop | None = None
+    newest_sequence: int = 0
 
     @property
     def ends(self) -> Ends:
@@ -169,12 +170,6 @@ class LiveHops:
         """Return the sequence numbers of the next steps: the same ones at all hops."""
         first, self._sequence = self._sequence + 1, self._sequence + num_steps
         return range(first, self._sequence + 1)
-
-    async def bridge(
-        self, before: LiveHop, after: LiveHop, pending: Sequence[int], position: int
-    ) -> None:
-        """Carry from now on what one hop has pushed to another. Raises BrokenSegmentError."""
-        await self.wiring.bridge(before, after, pending, position)
 
     async def hang_up(self, *lives: LiveHop) -> None:
         """Drop the links of hops; their logs stay."""

@@ -92,7 +92,7 @@ class Mender:
     async def _bridge(self, stretch: Stretch, cut: int) -> None:
         """Stand between two hops that live and do not reach each other."""
         before, after = stretch.hops[cut : cut + 2]
-        await self._driver.bridge(before, after, stretch.pending, stretch.position)
+        await self._driver.wiring.bridge(before, after, stretch)
         self._pipeline.replace(stretch, 0, 0, ())
         _logger.info("carrying tokens to blocks %s", after.hop.span)
 
@@ -113,6 +113,7 @@ class Mender:
             stretch.position,
             stretch.hops[start - 1] if start else None,
             stretch.hops[stop] if stop < len(stretch.hops) else None,
+            stretch.newest_sequence,
         )
         replacements = await self._find_standby(lost, place)
         num_tokens = 0

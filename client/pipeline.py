@@ -57,13 +57,14 @@ class Trouble:
 @dataclass(eq=False)
 class Stretch:
     """A segment's part of a pipeline: the pieces that wait for it, how many of them were sent
-    already, and how many have yet to come by.
+    already (and the newest that ever was), and how many have yet to come by.
     """
 
     hops: list[LiveHop]
     waiting: deque[Question]
     num_left: int
     num_sent: int = 0
+    newest_sent: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     trouble: Trouble = field(default_factory=Trouble)
 
@@ -71,6 +72,11 @@ class Stretch:
     def pending(self) -> tuple[int, ...]:
         """The sequences of the pieces that wait."""
         return tuple(piece.sequence for piece in self.waiting)
+
+    @property
+    def newest_sequence(self) -> int:
+        """The newest step that the hops can have been sent by those before, if nobody lies."""
+        return max(self.newest_sent, self.waiting[0].sequence - 1)
 
     @property
     def position(self) -> int:
@@ -131,7 +137,8 @@ class Pipeline:
         was_last = stretch is self._stretches[-1]
         index = self._stretches.index(stretch) + 1
         self._stretches[index:index] = [
-            Stretch(segment, deque(), stretch.num_left) for segment in segments[1:]
+            Stretch(segment, deque(), stretch.num_left, newest_sent=stretch.newest_sent)
+            for segment in segments[1:]
         ]
         if was_last and len(segments) > 1 and stretch.is_asked_for_last_token:
             raise StartOverError
@@ -212,7 +219,10 @@ class Pipeline:
             return await asking.ask(stretch.hops, prepare(waiting[0]))
         num_ahead = self._count_ahead(stretch)
         while stretch.num_sent < min(len(waiting), num_ahead):
-            await asking.send(stretch.hops, prepare(waiting[stretch.num_sent]))
+            asking.check_links(stretch.hops)
+            piece = waiting[stretch.num_sent]
+            stretch.newest_sent = max(stretch.newest_sent, piece.sequence)
+            await asking.send(stretch.hops, prepare(piece))
             stretch.num_sent += 1
         output_BTH = await asking.receive(stretch.hops, prepare(waiting[0]))
         stretch.num_sent -= 1

@@ -28,6 +28,7 @@ from .ways import can_push
 
 if TYPE_CHECKING:
     from .live_hops import Place
+    from .pipeline import Stretch
 
 
 class StartOverError(Exception):
@@ -90,7 +91,7 @@ class Wiring:
     async def admit(self, place: Place) -> None:
         """Have the hop after take steps from the new hops, and from nobody else any more."""
         if place.after is not None:
-            await self._admit(place.after, place.pending)
+            await self._admit(place.after, place.newest_sequence)
 
     async def have_replayed(self, place: Place, hops: Sequence[LiveHop], num_tokens: int) -> None:
         """Have the hop before push to the new ones what it has pushed to the lost ones."""
@@ -112,19 +113,18 @@ class Wiring:
                 raise
         mailbox.end_replay(last.session)
 
-    async def bridge(
-        self, before: LiveHop, after: LiveHop, pending: Sequence[int], position: int
-    ) -> None:
+    async def bridge(self, before: LiveHop, after: LiveHop, stretch: Stretch) -> None:
         """Have a hop answer us with what it pushed to the next one, which hears it from us."""
+        pending = stretch.pending
         self.note_cut(before, after)
         self._opener.epoch += 1
-        await self._admit(after, pending)
+        await self._admit(after, stretch.newest_sequence)
         assert before.link is not None
         for sequence in pending:
             self._opener.mailbox.expect(before.link.session, sequence)
         await self._redirect(before, None, pending)
         before.feeds, before.next = False, None
-        after.log, after.is_log_whole = RecoveryLog(), position == 0
+        after.log, after.is_log_whole = RecoveryLog(), stretch.position == 0
 
     async def mirror(self, before: LiveHop, following: NextHop) -> Status:
         """Have a hop push to a new one as well; it is not lost when that fails.
@@ -155,7 +155,7 @@ class Wiring:
             telling.append(self._redirect(before, following, (sequence,)))
         if after is not None:
             telling.append(self._redirect(new, self._name(after, sequence), (sequence,)))
-            telling.append(self._admit(after, (sequence - 1,)))
+            telling.append(self._admit(after, sequence - 1))
         for failure in await asyncio.gather(*telling, return_exceptions=True):
             if isinstance(failure, BaseException):
                 raise failure
@@ -211,7 +211,7 @@ class Wiring:
             first_sequence,
         )
 
-    async def _admit(self, live: LiveHop, pending: Sequence[int]) -> None:
+    async def _admit(self, live: LiveHop, newest_sequence: int) -> None:
         self._asking.check_links([live])
         assert live.link is not None
         capability = self._opener.make_capability(live.hop.span)
@@ -219,7 +219,7 @@ class Wiring:
             return
         admit = Admit(live.link.session, self._opener.epoch, capability)
         status = await self._tell(live, admit)
-        if pending and status.sequence > pending[-1]:
+        if status.sequence > newest_sequence:
             # A hop before it made a number up, so it drops all steps to come. That is not its
             # fault: it is lost to this session only.
             await self._asking.hang_up(live)

@@ -6,6 +6,8 @@ What comes out is always what one engine computes undisturbed.
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -423,6 +425,31 @@ def test_hop_whose_input_nobody_has_kept_stays(run_story: Any) -> None:
 
         assert_same(outputs, world.expect(turns))
         assert before[1] not in world.hosts_of(session)
+
+    run_story(story)
+
+
+@pytest.mark.parametrize("delivery", ["chain"])
+def test_hop_that_could_not_move_takes_its_log_with_it(run_story: Any) -> None:
+    """Some MiB, which would else wait for Python's garbage collector."""
+
+    async def story(world: Any) -> None:
+        for peer in world.loopback.peers:
+            peer.service.ways = replace(peer.service.ways, logged=SharedBytes(0))
+        session, turns = world.open(), world.make_turns(num_decoded=4)
+        await world.take_all(session, turns[:2])
+        leaving = world.hosts_of(session)[1]
+        drain(world, leaving)
+        await world.take(session, turns[2])
+        await wait_until(lambda: bool(session._mover._rooted))
+        hop = weakref.ref(session._hops[1])
+
+        gc.disable()
+        try:
+            await session.close()
+            assert hop() is None
+        finally:
+            gc.enable()
 
     run_story(story)
 
