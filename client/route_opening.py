@@ -34,7 +34,7 @@ from ..protocol.recovery_log import RecoveryLog
 from ..protocol.spans import Span
 from ..protocol.tensors import KVFormat, WireDtype, compute_num_bytes
 from ..protocol.versions import INT8_VERSION
-from .blame import blame
+from .blame import LostHopError, blame
 from .config import ClientConfig
 from .deadlines import choose_open_timeout_seconds
 from .hop_link import HopLink
@@ -229,6 +229,8 @@ class RouteOpener:
     ) -> None:
         assert self.wire_dtype is not None
         hop = live.hop
+        if self.wire_dtype is WireDtype.INT8 and hop.peer.max_version < INT8_VERSION:
+            raise LostHopError(hop, "its version is too old for hidden states in int8")
         opening = Open(
             self.name_session(hop.span),
             self.epoch,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,9 @@ from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.protocol.errors import RouteError
+from shoal.protocol.swarm_view import SwarmView
+from shoal.protocol.versions import INT8_VERSION
 
 SEED = 11
 SPANS = [(0, 2), (0, 2), (2, 4), (2, 4)]
@@ -61,3 +66,38 @@ def test_outputs_are_about_those_of_an_exact_wire(tiny_models: Any) -> None:
     # Each hop gets its input off by up to half a step, a 254th of the largest in a group.
     error = (rounded - exact).norm() / exact.norm()
     assert 0 < error < 0.03
+
+
+@pytest.mark.parametrize("delivery", ["chain"])
+def test_peer_of_an_older_version_replaces_nobody_and_is_not_to_blame(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns()
+        await world.take_all(session, turns[:2])
+        lost = world.hosts_of(session)[1]
+        (older,) = {"peer2", "peer3"} - {lost}
+        opened: list[str] = []
+        when_it_opens_a_session(world.peer_on(older), lambda: opened.append(older))
+        view = world.swarm.view
+        peers = [replace(peer, max_version=INT8_VERSION - 1) for peer in view.peers]
+        world.swarm.view = SwarmView.from_announcements(view.model_id, peers, view.taken_at, 4)
+
+        world.loopback._store.is_reachable = False  # or it would say what the peer really speaks
+        world.network.kill(lost)
+        with pytest.raises(RouteError, match="too old for hidden states in int8"):
+            await world.take(session, turns[2])
+
+        assert opened == []
+        assert world.quarantined_hosts == {lost}
+
+    run_story(story, wire_dtype="int8", failover_timeout_seconds=0.3)
+
+
+def when_it_opens_a_session(peer: Any, act: Callable[[], object]) -> None:
+    """Do something when a peer is about to open a session."""
+    open_session = peer.service.admission.open
+
+    async def open_it(*arguments: Any) -> Any:
+        act()
+        return await open_session(*arguments)
+
+    peer.service.admission.open = open_it
