@@ -147,7 +147,7 @@ class Understudy:
         """Bring the new hop to about the state of the old one, while tokens go on."""
         if self.before is None:
             await self._replay()
-            while len(self._tail) > 1:
+            while self._has_much_to_follow:
                 await self._follow()
             return
         self._mailbox.expect_replay(self.session_id)
@@ -164,6 +164,13 @@ class Understudy:
         """The id of the session at the new hop."""
         assert self.new.link is not None
         return self.new.link.session
+
+    @property
+    def _has_much_to_follow(self) -> bool:
+        """Whether what the new hop lacks is more than one token, which it may be given when the
+        next step is held up for it: a piece of a prompt takes long.
+        """
+        return sum(question.hidden_BTH.shape[1] for question in self._tail) > 1
 
     async def _replay(self) -> None:
         max_tokens = self._driver.max_piece_tokens(self._driver.num_rows)

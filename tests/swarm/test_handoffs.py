@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
+from shoal.client.handoff import _Move
+from shoal.client.route_opening import LiveHop
 from shoal.client.session import RemoteSession
 from shoal.peer.shared_bytes import SharedBytes
 from shoal.protocol.net.loopback import Link
@@ -403,6 +405,41 @@ def test_session_may_be_closed_while_it_moves(run_story: Any) -> None:
             for _ in range(num_turns_of_the_loop):
                 await asyncio.sleep(0)
             await session.close()
+
+    run_story(story)
+
+
+@pytest.mark.parametrize("delivery", ["star"])
+def test_prompt_that_comes_during_the_move_holds_up_no_step(
+    run_story: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new hop computes it before the switch, not while the session waits for that."""
+
+    async def story(world: Any) -> None:
+        session = world.open()
+        turns = world.make_turns(prompt_tokens=24)
+        outputs = await world.take_all(session, turns[1:3])
+        leaving = world.hosts_of(session)[0]
+        taken_while_held_up: list[int] = []
+        replay, follow = _Move._replay, _Move._follow
+
+        async def replay_and_take_the_prompt(move: _Move, new: LiveHop) -> None:
+            await replay(move, new)
+            outputs.append(await world.take(session, turns[0]))
+
+        async def follow_and_note(move: _Move, new: LiveHop) -> None:
+            if session._in_use.locked():
+                taken_while_held_up.append(move._tail[0].hidden_BTH.shape[1])
+            await follow(move, new)
+
+        monkeypatch.setattr(_Move, "_replay", replay_and_take_the_prompt)
+        monkeypatch.setattr(_Move, "_follow", follow_and_note)
+        drain(world, leaving)
+        await wait_until(has_moved(session))
+        outputs += await world.take_all(session, turns[3:])
+
+        assert taken_while_held_up == []
+        assert_same(outputs, world.expect([*turns[1:3], turns[0], *turns[3:]]))
 
     run_story(story)
 
