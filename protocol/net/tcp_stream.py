@@ -54,6 +54,7 @@ class TcpStream(asyncio.Protocol):
         self._num_ended_before = 0
         self._catching_up: asyncio.Handle | None = None  # with frames beyond those of one go
         self._drained: asyncio.Future[None] | None = None
+        self._is_sending = False
         self._is_closed = False
         self._fault: ShoalError | None = None
         self._refusal: ShoalError | None = None
@@ -83,6 +84,7 @@ class TcpStream(asyncio.Protocol):
             raise LocalProtocolError(f"a frame of {len(frame)} bytes is beyond {MAX_FRAME_BYTES}")
         if self._is_closed:
             raise LocalProtocolError("the stream was closed here")
+        self._is_sending = True
         try:
             for piece in pack_frame(frame):
                 self._write(piece)
@@ -91,6 +93,8 @@ class TcpStream(asyncio.Protocol):
         except asyncio.CancelledError:
             self.break_off("a send was cancelled half-way")
             raise
+        finally:
+            self._is_sending = False
 
     async def receive(self) -> bytes | None:
         while not self._is_closed:
@@ -118,7 +122,9 @@ class TcpStream(asyncio.Protocol):
         if self._is_closed:
             return
         self._is_closed = True
-        self._end()
+        # A mark would stand in the middle of the frame that another task is at.
+        is_cut = self._is_sending
+        self._end(UnavailableError("closed in the middle of a frame") if is_cut else None)
         transport = self._transport
         if self._fault is not None or transport is None or transport.is_closing():
             self._drop_all()

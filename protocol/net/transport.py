@@ -97,7 +97,8 @@ class Stream(Protocol):
     async def close(self) -> None:
         """End the stream: what was sent still arrives, what was not received is dropped.
 
-        Does not wait for the other end. Safe to call twice and on a broken stream. Never raises.
+        Does not wait for the other end. Breaks the stream where another task has sent half of a
+        frame. Safe to call twice and on a broken stream. Never raises.
         """
         ...
 

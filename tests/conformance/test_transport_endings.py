@@ -9,6 +9,7 @@ import pytest
 from transport_seam import Seam, echo, expect_unavailable, send_all, wait_until
 
 from shoal.protocol.errors import LocalProtocolError, UnavailableError
+from shoal.protocol.limits import MAX_FRAME_BYTES
 from shoal.protocol.net.transport import Stream, StreamServer
 
 
@@ -262,3 +263,38 @@ def test_many_streams_leave_no_task_and_no_descriptor(seam: Seam) -> None:
 
 def count_files() -> int:
     return len(os.listdir("/proc/self/fd")) if Path("/proc/self/fd").is_dir() else 0
+
+
+def test_close_in_the_middle_of_a_send_breaks_the_stream(seam: Seam) -> None:
+    """Half of a frame must not be taken for more than that, nor for an end in good order."""
+
+    if seam.name == "loopback":
+        pytest.skip("it takes a frame whole or not at all")
+
+    async def test() -> None:
+        is_closed = asyncio.Event()
+        outcome: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+
+        async def serve(stream: Stream) -> None:
+            await is_closed.wait()
+            try:
+                outcome.set_result(await stream.receive())
+            except UnavailableError as error:
+                outcome.set_result(error)
+
+        listener = await seam.listen(serve)
+        stream = await seam.transport("client").open_stream(listener.endpoint)
+        sending = asyncio.create_task(stream.send(bytes(MAX_FRAME_BYTES)))
+        await asyncio.sleep(0.05)
+        assert not sending.done()
+
+        await stream.close()
+        is_closed.set()
+
+        async with asyncio.timeout(10):
+            assert isinstance(await outcome, UnavailableError)
+            await asyncio.wait({sending})
+        with pytest.raises((UnavailableError, LocalProtocolError)):
+            await sending
+
+    seam.run(test)
