@@ -57,3 +57,33 @@ def test_int8_replay_equals_what_was_lost(tiny_models: Any, name: str) -> None:
     undisturbed = run(directory, HISTORIES[name], is_killed=False)
 
     assert torch.equal(run(directory, HISTORIES[name], is_killed=True), undisturbed)
+
+
+@pytest.mark.parametrize(("wire_dtype", "is_same"), [("fp32", True), ("bf16", False)])
+def test_peers_with_other_borders_compute_the_same_if_nothing_is_rounded_there(
+    tiny_models: Any, wire_dtype: str, is_same: bool
+) -> None:
+    directory = tiny_models.get().directory
+
+    def take(spans: list[tuple[int, int]], is_killed: bool) -> Tensor:
+        swarm = LoopbackSwarm(directory, spans=spans, weights="int8", seed=SEED)
+        generator = torch.Generator().manual_seed(SEED)
+        connect = AutoDistributedModelForCausalLM.from_pretrained
+        with (
+            connect(directory, connect=swarm.connect, seed=SEED, wire_dtype=wire_dtype) as model,
+            model.inference_session(max_length=64) as session,
+        ):
+            session.step(torch.randn(1, 20, 64, generator=generator))
+            assert [(hop.span.start, hop.span.stop) for hop in session.hops] == [(0, 4)]
+            if is_killed:
+                swarm.network.kill(swarm.find(session.hops[0].peer.peer_id).host)
+            steps = [torch.randn(1, 1, 64, generator=generator) for _ in range(3)]
+            outputs = [session.step(hidden_BTH) for hidden_BTH in steps]
+            assert len(session.hops) == 1 + is_killed
+        return torch.cat(outputs, dim=1)
+
+    undisturbed = take([(0, 4)], is_killed=False)
+    cut_in_two = take([(0, 4), (0, 2), (2, 4)], is_killed=True)
+
+    assert torch.equal(cut_in_two, undisturbed) is is_same
+    assert (cut_in_two - undisturbed).norm() < 0.03 * undisturbed.norm()
