@@ -20,6 +20,7 @@ from .blame import LostHopError
 from .live_hops import LiveHops
 from .route_opening import LiveHop
 from .router import Hop
+from .trace import Move
 from .understudy import CannotMoveError, Understudy, read_failure
 from .wiring import StartOverError
 
@@ -147,14 +148,18 @@ class _Move:
             await understudy.prepare(self._leaving | tried)
             position, stall_seconds = await self._switch()
             has_moved = True
+            ended_at = clock.now()
         except (LostHopError, BrokenSegmentError):
             tried.add(understudy.new.hop.peer.peer_id)
             raise
         finally:
             understudy.end()
             await self._driver.hang_up(live if has_moved else understudy.new)
-        seconds = clock.now() - started_at
-        return Handoff(live.hop, understudy.new.hop, position, seconds, stall_seconds)
+        new = understudy.new.hop
+        if (recorder := self._driver.recorder) is not None:
+            step = recorder.step
+            recorder.add(Move(step, started_at, ended_at, new, live.hop, position, stall_seconds))
+        return Handoff(live.hop, new, position, ended_at - started_at, stall_seconds)
 
     async def _switch(self) -> tuple[int, float]:
         """Put the new hop into place between two steps; return where, and how long that took."""

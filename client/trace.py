@@ -107,7 +107,17 @@ class Replacement(_Timed):
     num_replayed_tokens: int
 
 
-Event = StepTaken | Exchange | UnansweredQuestion | Opening | Replacement
+@dataclass(frozen=True)
+class Move(_Timed):
+    """One handoff to a hop, beside the steps: from the look for a peer to the switch."""
+
+    hop: Hop
+    left: Hop
+    position: int
+    stall_seconds: float
+
+
+Event = StepTaken | Exchange | UnansweredQuestion | Opening | Replacement | Move
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from .trace import (
     Event,
     Exchange,
     Kind,
+    Move,
     Opening,
     Replacement,
     StepTaken,
@@ -86,6 +87,10 @@ class _Drawer:
                 facts |= {"position": event.position, "replayed": event.num_replayed_tokens}
                 facts |= {"replaced_by": [_name(hop) for hop in event.replacements]}
                 yield self._slice(_CLIENT_TRACK, "failover", start, stop, facts)
+            case Move():
+                facts |= {"left": _name(event.left), "position": event.position}
+                facts |= {"stall_seconds": event.stall_seconds}
+                yield self._slice(self._tracks[_name(event.hop)], "handoff", start, stop, facts)
             case Opening():
                 facts |= {"error": event.error} if event.error else {}
                 yield self._slice(self._tracks[_name(event.hop)], "open", start, stop, facts)

@@ -19,7 +19,10 @@ from story_outputs import assert_same
 from shoal.client.handoff import _Move
 from shoal.client.route_opening import LiveHop
 from shoal.client.session import RemoteSession
+from shoal.client.trace import Move, Recorder
+from shoal.client.trace_file import make_trace_json
 from shoal.peer.shared_bytes import SharedBytes
+from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.loopback import Link
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import HANDOFF_VERSION
@@ -84,6 +87,27 @@ def test_hop_moves_while_tokens_go_on(run_story: Any, hop: int) -> None:
         await assert_left(world, before[hop])
 
     run_story(story, spans=FOUR_HOPS)
+
+
+def test_trace_tells_of_a_move_beside_the_steps(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        session, turns = world.open(), world.make_turns(num_decoded=MOST_TURNS)
+        recorder = Recorder(SystemClock())
+        session.record(recorder)
+        await world.take_all(session, turns[:4])
+
+        drain(world, world.hosts_of(session)[1])
+        await take_until(world, session, turns[4:], has_moved(session), 3)
+
+        (handoff,) = session.handoffs
+        trace = recorder.make_trace()
+        (move,) = [event for event in trace.events if isinstance(event, Move)]
+        assert (move.left, move.hop) == (handoff.left, handoff.replacement)
+        assert move.seconds == handoff.seconds > handoff.stall_seconds
+        slices = [e for e in make_trace_json(trace)["traceEvents"] if e.get("name") == "handoff"]
+        assert [part["args"]["position"] for part in slices] == [handoff.position]
+
+    run_story(story)
 
 
 @pytest.mark.parametrize("hop", [0, 1])
