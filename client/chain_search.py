@@ -18,6 +18,9 @@ _NUM_REGIONS = 4
 _BEST_OF_REGION = 6
 """How many peers of a region are looked at for each block."""
 
+_MOST_OF_REGION = 400
+"""Among how many of a region those are looked for first: no other serves most blocks better."""
+
 
 class Offers(NamedTuple):
     """What using each peer costs, with noise, within the span that is wanted; one row a peer.
@@ -65,29 +68,46 @@ def choose_compared(span: Span, offers: Offers, points: Table) -> Column:
     scores = shares + offers.dearness * offers.rtt_seconds / len(span) + offers.block_seconds
     ranked = scores.argsort(kind="stable")
     regions = _find_regions(points)[ranked]
-    # Small numbers, for there are many of them: one for each peer and block.
-    starts, stops = offers.starts.astype(np.int16), offers.stops.astype(np.int16)
-    blocks = np.arange(span.start, span.stop, dtype=np.int16)[:, None]
-    chosen: list[Column] = []
-    for region in range(_NUM_REGIONS):
-        rows = ranked[regions == region]
-        serving = (starts[rows] <= blocks) & (blocks < stops[rows])
-        ranks = serving.cumsum(axis=1, dtype=np.int16)
-        chosen.append(rows[(serving & (ranks <= _BEST_OF_REGION)).any(axis=0)])
-    return np.sort(np.concatenate(chosen))
+    blocks = np.arange(span.start, span.stop)[:, None]
+    chosen = [
+        _choose_best(offers, ranked[regions == region][:_MOST_OF_REGION], blocks)
+        for region in range(_NUM_REGIONS)
+    ]
+    rows = np.concatenate(chosen)
+    missing = blocks[~_find_serving(offers, rows, blocks).any(axis=1)]
+    rare = _choose_best(offers, ranked, missing) if missing.size else ranked[:0]
+    return np.unique(np.concatenate([rows, rare]))
+
+
+def _choose_best(offers: Offers, ranked: Column, blocks: Column) -> Column:
+    """Return the first few of some rows that serve each of the blocks."""
+    serving = _find_serving(offers, ranked, blocks)
+    ranks = serving.cumsum(axis=1, dtype=np.int16)
+    return ranked[(serving & (ranks <= _BEST_OF_REGION)).any(axis=0)]
+
+
+def _find_serving(offers: Offers, rows: Column, blocks: Column) -> Table:
+    """Return for each block which of the rows serve it."""
+    return (offers.starts[rows] <= blocks) & (blocks < offers.stops[rows])
 
 
 def _find_regions(points: Table) -> Column:
     """Return for each peer which of a few peers far from each other it is nearest to."""
-    nearest = np.full(len(points), np.inf)
+    nearest = _square_distances(points, points.mean(axis=0))
     regions = np.zeros(len(points), dtype=int)
-    center = points.mean(axis=0)
-    middle = int(((points - center) ** 2).sum(axis=1).argmin())
-    for region, row in enumerate([middle] + [-1] * (_NUM_REGIONS - 1)):
-        apart = ((points - points[row if row >= 0 else int(nearest.argmax())]) ** 2).sum(axis=1)
-        regions[apart < nearest] = region
-        nearest = np.minimum(nearest, apart)
+    farthest = int(nearest.argmin())  # the first one is in the middle
+    for region in range(_NUM_REGIONS):
+        apart = _square_distances(points, points[farthest])
+        is_nearer = apart < nearest if region else np.ones(len(points), dtype=bool)
+        regions[is_nearer] = region
+        nearest = np.where(is_nearer, apart, nearest)
+        farthest = int(nearest.argmax())
     return regions
+
+
+def _square_distances(points: Table, point: Column) -> Column:
+    differences = points - point
+    return np.einsum("pk,pk->p", differences, differences)
 
 
 def find_cheapest_chain(span: Span, offers: Offers, edges: Edges) -> list[Leg]:

@@ -112,25 +112,41 @@ def plan_route(
         for peer in view.online
         if (weights is None or peer.weights == weights) and peer.peer_id not in exclude
     ]
-    check_coverage(span, peers, weights)
+    starts, stops = _read_spans(peers)
+    if not _is_covered(span, starts, stops):
+        check_coverage(span, peers, weights)
     places = read_places(peer.coordinate for peer in peers)
-    offers = _draw_offers(span, peers, places, costs, rng)
+    offers = _draw_offers(span, peers, (starts, stops), places, costs, rng)
     if ends is not None:
         return _find_chain(span, peers, offers, places, costs, ends)
     return _find_star(span, peers, offers)
 
 
+def _read_spans(peers: Sequence[Announcement]) -> tuple[Column, Column]:
+    """Return where the spans of peers start and stop."""
+    spans = [peer.span for peer in peers]
+    starts = np.array([own.start for own in spans], dtype=int)
+    return starts, np.array([own.stop for own in spans], dtype=int)
+
+
+def _is_covered(span: Span, starts: Column, stops: Column) -> bool:
+    """Return whether somebody serves each block, without a look at each peer."""
+    begun = np.bincount(starts.clip(span.start, span.stop) - span.start, minlength=len(span) + 1)
+    ended = np.bincount(stops.clip(span.start, span.stop) - span.start, minlength=len(span) + 1)
+    return bool(((begun - ended).cumsum()[:-1] > 0).all())
+
+
 def _draw_offers(
     span: Span,
     peers: Sequence[Announcement],
+    spans: tuple[Column, Column],
     places: Places,
     costs: RoutingCosts,
     rng: random.Random,
 ) -> Offers:
     """Return what each peer costs, with noise; whoever serves nothing of `span` is left empty."""
-    spans = [peer.span for peer in peers]
-    starts = np.array([own.start for own in spans]).clip(min=span.start)
-    stops = np.array([own.stop for own in spans]).clip(max=span.stop)
+    starts, stops = spans[0].clip(min=span.start), spans[1].clip(max=span.stop)
+    all_blocks = spans[1] - spans[0]
     typical_rtt_seconds = costs.estimate_unknown_rtt_seconds()
     shown_seconds = _look_up(costs.block_seconds, peers)
     # Who is known to work is preferred.
@@ -138,8 +154,9 @@ def _draw_offers(
     waiting_seconds += np.array([peer.queue_seconds for peer in peers])
     normal = np.random.default_rng(rng.getrandbits(64)).standard_normal(len(peers))
     noise = np.exp(costs.noise_fraction * normal)
-    dearness = noise * _rate_room(peers, stops - starts, costs.needed_kv_tokens)
-    block_seconds = _estimate_block_seconds(_read_block_seconds(peers), shown_seconds)
+    dearness = noise * _rate_room(peers, (stops - starts) / all_blocks, costs)
+    announced_seconds = _read_block_seconds(peers, all_blocks)
+    block_seconds = _estimate_block_seconds(announced_seconds, shown_seconds)
     return Offers(
         starts,
         stops,
@@ -159,17 +176,16 @@ def _expect_rtts(peers: Sequence[Announcement], places: Places, costs: RoutingCo
 
 
 def _rate_room(
-    peers: Sequence[Announcement], num_blocks: Column, needed_kv_tokens: float
+    peers: Sequence[Announcement], used_fractions: Column, costs: RoutingCosts
 ) -> Column:
     """Return how many times as dear a peer is because it will run out of room half way.
 
-    It counts free tokens through all of its blocks, and a session may use fewer of them.
+    It counts free tokens through all of its blocks, and a session may use a fraction of them.
     """
-    if not needed_kv_tokens:
+    if not costs.needed_kv_tokens:
         return np.ones(len(peers))
-    all_blocks = np.array([len(peer.span) for peer in peers])
     # Whoever serves nothing of the span is left empty anyway.
-    needed = needed_kv_tokens * num_blocks.clip(min=1) / all_blocks
+    needed = costs.needed_kv_tokens * np.where(used_fractions > 0.0, used_fractions, 1.0)
     free = np.array([peer.free_kv_tokens for peer in peers])
     return 1.0 + (_FULL_FACTOR - 1.0) * ((needed - free) / needed).clip(min=0.0)
 
@@ -181,7 +197,7 @@ def _look_up(known: Mapping[PeerId, float], peers: Sequence[Announcement]) -> Co
     return np.array([known.get(peer.peer_id, math.nan) for peer in peers])
 
 
-def _read_block_seconds(peers: Sequence[Announcement]) -> Column:
+def _read_block_seconds(peers: Sequence[Announcement], num_blocks: Column) -> Column:
     """Return what a block takes for one token by each announcement; NaN if never measured.
 
     Nobody is quicker under load than alone: of two speeds that say so, the lower one counts. It
@@ -189,7 +205,6 @@ def _read_block_seconds(peers: Sequence[Announcement]) -> Column:
     """
     alone = np.array([peer.decode_steps_per_second or math.inf for peer in peers])
     loaded = np.array([peer.loaded_decode_steps_per_second or math.inf for peer in peers])
-    num_blocks = np.array([len(peer.span) for peer in peers])
     with np.errstate(over="ignore"):  # a speed may be announced as next to nothing
         seconds = 1.0 / (np.minimum(alone, loaded) * num_blocks)
     return np.where(seconds > 0.0, seconds, math.nan)
