@@ -48,9 +48,7 @@ from shoal.protocol.versions import HANDOFF_VERSION
 from shoal.protocol.wire import encode_frame
 
 
-def test_hanging_up_on_a_session_is_quiet(
-    engine: Engine, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_hanging_up_on_a_session_is_quiet(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:
     """Its client is told at the same time that it should leave."""
 
     async def test(peer: Peer) -> None:
