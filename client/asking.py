@@ -269,8 +269,10 @@ class Asking:
         began_at, last.answered_at = max(asked.asked_at, last.answered_at), now
         num_tokens = asked.step.hidden.rows * asked.step.hidden.tokens
         output = arrived.output
+        hops = [live.hop for live in segment]
+        expected_seconds = self._swarm.expect_way_seconds(hops)
         if asked.watch is not None:
-            asked.watch.note_passed([live.hop for live in segment], output)
+            asked.watch.note_passed(hops, output, expected_seconds)
         if asked.is_disturbed:
             return
         carried_seconds = now - asked.asked_at
@@ -283,11 +285,10 @@ class Asking:
         if len(told) == len(segment):  # not so where a hop was replaced meanwhile
             way_seconds = max(0.0, seconds - sum(told)) / len(segment)
             scale = min(1.0, seconds / sum(told)) if sum(told) > 0 else 1.0
-            expected_seconds = sum(self._swarm.expect_way_seconds([live.hop for live in segment]))
             for live, own_seconds in zip(segment, told, strict=True):
                 hop_seconds = scale * own_seconds + way_seconds
                 self._swarm.note_answer(
-                    live.hop, num_tokens, hop_seconds, expected_seconds / len(segment)
+                    live.hop, num_tokens, hop_seconds, sum(expected_seconds) / len(segment)
                 )
 
     def _watch(self, hop: Hop, question: Question, is_replay: bool) -> QuestionWatch | None:

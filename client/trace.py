@@ -66,6 +66,8 @@ class Exchange(_Timed):
     compute_seconds: float
     num_bytes_sent: int
     num_bytes_received: int
+    expected_seconds: float | None = None
+    """In a chain: what the way there was thought to take, and for its last hop the way back."""
 
     @property
     def serialization_seconds(self) -> float:
@@ -176,11 +178,13 @@ class QuestionWatch:
             )
         )
 
-    def note_passed(self, hops: Sequence[Hop], output: Output) -> None:
+    def note_passed(
+        self, hops: Sequence[Hop], output: Output, way_seconds: Sequence[float]
+    ) -> None:
         """Note that the answer to a question was read that some hops passed along.
 
-        The time that they do not tell of is what it took to get from one to the next: all ways
-        are taken to be equal.
+        The time that they do not tell of is what it took to get from one to the next. It is shared
+        out among them as the ways there and back were expected to be (`way_seconds`).
         """
         times = (*output.before, HopSeconds(output.queue_seconds, output.compute_seconds))
         if len(times) != len(hops):  # one was replaced meanwhile: the others' times are lost
@@ -188,12 +192,16 @@ class QuestionWatch:
         there_seconds = self._answered_at - self._sent_at
         said_seconds = sum(map(sum, times))
         scale = min(1.0, there_seconds / said_seconds) if said_seconds > 0 else 0.0
-        way_seconds = max(0.0, there_seconds - scale * said_seconds) / len(hops)
+        network_seconds = max(0.0, there_seconds - scale * said_seconds)
+        expected = [*way_seconds[:-2], way_seconds[-2] + way_seconds[-1]]
         started_at, sent_at = self._started_at, self._sent_at
-        for hop, (queue_seconds, compute_seconds) in zip(hops, times, strict=True):
+        for hop, own, part in zip(hops, times, expected, strict=True):
             is_last = hop is hops[-1]
+            queue_seconds, compute_seconds = own
+            share = part / sum(expected) if sum(expected) > 0 else 1.0 / len(hops)
             own_seconds = scale * (queue_seconds + compute_seconds)
-            answered_at = self._answered_at if is_last else sent_at + own_seconds + way_seconds
+            answered_at = sent_at + own_seconds + share * network_seconds
+            answered_at = self._answered_at if is_last else answered_at
             ended_at = self._recorder.now() if is_last else answered_at
             self._recorder.add(
                 Exchange(
@@ -210,6 +218,7 @@ class QuestionWatch:
                     scale * compute_seconds,
                     self._num_bytes_sent if hop is hops[0] else 0,
                     self._num_bytes_received if is_last else 0,
+                    part,
                 )
             )
             started_at = sent_at = answered_at

@@ -64,6 +64,8 @@ class Summary:
     client_seconds: float
     other_seconds: float
     failover_seconds: float
+    expected_way_seconds: float
+    """What the ways of chains were thought to take, of the network's time; 0 in a star."""
     prefill: PrefillTime
     failovers: tuple[Replacement, ...]
 
@@ -101,6 +103,7 @@ def summarize(trace: Trace) -> Summary:
         client_seconds,
         max(0.0, in_steps_seconds - asked_seconds - failover_seconds),
         failover_seconds + failed_seconds,
+        sum(event.expected_seconds or 0.0 for event in exchanges),
         _sum_prefill(trace, steps, after_seconds),
         failovers,
     )
@@ -174,6 +177,9 @@ def describe_summary(summary: Summary) -> list[str]:
         is_whole = shares.num_exchanges == num_tokens
         name += "" if is_whole else f", {_count(shares.num_exchanges)}"
         lines.append(_shares_row(name, shares, shares.num_exchanges))
+    if summary.expected_way_seconds:
+        expected = _milliseconds(summary.expected_way_seconds / num_tokens)
+        lines.append(_line("  of the network was expected", "", "", expected, "", ""))
     lines.append(_row("client: embedding and head", summary.client_seconds / num_tokens))
     lines.append(_row("client: between the hops", summary.other_seconds / num_tokens))
     if summary.failover_seconds:
@@ -234,6 +240,7 @@ def make_summary_json(summary: Summary) -> dict[str, Any]:
             "client_seconds": _round(summary.client_seconds),
             "other_seconds": _round(summary.other_seconds),
             "failover_seconds": _round(summary.failover_seconds),
+            "expected_way_seconds": _round(summary.expected_way_seconds),
             "hops": [
                 {
                     "peer_id": part.hop.peer.peer_id,

@@ -68,8 +68,9 @@ ORIGIN = Coordinate()
 def estimate_rtt_seconds(a: Coordinate, b: Coordinate) -> float:
     """Return about how long it takes from one point to the other and back.
 
-    >>> estimate_rtt_seconds(Coordinate(0.03, 0.0, 0.0, 0.002), Coordinate(0.0, 0.04, 0.0, 0.003))
-    0.055
+    >>> a, b = Coordinate(0.03, 0.0, 0.0, 0.25), Coordinate(0.0, 0.04, 0.0, 0.5)
+    >>> estimate_rtt_seconds(a, b)
+    0.8
     """
     return math.hypot(a.x - b.x, a.y - b.y, a.z - b.z) + a.height + b.height
 

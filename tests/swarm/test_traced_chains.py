@@ -1,0 +1,56 @@
+"""What a trace says of the ways between the hops of a chain, on virtual time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from virtual_route import World, run
+
+from shoal.client.trace import Exchange, Recorder
+from shoal.client.trace_summary import describe_summary, make_summary_json, summarize
+from shoal.protocol.net.clock import VirtualClock
+
+NUM_TOKENS = 3
+
+
+def record_tokens(directory: Any, delivery: str) -> Recorder:
+    recorders: list[Recorder] = []
+
+    async def story(world: World) -> None:
+        recorders.append(Recorder(VirtualClock()))
+        world.session.record(recorders[0])
+        await world.generate(NUM_TOKENS)
+        recorders[0].end()
+
+    run(directory, story, delivery)
+    return recorders[0]
+
+
+def test_trace_of_a_chain_says_what_was_expected_of_its_ways(tiny_models: Any) -> None:
+    """Nobody has measured the ways between these hops: they are expected to be no longer than
+    through the client, two delays each.
+    """
+    recorder = record_tokens(tiny_models.get().directory, "chain")
+
+    exchanges = [e for e in recorder.make_trace().events if isinstance(e, Exchange)]
+    for there, between, last in zip(*[iter(exchanges)] * 3, strict=True):
+        expected = [event.expected_seconds for event in (there, between, last)]
+        assert expected == pytest.approx([0.002, 0.004, 0.006])
+        taken = [event.network_seconds for event in (there, between, last)]
+        assert taken[1] == pytest.approx(2 * taken[0])
+        assert taken[2] == pytest.approx(3 * taken[0])
+        assert sum(taken) <= 4 * 0.002 + 1e-9
+    summary = summarize(recorder.make_trace())
+    assert summary.expected_way_seconds == pytest.approx(NUM_TOKENS * 0.012)
+    assert make_summary_json(summary)["decode"]["expected_way_seconds"] == pytest.approx(0.036)
+    (line,) = [line for line in describe_summary(summary) if "expected" in line]
+    assert line.split()[-1] == "12.00"
+    assert all(len(line) <= 80 for line in describe_summary(summary))
+
+
+def test_trace_of_a_star_expects_nothing(tiny_models: Any) -> None:
+    summary = summarize(record_tokens(tiny_models.get().directory, "star").make_trace())
+
+    assert summary.expected_way_seconds == 0
+    assert not any("expected" in line for line in describe_summary(summary))
