@@ -175,7 +175,7 @@ class Wiring:
         """
         self._opener.epoch += 1
         if after is not None:
-            await self._admit(after, (sequence,))
+            await self._admit(after, sequence)
         telling: list[Coroutine[None, None, Status]] = []
         if after is not None:
             telling.append(self._redirect(new, self._name(after, sequence), (sequence,)))

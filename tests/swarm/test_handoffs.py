@@ -16,11 +16,10 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
-from shoal.client.handoff import _Move
-from shoal.client.route_opening import LiveHop
 from shoal.client.session import RemoteSession
 from shoal.client.trace import Move, Recorder
 from shoal.client.trace_file import make_trace_json
+from shoal.client.understudy import Understudy
 from shoal.peer.shared_bytes import SharedBytes
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.loopback import Link
@@ -445,19 +444,19 @@ def test_prompt_that_comes_during_the_move_holds_up_no_step(
         outputs = await world.take_all(session, turns[1:3])
         leaving = world.hosts_of(session)[0]
         taken_while_held_up: list[int] = []
-        replay, follow = _Move._replay, _Move._follow
+        replay, follow = Understudy._replay, Understudy._follow
 
-        async def replay_and_take_the_prompt(move: _Move, new: LiveHop) -> None:
-            await replay(move, new)
+        async def replay_and_take_the_prompt(understudy: Understudy) -> None:
+            await replay(understudy)
             outputs.append(await world.take(session, turns[0]))
 
-        async def follow_and_note(move: _Move, new: LiveHop) -> None:
+        async def follow_and_note(understudy: Understudy) -> None:
             if session._in_use.locked():
-                taken_while_held_up.append(move._tail[0].hidden_BTH.shape[1])
-            await follow(move, new)
+                taken_while_held_up.append(understudy._tail[0].hidden_BTH.shape[1])
+            await follow(understudy)
 
-        monkeypatch.setattr(_Move, "_replay", replay_and_take_the_prompt)
-        monkeypatch.setattr(_Move, "_follow", follow_and_note)
+        monkeypatch.setattr(Understudy, "_replay", replay_and_take_the_prompt)
+        monkeypatch.setattr(Understudy, "_follow", follow_and_note)
         drain(world, leaving)
         await wait_until(has_moved(session))
         outputs += await world.take_all(session, turns[3:])
