@@ -52,10 +52,15 @@ class Libp2pStream(StreamEnd):
         self._release = release
         self._arrived: asyncio.Queue[bytes | RemoteProtocolError] = asyncio.Queue()
         self._num_arrived_bytes = 0
+        self._max_message_bytes = MAX_MESSAGE_BYTES
         self._room = asyncio.Event()
         self._has_other_ended = False
         self._arriving = asyncio.create_task(self._take_in())
         self._leaving: asyncio.Task[None] | None = None
+
+    def limit(self, max_bytes: int) -> None:
+        """Take messages up to this size from now on."""
+        self._max_message_bytes = max_bytes
 
     async def say(self, message: bytes) -> None:
         """Send one message beside all frames; used before the first of them."""
@@ -141,7 +146,7 @@ class Libp2pStream(StreamEnd):
 
     async def _take_message(self) -> bytes:
         (num_bytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-        if num_bytes > MAX_MESSAGE_BYTES:
+        if num_bytes > self._max_message_bytes:
             raise RemoteProtocolError(f"a message of {num_bytes} bytes is too large")
         return await self._reader.readexactly(num_bytes)
 

@@ -29,6 +29,7 @@ from ..membership import Membership
 from .libp2p_stream import Libp2pStream
 from .multiaddrs import split_multiaddr
 from .p2p_streams import connect, open_byte_stream
+from .pieces import MAX_MESSAGE_BYTES
 from .shared_places import SharedPlaces, name_dialler
 from .tcp_listener import MAX_STREAMS
 from .transport import Lane, StreamServer, turn_away
@@ -51,6 +52,9 @@ _MEMBERS_ONLY = b"shoal-members-only 1"
 
 _MAX_DOORSTEP = 512
 """Streams that are still saying who they are, or hear that they are not welcome."""
+
+_MAX_HELLO_BYTES = 1024
+"""What a stranger may have us keep; the proof in a hello takes 32."""
 
 _HELLO_SECONDS = 5.0
 
@@ -191,6 +195,7 @@ class Libp2pListener:
             return
         host, _ = split_multiaddr(str(info.addr))
         stream = Libp2pStream(reader, writer, host or None, "the other end", lambda stream: None)
+        stream.limit(_MAX_HELLO_BYTES)
         task = asyncio.create_task(self._attend(stream, name_dialler(info)))
         self._streams[stream] = task
         task.add_done_callback(lambda _: self._streams.pop(stream))
@@ -201,6 +206,7 @@ class Libp2pListener:
             with self._doorstep.hold(holder):
                 async with asyncio.timeout(_HELLO_SECONDS):
                     is_welcome = self._judge(await stream.hear())
+                stream.limit(MAX_MESSAGE_BYTES)
                 if not is_welcome:
                     await stream.say(_MEMBERS_ONLY)
                     await _end(stream)

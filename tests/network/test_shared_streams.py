@@ -155,3 +155,27 @@ def test_one_address_leaves_streams_over_tcp_to_others(monkeypatch: pytest.Monke
             await transport.close()
 
     asyncio.run(test())
+
+
+def test_large_hello_over_libp2p_is_refused_before_it_has_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from shoal.protocol.net import libp2p_transport
+
+    monkeypatch.setattr(libp2p_transport, "_HELLO_SECONDS", 60.0)
+
+    async def main() -> None:
+        async with server_and_diallers() as (server, (stranger, _)):
+            serving = libp2p_transport.Libp2pTransport(server)
+            await serving.listen("127.0.0.1", 0, wait)
+            streams = await open_silent(stranger, server, libp2p_transport.PROTOCOL)
+            reader, writer = streams[0]
+
+            writer.write((64 * 2**10).to_bytes(4, "little"))
+
+            async with asyncio.timeout(10):
+                assert await reader.read() == b""
+            abort(streams)
+            await serving.close()
+
+    asyncio.run(main())
