@@ -54,6 +54,11 @@ class _OwnGroupP2P(P2P):
             kwargs["relayDiscovery"] = False
         return start + P2P._make_process_args(*args, **kwargs)
 
+    def _remove_socket(self) -> None:
+        """Do what p2pd forgets that gives up in the middle of its start, and hivemind as well."""
+        path = cast(Any, self)._daemon_listen_maddr["unix"]
+        Path(path).unlink(missing_ok=True)
+
     async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
         """Report a failed start only after the end of the process: nobody waits for it later."""
         started: asyncio.Future[None] = asyncio.Future()
@@ -67,6 +72,7 @@ class _OwnGroupP2P(P2P):
         error = started.exception()
         if error is not None:
             await child_of(self).wait()
+            self._remove_socket()
             if not ready.done():
                 ready.set_exception(error)
 

@@ -15,6 +15,7 @@ import pytest
 from directory_processes import (
     CLOCK,
     MODEL,
+    identity_of,
     look_up,
     start,
 )
@@ -193,3 +194,25 @@ def test_reader_finds_back_through_a_peer_that_it_did_not_join_through(
         await reader.close()
 
     asyncio.run(main())
+
+
+def test_initial_peer_that_dies_while_one_joins_leaves_no_socket_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from shoal.protocol.net.p2p_daemon import P2P
+
+    monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{tmp_path}/")
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.close()
+
+    async def main() -> None:
+        dying = await asyncio.start_server(hang_up, "127.0.0.1", 0)
+        port = dying.sockets[0].getsockname()[1]
+        address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{identity_of(1).peer_id}"
+        with pytest.raises(DirectoryError):
+            await HivemindDirectory.join([address], identity=None, clock=CLOCK)
+        dying.close()
+
+    asyncio.run(main())
+    assert list(tmp_path.glob("*.sock")) == []
