@@ -39,12 +39,16 @@ class Alibi:
         exponents += [-4 * head / power for head in range(1, 2 * (num_heads - power), 2)]
         return cls(torch.tensor([2**exponent for exponent in exponents]), scale, dtype)
 
+    def to(self, device: torch.device) -> Alibi:
+        """Return the same slopes on a device."""
+        return replace(self, slopes_H=self.slopes_H.to(device))
+
     def select(self, heads: slice) -> Alibi:
         """Return the slopes of some of the heads."""
         return replace(self, slopes_H=self.slopes_H[heads])
 
     def draw_biases(self, start: int, stop: int) -> Tensor:
         """Return what is added to the scores of the keys `start:stop`, as float32 [H, S]."""
-        positions_S = torch.arange(start, stop).to(self.dtype)
+        positions_S = torch.arange(start, stop, device=self.slopes_H.device).to(self.dtype)
         biases_HS = self.slopes_H.to(self.dtype)[:, None] * positions_S
         return biases_HS.to(torch.float32).mul_(self.scale)

@@ -39,11 +39,12 @@ def quantize_states(states_D: Tensor) -> Tensor:
     states_D = states_D.float()
     largest = states_D.abs().amax(dim=-1, keepdim=True)
     is_usual = (largest >= _TINY) & largest.isfinite()
-    odd_scales = torch.where(largest.isfinite(), 0.0, torch.nan)
+    # Zero, or NaN of what is not finite. A number that `where` takes would be copied to a device.
+    odd_scales = largest - largest
     scales = torch.where(is_usual, largest / LARGEST, odd_scales)
     records_R[..., :SCALE_BYTES].view(torch.float32).copy_(scales)
     numbers_D = (states_D * (LARGEST / largest)).round()
-    numbers_D = torch.where(is_usual, numbers_D, 0.0)
+    numbers_D = numbers_D.masked_fill_(~is_usual, 0.0)
     records_R[..., SCALE_BYTES : SCALE_BYTES + head_dim] = numbers_D.to(torch.int8)
     return records_R
 

@@ -1,6 +1,8 @@
 """Normalization over the last dimension: root mean square norms and layer norms."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import torch
@@ -38,6 +40,11 @@ class Norm:
     def num_parameters(self) -> int:
         """Numbers in weight and bias."""
         return self.weight_H.numel() + (0 if self.bias_H is None else self.bias_H.numel())
+
+    def to(self, device: torch.device) -> Norm:
+        """Return the same norm on a device."""
+        bias_H = None if self.bias_H is None else self.bias_H.to(device)
+        return replace(self, weight_H=self.weight_H.to(device), bias_H=bias_H)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return the normalized hidden states, in their dtype."""

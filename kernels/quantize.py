@@ -34,6 +34,10 @@ class Int8Weight:
     values_OI: Tensor
     scales_O: Tensor
 
+    def to(self, device: torch.device) -> "Int8Weight":
+        """Return the same weight on a device."""
+        return Int8Weight(self.values_OI.to(device), self.scales_O.to(device))
+
     @property
     def shape(self) -> torch.Size:
         """The shape of the matrix that it stands for."""

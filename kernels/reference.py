@@ -121,8 +121,10 @@ def paged_attention(
             continue
         pages_CGSW = [pages_PCGSW[page] for page in tables_NM[index]]
         states_CGSD = torch.cat(pages_CGSW, dim=2)[:, :, :length]
+        head_dim = query_HD.shape[-1]
         if states_CGSD.dtype is torch.int8:
-            states_CGSD = dequantize_states(states_CGSD, query_HD.shape[-1], torch.float32)
+            states_CGSD = dequantize_states(states_CGSD, head_dim, torch.float32)
+        states_CGSD = states_CGSD[..., :head_dim]
         result_NHD[index] = attention(
             query_HD[None, :, None], states_CGSD[:1], states_CGSD[1:], length - 1,
             scale=scale, sliding_window=sliding_window, softcap=softcap,

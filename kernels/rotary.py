@@ -20,10 +20,12 @@ class RotaryTable:
     """Cosines and sines of positions `0 … max_positions - 1`, grown as positions are asked for.
 
     `cos_TD` and `sin_TD` are float32; D is the part of a head that is rotated, both halves
-    written out. Owned by one compute thread: growing is not synchronized.
+    written out. Owned by one compute thread: growing is not synchronized. They are computed on the
+    CPU, the same for every device, and kept on the device of `to`.
     """
 
     def __init__(self, frequencies: Tensor, attention_factor: float, max_positions: int) -> None:
+        self._device = frequencies.device
         self._frequencies = frequencies
         self._attention_factor = attention_factor
         self.max_positions = max_positions
@@ -61,6 +63,12 @@ class RotaryTable:
             raise ValueError("these rope parameters turn keys by angles that are not finite")
         return cls(frequencies, attention_factor, max_positions)
 
+    def to(self, device: torch.device) -> RotaryTable:
+        """Keep the table on a device from now on; return it."""
+        self._device = device
+        self.cos_TD, self.sin_TD = self.cos_TD.to(device), self.sin_TD.to(device)
+        return self
+
     def rows(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """Return (cos_TD, sin_TD) of `count` positions from `start`: views, not to be changed.
 
@@ -73,12 +81,19 @@ class RotaryTable:
             self._grow(min(max(stop, 2 * len(self.cos_TD)), self.max_positions))
         return self.cos_TD[start:stop], self.sin_TD[start:stop]
 
+    def select(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return copies (cos_ND, sin_ND) of some positions; `rows` has returned all of them before.
+
+        The positions are on the device of the table, which does not wait for them.
+        """
+        return self.cos_TD[positions_N], self.sin_TD[positions_N]
+
     def _grow(self, num_positions: int) -> None:
         positions = torch.arange(num_positions, dtype=torch.float32)
         # Float32 angles as in transformers: more digits here would be different words there.
         angles_TD = torch.outer(positions, self._frequencies).repeat(1, 2)
-        self.cos_TD = angles_TD.cos().mul_(self._attention_factor)
-        self.sin_TD = angles_TD.sin().mul_(self._attention_factor)
+        self.cos_TD = angles_TD.cos().mul_(self._attention_factor).to(self._device)
+        self.sin_TD = angles_TD.sin().mul_(self._attention_factor).to(self._device)
 
 
 def apply_rotary(states_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

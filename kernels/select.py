@@ -77,7 +77,9 @@ def choose_fastest(kernels: Sequence[Int8Kernel], read_clock: Callable[[], float
     return min(kernels, key=measure)
 
 
-def describe_kernels(weights: WeightFormat, attention: Iterable[str]) -> str:
+def describe_kernels(
+    weights: WeightFormat, attention: Iterable[str], device_type: str = "cpu"
+) -> str:
     """Return what computes blocks with such weights, and with what attention, for people.
 
     Before the first int8 weights are there, this measures.
@@ -86,5 +88,5 @@ def describe_kernels(weights: WeightFormat, attention: Iterable[str]) -> str:
     'fp32: torch, attention: avx512 and torch'
     """
     is_int8 = weights is WeightFormat.INT8
-    linear = choose_int8_kernel("cpu").name if is_int8 else f"{weights.value}: torch"
+    linear = choose_int8_kernel(device_type).name if is_int8 else f"{weights.value}: torch"
     return f"{linear}, attention: {' and '.join(sorted(set(attention)))}"

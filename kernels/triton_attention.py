@@ -53,8 +53,8 @@ def paged_attention(
     Token `n` sees the first `lengths_N[n]` keys of its table, its own among them, with a window
     only the last `sliding_window`; a token that sees none, as in an idle row of a captured graph,
     gets zeros. `tables_NM` and `lengths_N` are int32 and trusted: nobody notices a page that is
-    not there. Pages are floats, or int8 with the records of `int8_states` for W. Raises ValueError
-    for shapes and options that contradict each other.
+    not there. Pages are floats, the first of W, or int8 with the records of `int8_states` for W.
+    Raises ValueError for shapes and options that contradict each other.
     """
     is_int8 = pages_PCGSW.dtype is torch.int8
     _check(queries_NHD, pages_PCGSW, tables_NM, lengths_N, sliding_window)
@@ -104,8 +104,8 @@ def _check(
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"heads have at most {MAX_HEAD_DIM} numbers, not {head_dim}")
     is_int8 = pages_PCGSW.dtype is torch.int8
-    expected = count_record_bytes(head_dim) if is_int8 else head_dim
-    if (num_kinds, width) != (2, expected) or num_heads % num_groups:
+    fits = width == count_record_bytes(head_dim) if is_int8 else width >= head_dim
+    if not fits or num_kinds != 2 or num_heads % num_groups:
         raise ValueError(
             f"queries {tuple(queries_NHD.shape)} do not fit pages {tuple(pages_PCGSW.shape)}"
         )

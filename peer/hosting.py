@@ -15,9 +15,11 @@ from .block_sizes import BlockSizes
 from .config import PeerConfig
 from .engine.block_cache import open_block_cache
 from .engine.compute_thread import ComputeThread
+from .engine.cuda_device import choose_device
 from .engine.engine import Engine, HostedBlock, check_kv_budget
 from .engine.families import read_spec
 from .engine.loader import check_span, check_weights, open_checkpoint
+from .engine.numerics import Numerics
 from .engine.spec import ModelShape
 from .memory import RESERVE_BYTES, read_free_bytes
 from .neighbours import Neighbours
@@ -53,12 +55,12 @@ class HostedModel:
         checkpoint = open_checkpoint(config.model)
         spec = read_spec(checkpoint.config)
         span = config.span or Span(0, min(config.num_blocks or 1, spec.num_blocks))
-        weights = WeightFormat(config.weights)
+        numerics = Numerics(WeightFormat(config.weights), choose_device(config.device))
         check_span(spec, span)
-        check_weights(spec, weights)
-        check_kv_budget(spec, span, weights, config.kv_budget_bytes)
+        check_weights(spec, numerics.weights)
+        check_kv_budget(spec, span, numerics, config.kv_budget_bytes)
         model_id = make_model_id(checkpoint.config, checkpoint.revision)
-        return cls(checkpoint, model_id, spec, BlockSizes.of_model(spec, weights))
+        return cls(checkpoint, model_id, spec, BlockSizes.of_model(spec, numerics.weights))
 
 
 @dataclass(frozen=True)

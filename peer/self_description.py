@@ -16,8 +16,8 @@ from ..protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
 from .announcer import LIFETIME_PERIODS
 from .config import PeerConfig
 from .delays import Delays
-from .engine.engine import COMPUTE_DTYPES
 from .engine.kv_pool import KVCachePool, KVCacheStatistics
+from .engine.numerics import COMPUTE_DTYPES
 from .hosting import Stay
 from .loop_lag import LoopLag
 

@@ -8,66 +8,19 @@ features.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
-from ...kernels.alibi import Alibi
 from ...kernels.attention import attention
 from ...kernels.linear import Linear
-from ...kernels.norm import rms_norm
-from ...kernels.prompt_attention import PromptAttention, can_attend_prompts
-from ...kernels.rotary import apply_rotary
-from ...kernels.token_attention import TokenAttention, TokenShape, can_attend
+from .attention_kernels import AttentionKernels
+from .attention_options import AttentionOptions, QueryKeyTurn
 from .rows import RowRange, Segment, Segments, apply_linear
 from .scheduler import count_part_tokens
-from .spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionOptions:
-    """Everything that the attention of one block may do differently from that of another.
-
-    `rope` says which of a segment's rotations turns queries and keys, None that none does.
-    """
-
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    norm_eps: float
-    scale: float
-    dtype: torch.dtype
-    rope: int | None
-    sliding_window: int | None
-    softcap: float | None
-    alibi: Alibi | None
-
-    @classmethod
-    def of(cls, spec: ModelSpec, block: int, dtype: torch.dtype) -> "AttentionOptions":
-        """Return the options of one block of a model; `dtype` is that of its activations."""
-        scale = spec.attention_scale
-        return cls(
-            num_heads=spec.num_heads,
-            num_kv_heads=spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            norm_eps=spec.norm_eps,
-            scale=spec.head_dim**-0.5 if scale is None else scale,
-            dtype=dtype,
-            rope=spec.find_rope(block),
-            sliding_window=spec.sliding_windows[block],
-            softcap=spec.attention_softcap,
-            alibi=None
-            if spec.alibi is None
-            else Alibi.build(spec.num_heads, scale=spec.alibi.scale, dtype=spec.alibi.dtype),
-        )
 
 
 class Attention:
-    """Queries, keys and values of a block, attention over the cache, and the output linear.
-
-    `query_key_norm_JD` holds the query norm once per query head, then the key norm once per key
-    head, or is None for families without.
-    """
+    """Queries, keys and values of a block, attention over the cache, and the output linear."""
 
     def __init__(
         self,
@@ -75,41 +28,33 @@ class Attention:
         options: AttentionOptions,
         query_key_value: Linear,
         output: Linear,
-        query_key_norm_JD: torch.Tensor | None,
+        turn: QueryKeyTurn,
+        kernels: AttentionKernels,
     ) -> None:
         self.options = options
-        self.num_bytes = query_key_value.num_bytes + output.num_bytes
-        self.num_parameters = query_key_value.num_parameters + output.num_parameters
-        if query_key_norm_JD is not None:
-            self.num_bytes += query_key_norm_JD.nbytes
-            self.num_parameters += query_key_norm_JD.numel()
-            self._ones_D = torch.ones(options.head_dim)
+        parts = (query_key_value, output, turn)
+        self.num_bytes = sum(part.num_bytes for part in parts)
+        self.num_parameters = sum(part.num_parameters for part in parts)
         self._block = block
         self._query_key_value = query_key_value
         self._output = output
-        self._query_key_norm_JD = query_key_norm_JD
-        shape = _find_plain_shape(options)
-        self._token_attention = (
-            TokenAttention(block, shape, query_key_norm_JD)
-            if shape is not None and can_attend(shape)
-            else None
-        )
-        self._prompt_attention = (
-            PromptAttention(block, shape, query_key_norm_JD)
-            if shape is not None and can_attend_prompts(shape)
-            else None
-        )
+        self._turn = turn
+        self._kernels = kernels
 
     @property
     def is_cut_anywhere(self) -> bool:
         """Whether attention gives the same wherever a prompt is cut into parts."""
-        return self._prompt_attention is not None
+        return self._kernels.prompts is not None
+
+    @property
+    def has_fixed_shapes(self) -> bool:
+        """Whether generated tokens are attended to in the same way however long texts are."""
+        return self._kernels.tokens is not None
 
     @property
     def kernels(self) -> list[str]:
         """What computes generated tokens, and what prompts, for people."""
-        in_c = (self._token_attention, self._prompt_attention)
-        return ["torch" if kernel is None else kernel.name for kernel in in_c]
+        return ["torch" if kernel is None else kernel.name for kernel in self._kernels]
 
     def __call__(
         self, normed_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
@@ -119,17 +64,15 @@ class Attention:
         return apply_linear(self._output, self._attend_all(fused_NO, segments), ranges)
 
     def _attend_all(self, fused_NO: torch.Tensor, segments: Segments) -> torch.Tensor:
-        """Attention of all rows: generated tokens and prompts each together, where C can do it."""
-        options = self.options
-        attend_tokens, attend_prompts = self._token_attention, self._prompt_attention
-        if attend_tokens is None or options.rope is None:
+        """Attention of all rows: generated tokens and prompts each together, where kernels can."""
+        options, (attend_tokens, attend_prompts) = self.options, self._kernels
+        if attend_tokens is None:
             attended = [self._attend(fused_NO, segment) for segment in segments.all]
             return attended[0] if len(attended) == 1 else torch.cat(attended)
         attended_NO = fused_NO.new_empty(len(fused_NO), options.num_heads * options.head_dim)
-        if segments.decoded:
-            attend_tokens(fused_NO, segments.token_batches[options.rope], attended_NO)
-        if segments.prompts and attend_prompts is not None:
-            attend_prompts(fused_NO, segments.prompt_batches[options.rope], attended_NO)
+        attend_tokens(fused_NO, segments, attended_NO)
+        if attend_prompts is not None:
+            attend_prompts(fused_NO, segments, attended_NO)
             return attended_NO
         for segment in segments.prompts:
             attended_NO[segment.start : segment.stop] = self._attend(fused_NO, segment)
@@ -145,7 +88,7 @@ class Attention:
         )
         # Queries and keys lie side by side, so one pass norms and rotates both.
         query_key_BTJD, values_BTGD = fused_BTXD.tensor_split([-options.num_kv_heads], dim=2)
-        query_key_BJTD = self._turn(query_key_BTJD, segment)
+        query_key_BJTD = self._turn(query_key_BTJD, segment.rotations)
         queries_BHTD, keys_BGTD = query_key_BJTD.tensor_split([options.num_heads], dim=1)
 
         #   cache    0 .......... position ...... stop ....... capacity
@@ -194,34 +137,3 @@ class Attention:
             for last in (min(first + stride, segment.num_tokens),)
         ]
         return attended[0] if len(attended) == 1 else torch.cat(attended, dim=2)
-
-    def _turn(self, query_key_BTJD: torch.Tensor, segment: Segment) -> torch.Tensor:
-        """Norm and rotate queries and keys, as far as the model does; return them as BJTD."""
-        if self._query_key_norm_JD is not None:
-            # In float32 up to the end: 16 bits are rounded to once, after the weight.
-            normed_BTJD = rms_norm(query_key_BTJD.float(), self._ones_D, self.options.norm_eps)
-            normed_BTJD = normed_BTJD * self._query_key_norm_JD
-            query_key_BTJD = normed_BTJD.to(query_key_BTJD.dtype)
-        query_key_BJTD = query_key_BTJD.transpose(1, 2)
-        if self.options.rope is None:
-            return query_key_BJTD
-        return apply_rotary(query_key_BJTD, *segment.rotations[self.options.rope])
-
-
-def _find_plain_shape(options: AttentionOptions) -> TokenShape | None:
-    """Return what the kernels in C have to know, None where a block does what they cannot."""
-    is_plain = (
-        options.dtype is torch.float32
-        and options.rope is not None
-        and options.scale == options.head_dim**-0.5
-        and options.softcap is None
-        and options.alibi is None
-    )
-    shape = TokenShape(
-        options.num_heads,
-        options.num_kv_heads,
-        options.head_dim,
-        options.sliding_window,
-        options.norm_eps,
-    )
-    return shape if is_plain else None

@@ -18,7 +18,8 @@ class Block:
     """One decoder block; `norms` are those that the spec names, and the others do nothing.
 
     `is_cut_anywhere`: where a prompt is cut into parts makes no difference to its attention, which
-    `attention_kernels` compute.
+    `attention_kernels` compute. `has_fixed_shapes`: what is done for generated tokens follows from
+    how many there are.
     """
 
     def __init__(
@@ -29,6 +30,7 @@ class Block:
         self.num_parameters = sum(part.num_parameters for part in parts)
         self.is_cut_anywhere = attention.is_cut_anywhere
         self.attention_kernels = attention.kernels
+        self.has_fixed_shapes = attention.has_fixed_shapes and mlp.has_fixed_shapes
         self._residual = residual
         self._norms = norms
         self._attention = attention

@@ -18,6 +18,7 @@ from ...protocol.errors import ModelError
 from .config_reader import find_quantization
 from .families import find_family
 from .families.family import FusedOrder
+from .numerics import Numerics
 from .spec import ModelSpec
 
 _LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
@@ -25,7 +26,7 @@ _WEIGHT = "weight"
 
 
 class BlockTensors:
-    """Reads one block's tensors and checks them against the spec.
+    """Reads one block's tensors, checks them against the spec, and brings them to the device.
 
     `known` are int8 weights from a cache, by the names under which `quantized` collects what had
     to be quantized here.
@@ -36,8 +37,7 @@ class BlockTensors:
         checkpoint: Checkpoint,
         spec: ModelSpec,
         index: int,
-        weights: WeightFormat,
-        dtype: torch.dtype,
+        numerics: Numerics,
         known: Mapping[str, Int8Weight] | None = None,
     ) -> None:
         self.quantized: dict[str, Int8Weight] = {}
@@ -48,8 +48,9 @@ class BlockTensors:
         self._quantization = find_quantization(checkpoint.config)
         self._spec = spec
         self._index = index
-        self._weights = weights
-        self._dtype = dtype
+        self._weights = numerics.weights
+        self._dtype = numerics.dtype
+        self._place = numerics.device.place
         self._known = known or {}
         self._shapes: Mapping[str, tuple[int, ...]] = spec.tensor_shapes(index)
 
@@ -63,19 +64,24 @@ class BlockTensors:
         bias_H = None
         if bias_name in self._shapes:
             bias_H = self.load_floats((bias_name,)).to(self._dtype, copy=True)
-        return Norm(self._spec.norm_kind, weight_H, bias_H, self._spec.norm_eps)
+        return Norm(self._spec.norm_kind, weight_H, bias_H, self._spec.norm_eps).to(self._place)
+
+    def load_router(self) -> torch.Tensor:
+        """Return the weights that choose among experts."""
+        return self.load_floats(("router",)).to(self._place)
 
     def load_linear(self, local_names: Sequence[str], has_bias: bool, expert: int = 0) -> Linear:
         """Stack the weights of linears that share an input into one."""
         bias_O = None
         if has_bias:
             bias_O = self.load_floats([f"{name}_bias" for name in local_names], expert)
+            bias_O = bias_O.to(self._place)
         if self._weights is WeightFormat.INT8:
             weight_OI = self._load_int8(local_names, expert)
         else:
             weight_OI = self.load_floats(local_names, expert)
         try:
-            return make_linear(weight_OI, bias_O, self._weights, self._dtype)
+            return make_linear(weight_OI.to(self._place), bias_O, self._weights, self._dtype)
         except ValueError as error:
             raise self._explain(local_names, expert, error) from error
 

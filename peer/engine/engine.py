@@ -6,10 +6,8 @@ H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 
@@ -24,85 +22,20 @@ from ...protocol.fair_share import Holder
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
 from .block_cache import BlockCache
+from .cuda_device import choose_device
+from .decode_graphs import DecodeGraphs
+from .device import Device
 from .families import read_spec
 from .heap import keep_large_tensors_apart
-from .kv_cache import PAGE_TOKENS, SessionCache
+from .kv_cache import SessionCache
+from .kv_memory import PAGE_TOKENS
 from .kv_pool import KVCachePool
 from .loader import HostedBlock, ReportProgress, load_span
-from .rows import Rotation, RowRange, Segment, Segments
+from .numerics import Numerics
+from .rows import RowRange, Segments
 from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
 from .spec import ModelShape
-
-COMPUTE_DTYPES = {
-    WeightFormat.FP32: torch.float32,
-    WeightFormat.BF16: torch.bfloat16,
-    # Precision is spent on the weights, where it buys speed. Exact activations let a replay
-    # after a failure reproduce the same tokens.
-    WeightFormat.INT8: torch.float32,
-}
-"""The dtype of activations and KV cache on the CPU."""
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """One step of one session, or a part of one, as the engine takes it.
-
-    `span` is the range of hosted blocks that the session uses here, the one its cache was opened
-    for. `hidden_BTH` may be of any float dtype. `row_map` reorders the rows of the cache first.
-    `decoded` says that these tokens were computed one by one, or are a replay of such tokens:
-    they get the numerics of single tokens, however many arrive at once.
-
-    A part is made by `cut`; `num_behind` tokens of the step follow it.
-    """
-
-    cache: SessionCache
-    span: Span
-    position: int
-    hidden_BTH: torch.Tensor
-    row_map: tuple[int, ...] | None = None
-    last_token_only: bool = False
-    decoded: bool = False
-    num_behind: int = 0
-
-    @property
-    def num_rows(self) -> int:
-        """Sequences, B."""
-        return self.hidden_BTH.shape[0]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of each row, T."""
-        return self.hidden_BTH.shape[1]
-
-    def cut(self, first: int, num_tokens: int) -> StepWork:
-        """Return a part of the step: `num_tokens` tokens from `first` on.
-
-        Parts are to be executed in order. The result of the step is that of its parts joined: with
-        int8 weights to the bit, if each but the last has a multiple of the tokens that
-        `scheduler.count_part_tokens` returns for `Engine.part_tokens`, which the scheduler sees to.
-        Float linears round the last digit by how many rows they multiply.
-        """
-        if num_tokens == self.num_tokens:
-            return self
-        stop = first + num_tokens
-        return replace(
-            self,
-            position=self.position + first,
-            hidden_BTH=self.hidden_BTH[:, first:stop],
-            row_map=None if first else self.row_map,
-            num_behind=self.num_tokens - stop,
-        )
-
-
-@dataclass(slots=True)
-class _Step:
-    """A step that was accepted, with its hidden states as they move through the blocks."""
-
-    index: int
-    work: StepWork
-    precision: RowPrecision
-    rotations: tuple[Rotation, ...]
-    hidden_NH: torch.Tensor
+from .steps import AcceptedStep, StepWork, cut_stretches, lay_out
 
 
 class Engine:
@@ -120,7 +53,7 @@ class Engine:
         blocks: Sequence[HostedBlock],
         rotary: Sequence[RotaryTable],
         pool: KVCachePool,
-        weights: WeightFormat,
+        numerics: Numerics,
     ) -> None:
         self.spec = spec
         self.span = span
@@ -129,9 +62,13 @@ class Engine:
         self.num_weight_bytes = sum(block.num_bytes for block in blocks)
         self.num_parameters = sum(block.num_parameters for block in blocks)
         self.kernels = describe_kernels(
-            weights, [name for block in blocks for name in block.attention_kernels]
+            numerics.weights,
+            [name for block in blocks for name in block.attention_kernels],
+            numerics.device.place.type,
         )
         self._blocks = blocks
+        self._device = numerics.device
+        self._graphs = _make_graphs(blocks, numerics.device)
         can_cut = all(block.is_cut_anywhere for block in blocks)
         self.part_tokens = SHORT_PART_TOKENS if can_cut else PART_TOKENS
         self._rotary = rotary
@@ -146,7 +83,7 @@ class Engine:
         span: Span,
         weights: WeightFormat,
         *,
-        device: str = "cpu",
+        device: str | Device = "cpu",
         kv_budget_bytes: int,
         num_threads: int | None = None,
         on_progress: ReportProgress | None = None,
@@ -155,21 +92,27 @@ class Engine:
     ) -> Engine:
         """Load the blocks of `span`; raises ModelError or UsageError before reading weights.
 
+        `device` is one, or what `choose_device` knows it by;
         `num_threads` sets torch's threads for the whole process; `on_progress(done, total)`
         counts blocks; `cache` spares quantizing blocks that were quantized before; `kept` are
         blocks that another engine had, by index.
         """
-        if device != "cpu":
-            raise UsageError(f"this version computes on the device cpu only, not on {device!r}")
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         spec = read_spec(checkpoint.config)
-        rotary = _build_rotary(spec)
-        dtype = COMPUTE_DTYPES[weights]
-        pool = KVCachePool(kv_budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, dtype)
-        with torch.inference_mode(), keep_large_tensors_apart():
-            blocks = load_span(checkpoint, spec, span, weights, dtype, on_progress, cache, kept)
-        return cls(spec, span, blocks, rotary, pool, weights)
+        numerics = Numerics(weights, choose_device(device) if isinstance(device, str) else device)
+        try:
+            rotary = _build_rotary(spec, numerics)
+            pool = _open_pool(spec, span, numerics, kv_budget_bytes)
+            with torch.inference_mode(), keep_large_tensors_apart():
+                blocks = load_span(checkpoint, spec, span, numerics, on_progress, cache, kept)
+        except torch.OutOfMemoryError as error:
+            raise UsageError(
+                f"{numerics.device.place} has no room for blocks {span} and {kv_budget_bytes} "
+                "bytes of KV memory; serve fewer blocks (--num-blocks), or give sessions less "
+                "(--kv-memory)"
+            ) from error
+        return cls(spec, span, blocks, rotary, pool, numerics)
 
     def keep_blocks(self, span: Span) -> dict[int, HostedBlock]:
         """Return the blocks that another engine with this span need not load, by index."""
@@ -212,17 +155,19 @@ class Engine:
         results: list[torch.Tensor | ShoalError] = [
             RefusedError(ErrorCode.INTERNAL, "the step was not computed") for _ in batch
         ]
-        steps = self._accept(batch, results)
-        self._compute(steps, before_block)
-        for step in steps:
-            results[step.index] = _finish(step)
+        with self._device.running():
+            steps = self._accept(batch, results)
+            self._compute(steps, before_block)
+            outputs = self._device.fetch([step.hidden_NH for step in steps])
+        for step, output_NH in zip(steps, outputs, strict=True):
+            results[step.index] = _finish(step, output_NH)
         return results
 
     def _accept(
         self, batch: Sequence[StepWork], results: list[torch.Tensor | ShoalError]
-    ) -> list[_Step]:
+    ) -> list[AcceptedStep]:
         """Check every step and prepare its cache; refusals go into `results`."""
-        steps: list[_Step] = []
+        steps: list[AcceptedStep] = []
         accepted_caches: set[SessionCache] = set()
         for index, work in enumerate(batch):
             try:
@@ -236,7 +181,7 @@ class Engine:
         # Steps of one precision lie side by side, so that each linear runs once for each.
         return sorted(steps, key=lambda step: step.precision is RowPrecision.ONE_DIGIT)
 
-    def _prepare(self, index: int, work: StepWork) -> _Step:
+    def _prepare(self, index: int, work: StepWork) -> AcceptedStep:
         self._check(work)
         num_rows, num_tokens, hidden_size = work.hidden_BTH.shape
         hidden_NH = work.hidden_BTH.to(self.dtype).reshape(num_rows * num_tokens, hidden_size)
@@ -246,7 +191,7 @@ class Engine:
         # Not by the number of rows: that depends on how a prompt was cut into steps.
         precision = RowPrecision.TWO_DIGITS if work.decoded else RowPrecision.ONE_DIGIT
         rotations = tuple(table.rows(work.position, num_tokens) for table in self._rotary)
-        return _Step(index, work, precision, rotations, hidden_NH)
+        return AcceptedStep(index, work, precision, rotations, hidden_NH)
 
     def _check(self, work: StepWork) -> None:
         if work.span != work.cache.span:
@@ -267,26 +212,32 @@ class Engine:
                 f"{self.spec.hidden_size}, not {num_rows} and {hidden_size}",
             )
 
-    def _compute(self, steps: Sequence[_Step], before_block: Callable[[], object] | None) -> None:
+    def _compute(
+        self, steps: Sequence[AcceptedStep], before_block: Callable[[], object] | None
+    ) -> None:
         """Move every step's hidden states through its blocks, together wherever they overlap."""
-        for stretch, active in _cut_stretches(steps):
+        brought = self._device.bring([step.hidden_NH for step in steps])
+        for step, hidden_NH in zip(steps, brought, strict=True):
+            step.hidden_NH = hidden_NH
+        for stretch, active in cut_stretches(steps):
             hidden_NH = _join([step.hidden_NH for step in active])
-            placed, ranges = _lay_out(active)
-            segments = Segments(placed)
-            for index in range(stretch.start, stretch.stop):
+            placed, ranges = lay_out(active)
+            segments = Segments(placed, self._rotary)
+            if self._graphs is not None and stretch == self.span and self._graphs.can_run(segments):
                 if before_block is not None:
                     before_block()
-                hidden_NH = self._blocks[index - self.span.start](hidden_NH, segments, ranges)
+                hidden_NH = self._graphs.run(hidden_NH, segments.paged_rows[0])
+            else:
+                blocks = self._blocks[stretch.start - self.span.start :][: len(stretch)]
+                hidden_NH = _run_blocks(blocks, hidden_NH, segments, ranges, before_block)
             for step, segment in zip(active, placed, strict=True):
                 step.hidden_NH = hidden_NH[segment.start : segment.stop]
 
 
-def check_kv_budget(spec: ModelShape, span: Span, weights: WeightFormat, budget_bytes: int) -> None:
+def check_kv_budget(spec: ModelShape, span: Span, numerics: Numerics, budget_bytes: int) -> None:
     """Raise UsageError when not even one page of one session fits into the budget."""
-    pool = KVCachePool(
-        budget_bytes, len(span), spec.num_kv_heads, spec.head_dim, COMPUTE_DTYPES[weights]
-    )
-    needed_bytes = PAGE_TOKENS * len(span) * pool.token_bytes
+    layouts = numerics.device.make_layouts(spec.num_kv_heads, spec.head_dim, numerics.dtype)
+    needed_bytes = PAGE_TOKENS * len(span) * layouts[KVFormat.FLOAT].token_bytes
     if budget_bytes < needed_bytes:
         raise UsageError(
             f"{budget_bytes} bytes of KV memory hold no session: {len(span)} blocks of this model "
@@ -295,69 +246,60 @@ def check_kv_budget(spec: ModelShape, span: Span, weights: WeightFormat, budget_
         )
 
 
-def _build_rotary(spec: ModelShape) -> list[RotaryTable]:
+def _open_pool(spec: ModelShape, span: Span, numerics: Numerics, budget_bytes: int) -> KVCachePool:
+    store = numerics.device.open_store(
+        budget_bytes, span, spec.num_kv_heads, spec.head_dim, numerics.dtype
+    )
+    return KVCachePool(budget_bytes, store)
+
+
+def _build_rotary(spec: ModelShape, numerics: Numerics) -> list[RotaryTable]:
     """Return one table for each of the model's ropes."""
     try:
-        return [RotaryTable.build(spec.head_dim, spec.max_positions, rope) for rope in spec.ropes]
+        return [
+            RotaryTable.build(spec.head_dim, spec.max_positions, rope).to(numerics.device.place)
+            for rope in spec.ropes
+        ]
     except (ValueError, TypeError, LookupError) as error:
         raise ModelError(f"config.json: rotary parameters are not usable: {error}") from error
 
 
-def _cut_stretches(steps: Sequence[_Step]) -> Iterator[tuple[Span, list[_Step]]]:
-    """Yield the maximal spans through which the same steps go, in order, with these steps.
+def _make_graphs(blocks: Sequence[HostedBlock], device: Device) -> DecodeGraphs | None:
+    """Return what records decode steps, where the device can and the blocks allow it."""
+    if device.recorder is None or not all(block.has_fixed_shapes for block in blocks):
+        return None
 
-    ::
+    def compute(hidden_NH: torch.Tensor, segments: Segments) -> torch.Tensor:
+        ranges = [RowRange(0, len(hidden_NH), RowPrecision.TWO_DIGITS)]
+        return _run_blocks(blocks, hidden_NH, segments, ranges, None)
 
-        step A   [0 ............... 6)
-        step B             [3 ........... 8)
-        yields   0:3 A     3:6 A B   6:8 B
-    """
-    edges = {step.work.span.start for step in steps} | {step.work.span.stop for step in steps}
-    for start, stop in pairwise(sorted(edges)):
-        stretch = Span(start, stop)
-        active = [step for step in steps if step.work.span.covers(stretch)]
-        if active:
-            yield stretch, active
+    return DecodeGraphs(compute, device.recorder)
 
 
-def _lay_out(steps: Sequence[_Step]) -> tuple[list[Segment], list[RowRange]]:
-    """Place the steps' rows one after the other; ranges of one precision are merged."""
-    segments: list[Segment] = []
-    ranges: list[RowRange] = []
-    start = 0
-    for step in steps:
-        num_rows, num_tokens, _ = step.work.hidden_BTH.shape
-        stop = start + num_rows * num_tokens
-        segments.append(
-            Segment(
-                start=start,
-                stop=stop,
-                num_rows=num_rows,
-                num_tokens=num_tokens,
-                position=step.work.position,
-                is_decoded=step.work.decoded,
-                cache=step.work.cache,
-                rotations=step.rotations,
-            )
-        )
-        if ranges and ranges[-1].precision is step.precision:
-            ranges[-1] = replace(ranges[-1], stop=stop)
-        else:
-            ranges.append(RowRange(start, stop, step.precision))
-        start = stop
-    return segments, ranges
+def _run_blocks(
+    blocks: Sequence[HostedBlock],
+    hidden_NH: torch.Tensor,
+    segments: Segments,
+    ranges: Sequence[RowRange],
+    before_block: Callable[[], object] | None,
+) -> torch.Tensor:
+    for block in blocks:
+        if before_block is not None:
+            before_block()
+        hidden_NH = block(hidden_NH, segments, ranges)
+    return hidden_NH
 
 
 def _join(parts: Sequence[torch.Tensor]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
-def _finish(step: _Step) -> torch.Tensor | ShoalError:
+def _finish(step: AcceptedStep, output_NH: torch.Tensor) -> torch.Tensor | ShoalError:
     """Commit a step whose result is sound, and shape the result."""
     num_rows, num_tokens, hidden_size = step.work.hidden_BTH.shape
-    if not has_only_finite(step.hidden_NH):
+    if not has_only_finite(output_NH):
         step.work.cache.abandon()
         return RefusedError(ErrorCode.BAD_VALUES, "these hidden states make the blocks overflow")
     step.work.cache.commit(num_tokens)
-    hidden_BTH = step.hidden_NH.view(num_rows, num_tokens, hidden_size)
+    hidden_BTH = output_NH.view(num_rows, num_tokens, hidden_size)
     return hidden_BTH[:, -1:].contiguous() if step.work.last_token_only else hidden_BTH

@@ -1,11 +1,10 @@
 """Keys and values of one session, in memory that is committed as the session grows.
 
-A session maps as much memory as it may ever need. The operating system commits it when it is
-first touched, so the budget of `kv_pool` counts what is really committed, in pages of
-`PAGE_TOKENS` tokens, and no session pays for its maximum length.
+The budget of `kv_pool` counts what is really committed, in pages of `PAGE_TOKENS` tokens, and no
+session pays for its maximum length. What these pages are says `kv_memory`.
 
-Tensor suffixes: L blocks, B rows of the session, G key-value heads, S tokens, T tokens of a step,
-D head size (or, in memory, whatever `kv_layouts` keeps of that many numbers).
+Tensor suffixes: B rows of the session, G key-value heads, S tokens, T tokens of a step, D head size
+(or, in memory, whatever `kv_layouts` keeps of that many numbers).
 """
 
 from collections.abc import Iterator, Sequence
@@ -17,22 +16,20 @@ from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, Re
 from ...protocol.fair_share import Holder
 from ...protocol.spans import Span
 from .common_prefixes import CommonPrefixes
-from .kv_layouts import Heads, Layout
-from .lazy_memory import LazyMemory
+from .kv_layouts import Heads
+from .kv_memory import PAGE_TOKENS, SessionMemory, count_pages
 from .prefix_copy import PrefixCopy
 
 if TYPE_CHECKING:
     from .kv_pool import KVCachePool
-
-PAGE_TOKENS = 64
 
 
 class SessionCache:
     """One session's lease: keys and values of its rows in every block of its span.
 
     The first `length` tokens are valid. A step is `prepare`, then writing and reading, block by
-    block or through `states_LCBGSD`, then `commit`; without the commit the length stays where
-    `prepare` put it.
+    block or in `memory` itself, then `commit`; without the commit the length stays where `prepare`
+    put it.
     `used_at` is when a step last came in; whoever takes one in may set it, on any thread.
     """
 
@@ -41,25 +38,21 @@ class SessionCache:
         pool: "KVCachePool",
         span: Span,
         max_tokens: int,
-        memory: LazyMemory,
-        layout: Layout,
+        memory: SessionMemory,
         holder: Holder | None,
     ) -> None:
         self.span = span
         self.holder = holder
         self.max_tokens = max_tokens
-        self.num_rows = memory.states_LCBGSD.shape[2]
+        self.num_rows = memory.num_rows
         self.length = 0
         self.is_open = True
         self._pool = pool
         self.used_at = pool.now()
-        self._memory: LazyMemory | None = memory
-        self._layout = layout
-        self._keys_values = [
-            (keys_BGSD, values_BGSD) for keys_BGSD, values_BGSD in memory.states_LCBGSD
-        ]
-        self._page_bytes = PAGE_TOKENS * self.num_rows * len(span) * layout.token_bytes
-        self._capacity = memory.states_LCBGSD.shape[4]
+        self._memory: SessionMemory | None = memory
+        self._layout = memory.layout
+        self._page_bytes = PAGE_TOKENS * self.num_rows * len(span) * self._layout.token_bytes
+        self._capacity = memory.capacity
         self._num_pages = 0
         # Tokens that must stay addressable: the length, and the step being computed.
         self._num_reserved_tokens = 0
@@ -79,7 +72,7 @@ class SessionCache:
     @property
     def spare_bytes(self) -> int:
         """Committed bytes above what is in use: rolled back, kept for growing again."""
-        num_spare_pages = self._num_pages - _count_pages(self._num_reserved_tokens)
+        num_spare_pages = self._num_pages - count_pages(self._num_reserved_tokens)
         return max(0, num_spare_pages) * self._page_bytes
 
     def prepare(
@@ -150,24 +143,21 @@ class SessionCache:
         self.used_at = self._pool.now()
 
     @property
-    def states_LCBGSD(self) -> torch.Tensor:
-        """All keys and values (C), block after block from `span.start` on."""
+    def memory(self) -> SessionMemory:
+        """Where the keys and values are; only reserved tokens may be touched."""
         assert self._memory is not None
-        return self._memory.states_LCBGSD
+        return self._memory
 
     def keys_values(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a block as it is kept; only reserved tokens may be touched."""
-        return self._keys_values[block - self.span.start]
+        """Return all that is reserved of a block, as it is kept; not to be changed."""
+        return self.memory.read(block - self.span.start, self._num_reserved_tokens)
 
     def write(
         self, block: int, position: int, keys_BGTD: torch.Tensor, values_BGTD: torch.Tensor
     ) -> None:
         """Write keys and values of a block from `position` on."""
-        stop = position + keys_BGTD.shape[2]
-        for kept_BGSD, new_BGTD in zip(
-            self.keys_values(block), (keys_BGTD, values_BGTD), strict=True
-        ):
-            kept_BGSD[:, :, position:stop] = self._layout.pack(new_BGTD)
+        pack = self._layout.pack
+        self.memory.write(block - self.span.start, position, pack(keys_BGTD), pack(values_BGTD))
 
     def read(self, block: int, stop: int) -> Iterator[tuple[Heads, torch.Tensor, torch.Tensor]]:
         """Yield keys and values of a block up to `stop`, of some heads after others.
@@ -175,7 +165,7 @@ class SessionCache:
         What comes back is what was kept, also of the newest tokens: so it does not matter when
         they are read.
         """
-        keys_BGSD, values_BGSD = self.keys_values(block)
+        keys_BGSD, values_BGSD = self.memory.read(block - self.span.start, stop)
         for heads in self._layout.cut(self.num_rows, self.max_tokens):
             yield (
                 heads,
@@ -193,7 +183,8 @@ class SessionCache:
         self.write(block, position, keys_BGTD, values_BGTD)
         stop = position + keys_BGTD.shape[2]
         keys_BGSD, values_BGSD = (
-            self._layout.unpack(states[:, :, :stop]) for states in self.keys_values(block)
+            self._layout.unpack(states[:, :, :stop])
+            for states in self.memory.read(block - self.span.start, stop)
         )
         return keys_BGSD, values_BGSD
 
@@ -222,16 +213,17 @@ class SessionCache:
             return
         self.is_open = False
         self.end_copy()
+        self.memory.release()
         self._pool.give_back(self.committed_bytes)
         self._pool.forget(self)
         self._num_pages = self._num_reserved_tokens = self.length = 0
-        self._keys_values, self._memory = [], None
+        self._memory = None
 
     def return_spare_pages(self) -> None:
-        """Give pages above the reserved tokens back to the operating system and the budget."""
+        """Give pages above the reserved tokens back to where they came from, and the budget."""
         if self._memory is None or not self.spare_bytes:
             return
-        num_pages = _count_pages(self._num_reserved_tokens)
+        num_pages = count_pages(self._num_reserved_tokens)
         self._memory.release_above(num_pages * PAGE_TOKENS)
         self._pool.give_back(self.spare_bytes)
         self._num_pages = num_pages
@@ -241,6 +233,7 @@ class SessionCache:
         num_page_tokens = self._num_pages * PAGE_TOKENS
         if not self.length <= self._num_reserved_tokens <= num_page_tokens <= self._capacity:
             raise LocalProtocolError(f"{self!r} has {self._num_pages} pages")
+        self.memory.check_integrity(num_page_tokens)
 
     def _check_step(self, position: int, num_tokens: int, row_map: Sequence[int] | None) -> None:
         self.check_is_open()
@@ -267,17 +260,19 @@ class SessionCache:
             )
 
     def _reserve(self, num_tokens: int) -> None:
-        num_pages = _count_pages(num_tokens)
+        num_pages = count_pages(num_tokens)
         missing_bytes = max(0, num_pages - self._num_pages) * self._page_bytes
         if missing_bytes:
             # While others are asked for spare pages, ours are none: they are about to be used.
             self._num_reserved_tokens, before = num_tokens, self._num_reserved_tokens
             try:
                 largest_bytes = num_pages * self._page_bytes
-                self._pool.take(self.holder, missing_bytes, largest_bytes)
+                self._pool.make_room(self.holder, missing_bytes, largest_bytes)
+                self.memory.reserve(num_pages * PAGE_TOKENS)
             except CacheFullError:
                 self._num_reserved_tokens = before
                 raise
+            self._pool.take(missing_bytes)
             self._num_pages = num_pages
         self._num_reserved_tokens = num_tokens
 
@@ -293,18 +288,11 @@ class SessionCache:
         start = prefixes.find_first_difference(row_map)
         self._note_change(start)
         moved = [row for row, source in enumerate(row_map) if row != source]
-        sources = torch.tensor([row_map[row] for row in moved])
-        tail_LCBGSD = self.states_LCBGSD[:, :, :, :, start : self.length]
-        # Block by block: the copy in between must not be large.
-        for tail_CBGSD in tail_LCBGSD:
-            tail_CBGSD[:, moved] = tail_CBGSD.index_select(1, sources)
+        sources = [row_map[row] for row in moved]
+        self.memory.move_rows(moved, sources, start, self.length)
         prefixes.reorder(row_map, self.length)
         self._common_prefixes = prefixes
 
     def _note_change(self, position: int) -> None:
         for copy in self._copies_of_us:
             copy.note_change(position)
-
-
-def _count_pages(num_tokens: int) -> int:
-    return -(-num_tokens // PAGE_TOKENS)

@@ -25,22 +25,25 @@ class Heads(NamedTuple):
 
 
 class FloatLayout:
-    """As they are, in the dtype of the activations."""
+    """As they are, in the dtype of the activations; a `width` above the head size leaves gaps."""
 
-    def __init__(self, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, num_kv_heads: int, head_dim: int, dtype: torch.dtype, width: int | None = None
+    ) -> None:
         self.dtype = dtype
-        self.width = head_dim
+        self.width = width or head_dim
         self._num_heads = num_kv_heads
-        self.token_bytes = 2 * num_kv_heads * head_dim * dtype.itemsize
+        self._head_dim = head_dim
+        self.token_bytes = 2 * num_kv_heads * self.width * dtype.itemsize
         """Bytes of keys and values of one token of one row in one block."""
 
     def pack(self, states_D: torch.Tensor) -> torch.Tensor:
-        """Return what is kept of keys or values, [..., W]."""
+        """Return what is kept of keys or values, [..., W or fewer]."""
         return states_D
 
     def unpack(self, packed_BGSW: torch.Tensor) -> torch.Tensor:
         """Return what attention reads, [B, G, S, D]."""
-        return packed_BGSW
+        return packed_BGSW[..., : self._head_dim]
 
     def cut(self, num_rows: int, max_tokens: int) -> Iterator[Heads]:
         """Yield which heads of which rows attention should read at once: all of them."""

@@ -8,8 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-import torch
-
 from ...protocol.errors import (
     CacheFullError,
     ErrorCode,
@@ -21,9 +19,8 @@ from ...protocol.fair_share import Holder, compute_share, may_displace
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
-from .kv_cache import PAGE_TOKENS, SessionCache
-from .kv_layouts import LAYOUTS
-from .lazy_memory import LazyMemory
+from .kv_cache import SessionCache
+from .kv_memory import PAGE_TOKENS, KVStore, count_pages
 
 TIMES_FREE = 6
 """How many times as much as stays free one address may hold, and one client of what its address
@@ -57,23 +54,15 @@ class KVCachePool:
     def __init__(
         self,
         budget_bytes: int,
-        num_blocks: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
+        store: KVStore,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         if budget_bytes < 0:
             raise UsageError(f"the KV budget must not be negative, got {budget_bytes}")
         self.budget_bytes = budget_bytes
         self.used_bytes = 0
-        self._num_blocks = num_blocks
-        self._num_kv_heads = num_kv_heads
-        self.dtype = dtype
-        self._layouts = {
-            kv_format: layout(num_kv_heads, head_dim, dtype)
-            for kv_format, layout in LAYOUTS.items()
-        }
+        self.dtype = store.dtype
+        self._store = store
         self.now = now
         self._caches: set[SessionCache] = set()
 
@@ -86,7 +75,7 @@ class KVCachePool:
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values of one token of one row in one block, kept as floats."""
-        return self._layouts[KVFormat.FLOAT].token_bytes
+        return self._store.layouts[KVFormat.FLOAT].token_bytes
 
     def open(
         self,
@@ -107,15 +96,13 @@ class KVCachePool:
                 f"a session may have 1..{MAX_BATCH_ROWS} rows of 1..{MAX_SESSION_TOKENS} tokens, "
                 f"not {num_rows} of {max_tokens}",
             )
-        layout = self._layouts[kv_format]
+        layout = self._store.layouts[kv_format]
         page_bytes = PAGE_TOKENS * num_rows * len(span) * layout.token_bytes
-        self._make_room(holder, page_bytes, largest_bytes=page_bytes)
+        self.make_room(holder, page_bytes, largest_bytes=page_bytes)
         # No session can outgrow the budget, so neither need the memory that it may address.
-        num_pages = min(-(-max_tokens // PAGE_TOKENS), self.budget_bytes // page_bytes)
-        capacity = num_pages * PAGE_TOKENS
-        shape = (len(span), 2, num_rows, self._num_kv_heads, capacity, layout.width)
-        memory = LazyMemory(shape, layout.dtype)
-        cache = SessionCache(self, span, max_tokens, memory, layout, holder)
+        num_pages = min(count_pages(max_tokens), self.budget_bytes // page_bytes)
+        memory = self._store.open(span, num_rows, num_pages, kv_format)
+        cache = SessionCache(self, span, max_tokens, memory, holder)
         self._caches.add(cache)
         return cache
 
@@ -126,7 +113,7 @@ class KVCachePool:
 
         Such a session would be computed to where its share ends, and be thrown away there.
         """
-        row_bytes = PAGE_TOKENS * len(span) * self._layouts[kv_format].token_bytes
+        row_bytes = PAGE_TOKENS * len(span) * self._store.layouts[kv_format].token_bytes
         num_pages = self._compute_share(Holder("anybody"), {}) // (num_rows * row_bytes)
         if max_tokens > num_pages * PAGE_TOKENS:
             raise CacheFullError(
@@ -153,7 +140,7 @@ class KVCachePool:
         free_bytes = self.budget_bytes - self.used_bytes + spare_bytes
         held = self._count_held()
         left_bytes = max(0, self._compute_share(holder, held) - held[holder])
-        token_bytes = self._num_blocks * self._layouts[kv_format].token_bytes
+        token_bytes = self._store.num_blocks * self._store.layouts[kv_format].token_bytes
         num_pages = min(free_bytes, left_bytes) // (PAGE_TOKENS * token_bytes)
         return num_pages * PAGE_TOKENS
 
@@ -164,13 +151,30 @@ class KVCachePool:
             raise LocalProtocolError(f"{self!r} holds {committed_bytes} committed bytes")
         for cache in self._caches:
             cache.check_integrity()
+        self._store.check_integrity()
 
-    def take(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
-        """Enter `num_bytes` more of a holder's cache into the account, or raise CacheFullError.
+    def make_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
+        """See to it that so many bytes are free, if need be by closing sessions that are idle.
 
-        Trying again only helps if `largest_bytes`, all that the session needs, fits at all.
+        Raises CacheFullError where they cannot be. Trying again only helps if `largest_bytes`, all
+        that the session needs, fits at all.
         """
-        self._make_room(holder, num_bytes, largest_bytes)
+        while True:
+            try:
+                self._check_room(holder, num_bytes, largest_bytes)
+                break
+            except CacheFullError as refusal:
+                idle = self._find_idle(holder, num_bytes)
+                if refusal.retry_after_seconds is None or idle is None:
+                    raise
+                idle.close()
+        for cache in self._caches:
+            if num_bytes <= self.budget_bytes - self.used_bytes:
+                return
+            cache.return_spare_pages()
+
+    def take(self, num_bytes: int) -> None:
+        """Enter `num_bytes` more of a cache into the account, for which room was made."""
         self.used_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
@@ -183,7 +187,7 @@ class KVCachePool:
 
     @property
     def _row_page_bytes(self) -> int:
-        return PAGE_TOKENS * self._num_blocks * self.token_bytes
+        return PAGE_TOKENS * self._store.num_blocks * self.token_bytes
 
     def _count_held(self) -> Counter[Holder]:
         held: Counter[Holder] = Counter()
@@ -208,22 +212,6 @@ class KVCachePool:
                 "tokens or rows, or keep them in int8 (--kv int8)",
                 RETRY_AFTER_SECONDS if largest_bytes <= most else None,
             )
-
-    def _make_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
-        """See to it that so many bytes are free, if need be by closing sessions that are idle."""
-        while True:
-            try:
-                self._check_room(holder, num_bytes, largest_bytes)
-                break
-            except CacheFullError as refusal:
-                idle = self._find_idle(holder, num_bytes)
-                if refusal.retry_after_seconds is None or idle is None:
-                    raise
-                idle.close()
-        for cache in self._caches:
-            if num_bytes <= self.budget_bytes - self.used_bytes:
-                return
-            cache.return_spare_pages()
 
     def _find_idle(self, holder: Holder | None, num_bytes: int) -> SessionCache | None:
         """Return who has been idle for longest, of those that `holder` may displace."""

@@ -15,11 +15,13 @@ from ...kernels.routing import Router
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.ids import make_model_id
 from ...protocol.spans import Span
-from .attention import Attention, AttentionOptions
+from .attention import Attention
+from .attention_options import AttentionOptions, QueryKeyTurn
 from .block import Block
 from .block_cache import BlockCache, name_entry
 from .block_tensors import BlockTensors
 from .mlp import Experts, GatedMlp, Mlp, PlainMlp
+from .numerics import Numerics
 from .spec import ACTIVATIONS, ExpertsSpec, MlpKind, ModelShape, ModelSpec
 
 if TYPE_CHECKING:
@@ -45,8 +47,7 @@ def load_span(
     checkpoint: Checkpoint,
     spec: ModelShape,
     span: Span,
-    weights: WeightFormat,
-    dtype: torch.dtype,
+    numerics: Numerics,
     on_progress: ReportProgress | None = None,
     cache: BlockCache | None = None,
     kept: Mapping[int, HostedBlock] | None = None,
@@ -59,9 +60,9 @@ def load_span(
     of the checkpoint. `cache` is used for int8 weights; the others are only copied.
     """
     check_span(spec, span)
-    check_weights(spec, weights)
-    cache = cache if weights is WeightFormat.INT8 else None
-    load = _choose_loader(checkpoint, spec, weights, dtype, cache)
+    check_weights(spec, numerics.weights)
+    cache = cache if numerics.weights is WeightFormat.INT8 else None
+    load = _choose_loader(checkpoint, spec, numerics, cache)
     kept = kept or {}
     blocks: list[HostedBlock] = []
     for index in range(span.start, span.stop):
@@ -74,17 +75,16 @@ def load_span(
 def _choose_loader(
     checkpoint: Checkpoint,
     spec: ModelShape,
-    weights: WeightFormat,
-    dtype: torch.dtype,
+    numerics: Numerics,
     cache: BlockCache | None,
 ) -> Callable[[int], HostedBlock]:
     if isinstance(spec, ModelSpec):
         if cache is not None:
-            return lambda index: _load_cached_block(checkpoint, spec, index, dtype, cache)
-        return lambda index: load_block(checkpoint, spec, index, weights, dtype)
+            return lambda index: _load_cached_block(checkpoint, spec, index, numerics, cache)
+        return lambda index: load_block(checkpoint, spec, index, numerics)
     from .wrapped import WrappedLoader  # transformers takes seconds to import
 
-    return WrappedLoader(checkpoint, dtype).load
+    return WrappedLoader(checkpoint, numerics).load
 
 
 def check_span(spec: ModelShape, span: Span) -> None:
@@ -104,29 +104,21 @@ def check_weights(spec: ModelShape, weights: WeightFormat) -> None:
         )
 
 
-def load_block(
-    checkpoint: Checkpoint,
-    spec: ModelSpec,
-    index: int,
-    weights: WeightFormat,
-    dtype: torch.dtype,
-) -> Block:
-    """Load one block; `dtype` is that of its activations.
-
-    A missing, misshapen or unusable tensor is a ModelError that names it.
-    """
-    return _build_block(BlockTensors(checkpoint, spec, index, weights, dtype), spec, index, dtype)
+def load_block(checkpoint: Checkpoint, spec: ModelSpec, index: int, numerics: Numerics) -> Block:
+    """Load one block. A missing, misshapen or unusable tensor is a ModelError that names it."""
+    tensors = BlockTensors(checkpoint, spec, index, numerics)
+    return _build_block(tensors, spec, index, numerics)
 
 
 def _load_cached_block(
-    checkpoint: Checkpoint, spec: ModelSpec, index: int, dtype: torch.dtype, cache: BlockCache
+    checkpoint: Checkpoint, spec: ModelSpec, index: int, numerics: Numerics, cache: BlockCache
 ) -> Block:
     """Load one block in int8; only what the cache does not have is quantized, and kept there."""
     name = name_entry(make_model_id(checkpoint.config, checkpoint.revision), index)
     max_bytes = count_block_bytes(spec, index, WeightFormat.INT8)
     known = cache.read(name, max_bytes=max_bytes)
-    tensors = BlockTensors(checkpoint, spec, index, WeightFormat.INT8, dtype, known)
-    block = _build_block(tensors, spec, index, dtype)
+    tensors = BlockTensors(checkpoint, spec, index, numerics, known)
+    block = _build_block(tensors, spec, index, numerics)
     if tensors.quantized:
         cache.write(name, {**known, **tensors.quantized})
     return block
@@ -145,14 +137,14 @@ def count_block_bytes(spec: ModelSpec, index: int, weights: WeightFormat) -> int
     )
 
 
-def _build_block(tensors: BlockTensors, spec: ModelSpec, index: int, dtype: torch.dtype) -> Block:
-    attention = Attention(
-        index,
-        AttentionOptions.of(spec, index, dtype),
-        query_key_value=tensors.load_linear(("query", "key", "value"), spec.has_qkv_bias),
-        output=tensors.load_linear(("output",), spec.has_output_bias),
-        query_key_norm_JD=_load_query_key_norm(tensors, spec),
-    )
+def _build_block(tensors: BlockTensors, spec: ModelSpec, index: int, numerics: Numerics) -> Block:
+    device = numerics.device
+    options = AttentionOptions.of(spec, index, numerics.dtype, device.place)
+    query_key_value = tensors.load_linear(("query", "key", "value"), spec.has_qkv_bias)
+    output = tensors.load_linear(("output",), spec.has_output_bias)
+    turn = QueryKeyTurn(options, _load_query_key_norm(tensors, spec))
+    kernels = device.choose_attention(index, options, turn)
+    attention = Attention(index, options, query_key_value, output, turn, kernels)
     norms = {name: tensors.load_norm(name) for name in spec.norms}
     if spec.experts is not None and spec.has_experts(index):
         mlp = _load_experts(tensors, spec, spec.experts)
@@ -180,6 +172,6 @@ def _load_mlp(tensors: BlockTensors, spec: ModelSpec, prefix: str = "", expert: 
 
 
 def _load_experts(tensors: BlockTensors, spec: ModelSpec, experts: ExpertsSpec) -> Experts:
-    router = Router(tensors.load_floats(("router",)))
+    router = Router(tensors.load_router())
     mlps = [_load_mlp(tensors, spec, "expert_", expert) for expert in range(experts.num_experts)]
     return Experts(experts, router, mlps)

@@ -24,6 +24,8 @@ class Mlp(ABC):
 
     num_bytes: int
     num_parameters: int
+    has_fixed_shapes = True
+    """Whether what is done follows from the number of rows alone."""
 
     @abstractmethod
     def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
@@ -65,6 +67,8 @@ class PlainMlp(Mlp):
 
 class Experts(Mlp):
     """A router and many MLPs; each row is computed by the few that the router chooses for it."""
+
+    has_fixed_shapes = False
 
     def __init__(self, spec: ExpertsSpec, router: Router, experts: Sequence[Mlp]) -> None:
         self.num_bytes = router.num_bytes + sum(expert.num_bytes for expert in experts)

@@ -1,12 +1,8 @@
-"""A prefix on its way from one cache into another, piece by piece.
-
-Tensor suffixes: N heads of all rows, keys and values of all blocks, S tokens, W elements of a head.
-"""
+"""A prefix on its way from one cache into another, piece by piece."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ...protocol.errors import ErrorCode, RefusedError
@@ -31,7 +27,7 @@ class PrefixCopy:
         self._cache = cache
         self._num_tokens = num_tokens
         self._is_intact = True
-        self._pieces = deque(self._cut())
+        self._pieces = deque(cache.memory.cut_prefix(num_tokens, PIECE_BYTES))
 
     def __repr__(self) -> str:
         return f"<PrefixCopy of {self._num_tokens} tokens of {self.parent!r}>"
@@ -57,25 +53,9 @@ class PrefixCopy:
         # Both are in use, or they might have to make room.
         self.parent.touch()
         self._cache.touch()
-        source_NSW, target_NSW = (
-            cache.states_LCBGSD.flatten(0, 3) for cache in (self.parent, self._cache)
-        )
-        heads, tokens = self._pieces.popleft()
-        target_NSW[heads, tokens].copy_(source_NSW[heads, tokens])
+        self._cache.memory.copy_piece(self.parent.memory, self._pieces.popleft())
         if self._pieces:
             return False
         self._cache.commit(self._num_tokens)
         self._cache.end_copy()
         return True
-
-    def _cut(self) -> Iterator[tuple[slice, slice]]:
-        """Yield the heads and tokens of each piece: many short heads, or a part of a long one."""
-        *_, head_width = self._cache.states_LCBGSD.shape
-        num_heads = self._cache.states_LCBGSD.flatten(0, 3).shape[0]
-        token_bytes = head_width * self._cache.states_LCBGSD.itemsize
-        tokens_at_once = min(self._num_tokens, max(1, PIECE_BYTES // token_bytes))
-        heads_at_once = max(1, PIECE_BYTES // (tokens_at_once * token_bytes))
-        for head in range(0, num_heads, heads_at_once):
-            for token in range(0, self._num_tokens, tokens_at_once):
-                stop = min(token + tokens_at_once, self._num_tokens)
-                yield slice(head, head + heads_at_once), slice(token, stop)

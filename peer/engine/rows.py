@@ -10,11 +10,14 @@ from functools import cached_property
 import torch
 
 from ...kernels.linear import Linear, RowPrecision
+from ...kernels.rotary import RotaryTable
 from ...kernels.token_attention import TokenBatch, TokenSegment
 from .kv_cache import SessionCache
+from .lazy_memory import LazyMemory
+from .paged_rows import PagedRows, lay_out_in_pages
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
-"""Cosines and sines (cos_TD, sin_TD) of the positions of a step."""
+"""Cosines and sines (cos_TD, sin_TD) of positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +39,15 @@ class Segment:
     rotations: tuple[Rotation, ...]
 
 
-@dataclass(frozen=True)
 class Segments:
-    """The segments of a batch, in order of their rows."""
+    """The segments of a batch, in order of their rows, and the tables of the model's ropes.
 
-    all: Sequence[Segment]
+    Kernels take them in other forms, each of which is made when it is first asked for.
+    """
+
+    def __init__(self, segments: Sequence[Segment], rotary: Sequence[RotaryTable]) -> None:
+        self.all = segments
+        self._rotary = rotary
 
     @cached_property
     def prompts(self) -> list[Segment]:
@@ -62,23 +69,25 @@ class Segments:
         """The others, laid out for theirs."""
         return _lay_out(self.decoded)
 
+    @cached_property
+    def paged_rows(self) -> list[PagedRows]:
+        """The others again, where caches lie in pages: one for each format of these."""
+        return lay_out_in_pages(self.decoded, self._rotary)
+
 
 def _lay_out(segments: Sequence[Segment]) -> list[TokenBatch]:
     return [
-        TokenBatch(
-            [
-                TokenSegment(
-                    segment.cache.states_LCBGSD,
-                    segment.cache.span.start,
-                    segment.start,
-                    segment.position,
-                    *segment.rotations[rope],
-                )
-                for segment in segments
-            ]
-        )
+        TokenBatch([_address(segment, rope) for segment in segments])
         for rope in range(len(segments[0].rotations))
     ]
+
+
+def _address(segment: Segment, rope: int) -> TokenSegment:
+    memory, rotation = segment.cache.memory, segment.rotations[rope]
+    assert isinstance(memory, LazyMemory)
+    return TokenSegment(
+        memory.states_LCBGSD, segment.cache.span.start, segment.start, segment.position, *rotation
+    )
 
 
 @dataclass(frozen=True, slots=True)

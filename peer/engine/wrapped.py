@@ -19,6 +19,7 @@ from ...kernels.conversion import ConvertedCheckpoint
 from ...kernels.shell import Shell, ShellError, StepCache, open_shell
 from ...protocol.errors import ModelError
 from .config_reader import MAX_POSITIONS, ConfigReader, limit_to_exact_positions
+from .numerics import Numerics
 from .rows import RowRange, Segment, Segments
 from .scheduler import count_part_tokens
 from .spec import WrappedShape
@@ -48,6 +49,7 @@ class WrappedBlock:
     """One decoder layer of transformers, with the memory of a session as its cache."""
 
     is_cut_anywhere = False
+    has_fixed_shapes = False
     attention_kernels = ("torch",)
 
     def __init__(self, decoder: PreTrainedModel, index: int) -> None:
@@ -85,8 +87,9 @@ class WrappedBlock:
 class WrappedLoader:
     """Loads blocks one by one into a shell of the model."""
 
-    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self, checkpoint: Checkpoint, numerics: Numerics) -> None:
+        self._dtype = numerics.dtype
+        self._place = numerics.device.place
         self._shell = _open(checkpoint.config)
         self._checkpoint = ConvertedCheckpoint(checkpoint, self._shell.model)
 
@@ -96,7 +99,20 @@ class WrappedLoader:
             self._shell.load_layer(self._checkpoint, index, self._dtype)
         except CheckpointError as error:
             raise ModelError(str(error)) from error
-        return WrappedBlock(self._shell.cut([index], has_norm=False), index)
+        decoder = self._shell.cut([index], has_norm=False)
+        _bring(decoder, self._place)
+        return WrappedBlock(decoder, index)
+
+
+def _bring(decoder: PreTrainedModel, place: torch.device) -> None:
+    """Have everything on a device that is more than a shape."""
+    for module in decoder.modules():
+        for weight in module.parameters(recurse=False):
+            if not weight.is_meta:
+                weight.data = weight.data.to(place)
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                module._buffers[name] = buffer.to(place)
 
 
 def _open(config: Mapping[str, object]) -> Shell:

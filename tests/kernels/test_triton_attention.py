@@ -100,6 +100,18 @@ def test_attention_matches_the_reference(
 
 
 @every_device
+def test_floats_may_lie_further_apart_than_a_head_is_wide(device: str) -> None:
+    caches = make_caches(LENGTHS)
+    expected = caches.attend(device)
+    wide = torch.full((*caches.pages_PCGSW.shape[:-1], 20), torch.nan)
+    wide[..., :16] = caches.pages_PCGSW
+    caches.pages_PCGSW = wide
+
+    assert torch.equal(caches.attend(device), expected)
+    assert_near(expected, caches.attend("reference"))
+
+
+@every_device
 @pytest.mark.parametrize("is_int8", [False, True], ids=["floats", "int8"])
 @pytest.mark.parametrize("window", [1, 13, PART_TOKENS])
 def test_window_hides_all_but_the_last_keys(window: int, is_int8: bool, device: str) -> None:
@@ -208,7 +220,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match="do not fit pages"):
         paged_attention(queries[:, :3], pages, tables, lengths, scale=1.0)
     with pytest.raises(ValueError, match="do not fit pages"):
-        paged_attention(queries[..., :15], pages, tables, lengths, scale=1.0)
+        paged_attention(torch.zeros(2, 4, 17), pages, tables, lengths, scale=1.0)
     with pytest.raises(ValueError, match="do not fit pages"):
         paged_attention(queries, pages.to(torch.int8), tables, lengths, scale=1.0)
     with pytest.raises(ValueError, match=f"at most {MAX_HEAD_DIM}"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kv_cache_scene import PoolMaker
 from service_scene import SPAN
 
 from shoal.kernels.quantize import WeightFormat
@@ -17,3 +18,9 @@ def engine(tiny_models: Any) -> Engine:
     """Two blocks in the middle of the plain tiny Llama."""
     checkpoint = open_checkpoint(tiny_models.get().directory)
     return Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**22)
+
+
+@pytest.fixture(params=["lazy", "paged"])
+def make_pool(request: pytest.FixtureRequest) -> PoolMaker:
+    """Makes pools of KV memory; the test runs once for each kind of memory."""
+    return PoolMaker(request.param)

@@ -13,7 +13,9 @@ from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import read_spec
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
 from shoal.peer.engine.kv_pool import KVCachePool
+from shoal.peer.engine.lazy_memory import LazyStore
 from shoal.peer.engine.loader import load_block, open_checkpoint
+from shoal.peer.engine.numerics import Numerics
 from shoal.peer.engine.scheduler import count_part_tokens
 from shoal.peer.engine.spec import ModelSpec
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
@@ -265,11 +267,11 @@ def test_a_result_that_overflows_is_refused_and_not_committed(tiny_models) -> No
     checkpoint = open_checkpoint(tiny_models.get().directory)
     spec, span = read_spec(checkpoint.config), Span(0, 1)
     assert isinstance(spec, ModelSpec)
-    block = load_block(checkpoint, spec, 0, WeightFormat.FP32, torch.float32)
+    block = load_block(checkpoint, spec, 0, Numerics(WeightFormat.FP32))
     rotary = [RotaryTable.build(spec.head_dim, spec.max_positions, rope) for rope in spec.ropes]
-    pool = KVCachePool(2**20, 1, spec.num_kv_heads, spec.head_dim, torch.float32)
+    pool = KVCachePool(2**20, LazyStore(1, spec.num_kv_heads, spec.head_dim, torch.float32))
     blocks = cast(list[Block], [OverflowingBlock(block)])
-    engine = Engine(spec, span, blocks, rotary, pool, WeightFormat.FP32)
+    engine = Engine(spec, span, blocks, rotary, pool, Numerics(WeightFormat.FP32))
     work, neighbour = (make_work(engine, draw_hidden(seed, 1, 5), span) for seed in (1, 2))
     run(engine, work)
     snapshot = take_snapshot(work.cache)

@@ -7,6 +7,7 @@ import torch
 
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
 from shoal.peer.engine.kv_pool import IDLE_SECONDS, KVCachePool
+from shoal.peer.engine.lazy_memory import LazyStore
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
@@ -20,9 +21,8 @@ class Pool:
 
     def __init__(self, num_pages: int) -> None:
         self.seconds = 0.0
-        self.pool = KVCachePool(
-            num_pages * PAGE_BYTES, 1, 2, 8, torch.float32, now=lambda: self.seconds
-        )
+        store = LazyStore(1, 2, 8, torch.float32)
+        self.pool = KVCachePool(num_pages * PAGE_BYTES, store, now=lambda: self.seconds)
 
     def open(self, holder: Holder, num_pages: int) -> SessionCache:
         cache = self.pool.open(1, 100 * PAGE_TOKENS, SPAN, holder)

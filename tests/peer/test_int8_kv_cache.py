@@ -16,10 +16,11 @@ from torch import Tensor
 
 from shoal.kernels.prompt_attention import choose_prompt_instruction_set
 from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine import attention, kv_layouts
+from shoal.peer.engine import attention_kernels, kv_layouts
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.kv_pool import KVCachePool
+from shoal.peer.engine.lazy_memory import LazyStore
 from shoal.peer.engine.loader import open_checkpoint
 from shoal.peer.engine.scheduler import count_part_tokens
 from shoal.protocol.errors import CacheFullError
@@ -248,7 +249,7 @@ def test_torch_does_what_c_does(
 ) -> None:
     in_c = load("llama")
     for name in ("can_attend", "can_attend_prompts"):
-        monkeypatch.setattr(attention, name, lambda shape: False)
+        monkeypatch.setattr(attention_kernels, name, lambda shape: False)
     checkpoint = open_checkpoint(tiny_models.get("llama").directory)
     in_torch = Engine.load(checkpoint, WHOLE, WeightFormat.INT8, kv_budget_bytes=2**26)
     prompt, tokens = draw_hidden(1, 2, 90), draw_hidden(2, 2, 5)
@@ -271,7 +272,7 @@ def test_torch_attends_to_few_heads_at_a_time(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch, variant: str, weights: WeightFormat
 ) -> None:
     for name in ("can_attend", "can_attend_prompts"):
-        monkeypatch.setattr(attention, name, lambda shape: False)
+        monkeypatch.setattr(attention_kernels, name, lambda shape: False)
     checkpoint = open_checkpoint(tiny_models.get(variant).directory)
     engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**26)
     prompt, tokens = draw_hidden(1, 3, 190), draw_hidden(2, 3, 3)
@@ -292,7 +293,7 @@ def test_torch_attends_to_few_heads_at_a_time(
 
 
 def make_pool(budget_bytes: int, head_dim: int, dtype: torch.dtype) -> KVCachePool:
-    return KVCachePool(budget_bytes, NUM_BLOCKS, NUM_HEADS, head_dim, dtype)
+    return KVCachePool(budget_bytes, LazyStore(NUM_BLOCKS, NUM_HEADS, head_dim, dtype))
 
 
 def count_tokens_that_fit(pool: KVCachePool, kv_format: KVFormat) -> int:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from kv_cache_scene import ROW_PAGE_BYTES, SPAN, assert_holds, make_pool, take_step, write_tokens
+from kv_cache_scene import SPAN, PoolMaker, assert_holds, take_step, write_tokens
 
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
 from shoal.protocol.errors import (
@@ -19,23 +19,23 @@ from shoal.protocol.errors import (
 from shoal.protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 
 
-def test_nothing_is_committed_until_tokens_come() -> None:
+def test_nothing_is_committed_until_tokens_come(make_pool: PoolMaker) -> None:
     pool = make_pool(10)
 
     cache = pool.open(2, 5 * PAGE_TOKENS, SPAN)
     assert pool.used_bytes == 0
     cache.prepare(0, 1)
-    assert pool.used_bytes == 2 * ROW_PAGE_BYTES
+    assert pool.used_bytes == 2 * make_pool.row_page_bytes
     cache.commit(1)
     cache.prepare(1, PAGE_TOKENS)
 
-    assert pool.used_bytes == cache.committed_bytes == 4 * ROW_PAGE_BYTES
+    assert pool.used_bytes == cache.committed_bytes == 4 * make_pool.row_page_bytes
     pool.check_integrity()
 
 
 def test_memory_is_really_committed_page_by_page() -> None:
     # 3 blocks x 2 x 2 heads x 2**18 tokens x 32 bytes = 100 MB addressable.
-    pool = make_pool(2**12)
+    pool = PoolMaker("lazy")(2**12)
     # The first use of torch's operations makes their code resident.
     take_step(pool.open(1, 2**18, SPAN), 0, torch.ones(1, PAGE_TOKENS))
     before = read_resident_bytes()
@@ -47,6 +47,7 @@ def test_memory_is_really_committed_page_by_page() -> None:
 
 
 def test_spare_pages_really_go_back_to_the_operating_system() -> None:
+    make_pool = PoolMaker("lazy")
     num_tokens = 2**16
     pool = make_pool(num_tokens // PAGE_TOKENS)
     cache = pool.open(1, num_tokens, SPAN)
@@ -59,7 +60,7 @@ def test_spare_pages_really_go_back_to_the_operating_system() -> None:
 
     assert grown_bytes > 0.9 * pool.budget_bytes
     assert read_resident_bytes() - before < 0.1 * grown_bytes
-    assert pool.used_bytes == ROW_PAGE_BYTES
+    assert pool.used_bytes == make_pool.row_page_bytes
     assert_holds(cache, torch.full((1, 5), 3.0))
 
 
@@ -81,7 +82,7 @@ def read_resident_bytes() -> int:
     ],
 )
 def test_steps_that_do_not_fit_are_refused_and_change_nothing(
-    position: int, num_tokens: int, row_map, code: ErrorCode
+    make_pool: PoolMaker, position: int, num_tokens: int, row_map, code: ErrorCode
 ) -> None:
     pool = make_pool(8)
     cache = pool.open(2, 100, SPAN)
@@ -95,7 +96,7 @@ def test_steps_that_do_not_fit_are_refused_and_change_nothing(
     assert_holds(cache, values)
 
 
-def test_more_than_was_prepared_cannot_be_committed() -> None:
+def test_more_than_was_prepared_cannot_be_committed(make_pool: PoolMaker) -> None:
     cache = make_pool(4).open(1, 100, SPAN)
     cache.prepare(0, 2)
 
@@ -107,13 +108,15 @@ def test_more_than_was_prepared_cannot_be_committed() -> None:
     ("num_rows", "max_tokens"),
     [(0, 1), (MAX_BATCH_ROWS + 1, 1), (1, 0), (1, MAX_SESSION_TOKENS + 1)],
 )
-def test_open_refuses_sizes_outside_of_the_limits(num_rows: int, max_tokens: int) -> None:
+def test_open_refuses_sizes_outside_of_the_limits(
+    make_pool: PoolMaker, num_rows: int, max_tokens: int
+) -> None:
     with pytest.raises(RefusedError) as refusal:
         make_pool(4).open(num_rows, max_tokens, SPAN)
     assert refusal.value.code is ErrorCode.TOO_LONG
 
 
-def test_sessions_at_the_limits_cost_address_space_only() -> None:
+def test_sessions_at_the_limits_cost_address_space_only(make_pool: PoolMaker) -> None:
     pool = make_pool(MAX_BATCH_ROWS)
 
     caches = [pool.open(MAX_BATCH_ROWS, MAX_SESSION_TOKENS, SPAN) for _ in range(20)]
@@ -122,14 +125,14 @@ def test_sessions_at_the_limits_cost_address_space_only() -> None:
     assert pool.used_bytes == pool.budget_bytes
 
 
-def test_negative_budget_is_refused_and_zero_serves_nobody() -> None:
+def test_negative_budget_is_refused_and_zero_serves_nobody(make_pool: PoolMaker) -> None:
     with pytest.raises(UsageError):
         make_pool(-1)
     with pytest.raises(CacheFullError):
         make_pool(0).open(1, 1, SPAN)
 
 
-def test_close_gives_every_byte_back_and_ends_the_cache() -> None:
+def test_close_gives_every_byte_back_and_ends_the_cache(make_pool: PoolMaker) -> None:
     pool = make_pool(8)
     cache = pool.open(2, 100, SPAN)
     take_step(cache, 0, torch.ones(2, 70))
@@ -145,24 +148,23 @@ def test_close_gives_every_byte_back_and_ends_the_cache() -> None:
     assert refusal.value.code is ErrorCode.UNKNOWN_SESSION
 
 
-def test_statistics_and_repr_show_the_account() -> None:
+def test_statistics_and_repr_show_the_account(make_pool: PoolMaker) -> None:
     pool = make_pool(8)
     cache = pool.open(1, 200, SPAN)
     take_step(cache, 0, torch.ones(1, 65))
 
     statistics = pool.statistics()
 
-    assert statistics.budget_bytes == 8 * ROW_PAGE_BYTES
-    assert statistics.used_bytes == 2 * ROW_PAGE_BYTES
+    page_bytes = make_pool.row_page_bytes
+    assert statistics.budget_bytes == 8 * make_pool.row_page_bytes
+    assert statistics.used_bytes == 2 * make_pool.row_page_bytes
     # A newcomer may have six sevenths of six sevenths of eight pages.
     assert statistics.free_tokens == 5 * PAGE_TOKENS
-    assert (
-        repr(pool) == f"<KVCachePool {2 * ROW_PAGE_BYTES}/{8 * ROW_PAGE_BYTES} bytes, 1 sessions>"
-    )
+    assert repr(pool) == f"<KVCachePool {2 * page_bytes}/{8 * page_bytes} bytes, 1 sessions>"
     assert repr(cache) == "<SessionCache 5:8 x 1 rows, 65/200 tokens>"
 
 
-def test_check_integrity_notices_a_wrong_account() -> None:
+def test_check_integrity_notices_a_wrong_account(make_pool: PoolMaker) -> None:
     pool = make_pool(8)
     pool.open(1, 200, SPAN).prepare(0, 1)
     pool.used_bytes -= 1
@@ -183,7 +185,7 @@ class Oracle:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_random_sessions_agree_with_an_oracle(seed: int) -> None:
+def test_random_sessions_agree_with_an_oracle(make_pool: PoolMaker, seed: int) -> None:
     print("seed", seed)
     chance = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)

@@ -10,11 +10,10 @@ from kv_cache_scene import (
     HEAD_DIM,
     NUM_BLOCKS,
     NUM_HEADS,
-    ROW_PAGE_BYTES,
     SPAN,
+    PoolMaker,
     assert_holds,
     copy_prefix,
-    make_pool,
     take_step,
 )
 
@@ -37,7 +36,7 @@ def count(num_rows: int, num_tokens: int, start: float = 0.0) -> torch.Tensor:
     return torch.arange(num_rows * num_tokens).view(num_rows, num_tokens) + start
 
 
-def test_fork_and_parent_go_on_independently() -> None:
+def test_fork_and_parent_go_on_independently(make_pool: PoolMaker) -> None:
     pool = make_pool(20)
     parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
     take_step(parent, 0, count(2, 70))
@@ -49,12 +48,12 @@ def test_fork_and_parent_go_on_independently() -> None:
     assert_holds(fork, torch.cat([count(2, 70)[:, :66], count(2, 3, 1000)], dim=1))
     assert_holds(parent, torch.cat([count(2, 70), count(2, 4, 2000)], dim=1))
     parent.close()
-    assert pool.used_bytes == fork.committed_bytes == 2 * 2 * ROW_PAGE_BYTES
+    assert pool.used_bytes == fork.committed_bytes == 2 * 2 * make_pool.row_page_bytes
     assert_holds(fork, torch.cat([count(2, 70)[:, :66], count(2, 3, 1000)], dim=1))
     pool.check_integrity()
 
 
-def test_fork_of_beams_knows_what_they_have_in_common() -> None:
+def test_fork_of_beams_knows_what_they_have_in_common(make_pool: PoolMaker) -> None:
     pool = make_pool(20)
     parent, fork = pool.open(2, 100, SPAN), pool.open(2, 100, SPAN)
     take_step(parent, 0, count(2, 10))
@@ -90,7 +89,7 @@ def test_fork_of_beams_knows_what_they_have_in_common() -> None:
     ],
 )
 def test_prefix_that_is_not_there_is_refused(
-    num_rows: int, span: Span, num_tokens: int, kv_format: KVFormat
+    make_pool: PoolMaker, num_rows: int, span: Span, num_tokens: int, kv_format: KVFormat
 ) -> None:
     pool = make_pool(20)
     parent = pool.open(2, 100, SPAN)
@@ -106,7 +105,7 @@ def test_prefix_that_is_not_there_is_refused(
     pool.check_integrity()
 
 
-def test_parent_whose_memory_was_taken_is_gone() -> None:
+def test_parent_whose_memory_was_taken_is_gone(make_pool: PoolMaker) -> None:
     pool = make_pool(20)
     parent, fork = pool.open(1, 100, SPAN), pool.open(1, 100, SPAN)
     take_step(parent, 0, count(1, 10))
@@ -118,7 +117,7 @@ def test_parent_whose_memory_was_taken_is_gone() -> None:
     assert refusal.value.code is ErrorCode.UNKNOWN_SESSION
 
 
-def test_copied_tokens_count_in_the_budget_of_their_holder() -> None:
+def test_copied_tokens_count_in_the_budget_of_their_holder(make_pool: PoolMaker) -> None:
     pool, holder = make_pool(8), Holder("home")
     now = 0.0
     pool.now = lambda: now
@@ -132,7 +131,7 @@ def test_copied_tokens_count_in_the_budget_of_their_holder() -> None:
     assert_holds(parent, count(1, 4 * PAGE_TOKENS))  # it made no room, although it was idle
     copy_prefix(parent, fork, PAGE_TOKENS)
 
-    assert pool.used_bytes == 5 * ROW_PAGE_BYTES
+    assert pool.used_bytes == 5 * make_pool.row_page_bytes
     pool.check_integrity()
 
 
@@ -150,7 +149,7 @@ def test_pieces_are_small_and_together_the_prefix(
     monkeypatch: pytest.MonkeyPatch, tokens_in_piece: int
 ) -> None:
     monkeypatch.setattr(prefix_copy, "PIECE_BYTES", tokens_in_piece * HEAD_DIM * 4)
-    pool = make_pool(20)
+    pool = PoolMaker("lazy")(20)
     parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
     take_step(parent, 0, count(2, 9))
 
@@ -161,7 +160,9 @@ def test_pieces_are_small_and_together_the_prefix(
     assert_holds(fork, count(2, 9)[:, :7])
 
 
-def test_parent_may_go_on_behind_the_prefix_while_it_is_copied(small_pieces: None) -> None:
+def test_parent_may_go_on_behind_the_prefix_while_it_is_copied(
+    make_pool: PoolMaker, small_pieces: None
+) -> None:
     pool = make_pool(20)
     parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
     take_step(parent, 0, count(2, 10))
@@ -191,7 +192,7 @@ def test_parent_may_go_on_behind_the_prefix_while_it_is_copied(small_pieces: Non
     ids=["rolled back", "fallen back", "reordered", "closed"],
 )
 def test_parent_that_changes_below_the_prefix_ends_the_copy(
-    small_pieces: None, change: Any, code: ErrorCode
+    make_pool: PoolMaker, small_pieces: None, change: Any, code: ErrorCode
 ) -> None:
     pool = make_pool(20)
     parent, fork, later = (pool.open(2, 100, SPAN) for _ in range(3))
@@ -212,7 +213,9 @@ def test_parent_that_changes_below_the_prefix_ends_the_copy(
         assert later.length == length
 
 
-def test_fork_that_is_closed_half_way_leaves_nothing(small_pieces: None) -> None:
+def test_fork_that_is_closed_half_way_leaves_nothing(
+    make_pool: PoolMaker, small_pieces: None
+) -> None:
     pool = make_pool(20)
     parent, fork = pool.open(2, 100, SPAN), pool.open(2, 100, SPAN)
     take_step(parent, 0, count(2, 10))

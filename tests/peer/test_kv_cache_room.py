@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kv_cache_scene import ROW_PAGE_BYTES, SPAN, assert_holds, make_pool, take_step, write_tokens
+from kv_cache_scene import SPAN, PoolMaker, assert_holds, take_step, write_tokens
 
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
 from shoal.peer.engine.kv_pool import KVCachePool
@@ -11,7 +11,7 @@ from shoal.protocol.fair_share import Holder
 from shoal.protocol.limits import MAX_SESSION_TOKENS
 
 
-def test_full_cache_refuses_and_changes_nothing() -> None:
+def test_full_cache_refuses_and_changes_nothing(make_pool: PoolMaker) -> None:
     pool = make_pool(3)
     other = pool.open(1, 500, SPAN)
     take_step(other, 0, torch.zeros(1, PAGE_TOKENS))
@@ -30,7 +30,7 @@ def test_full_cache_refuses_and_changes_nothing() -> None:
     take_step(cache, 40, torch.ones(2, PAGE_TOKENS - 40))
 
 
-def test_full_cache_suggests_to_retry_only_if_that_can_help() -> None:
+def test_full_cache_suggests_to_retry_only_if_that_can_help(make_pool: PoolMaker) -> None:
     pool = make_pool(3)
     other = pool.open(1, 500, SPAN)
     take_step(other, 0, torch.zeros(1, 2 * PAGE_TOKENS))
@@ -47,7 +47,7 @@ def test_full_cache_suggests_to_retry_only_if_that_can_help() -> None:
     cache.prepare(0, 3 * PAGE_TOKENS)
 
 
-def test_open_refuses_only_when_not_one_page_fits() -> None:
+def test_open_refuses_only_when_not_one_page_fits(make_pool: PoolMaker) -> None:
     pool = make_pool(3)
     held = pool.open(1, 500, SPAN)
     take_step(held, 0, torch.zeros(1, 2 * PAGE_TOKENS))
@@ -73,25 +73,25 @@ def fill(pool: KVCachePool, holder: Holder, num_rows: int = 1) -> SessionCache:
             return cache
 
 
-def test_one_client_gets_most_of_the_budget_and_leaves_some_to_others() -> None:
+def test_one_client_gets_most_of_the_budget_and_leaves_some_to_others(make_pool: PoolMaker) -> None:
     pool = make_pool(100)
 
     greedy = fill(pool, Holder("home", "greedy"))
-    assert greedy.committed_bytes == 73 * ROW_PAGE_BYTES
+    assert greedy.committed_bytes == 73 * make_pool.row_page_bytes
     with pytest.raises(CacheFullError):
         pool.open(16, 500, SPAN, Holder("home", "greedy"))
 
     neighbour = fill(pool, Holder("home", "other"))
-    assert neighbour.committed_bytes == 10 * ROW_PAGE_BYTES
+    assert neighbour.committed_bytes == 10 * make_pool.row_page_bytes
     stranger = fill(pool, Holder("elsewhere", "someone"))
-    assert stranger.committed_bytes == 12 * ROW_PAGE_BYTES
+    assert stranger.committed_bytes == 12 * make_pool.row_page_bytes
     pool.check_integrity()
 
     greedy.close()
     take_step(stranger, stranger.length, torch.zeros(1, 30 * PAGE_TOKENS))
 
 
-def test_what_is_beyond_any_share_is_refused_for_good() -> None:
+def test_what_is_beyond_any_share_is_refused_for_good(make_pool: PoolMaker) -> None:
     pool = make_pool(100)
     cache = pool.open(16, 1000, SPAN, Holder("home", "a"))
 
@@ -105,7 +105,7 @@ def test_what_is_beyond_any_share_is_refused_for_good() -> None:
     assert refusal.value.retry_after_seconds is not None
 
 
-def test_refusal_says_what_is_held_already_and_what_helps() -> None:
+def test_refusal_says_what_is_held_already_and_what_helps(make_pool: PoolMaker) -> None:
     pool = make_pool(4)
     take_step(pool.open(1, 500, SPAN, Holder("home", "a")), 0, torch.zeros(1, PAGE_TOKENS))
     cache = pool.open(1, 500, SPAN, Holder("home", "a"))
@@ -113,43 +113,43 @@ def test_refusal_says_what_is_held_already_and_what_helps() -> None:
     with pytest.raises(CacheFullError) as refusal:
         cache.prepare(0, 2 * PAGE_TOKENS)
 
-    held, share = ROW_PAGE_BYTES, 4 * ROW_PAGE_BYTES * 6 // 7 * 6 // 7
+    held, share = make_pool.row_page_bytes, 4 * make_pool.row_page_bytes * 6 // 7 * 6 // 7
     expected = (
         f"your sessions here hold {held} bytes of your share of {share} bytes of the KV cache"
     )
     assert str(refusal.value).startswith(expected)
-    assert f"{2 * ROW_PAGE_BYTES} more are needed; close some" in str(refusal.value)
+    assert f"{2 * make_pool.row_page_bytes} more are needed; close some" in str(refusal.value)
     assert "--kv int8" in str(refusal.value)
 
 
 @pytest.mark.parametrize("num_pages", [1, 2])
-def test_budget_of_a_page_is_for_whoever_comes_first(num_pages: int) -> None:
+def test_budget_of_a_page_is_for_whoever_comes_first(make_pool: PoolMaker, num_pages: int) -> None:
     pool = make_pool(num_pages)
 
     fill(pool, Holder("home", "a"))
 
-    assert pool.used_bytes == ROW_PAGE_BYTES
+    assert pool.used_bytes == make_pool.row_page_bytes
 
 
-def test_rolled_back_pages_are_kept_until_another_session_needs_them() -> None:
+def test_rolled_back_pages_are_kept_until_another_session_needs_them(make_pool: PoolMaker) -> None:
     pool = make_pool(4)
     first, second = pool.open(1, 500, SPAN), pool.open(1, 500, SPAN)
     values = torch.arange(4.0 * PAGE_TOKENS)[None]
     take_step(first, 0, values)
     take_step(first, 10, torch.ones(1, 1))
-    assert first.committed_bytes == 4 * ROW_PAGE_BYTES
-    assert first.spare_bytes == 3 * ROW_PAGE_BYTES
+    assert first.committed_bytes == 4 * make_pool.row_page_bytes
+    assert first.spare_bytes == 3 * make_pool.row_page_bytes
     assert pool.count_free_tokens(Holder("a")) == 2 * PAGE_TOKENS
 
     take_step(second, 0, values[:, : 3 * PAGE_TOKENS])
 
-    assert first.committed_bytes == ROW_PAGE_BYTES
+    assert first.committed_bytes == make_pool.row_page_bytes
     assert_holds(first, torch.cat([values[:, :10], torch.ones(1, 1)], dim=1))
     assert_holds(second, values[:, : 3 * PAGE_TOKENS])
     pool.check_integrity()
 
 
-def test_pages_of_a_prepared_step_are_not_taken_away() -> None:
+def test_pages_of_a_prepared_step_are_not_taken_away(make_pool: PoolMaker) -> None:
     pool = make_pool(2)
     first, second = pool.open(1, 500, SPAN), pool.open(1, 500, SPAN)
     first.prepare(0, 2 * PAGE_TOKENS)
@@ -163,7 +163,7 @@ def test_pages_of_a_prepared_step_are_not_taken_away() -> None:
     pool.check_integrity()
 
 
-def test_reclaiming_leaves_the_pages_of_a_prepared_step() -> None:
+def test_reclaiming_leaves_the_pages_of_a_prepared_step(make_pool: PoolMaker) -> None:
     pool = make_pool(4)
     first, second = pool.open(1, 500, SPAN), pool.open(1, 500, SPAN)
     values = torch.arange(4.0 * PAGE_TOKENS)[None]
@@ -174,6 +174,6 @@ def test_reclaiming_leaves_the_pages_of_a_prepared_step() -> None:
     take_step(second, 0, values[:, : 2 * PAGE_TOKENS])
     first.commit(PAGE_TOKENS)
 
-    assert first.committed_bytes == 2 * ROW_PAGE_BYTES
+    assert first.committed_bytes == 2 * make_pool.row_page_bytes
     assert_holds(first, torch.cat([values[:, :10], values[:, :PAGE_TOKENS]], dim=1))
     pool.check_integrity()

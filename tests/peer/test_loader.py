@@ -13,6 +13,7 @@ from shoal.peer.engine.block import Block
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import read_spec
 from shoal.peer.engine.loader import load_block, open_checkpoint
+from shoal.peer.engine.numerics import Numerics
 from shoal.peer.engine.spec import ModelSpec
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.spans import Span
@@ -308,4 +309,4 @@ def test_a_file_that_shrinks_after_opening_is_a_model_error(tiny_models, tmp_pat
     weights.write_bytes(weights.read_bytes()[:-1])
 
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        load_block(checkpoint, spec, 0, WeightFormat.FP32, torch.float32)
+        load_block(checkpoint, spec, 0, Numerics(WeightFormat.FP32))

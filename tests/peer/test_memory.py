@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from shoal.kernels.quantize import WeightFormat
 from shoal.peer import memory
 from shoal.peer.block_sizes import BlockSizes
 from shoal.peer.engine.families import read_spec
 from shoal.peer.engine.loader import count_block_bytes, load_block, load_span, open_checkpoint
+from shoal.peer.engine.numerics import Numerics
 from shoal.peer.memory import RESERVE_BYTES, find_room, read_free_bytes
 from shoal.peer.room import Room
 from shoal.protocol.spans import Span
@@ -32,9 +32,8 @@ def test_counted_bytes_are_those_of_a_loaded_block(
 ) -> None:
     checkpoint = open_checkpoint(tiny_models.get(variant).directory)
     spec: Any = read_spec(checkpoint.config)
-    dtype = torch.bfloat16 if weights is WeightFormat.BF16 else torch.float32
 
-    block = load_block(checkpoint, spec, 0, weights, dtype)
+    block = load_block(checkpoint, spec, 0, Numerics(weights))
 
     # Norms and routers are not counted: next to nothing in a model of real size.
     assert 0.9 * block.num_bytes < count_block_bytes(spec, 0, weights) <= block.num_bytes

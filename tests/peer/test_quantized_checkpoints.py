@@ -19,6 +19,7 @@ from shoal.peer.engine.block_tensors import BlockTensors
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import read_spec
 from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.numerics import Numerics
 from shoal.peer.engine.spec import ModelSpec
 from shoal.protocol.errors import ModelError
 from shoal.protocol.spans import Span
@@ -132,7 +133,7 @@ def test_int8_of_one_scale_per_output_is_taken_over_bit_by_bit(
     checkpoint = open_checkpoint(model.directory)
     spec = read_spec(checkpoint.config)
     assert isinstance(spec, ModelSpec)
-    tensors = BlockTensors(checkpoint, spec, 1, WeightFormat.INT8, torch.float32)
+    tensors = BlockTensors(checkpoint, spec, 1, Numerics(WeightFormat.INT8))
 
     taken = tensors._load_int8(("gate", "up"), 0)
 

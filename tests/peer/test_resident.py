@@ -21,6 +21,7 @@ from shoal.peer.chores import Chores
 from shoal.peer.config import PeerConfig
 from shoal.peer.door import Door
 from shoal.peer.engine.kv_pool import KVCachePool
+from shoal.peer.engine.lazy_memory import LazyStore
 from shoal.peer.hosting import LoadError
 from shoal.peer.loop_lag import LoopLag
 from shoal.peer.placer import PlacedModel, Placer
@@ -110,7 +111,7 @@ class IdleEngine:
 
     def __init__(self, span: Span) -> None:
         self.span = span
-        self.pool = KVCachePool(2**20, len(span), 1, 8, torch.float32)
+        self.pool = KVCachePool(2**20, LazyStore(len(span), 1, 8, torch.float32))
 
     def keep_blocks(self, span: Span) -> dict[int, Any]:
         return {block: block for block in range(NUM_BLOCKS) if block in self.span and block in span}

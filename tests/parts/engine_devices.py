@@ -1,0 +1,100 @@
+"""Devices for engines under test: the CPU in the place of one, and CUDA where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.kernels import reference
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.cuda_device import choose_device
+from shoal.peer.engine.device import Device, PagedDevice
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.recorder import CallingRecorder, Recorder
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import KVFormat
+
+HIDDEN = 64
+WHOLE = Span(0, 4)
+
+Load = Callable[..., Engine]
+"""Called with a variant and weights."""
+
+every_device = pytest.mark.parametrize(
+    "device_name",
+    [
+        "paged",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+"""Runs a test with the CPU in the place of a device, and on a device if there is one."""
+
+
+def attend_slowly(queries_NHD: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Attend like the program in Triton, in plain torch."""
+    return reference.paged_attention(queries_NHD, *arguments, **options).to(queries_NHD.dtype)
+
+
+def make_device(name: str = "paged", recorder: Recorder | None = None) -> Device:
+    """Return the CPU with caches in pages, which calls where it would replay, or what is named."""
+    if name != "paged":
+        return choose_device(name)
+    return PagedDevice(torch.device("cpu"), attend_slowly, recorder or CallingRecorder())
+
+
+def load_engine(
+    tiny_models: Any,
+    device: Device | str,
+    variant: str = "llama",
+    weights: WeightFormat = WeightFormat.INT8,
+) -> Engine:
+    """Load all blocks of a tiny model."""
+    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    return Engine.load(checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25)
+
+
+def draw_hidden(seed: int, num_rows: int = 1, num_tokens: int = 1) -> Tensor:
+    """Return hidden states for a tiny model."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(num_rows, num_tokens, HIDDEN, generator=generator)
+
+
+def open_work(
+    engine: Engine, hidden_BTH: Tensor, kv_format: KVFormat = KVFormat.FLOAT, **options: Any
+) -> StepWork:
+    """Open a fresh session and return its first step."""
+    cache = engine.open_cache(hidden_BTH.shape[0], 400, WHOLE, None, kv_format)
+    return StepWork(cache, WHOLE, 0, hidden_BTH, **options)
+
+
+def execute(engine: Engine, *works: StepWork) -> list[Tensor]:
+    """Compute steps together, none of which is refused; the account adds up afterwards."""
+    results = engine.execute(works)
+    engine.pool.check_integrity()
+    tensors = [result for result in results if isinstance(result, Tensor)]
+    assert len(tensors) == len(works), results
+    return tensors
+
+
+def decode(engine: Engine, works: Sequence[StepWork], tokens: Sequence[Tensor]) -> list[Tensor]:
+    """Take generated tokens [B, T, H] of some sessions, one by one and in one batch each time."""
+    outputs: list[list[Tensor]] = [[] for _ in works]
+    for step in range(tokens[0].shape[1]):
+        batch = [
+            StepWork(work.cache, WHOLE, work.cache.length, token[:, step : step + 1], decoded=True)
+            for work, token in zip(works, tokens, strict=True)
+        ]
+        for output, result in zip(outputs, execute(engine, *batch), strict=True):
+            output.append(result)
+    return [torch.cat(output, dim=1) for output in outputs]

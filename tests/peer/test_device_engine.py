@@ -1,0 +1,245 @@
+"""The engine with its caches in pages, beside the engine of the CPU and beside itself.
+
+On a machine with a CUDA device, `-m gpu` runs the same tests there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from engine_devices import (
+    WHOLE,
+    decode,
+    draw_hidden,
+    every_device,
+    execute,
+    load_engine,
+    make_device,
+    open_work,
+)
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.prefix_copy import PrefixCopy
+from shoal.protocol.tensors import KVFormat
+
+VARIANTS = [
+    "llama",
+    "mistral-window-in-some",
+    "qwen3",
+    "gemma2",
+    "gemma3",
+    "phi3",
+    "gpt2",
+    "falcon",
+    "bloom",
+    "mixtral",
+]
+"""Groups, windows, norms of heads, caps, two ropes, a part of a head that is rotated, no rope,
+linear biases, experts."""
+
+Load = Callable[..., Engine]
+
+
+@pytest.fixture(scope="module")
+def load(tiny_models: Any) -> Load:
+    engines: dict[Any, Engine] = {}
+
+    def load_once(
+        device_name: str, variant: str = "llama", weights: WeightFormat = WeightFormat.INT8
+    ) -> Engine:
+        key = (device_name, variant, weights)
+        if key not in engines:
+            device = "cpu" if device_name == "cpu" else make_device(device_name)
+            engines[key] = load_engine(tiny_models, device, variant, weights)
+        return engines[key]
+
+    return load_once
+
+
+# ---- beside the CPU
+
+
+@every_device
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("weights", list(WeightFormat))
+@pytest.mark.parametrize("variant", [*VARIANTS, "wrapped-stablelm"])
+def test_results_are_those_of_the_cpu(
+    load: Load, device_name: str, variant: str, weights: WeightFormat, kv_format: KVFormat
+) -> None:
+    if variant.startswith("wrapped") and weights is WeightFormat.INT8:
+        pytest.skip("transformers' layers have float weights")
+    prompt, tokens = draw_hidden(1, 2, 90), draw_hidden(2, 2, 6)
+
+    outputs = []
+    for engine in (load("cpu", variant, weights), load(device_name, variant, weights)):
+        work = open_work(engine, prompt, kv_format)
+        (first,) = execute(engine, work)
+        outputs.append(torch.cat([first, *decode(engine, [work], [tokens])], dim=1).float())
+
+    expected, ours = outputs
+    error = (ours - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    # A sum that is rounded in another place may tip a number that is rounded to few digits.
+    is_exact = weights is WeightFormat.FP32 and kv_format is KVFormat.FLOAT
+    assert error < (1e-6 if is_exact else 1e-2)
+
+
+@every_device
+def test_linears_in_int8_have_the_bits_of_the_cpu(load: Load, device_name: str) -> None:
+    """Without attention in between: a first token sees itself alone, whose value is all it gets."""
+    tokens = [draw_hidden(seed) for seed in range(5)]
+
+    outputs = [
+        execute(engine, *(open_work(engine, token, decoded=True) for token in tokens))
+        for engine in (load("cpu", "gpt2"), load(device_name, "gpt2"))
+    ]
+
+    for ours, theirs in zip(*outputs, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+# ---- company
+
+
+@every_device
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_results_do_not_depend_on_who_shares_the_batch(
+    load: Load, device_name: str, variant: str
+) -> None:
+    engine = load(device_name, variant)
+    token, prompt = draw_hidden(1), draw_hidden(2, 2, 40)
+    alone = [
+        execute(engine, open_work(engine, hidden, decoded=hidden is token))[0]
+        for hidden in (token, prompt)
+    ]
+
+    strangers = [
+        open_work(engine, draw_hidden(3, 2, 30) * 1000),
+        open_work(engine, draw_hidden(4, 2, 30), KVFormat.INT8),
+        open_work(engine, draw_hidden(5), KVFormat.INT8, decoded=True),
+        open_work(engine, draw_hidden(6, 3), decoded=True),
+    ]
+    works = [open_work(engine, prompt), *strangers, open_work(engine, token, decoded=True)]
+    prompt_output, *_, token_output = execute(engine, *works)
+
+    assert torch.equal(prompt_output, alone[1])
+    assert torch.equal(token_output, alone[0])
+
+
+@every_device
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("num_strangers", [1, 2, 6, 40, 70])
+def test_generated_tokens_are_the_same_alone_and_beside_many(
+    load: Load, device_name: str, num_strangers: int, kv_format: KVFormat
+) -> None:
+    """So many that steps are padded to several sizes, or too many to be recorded."""
+    engine = load(device_name)
+    prompt, tokens = draw_hidden(1, 1, 40), draw_hidden(2, 1, 4)
+    works = [open_work(engine, prompt, kv_format) for _ in range(2)]
+    execute(engine, *works)
+    (expected,) = decode(engine, [works[0]], [tokens])
+
+    strangers = [open_work(engine, draw_hidden(3), kv_format) for _ in range(num_strangers)]
+    company = [*strangers[: num_strangers // 2], works[1], *strangers[num_strangers // 2 :]]
+    everybody = [
+        tokens if work is works[1] else draw_hidden(number, 1, 4)
+        for number, work in enumerate(company)
+    ]
+    outputs = decode(engine, company, everybody)
+
+    assert torch.equal(outputs[num_strangers // 2], expected)
+    for work in (*works, *strangers):
+        work.cache.close()
+
+
+# ---- sessions that go back, fork and are reordered
+
+
+@every_device
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "bloom"])
+def test_replay_of_decoded_tokens_is_exact(
+    load: Load, device_name: str, variant: str, num_rows: int, kv_format: KVFormat
+) -> None:
+    engine = load(device_name, variant)
+    prompt, tokens = draw_hidden(1, num_rows, 120), draw_hidden(2, num_rows, 30)
+    original, replayed = (open_work(engine, prompt, kv_format) for _ in range(2))
+    execute(engine, original)
+    (expected,) = decode(engine, [original], [tokens])
+
+    execute(engine, replayed)
+    (output,) = execute(engine, replace(replayed, position=120, hidden_BTH=tokens, decoded=True))
+
+    assert torch.equal(output, expected)
+    for block in range(WHOLE.start, WHOLE.stop):
+        for (_, *ours), (_, *theirs) in zip(
+            original.cache.read(block, 150), replayed.cache.read(block, 150), strict=True
+        ):
+            assert all(map(torch.equal, ours, theirs))
+
+
+@every_device
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_rollback_goes_on_from_the_earlier_position(
+    load: Load, device_name: str, kv_format: KVFormat
+) -> None:
+    engine = load(device_name)
+    # Torch attends with as many tokens of a prompt at a time: of 64 and 128 the first are alike.
+    hidden, tokens = draw_hidden(1, 2, 128), draw_hidden(2, 2, 3)
+    work, straight = (open_work(engine, each, kv_format) for each in (hidden, hidden[:, :64]))
+    execute(engine, work)
+    execute(engine, straight)
+
+    work.cache.fall_back(64)
+    work.cache.return_spare_pages()
+
+    ours, theirs = decode(engine, [work, straight], [tokens, tokens])
+    assert torch.equal(ours, theirs)
+
+
+@every_device
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("num_decoded", [0, 3])
+def test_fork_goes_on_like_its_parent(
+    load: Load, device_name: str, num_decoded: int, kv_format: KVFormat
+) -> None:
+    engine = load(device_name)
+    prompt, tokens, more = (draw_hidden(seed, 2, n) for seed, n in ((1, 64), (2, 9), (3, 4)))
+    parent, straight = (open_work(engine, prompt, kv_format) for _ in range(2))
+    fork = open_work(engine, prompt, kv_format)
+    execute(engine, parent, straight)
+    decode(engine, [parent], [tokens])
+    if num_decoded:
+        decode(engine, [straight], [tokens[:, :num_decoded]])
+
+    copy: PrefixCopy = fork.cache.begin_with(parent.cache, 64 + num_decoded)
+    while not copy.advance():
+        pass
+
+    ours, theirs, _ = decode(engine, [fork, straight, parent], [more, more, more * 2])
+    assert torch.equal(ours, theirs)
+
+
+@every_device
+@pytest.mark.parametrize("kv_format", KVFormat)
+def test_beams_are_reordered(load: Load, device_name: str, kv_format: KVFormat) -> None:
+    engine = load(device_name)
+    prompt, tokens = draw_hidden(1, 3, 70), draw_hidden(2, 3, 4)
+    work = open_work(engine, prompt, kv_format)
+    execute(engine, work)
+    history, outputs = prompt, []
+    for step, row_map in enumerate([(2, 0, 2), (1, 1, 0), (0, 1, 2), (2, 2, 1)]):
+        token = tokens[:, step : step + 1]
+        moved = replace(work, position=70 + step, hidden_BTH=token, row_map=row_map, decoded=True)
+        outputs = execute(engine, moved)
+        history = torch.cat([history[list(row_map)], token], dim=1)
+
+    straight = open_work(engine, history[:, :70], kv_format)
+    execute(engine, straight)
+    (expected,) = decode(engine, [straight], [history[:, 70:]])
+    assert torch.equal(outputs[0], expected[:, -1:])
