@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 
 from ..peer.config import NO_NF4, WEIGHT_FORMATS, PeerConfig
+from ..peer.device_names import parse_cuda_number
+from ..protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME
 
 _INITIAL_PEERS = "--initial-peers"
@@ -31,6 +33,15 @@ def parse_weights(text: str) -> str:
     """Refuse nf4 with advice; `choices` names the formats that there are."""
     if text == "nf4":
         raise argparse.ArgumentTypeError(NO_NF4)
+    return text
+
+
+def parse_device(text: str) -> str:
+    """Refuse what is no name of a device; whether there is one is seen when it is used."""
+    try:
+        parse_cuda_number(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
     return text
 
 

@@ -21,7 +21,7 @@ from ..protocol.spans import Span
 from .bundled_model import find_model
 from .interrupts import INTERRUPTED, quitting_at_once
 from .joining import add_join_arguments, read_join, read_joining
-from .options import add_weights_argument
+from .options import add_weights_argument, parse_device
 from .quantities import (
     parse_announce_period,
     parse_count,
@@ -100,8 +100,9 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     add_weights_argument(parser)
     parser.add_argument(
-        "--device", choices=("cpu",), default=_DEFAULTS.device,
-        help="where to compute (default: %(default)s)",
+        "--device", type=parse_device, default=_DEFAULTS.device, metavar="DEVICE",
+        help="where to compute: cpu, cuda, cuda:N, or auto, which is cuda if that can be used "
+        "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--threads", type=parse_threads, metavar="N",

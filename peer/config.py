@@ -6,14 +6,12 @@ from pathlib import Path
 from ..protocol.errors import UsageError
 from ..protocol.membership import Membership
 from ..protocol.spans import Span
+from .device_names import parse_cuda_number
 
 WEIGHT_FORMATS = ("int8", "bf16", "fp32")
 """How block weights can be held."""
 
-NO_NF4 = (
-    "nf4 is not supported: on a CPU it would be about twenty times as slow as int8, and CUDA is "
-    "not supported yet; use int8"
-)
+NO_NF4 = "nf4 is not supported: on a CPU it would be about twenty times as slow as int8; use int8"
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class PeerConfig:
     """How block weights are held: one of WEIGHT_FORMATS."""
 
     device: str = "cpu"
-    """Where blocks are computed."""
+    """Where blocks are computed: cpu, cuda, cuda:N, or auto for cuda where it can be used."""
 
     num_threads: int | None = None
     """Threads of one matrix product; None: as many as torch chooses."""
@@ -88,3 +86,4 @@ class PeerConfig:
             raise UsageError(NO_NF4)
         if self.weights not in WEIGHT_FORMATS:
             raise UsageError(f"weights are one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}")
+        parse_cuda_number(self.device)

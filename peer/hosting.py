@@ -47,6 +47,7 @@ class HostedModel:
     checkpoint: Checkpoint
     model_id: ModelId
     spec: ModelShape
+    numerics: Numerics
     sizes: BlockSizes
 
     @classmethod
@@ -60,7 +61,8 @@ class HostedModel:
         check_weights(spec, numerics.weights)
         check_kv_budget(spec, span, numerics, config.kv_budget_bytes)
         model_id = make_model_id(checkpoint.config, checkpoint.revision)
-        return cls(checkpoint, model_id, spec, BlockSizes.of_model(spec, numerics.weights))
+        sizes = BlockSizes.of_model(spec, numerics.weights)
+        return cls(checkpoint, model_id, spec, numerics, sizes)
 
 
 @dataclass(frozen=True)
@@ -178,8 +180,8 @@ class Hosting:
                 Engine.load,
                 self._model.checkpoint,
                 span,
-                WeightFormat(config.weights),
-                device=config.device,
+                self._model.numerics.weights,
+                device=self._model.numerics.device,
                 kv_budget_bytes=config.kv_budget_bytes,
                 num_threads=config.num_threads,
                 on_progress=on_progress,

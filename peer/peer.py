@@ -167,7 +167,9 @@ def _describe_address(door: object, directory: Directory) -> dict[str, object]:
 def _describe_model(config: PeerConfig, model: HostedModel) -> PlacedModel:
     """Return what there is to place: as many blocks as were asked for, or as memory holds."""
     if config.num_blocks is None:
-        room = find_room(model.sizes, config.kv_budget_bytes, read_free_bytes())
+        device_bytes = model.numerics.device.read_free_bytes()
+        free_bytes = read_free_bytes() if device_bytes is None else device_bytes
+        room = find_room(model.sizes, config.kv_budget_bytes, free_bytes)
     else:
         room = Room(config.num_blocks)
     return PlacedModel(model.model_id, model.sizes.work, room)

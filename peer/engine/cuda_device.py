@@ -8,6 +8,7 @@ import torch
 
 from ...kernels.select import choose_paged_attention
 from ...protocol.errors import UsageError
+from ..device_names import parse_cuda_number
 from .device import CPU, Device, PagedDevice
 from .recorder import Recorder
 
@@ -20,30 +21,25 @@ def choose_device(name: str) -> Device:
 
     Raises UsageError that says why a device cannot be used.
     """
-    if name == "auto":
-        return CPU if _find_fault(0) is not None else CudaDevice(0)
-    kind, _, number = name.partition(":")
-    if name == "cpu":
+    number = parse_cuda_number(name)
+    if number is None:
         return CPU
-    if kind != "cuda" or (number and not number.isdecimal()):
-        raise UsageError(f"a device is cpu, cuda, cuda:N or auto, not {name!r}")
-    index = int(number or 0)
-    fault = _find_fault(index)
-    if fault is not None:
-        raise UsageError(f"{name} cannot be used: {fault}; use --device cpu")
-    return CudaDevice(index)
+    fault = _find_fault(number)
+    if fault is None:
+        return CudaDevice(number)
+    if name == "auto":
+        return CPU
+    raise UsageError(f"{name} cannot be used: {fault}; use --device cpu")
 
 
 def _find_fault(index: int) -> str | None:
     """Return why a CUDA device cannot be used, if it cannot."""
     if not torch.backends.cuda.is_built():
         return "this torch was built without CUDA"
-    num_devices = torch.cuda.device_count()
-    if index >= num_devices:
-        return f"torch finds {num_devices} CUDA devices" if num_devices else "torch finds no device"
-    capability = torch.cuda.get_device_capability(index)
-    if capability < _LEAST_CAPABILITY:
-        return f"it is {torch.cuda.get_device_name(index)}, older than Ampere"
+    if index >= torch.cuda.device_count():
+        return f"the number of CUDA devices that torch finds is {torch.cuda.device_count()}"
+    if torch.cuda.get_device_capability(index) < _LEAST_CAPABILITY:
+        return f"{torch.cuda.get_device_name(index)} is older than Ampere, the least that can do it"
     try:
         choose_paged_attention("cuda")
     except ValueError as error:
@@ -57,6 +53,9 @@ class CudaDevice(PagedDevice):
     def __init__(self, index: int) -> None:
         place = torch.device("cuda", index)
         super().__init__(place, choose_paged_attention("cuda"), _GraphRecorder(place))
+
+    def read_free_bytes(self) -> int | None:
+        return torch.cuda.mem_get_info(self.place)[0]
 
     def running(self) -> AbstractContextManager[object]:
         # Triton launches on the current device, which every thread has one of.

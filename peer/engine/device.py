@@ -57,6 +57,10 @@ class Device(ABC):
     def fetch(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return them on the CPU; waits until they are computed."""
 
+    def read_free_bytes(self) -> int | None:
+        """Return the memory that is left for weights and caches; None if it is the machine's."""
+        return None
+
     def running(self) -> AbstractContextManager[object]:
         """Return what a thread has to be in while it computes here."""
         return nullcontext()

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from ...kernels.checkpoint import Checkpoint, CheckpointError
@@ -107,9 +108,9 @@ class WrappedLoader:
 def _bring(decoder: PreTrainedModel, place: torch.device) -> None:
     """Have everything on a device that is more than a shape."""
     for module in decoder.modules():
-        for weight in module.parameters(recurse=False):
+        for name, weight in module.named_parameters(recurse=False):
             if not weight.is_meta:
-                weight.data = weight.data.to(place)
+                module._parameters[name] = nn.Parameter(weight.to(place), requires_grad=False)
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 module._buffers[name] = buffer.to(place)

@@ -71,11 +71,15 @@ def draw_hidden(seed: int, num_rows: int = 1, num_tokens: int = 1) -> Tensor:
 
 
 def open_work(
-    engine: Engine, hidden_BTH: Tensor, kv_format: KVFormat = KVFormat.FLOAT, **options: Any
+    engine: Engine,
+    hidden_BTH: Tensor,
+    kv_format: KVFormat = KVFormat.FLOAT,
+    span: Span = WHOLE,
+    **options: Any,
 ) -> StepWork:
     """Open a fresh session and return its first step."""
-    cache = engine.open_cache(hidden_BTH.shape[0], 400, WHOLE, None, kv_format)
-    return StepWork(cache, WHOLE, 0, hidden_BTH, **options)
+    cache = engine.open_cache(hidden_BTH.shape[0], 400, span, None, kv_format)
+    return StepWork(cache, span, 0, hidden_BTH, **options)
 
 
 def execute(engine: Engine, *works: StepWork) -> list[Tensor]:

@@ -253,11 +253,6 @@ def test_unusable_rotary_parameters_are_refused_before_reading(tiny_models, tmp_
     assert checkpoint.reads == []
 
 
-def test_another_device_is_refused(tiny_models) -> None:
-    with pytest.raises(UsageError, match="'cuda'"):
-        load_engine(tiny_models.get().directory, WeightFormat.FP32, device="cuda")
-
-
 NAME = "model.layers.2.mlp.up_proj.weight"
 
 

@@ -1,0 +1,69 @@
+"""Everything that blocks compute with is where their weights are.
+
+Torch's `meta` is a device without memory: it refuses, like any other, what mixes its tensors with
+those of the CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from engine_devices import decode, draw_hidden, execute, load_engine, open_work
+from torch import Tensor
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.device import PagedDevice
+from shoal.peer.engine.recorder import CallingRecorder
+from shoal.protocol.tensors import KVFormat
+
+META = torch.device("meta")
+
+
+class MetaDevice(PagedDevice):
+    """Computes shapes, and counts how often hidden states come and go."""
+
+    def __init__(self) -> None:
+        super().__init__(META, attend_in_shape, CallingRecorder())
+        self.num_brought = self.num_fetched = 0
+
+    def bring(self, hidden: Sequence[Tensor]) -> Sequence[Tensor]:
+        self.num_brought += 1
+        brought = super().bring(hidden)
+        assert all(part.device == META for part in brought)
+        return brought
+
+    def fetch(self, hidden: Sequence[Tensor]) -> Sequence[Tensor]:
+        self.num_fetched += 1
+        assert all(part.device == META for part in hidden)
+        return [torch.zeros(part.shape, dtype=part.dtype) for part in hidden]
+
+
+def attend_in_shape(
+    queries_NHD: Tensor, pages: Tensor, tables: Tensor, lengths: Tensor, **options: object
+) -> Tensor:
+    assert pages.device == tables.device == lengths.device == queries_NHD.device == META
+    return torch.empty_like(queries_NHD)
+
+
+@pytest.mark.parametrize("kv_format", KVFormat)
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.BF16])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama-biases", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "bloom",
+     "falcon-grouped", "wrapped-stablelm", "wrapped-gpt-neox"],
+)  # fmt: skip
+def test_prompts_and_tokens_meet_nothing_of_the_cpu(
+    tiny_models: Any, variant: str, weights: WeightFormat, kv_format: KVFormat
+) -> None:
+    device = MetaDevice()
+    engine = load_engine(tiny_models, device, variant, weights)
+    prompt, tokens = draw_hidden(1, 3, 70), draw_hidden(2, 3, 2)
+    work, other = (open_work(engine, prompt, kv_format) for _ in range(2))
+
+    execute(engine, work, other)
+    decode(engine, [work, other], [tokens, tokens])
+
+    assert device.num_brought == device.num_fetched == 3

@@ -1,0 +1,55 @@
+"""Which device a peer computes on, and what it says where it cannot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engine_devices import load_engine, make_device
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.config import PeerConfig
+from shoal.peer.engine.cuda_device import choose_device
+from shoal.peer.engine.device import CPU
+from shoal.protocol.errors import UsageError
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1000", "CPU"])
+def test_what_is_no_device_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match="a device is cpu, cuda, cuda:N or auto, not"):
+        PeerConfig(model="m", device=name)
+    with pytest.raises(UsageError, match="a device is cpu, cuda, cuda:N or auto, not"):
+        choose_device(name)
+
+
+@without_cuda
+@pytest.mark.parametrize("name", ["cuda", "cuda:1"])
+def test_cuda_is_refused_in_one_sentence_where_there_is_none(tiny_models: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name} cannot be used: .*; use --device cpu"):
+        load_engine(tiny_models, name)
+
+
+@without_cuda
+def test_auto_is_the_cpu_where_there_is_no_cuda() -> None:
+    assert choose_device("auto") is choose_device("cpu") is CPU
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_auto_is_the_first_cuda_device() -> None:
+    assert choose_device("auto").place == choose_device("cuda").place == torch.device("cuda", 0)
+    with pytest.raises(UsageError, match="the number of CUDA devices that torch finds is"):
+        choose_device("cuda:999")
+
+
+@pytest.mark.parametrize(
+    ("variant", "words"),
+    [("llama", "attention: torch and triton"), ("bloom", "attention: torch")],
+)
+def test_peer_says_what_computes(tiny_models: Any, variant: str, words: str) -> None:
+    engine = load_engine(tiny_models, make_device(), variant, WeightFormat.FP32)
+
+    assert engine.kernels == f"fp32: torch, {words}"
