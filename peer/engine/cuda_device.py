@@ -70,6 +70,8 @@ class _GraphRecorder(Recorder):
         self._pool: Any = None  # torch has no public name for what it is
 
     def record(self, function: Callable[[], None]) -> Callable[[], None]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         # What is compiled with the first call cannot be captured.
         stream = torch.cuda.Stream(self._place)
         stream.wait_stream(torch.cuda.current_stream(self._place))
@@ -82,5 +84,4 @@ class _GraphRecorder(Recorder):
             graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
         ):
             function()
-        self._pool = graph.pool()
         return graph.replay

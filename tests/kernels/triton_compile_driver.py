@@ -25,6 +25,9 @@ TYPES = {
 }  # fmt: skip
 """Of arguments; the others are addresses of float32 numbers."""
 
+PAGE_TOKENS = {"*fp32": 16, "*bf16": 32, "*i8": 64}
+"""As `peer/engine/paged_memory.py` lays them out."""
+
 PRODUCT_TILES = [
     (triton_int8._multiply_row, triton_int8._ROW_TILE),
     (triton_int8._multiply_rows, triton_int8._FEW_ROWS_TILE),
@@ -80,7 +83,7 @@ def compile_attention(capability: int) -> None:
     for head_dim, kind in product((64, triton_attention.MAX_HEAD_DIM), ("*fp32", "*bf16", "*i8")):
         constants: dict[str, Any] = {
             "HEADS": 4, "TILES": 1, "GROUPS": 8,
-            "HEAD_DIM": head_dim, "PAGE_TOKENS": 64, "PAGE_WIDTH": head_dim + 4 * (kind == "*i8"),
+            "HEAD_DIM": head_dim, "PAGE_TOKENS": PAGE_TOKENS[kind], "PAGE_WIDTH": head_dim + 4,
             "BLOCK_D": head_dim, "BLOCK_R": 16,
             "PART_TOKENS": triton_attention.PART_TOKENS,
             "BLOCK_K": triton_attention._choose_keys_at_once(head_dim),
