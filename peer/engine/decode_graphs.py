@@ -44,12 +44,8 @@ class DecodeGraphs:
     @staticmethod
     def can_run(segments: Segments) -> bool:
         """Return whether these are few rows, all of generated tokens, in caches of one format."""
-        if (
-            segments.prompts
-            or sum(segment.stop - segment.start for segment in segments.all) > MAX_ROWS
-        ):
-            return False
-        return len(segments.paged_rows) == 1
+        is_small = segments.all[-1].stop <= MAX_ROWS
+        return is_small and not segments.prompts and len(segments.paged_rows) == 1
 
     def run(self, hidden_NH: torch.Tensor, rows: PagedRows) -> torch.Tensor:
         """Return the hidden states behind the blocks; writes into the rows' caches."""

@@ -61,9 +61,7 @@ class LazyMemory(SessionMemory):
         if hasattr(mmap, "MADV_NOHUGEPAGE"):
             self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
         self.states_LCBGSD = torch.frombuffer(self._mapping, dtype=layout.dtype).view(shape)
-        self._keys_values = [
-            (keys_BGSD, values_BGSD) for keys_BGSD, values_BGSD in self.states_LCBGSD
-        ]
+        self._keys_values = [(states[0], states[1]) for states in self.states_LCBGSD]
 
     def reserve(self, num_tokens: int) -> None:
         """The system does, with the first touch."""
