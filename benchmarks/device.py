@@ -3,7 +3,7 @@
     make bench BENCHMARKS=benchmarks/device.py ARGS="--device cuda"
 
 Steps are those of sessions in one engine, without a network, beside plain transformers in bf16 on
-the same device, whose steps have embedding and head as well. Kernels are recorded, as a step is:
+the same device, whose steps have embedding and head as well. Kernels are captured, as a step is:
 otherwise the processor that launches them would be measured. Each weight has as many copies as
 overflow the caches of the device, used in turn.
 """
@@ -31,9 +31,9 @@ from shoal.cli.benchmarks.figures import describe_machine
 from shoal.kernels.checkpoint import Checkpoint
 from shoal.kernels.quantize import Int8Weight, WeightFormat
 from shoal.kernels.select import choose_int8_kernel, choose_paged_attention
+from shoal.peer.engine.capturer import CallingCapturer, Capturer
 from shoal.peer.engine.cuda_device import choose_device
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.recorder import CallingRecorder, Recorder
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 
@@ -65,9 +65,9 @@ class Figure:
 class Clock:
     """Times work on a device, and waits for it."""
 
-    def __init__(self, place: torch.device, recorder: Recorder | None) -> None:
+    def __init__(self, place: torch.device, capturer: Capturer | None) -> None:
         self.place = place
-        self._recorder = recorder or CallingRecorder()
+        self._capturer = capturer or CallingCapturer()
 
     def time(self, call: Callable[[], object]) -> float:
         """Return the median seconds of a call, of some after a first one."""
@@ -81,13 +81,13 @@ class Clock:
         return median(seconds[1:])
 
     def time_each(self, calls: Sequence[Callable[[], object]]) -> float:
-        """Return the microseconds of one of several calls that are recorded together."""
+        """Return the microseconds of one of several calls that are captured together."""
 
         def call_all() -> None:
             for call in calls:
                 call()
 
-        return self.time(self._recorder.record(call_all)) / len(calls) * 1e6
+        return self.time(self._capturer.capture(call_all)) / len(calls) * 1e6
 
     def wait(self) -> None:
         """Wait until the device has nothing to do."""
@@ -248,7 +248,7 @@ def main() -> None:
         parser.error(str(error))
     torch.manual_seed(0)
     model = open_bundled_model() if options.quick else make_benchmark_model()
-    clock = Clock(device.place, device.recorder)
+    clock = Clock(device.place, device.capturer)
     figures: list[Figure] = []
     machine = describe_machine()
     if device.place.type == "cuda":

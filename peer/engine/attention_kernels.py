@@ -21,6 +21,10 @@ PagedAttention = Callable[..., torch.Tensor]
 """Called like `kernels.triton_attention.paged_attention`."""
 
 
+MAX_PAGED_HEAD_DIM = 256
+"""`triton_attention.MAX_HEAD_DIM`, without importing Triton."""
+
+
 class AttentionKernel(Protocol):
     """Attention of some of a batch's rows."""
 
@@ -120,10 +124,6 @@ def choose_paged(
     if options.alibi is not None or options.head_dim > MAX_PAGED_HEAD_DIM:
         return AttentionKernels(None, None)
     return AttentionKernels(PagedTokens(block, options, turn, attend), None)
-
-
-MAX_PAGED_HEAD_DIM = 256
-"""`triton_attention.MAX_HEAD_DIM`, without importing Triton."""
 
 
 def _find_plain_shape(options: AttentionOptions) -> TokenShape | None:

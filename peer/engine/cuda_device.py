@@ -9,8 +9,8 @@ import torch
 from ...kernels.select import choose_paged_attention
 from ...protocol.errors import UsageError
 from ..device_names import parse_cuda_number
+from .capturer import Capturer
 from .device import CPU, Device, PagedDevice
-from .recorder import Recorder
 
 _LEAST_CAPABILITY = (8, 0)
 """Ampere. Triton does not compile products of int8 for what came before."""
@@ -52,7 +52,7 @@ class CudaDevice(PagedDevice):
 
     def __init__(self, index: int) -> None:
         place = torch.device("cuda", index)
-        super().__init__(place, choose_paged_attention("cuda"), _GraphRecorder(place))
+        super().__init__(place, choose_paged_attention("cuda"), _GraphCapturer(place))
 
     def read_free_bytes(self) -> int | None:
         return torch.cuda.mem_get_info(self.place)[0]
@@ -62,14 +62,14 @@ class CudaDevice(PagedDevice):
         return torch.cuda.device(self.place)
 
 
-class _GraphRecorder(Recorder):
+class _GraphCapturer(Capturer):
     """Captures CUDA graphs, whose memory is shared: one runs at a time."""
 
     def __init__(self, place: torch.device) -> None:
         self._place = place
         self._pool: Any = None  # torch has no public name for what it is
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         # What is compiled with the first call cannot be captured.

@@ -1,7 +1,7 @@
-"""Steps of generated tokens, recorded once for each size and replayed.
+"""Steps of generated tokens, captured once for each size and run again.
 
 A device computes a block faster than the processor can ask for it, operation by operation. So a
-step through all blocks is recorded, on tensors that stay, and asked for as a whole.
+step through all blocks is captured, on tensors that stay, and asked for as a whole.
 
 Tensor suffixes: N rows of the step, padded; H hidden; M pages of a row.
 """
@@ -14,8 +14,8 @@ from functools import cached_property
 
 import torch
 
+from .capturer import Capturer
 from .paged_rows import PagedRows
-from .recorder import Recorder
 from .rows import Rotation, Segments
 
 MAX_ROWS = 64
@@ -23,7 +23,7 @@ MAX_ROWS = 64
 
 LEAST_TABLE_PAGES = 64
 """Tables are as wide as the longest text needs, of widths that are four times as large each: few
-to record, and what is too wide costs little, since nothing is read behind the end of a text."""
+to capture, and what is too wide costs little, since nothing is read behind the end of a text."""
 
 Compute = Callable[[torch.Tensor, Segments], torch.Tensor]
 """All blocks: hidden states [N, H] in, and out, of decoded rows."""
@@ -32,10 +32,10 @@ Compute = Callable[[torch.Tensor, Segments], torch.Tensor]
 class DecodeGraphs:
     """Takes steps of generated tokens through all blocks of an engine."""
 
-    def __init__(self, compute: Compute, recorder: Recorder) -> None:
+    def __init__(self, compute: Compute, capturer: Capturer) -> None:
         self._compute = compute
-        self._recorder = recorder
-        self._steps: dict[tuple[int, int, torch.dtype], _RecordedStep] = {}
+        self._capturer = capturer
+        self._steps: dict[tuple[int, int, torch.dtype], _CapturedStep] = {}
 
     def __repr__(self) -> str:
         sizes = [f"{rows} x {pages}" for rows, pages, _ in self._steps]
@@ -54,11 +54,12 @@ class DecodeGraphs:
         key = (*size, rows.layout.dtype)
         step = self._steps.get(key)
         if step is None:
-            step = self._steps[key] = _RecordedStep.make(hidden_NH, rows, size)
+            step = _CapturedStep.make(hidden_NH, rows, size)
             step.fill(hidden_NH, rows)
-            step.replay = self._recorder.record(lambda: step.compute(self._compute))
+            step.run_again = self._capturer.capture(lambda: step.compute(self._compute))
+            self._steps[key] = step
         step.fill(hidden_NH, rows)
-        step.replay()
+        step.run_again()
         return step.output_NH[:num_rows].clone()
 
 
@@ -75,16 +76,16 @@ def choose_size(num_rows: int, num_pages: int) -> tuple[int, int]:
 
 
 @dataclass
-class _RecordedStep:
+class _CapturedStep:
     """Tensors that stay, and what computes on them. Rows that nobody fills see no keys."""
 
     hidden_NH: torch.Tensor
     rows: PagedRows
     output_NH: torch.Tensor
-    replay: Callable[[], None]
+    run_again: Callable[[], None]
 
     @classmethod
-    def make(cls, hidden_NH: torch.Tensor, rows: PagedRows, size: tuple[int, int]) -> _RecordedStep:
+    def make(cls, hidden_NH: torch.Tensor, rows: PagedRows, size: tuple[int, int]) -> _CapturedStep:
         """Return a step of a size, with nothing in it."""
         num_rows, num_pages = size
         padded_NH = hidden_NH.new_zeros(num_rows, hidden_NH.shape[1])

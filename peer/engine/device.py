@@ -13,19 +13,19 @@ from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
 from .attention_kernels import AttentionKernels, PagedAttention, choose_native, choose_paged
 from .attention_options import AttentionOptions, QueryKeyTurn
+from .capturer import Capturer
 from .kv_layouts import LAYOUTS, Layout
 from .kv_memory import KVStore
 from .lazy_memory import LazyStore
 from .paged_memory import PagedStore, make_paged_layouts
-from .recorder import Recorder
 
 
 class Device(ABC):
     """A processor with memory of its own: `place` is what torch calls it."""
 
-    def __init__(self, place: torch.device, recorder: Recorder | None) -> None:
+    def __init__(self, place: torch.device, capturer: Capturer | None) -> None:
         self.place = place
-        self.recorder = recorder
+        self.capturer = capturer
         """What captures steps of generated tokens; None where that brings nothing."""
 
     def __repr__(self) -> str:
@@ -104,9 +104,9 @@ class PagedDevice(Device):
     """
 
     def __init__(
-        self, place: torch.device, attend: PagedAttention, recorder: Recorder | None
+        self, place: torch.device, attend: PagedAttention, capturer: Capturer | None
     ) -> None:
-        super().__init__(place, recorder)
+        super().__init__(place, capturer)
         self._attend = attend
 
     def make_layouts(

@@ -265,15 +265,15 @@ def _build_rotary(spec: ModelShape, numerics: Numerics) -> list[RotaryTable]:
 
 
 def _make_graphs(blocks: Sequence[HostedBlock], device: Device) -> DecodeGraphs | None:
-    """Return what records decode steps, where the device can and the blocks allow it."""
-    if device.recorder is None or not all(block.has_fixed_shapes for block in blocks):
+    """Return what captures decode steps, where the device can and the blocks allow it."""
+    if device.capturer is None or not all(block.has_fixed_shapes for block in blocks):
         return None
 
     def compute(hidden_NH: torch.Tensor, segments: Segments) -> torch.Tensor:
         ranges = [RowRange(0, len(hidden_NH), RowPrecision.TWO_DIGITS)]
         return _run_blocks(blocks, hidden_NH, segments, ranges, None)
 
-    return DecodeGraphs(compute, device.recorder)
+    return DecodeGraphs(compute, device.capturer)
 
 
 def _run_blocks(

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from shoal.kernels import reference
 from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.capturer import CallingCapturer, Capturer
 from shoal.peer.engine.cuda_device import choose_device
 from shoal.peer.engine.device import Device, PagedDevice
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.engine.recorder import CallingRecorder, Recorder
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -46,11 +46,11 @@ def attend_slowly(queries_NHD: Tensor, *arguments: Any, **options: Any) -> Tenso
     return reference.paged_attention(queries_NHD, *arguments, **options).to(queries_NHD.dtype)
 
 
-def make_device(name: str = "paged", recorder: Recorder | None = None) -> Device:
-    """Return the CPU with caches in pages, which calls where it would replay, or what is named."""
+def make_device(name: str = "paged", capturer: Capturer | None = None) -> Device:
+    """Return the CPU with caches in pages, which calls where it would capture, or what is named."""
     if name != "paged":
         return choose_device(name)
-    return PagedDevice(torch.device("cpu"), attend_slowly, recorder or CallingRecorder())
+    return PagedDevice(torch.device("cpu"), attend_slowly, capturer or CallingCapturer())
 
 
 def load_engine(

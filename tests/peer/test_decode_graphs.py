@@ -1,4 +1,4 @@
-"""Steps that are recorded once: what they are padded to, and whose tensors they compute on."""
+"""Steps that are captured once: what they are padded to, and whose tensors they compute on."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from engine_devices import (
 from torch import Tensor
 
 from shoal.peer.engine import decode_graphs
+from shoal.peer.engine.capturer import Capturer
 from shoal.peer.engine.decode_graphs import choose_size
 from shoal.peer.engine.device import PagedDevice
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.recorder import Recorder
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
 
-class NotingRecorder(Recorder):
-    """Calls like `CallingRecorder`, and notes how often it recorded and replayed."""
+class NotingCapturer(Capturer):
+    """Calls like `CallingCapturer`, and notes how often it captured and ran again."""
 
     def __init__(self) -> None:
-        self.num_recorded = self.num_replayed = 0
+        self.num_captured = self.num_repeated = 0
 
-    def record(self, function: Callable[[], None]) -> Callable[[], None]:
-        self.num_recorded += 1
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        self.num_captured += 1
 
-        def replay() -> None:
-            self.num_replayed += 1
+        def run_again() -> None:
+            self.num_repeated += 1
             function()
 
-        return replay
+        return run_again
 
 
 @pytest.fixture
-def recorder() -> NotingRecorder:
-    return NotingRecorder()
+def capturer() -> NotingCapturer:
+    return NotingCapturer()
 
 
 @pytest.fixture
-def engine(tiny_models: Any, recorder: NotingRecorder) -> Engine:
-    return load_engine(tiny_models, make_device(recorder=recorder))
+def engine(tiny_models: Any, capturer: NotingCapturer) -> Engine:
+    return load_engine(tiny_models, make_device(capturer=capturer))
 
 
 @pytest.mark.parametrize(
@@ -73,24 +73,24 @@ def step_alone_and_together(engine: Engine, num_sessions: int, kv_format: KVForm
     decode(engine, works, tokens)
 
 
-def test_each_size_is_recorded_once(engine: Engine, recorder: NotingRecorder) -> None:
+def test_each_size_is_captured_once(engine: Engine, capturer: NotingCapturer) -> None:
     sizes = [1, 1, 2, 3, 4, 3, 5, 8, 64, 33]
     for num_sessions in sizes:
         step_alone_and_together(engine, num_sessions, KVFormat.FLOAT)
 
-    assert recorder.num_recorded == len({1, 2, 4, 8, 64})
-    assert recorder.num_replayed == 2 * len(sizes)
+    assert capturer.num_captured == len({1, 2, 4, 8, 64})
+    assert capturer.num_repeated == 2 * len(sizes)
 
     step_alone_and_together(engine, 3, KVFormat.INT8)
-    assert recorder.num_recorded == 6
+    assert capturer.num_captured == 6
 
 
-def test_tables_that_grow_are_recorded_anew(
+def test_tables_that_grow_are_captured_anew(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(decode_graphs, "LEAST_TABLE_PAGES", 2)
-    recorder = NotingRecorder()
-    engine = load_engine(tiny_models, make_device(recorder=recorder))
+    capturer = NotingCapturer()
+    engine = load_engine(tiny_models, make_device(capturer=capturer))
     plain = load_engine(tiny_models, PagedDevice(torch.device("cpu"), attend_slowly, None))
     tokens, other = draw_hidden(1, 1, 150), draw_hidden(2, 1, 150)
 
@@ -103,7 +103,7 @@ def test_tables_that_grow_are_recorded_anew(
     for ours, theirs in zip(*outputs, strict=True):
         assert torch.equal(ours, theirs)
     # Of one row: 2 and 8 pages of 16 tokens. Of two: 8 and 32.
-    assert recorder.num_recorded == 4
+    assert capturer.num_captured == 4
 
 
 @pytest.mark.parametrize("kv_format", KVFormat)
@@ -131,7 +131,7 @@ def read_states(cache: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("case", ["prompt", "many rows", "two formats", "some blocks"])
 def test_other_steps_are_computed_as_they_are(
-    engine: Engine, recorder: NotingRecorder, case: str
+    engine: Engine, capturer: NotingCapturer, case: str
 ) -> None:
     token = draw_hidden(1)
     works = [open_work(engine, token, decoded=True)]
@@ -146,21 +146,44 @@ def test_other_steps_are_computed_as_they_are(
 
     execute(engine, *works)
 
-    assert recorder.num_recorded == 0
+    assert capturer.num_captured == 0
 
 
 @pytest.mark.parametrize("variant", ["bloom", "mixtral"])
-def test_blocks_whose_shapes_depend_on_more_are_not_recorded(
-    tiny_models: Any, recorder: NotingRecorder, variant: str
+def test_blocks_whose_shapes_depend_on_more_are_not_captured(
+    tiny_models: Any, capturer: NotingCapturer, variant: str
 ) -> None:
-    engine = load_engine(tiny_models, make_device(recorder=recorder), variant)
+    engine = load_engine(tiny_models, make_device(capturer=capturer), variant)
 
     step_alone_and_together(engine, 2, KVFormat.FLOAT)
 
-    assert recorder.num_recorded == 0
+    assert capturer.num_captured == 0
 
 
-def test_step_that_fills_gives_way_once_before_it_is_replayed(engine: Engine) -> None:
+class FailingCapturer(NotingCapturer):
+    """Has no memory left when it is asked first."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        run_again = super().capture(function)
+        if self.num_captured == 1:
+            raise torch.OutOfMemoryError("no memory")
+        return run_again
+
+
+def test_step_that_could_not_be_captured_is_captured_the_next_time(tiny_models: Any) -> None:
+    engine = load_engine(tiny_models, make_device(capturer=FailingCapturer()))
+    plain = load_engine(tiny_models, PagedDevice(torch.device("cpu"), attend_slowly, None))
+    works = [open_work(each, draw_hidden(1), decoded=True) for each in (engine, plain)]
+
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.execute(works[:1])
+    works[0].cache.fall_back(0)
+
+    (ours,), (theirs,) = execute(engine, works[0]), execute(plain, works[1])
+    assert torch.equal(ours, theirs)
+
+
+def test_step_that_fills_gives_way_once_before_it_is_run_again(engine: Engine) -> None:
     work, urgent = (open_work(engine, draw_hidden(n), decoded=True) for n in range(2))
     (expected,) = execute(engine, open_work(engine, draw_hidden(0), decoded=True))
     answers: list[Any] = []

@@ -15,8 +15,8 @@ from engine_devices import decode, draw_hidden, execute, load_engine, open_work
 from torch import Tensor
 
 from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.capturer import CallingCapturer
 from shoal.peer.engine.device import PagedDevice
-from shoal.peer.engine.recorder import CallingRecorder
 from shoal.protocol.tensors import KVFormat
 
 META = torch.device("meta")
@@ -26,7 +26,7 @@ class MetaDevice(PagedDevice):
     """Computes shapes, and counts how often hidden states come and go."""
 
     def __init__(self) -> None:
-        super().__init__(META, attend_in_shape, CallingRecorder())
+        super().__init__(META, attend_in_shape, CallingCapturer())
         self.num_brought = self.num_fetched = 0
 
     def bring(self, hidden: Sequence[Tensor]) -> Sequence[Tensor]:

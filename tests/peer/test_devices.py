@@ -10,6 +10,7 @@ from engine_devices import load_engine, make_device
 
 from shoal.kernels.quantize import WeightFormat
 from shoal.peer.config import PeerConfig
+from shoal.peer.engine.attention_kernels import MAX_PAGED_HEAD_DIM
 from shoal.peer.engine.cuda_device import choose_device
 from shoal.peer.engine.device import CPU
 from shoal.protocol.errors import UsageError
@@ -53,3 +54,10 @@ def test_peer_says_what_computes(tiny_models: Any, variant: str, words: str) -> 
     engine = load_engine(tiny_models, make_device(), variant, WeightFormat.FP32)
 
     assert engine.kernels == f"fp32: torch, {words}"
+
+
+def test_heads_that_the_program_takes_are_those_that_the_engine_gives_it() -> None:
+    pytest.importorskip("triton")
+    from shoal.kernels.triton_attention import MAX_HEAD_DIM
+
+    assert MAX_PAGED_HEAD_DIM == MAX_HEAD_DIM
