@@ -6,7 +6,9 @@ from statistics import median
 
 import torch
 
+from ..protocol.errors import CacheFullError
 from .engine.engine import Engine, StepWork
+from .engine.kv_cache import SessionCache
 
 _PREFILL_TOKENS = 64
 _DECODE_STEPS = 8
@@ -23,7 +25,8 @@ class Throughput:
 def measure_throughput(engine: Engine) -> Throughput:
     """Time a short prompt and some single tokens through all blocks. Runs where the engine runs.
 
-    Takes about ten decode steps; the first of each kind warms up and is not counted.
+    Takes about ten decode steps; the first of each kind warms up and is not counted. A device that
+    captures steps has done so afterwards.
     """
     num_prefill = min(_PREFILL_TOKENS, max(1, engine.spec.max_positions - _DECODE_STEPS))
     cache = engine.open_cache(1, num_prefill + _DECODE_STEPS, engine.span)
@@ -35,11 +38,25 @@ def measure_throughput(engine: Engine) -> Throughput:
         ]
     finally:
         cache.close()
+    _capture_steps(engine)
     return Throughput(1 / median(decode_seconds[1:]), num_prefill / prefill_seconds)
 
 
-def _time_step(engine: Engine, cache, position: int, num_tokens: int) -> float:
-    hidden_BTH = torch.zeros(1, num_tokens, engine.spec.hidden_size)
+def _capture_steps(engine: Engine) -> None:
+    """Have a device capture and compile now what somebody would wait for later."""
+    for num_rows in engine.row_counts_to_capture:
+        try:
+            cache = engine.open_cache(num_rows, 1, engine.span)
+        except CacheFullError:
+            return  # nor will there be so many sessions
+        try:
+            _time_step(engine, cache, 0, 1)
+        finally:
+            cache.close()
+
+
+def _time_step(engine: Engine, cache: SessionCache, position: int, num_tokens: int) -> float:
+    hidden_BTH = torch.zeros(cache.num_rows, num_tokens, engine.spec.hidden_size)
     work = StepWork(
         cache=cache,
         span=engine.span,

@@ -25,6 +25,9 @@ LEAST_TABLE_PAGES = 64
 """Tables are as wide as the longest text needs, of widths that are four times as large each: few
 to capture, and what is too wide costs little, since nothing is read behind the end of a text."""
 
+ROW_COUNTS = tuple(2**power for power in range(MAX_ROWS.bit_length()))
+"""How many rows there are after padding."""
+
 Compute = Callable[[torch.Tensor, Segments], torch.Tensor]
 """All blocks: hidden states [N, H] in, and out, of decoded rows."""
 

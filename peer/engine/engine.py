@@ -23,7 +23,7 @@ from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
 from .block_cache import BlockCache
 from .cuda_device import choose_device
-from .decode_graphs import DecodeGraphs
+from .decode_graphs import ROW_COUNTS, DecodeGraphs
 from .device import Device
 from .families import read_spec
 from .heap import keep_large_tensors_apart
@@ -73,6 +73,11 @@ class Engine:
         self.part_tokens = SHORT_PART_TOKENS if can_cut else PART_TOKENS
         self._rotary = rotary
 
+    @property
+    def row_counts_to_capture(self) -> tuple[int, ...]:
+        """Rows of generated tokens that the device takes longer for the first time than later."""
+        return () if self._graphs is None else ROW_COUNTS
+
     def __repr__(self) -> str:
         return f"<Engine {self.spec.family} {self.span}, {self.pool!r}>"
 
@@ -92,10 +97,9 @@ class Engine:
     ) -> Engine:
         """Load the blocks of `span`; raises ModelError or UsageError before reading weights.
 
-        `device` is one, or what `choose_device` knows it by;
-        `num_threads` sets torch's threads for the whole process; `on_progress(done, total)`
-        counts blocks; `cache` spares quantizing blocks that were quantized before; `kept` are
-        blocks that another engine had, by index.
+        `device` is one, or what `choose_device` knows it by; `num_threads` sets torch's threads for
+        the whole process; `on_progress(done, total)` counts blocks; `cache` spares quantizing
+        blocks that were quantized before; `kept` are blocks that another engine had, by index.
         """
         if num_threads is not None:
             torch.set_num_threads(num_threads)

@@ -18,11 +18,14 @@ from engine_devices import (
 )
 from torch import Tensor
 
+from shoal.kernels.quantize import WeightFormat
 from shoal.peer.engine import decode_graphs
 from shoal.peer.engine.capturer import Capturer
 from shoal.peer.engine.decode_graphs import choose_size
 from shoal.peer.engine.device import PagedDevice
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.throughput import measure_throughput
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -158,6 +161,24 @@ def test_blocks_whose_shapes_depend_on_more_are_not_captured(
     step_alone_and_together(engine, 2, KVFormat.FLOAT)
 
     assert capturer.num_captured == 0
+
+
+@pytest.mark.parametrize(("budget_bytes", "num_sizes"), [(2**25, 7), (2**20, 4)])
+def test_steps_of_every_size_that_fits_are_captured_while_a_peer_measures_itself(
+    tiny_models: Any, capturer: NotingCapturer, budget_bytes: int, num_sizes: int
+) -> None:
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+    engine = Engine.load(
+        checkpoint, Span(0, 4), WeightFormat.FP32, device=make_device(capturer=capturer),
+        kv_budget_bytes=budget_bytes,
+    )  # fmt: skip
+
+    measure_throughput(engine)
+
+    assert capturer.num_captured == num_sizes
+    assert engine.pool.used_bytes == 0
+    step_alone_and_together(engine, 7, KVFormat.FLOAT)
+    assert capturer.num_captured == num_sizes
 
 
 class FailingCapturer(NotingCapturer):
