@@ -42,9 +42,8 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
 
     Reports `started`, `directory`, `placed` (where, if that is not told), `loading` (per block),
     `online`, maybe `moving`, `loading` and `online` again (or, where that was not possible,
-    `returning`), and `left`. Raises UsageError for what
-    the caller can mend and DirectoryError when the swarm cannot be joined; whatever was begun is
-    undone before.
+    `returning`), and `left`. Raises UsageError for what the caller can mend and DirectoryError when
+    the swarm cannot be joined; whatever was begun is undone before.
     """
     check_can_be_dialled(config.announce_host or config.listen_host)
     clock = SystemClock()

@@ -81,7 +81,7 @@ def test_blocks_that_only_transformers_knows_are_counted_by_their_shapes(tiny_mo
 
     sizes = BlockSizes.of_model(spec, WeightFormat.FP32)
 
-    loaded = load_span(checkpoint, spec, Span(0, spec.num_blocks), WeightFormat.FP32, torch.float32)
+    loaded = load_span(checkpoint, spec, Span(0, spec.num_blocks), Numerics(WeightFormat.FP32))
     assert list(sizes.num_bytes) == [block.num_bytes for block in loaded]
     assert sizes.work == (1.0,) * spec.num_blocks
 
