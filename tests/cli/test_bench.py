@@ -257,11 +257,22 @@ def test_helper_process_that_ends_too_soon_is_unavailable() -> None:
         helper.read()
 
 
+# The other two parts, imports and accuracy, take longer than all of these.
 @pytest.mark.network
 @pytest.mark.slow
-def test_quick_run_measures_every_part_that_needs_peers() -> None:
-    # The other two parts, imports and accuracy, take longer than all of these.
-    names = [name for name in PARTS if name not in ("start", "accuracy")]
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["single", "hop"],
+        pytest.param(
+            [name for name in PARTS if name not in ("start", "accuracy")],
+            marks=pytest.mark.thorough,
+            id="all",
+        ),
+    ],
+    ids="-".join,
+)
+def test_quick_run_measures_every_part_that_needs_peers(names: list[str]) -> None:
     command = [sys.executable, "-P", "-m", "shoal.cli", "bench", *names, "--quick", "--json"]
 
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -324,9 +324,11 @@ def test_error_that_has_no_place_on_stdout_is_told_on_stderr_alone() -> None:
     [
         ["--version"],
         ["generate", "no/such/model", "-", "--initial-peers", PEER],
-        ["doctor", "no/such/model", "--initial-peers", PEER],
+        pytest.param(
+            ["doctor", "no/such/model", "--initial-peers", PEER], marks=pytest.mark.thorough
+        ),
         ["serve", "no/such/model", "--new-swarm"],
-        ["swarm", "no/such/model"],
+        pytest.param(["swarm", "no/such/model"], marks=pytest.mark.thorough),
         ["demo", "--tokens", "1"],
     ],
     ids=lambda arguments: arguments[0],

@@ -168,6 +168,7 @@ def test_generate_says_at_once_which_blocks_it_waits_for(byte_model: Path) -> No
     assert "blocks 2:4" in error
 
 
+@pytest.mark.thorough  # twenty seconds
 def test_generate_takes_any_text_in_a_locale_without_letters_beyond_ascii(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

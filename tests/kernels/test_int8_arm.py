@@ -117,6 +117,7 @@ def test_files_of_arm_compile_where_the_installation_names_a_processor(
     call(*command, *(ROOT / "kernels/native").glob("int8_arm*.c"), cwd=tmp_path)
 
 
+@pytest.mark.thorough
 def test_code_for_arm_touches_no_byte_outside_its_arrays(emulator: str, tmp_path: Path) -> None:
     compiler = find("aarch64-linux-gnu-gcc")
     build = compile_extension([compiler, *CHECKING_FLAGS], tmp_path)

@@ -18,7 +18,7 @@ SHARED_BYTES = 99 * 1024
 """What a block may have on Ampere's smaller cards, and on Ada's; on others it is more."""
 
 
-@pytest.fixture(scope="module", params=[80, 90])
+@pytest.fixture(scope="module", params=[pytest.param(80, marks=pytest.mark.thorough), 90])
 def programs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[dict[str, Any]]:

@@ -41,7 +41,7 @@ class Successor(BaseStreamer):
 @pytest.mark.parametrize(
     ("device", "kernels"),
     [
-        ("auto", ""),
+        pytest.param("auto", "", marks=pytest.mark.thorough),  # here that is the CPU
         pytest.param(
             "cuda",
             "triton",

@@ -62,7 +62,7 @@ def generate(model: Any, inputs: Tensor, **settings: Any) -> Tensor:
     )
 
 
-@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize("index", [pytest.param(0, marks=pytest.mark.thorough), 1])
 @pytest.mark.parametrize("delivery", ["chain", pytest.param("star", marks=pytest.mark.thorough)])
 def test_peer_that_is_asked_to_stop_is_left_by_all_its_clients(
     tiny_models: Any, delivery: str, index: int

@@ -95,6 +95,7 @@ def test_attack_harms_nobody_else(target: Target, carry_out: Attack) -> None:
     asyncio.run(attack(target, (carry_out,)))
 
 
+@pytest.mark.thorough  # half a minute; test_service_endings.py says what would be kept
 def test_memory_does_not_keep_growing_under_attack(target: Target) -> None:
     """The first round may teach the allocators how much is needed; later ones need no more."""
     memory_bytes: list[int] = []

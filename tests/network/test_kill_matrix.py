@@ -212,7 +212,10 @@ def test_paused_peer_is_left(live: LiveSwarm, prompt: Tensor, index: int) -> Non
         assert SPANS[index] in {failover.lost.span for failover in session.failovers}
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(2, marks=pytest.mark.thorough)],
+)
 def test_pause_in_the_middle_of_a_prompt(live: LiveSwarm, prompt: Tensor, index: int) -> None:
     """The only peer of a span stands still with half of the prompt; the next one takes over."""
     live.heal(1)

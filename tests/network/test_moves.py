@@ -112,6 +112,7 @@ def test_peer_that_is_stopped_while_sessions_leave_for_its_move_leaves_too(
         assert mover.span == before
 
 
+@pytest.mark.thorough
 def test_peer_that_is_stopped_while_it_loads_other_blocks_leaves(tiny_models: Any) -> None:
     directory = tiny_models.get("llama").directory
     with bring_to_move(directory, STOPPING_PROGRAM) as (swarm, mover, lone):

@@ -147,6 +147,7 @@ def test_doctor_finds_nothing_wrong_behind_a_nat(scene: Scene) -> None:
     assert scene.relayed["endpoint"] in done.stdout
 
 
+@pytest.mark.thorough
 def test_text_goes_on_when_the_relay_dies_through_one_that_came_later() -> None:
     with nat_networks() as networks, contextlib.ExitStack() as stack:
         relay = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")

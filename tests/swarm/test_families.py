@@ -27,7 +27,11 @@ def make_ids(num_rows: int, num_tokens: int) -> Tensor:
     return torch.randint(3, 128, (num_rows, num_tokens), generator=generator)
 
 
-@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS.keys())
+@pytest.mark.parametrize(
+    "spans",
+    [pytest.param(SPANS["one hop"], marks=pytest.mark.thorough), SPANS["four hops"]],
+    ids=SPANS.keys(),
+)
 def test_swarm_equals_transformers(tiny_family: Any, spans: list[tuple[int, int]]) -> None:
     directory, reference = tiny_family.directory, tiny_family.reference
     swarm = LoopbackSwarm(directory, spans)
