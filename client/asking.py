@@ -284,9 +284,8 @@ class Asking:
         told.append(output.queue_seconds + output.compute_seconds)
         if len(told) == len(segment):  # not so where a hop was replaced meanwhile
             way_seconds = max(0.0, seconds - sum(told)) / len(segment)
-            scale = min(1.0, seconds / sum(told)) if sum(told) > 0 else 1.0
             for live, own_seconds in zip(segment, told, strict=True):
-                hop_seconds = scale * own_seconds + way_seconds
+                hop_seconds = min(own_seconds, seconds) + way_seconds
                 self._swarm.note_answer(
                     live.hop, num_tokens, hop_seconds, sum(expected_seconds) / len(segment)
                 )

@@ -194,10 +194,11 @@ async def ask_status(
     What was wrong with the links of the hop before is seen to by admitting or redirecting. Raises
     SilentError when it does not answer, or what else is wrong with it.
     """
-    number = mailbox.expect_status(link.session)
     try:
         async with WakefulTimeout(timeout_seconds):
             await link.send(message, timeout_seconds)
+            # Not before: what was never sent is never answered.
+            number = mailbox.expect_status(link.session)
             while (status := mailbox.find_status(link.session, number)) is None:
                 error = mailbox.trouble(link.session)
                 if error is not None and not _is_about_links(error):

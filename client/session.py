@@ -251,6 +251,8 @@ class RemoteSession:
             await self._standbys.stop()
         async with self._in_use:
             await self._hang_up()
+            if self._standbys is not None:
+                await self._standbys.stop()  # those that the step gave up
 
     async def _hang_up(self) -> None:
         hops, self._hops = self._hops, []

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from ..protocol.errors import RouteError, ShoalError
+from ..protocol.errors import RouteError, ShoalError, UnavailableError
 from ..protocol.ids import PeerId
 from .asking import BrokenSegmentError
 from .blame import LostHopError
@@ -54,7 +54,8 @@ class Standbys:
         """Keep a standby for each of these hops, and for no others."""
         if self._is_stopped:
             return
-        for live in [known for known in self._standbys if known not in hops]:
+        known = list(self._standbys.items())
+        for live in [live for live, standby in known if not standby.fits(hops)]:
             self._end(self._standbys.pop(live))
         used = {live.hop.peer.peer_id for live in hops}
         for live in hops:
@@ -110,6 +111,7 @@ class _Standby:
         self._is_taken = False
         self._following = asyncio.Lock()
         self._news = asyncio.Event()
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
         self._task = asyncio.create_task(self._run(), name="keeping a standby")
         self._task.add_done_callback(read_failure)
 
@@ -117,6 +119,12 @@ class _Standby:
     def is_ready(self) -> bool:
         """Return whether it could take over now."""
         return self._understudy is not None
+
+    def fits(self, hops: Sequence[LiveHop]) -> bool:
+        """Return whether it may go on, now that these are the hops."""
+        if self._live not in hops:
+            return False
+        return self._understudy is None or self._understudy.fits(hops)
 
     def look(self, used: set[PeerId]) -> None:
         """Go on with what a step has changed; `used` are the peers of all hops."""
@@ -136,6 +144,8 @@ class _Standby:
         understudy = self._understudy
         if understudy is None or understudy.before is not place.before or len(place.pending) != 1:
             return None
+        if (understudy.after is None) != (place.after is None):
+            return None
         try:
             async with WakefulTimeout(_CATCH_UP_SECONDS), self._following:
                 await understudy.follow_all()
@@ -145,32 +155,38 @@ class _Standby:
             _logger.info("a standby of blocks %s is of no use: %s", self._live.hop.span, error)
             return None
         self._is_taken = True
-        await self.end()
+        try:
+            await self.end()
+        except asyncio.CancelledError:
+            await self._driver.hang_up(understudy.new)
+            raise
         return understudy.new
 
     async def _run(self) -> None:
-        pause_seconds = _FIRST_PAUSE_SECONDS
         while True:
             try:
                 await self._keep()
             except CannotMoveError as error:
+                # It may have been for want of room.
                 _logger.info("blocks %s have no standby: %s", self._live.hop.span, error)
-                return
+                self._pause_seconds = _LONGEST_PAUSE_SECONDS
             except (ShoalError, BrokenSegmentError, StartOverError) as error:
                 _logger.info("blocks %s have no standby yet: %s", self._live.hop.span, error)
                 if isinstance(error, RouteError):
                     self._tried.clear()  # one of them may have room by now
-            await asyncio.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+            await asyncio.sleep(self._pause_seconds)
+            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
 
     async def _keep(self) -> None:
         """Bring a peer to the state of the hop and keep it there; raises what ends that."""
         understudy = Understudy(self._driver, self._session, self._live)
         try:
             async with self._session.between_steps() as hops:
+                self._check_stays()
                 understudy.survey(hops)
             await understudy.prepare(self._used | self._tried)
             self._understudy = understudy
+            self._pause_seconds = _FIRST_PAUSE_SECONDS
             await self._follow(understudy)
         except (LostHopError, BrokenSegmentError):
             self._tried.add(understudy.new.hop.peer.peer_id)
@@ -181,6 +197,11 @@ class _Standby:
             if not self._is_taken:
                 await self._driver.hang_up(understudy.new)
 
+    def _check_stays(self) -> None:
+        """Raise UnavailableError where the hop moves: the one before pushes to one more at most."""
+        if self._live.link is not None and self._live.link.is_leaving:
+            raise UnavailableError("the hop will be moved")
+
     async def _follow(self, understudy: Understudy) -> None:
         """Have the standby take every step that the hop has taken, until something is wrong."""
         while True:
@@ -188,5 +209,6 @@ class _Standby:
                 await understudy.follow_all()
             await understudy.catch_up()
             understudy.check_stays()
+            self._check_stays()
             self._news.clear()
             await self._news.wait()

@@ -91,6 +91,17 @@ class Understudy:
             raise UnavailableError("a hop was lost meanwhile")
         return before, after
 
+    def fits(self, hops: Sequence[LiveHop]) -> bool:
+        """Return whether who pushes where around the live hop is as it was surveyed.
+
+        Another hop behind it makes no difference, none, or one for the first time, does.
+        """
+        try:
+            before, after = self.find_neighbours(hops)
+        except UnavailableError:
+            return True  # a step will find replacements
+        return before is self.before and (after is None) == (self.after is None)
+
     async def prepare(self, exclude: Collection[PeerId]) -> None:
         """Open a session at another peer and bring it to about the state of the live hop.
 
@@ -132,7 +143,8 @@ class Understudy:
             new.feeds, new.next = True, self._name(after, _NEVER)
 
     def _name(self, live: LiveHop, first_sequence: int = 0) -> NextHop:
-        assert live.link is not None
+        if live.link is None:
+            raise UnavailableError("a hop was lost meanwhile")
         peer, capability = live.hop.peer, self._opener.make_capability(live.hop.span)
         return NextHop(
             peer.peer_id,
@@ -273,11 +285,12 @@ class Understudy:
     async def take_over(self, after: LiveHop | None, sequence: int) -> bool:
         """Put the new hop into the place of a lost one, with a step under way.
 
-        Returns False where the hop before has stopped pushing to it. Raises BrokenSegmentError when
-        one of the hops is lost. The link of the new hop is hung up then.
+        Returns False where it is lost itself, or the hop before has stopped pushing to it. Raises
+        BrokenSegmentError when one of the others is lost. The link of the new hop is hung up then.
         """
         driver, new = self._driver, self.new
-        assert new.link is not None
+        if new.link is None or self._mailbox.trouble(self.session_id) is not None:
+            return False
         if not new.capability:
             return True
         new.link.listen(driver.mailbox)

@@ -131,7 +131,8 @@ class Wiring:
 
         Raises SilentError, or what is wrong with the hop.
         """
-        assert before.link is not None
+        if before.link is None:
+            raise UnavailableError("a hop was lost meanwhile")
         message = Mirror(before.link.session, self._opener.epoch, following)
         seconds = self._choose_probe_seconds(before)
         return await ask_status(before.link, self._opener.mailbox, message, seconds)

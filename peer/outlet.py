@@ -128,6 +128,9 @@ class Outlet:
         Raises RefusedError when the log does not hold what the other one lacks.
         """
         if following is not None and self._has_all_before(resume_sequence, following):
+            if following == self._mirror:
+                # What is on its way there stays so, and what comes next keeps behind it.
+                following, self._resume_sequence = self._mirror, resume_sequence
             self._settle(following)
             return 0
         log = self._log
@@ -194,9 +197,10 @@ class Outlet:
 
     def _settle(self, following: NextHop | None) -> None:
         """Push to one hop, or to none, and to nobody else."""
-        if self.next is not None:
-            self._neighbours.forget(self.next)
-        self._drop_mirror()
+        for hop in (self.next, self._mirror):
+            if hop is not None and hop is not following:
+                self._neighbours.forget(hop)
+        self._mirror = None
         self.next = following
         self._loss = ""
 

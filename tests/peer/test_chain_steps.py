@@ -660,12 +660,35 @@ def test_redirect_to_a_mirror_sends_nothing_again(engine: Engine) -> None:
 
         status = await client.ask(Redirect(make_session(1), 2, 4, heir.name(epoch=2)))
         await client.say(make_step(4, 5, draw_hidden(4), is_decoded=True))
+        await heir.wait_for(3)
+        await client.say(make_step(5, 6, draw_hidden(5), is_decoded=True))
 
         assert isinstance(status, Status)
         assert status.num_replayed == 0
-        assert [step.sequence for step in await heir.wait_for(3)] == [1, 2, 4]
-        assert not heir.steps[-1].is_piece
+        assert [step.sequence for step in await heir.wait_for(4)] == [1, 2, 4, 5]
+        assert [step.is_piece for step in heir.steps[-2:]] == [True, False]
         assert len(leaving.steps) == 3
+
+    run(engine, test)
+
+
+def test_what_is_on_its_way_to_a_mirror_arrives_in_order_when_it_becomes_the_next_hop(
+    engine: Engine,
+) -> None:
+    """Whoever steers answers 0 then: the hop has all, or will have before what comes next."""
+
+    async def test(peer: Peer) -> None:
+        lost, heir = await start_next(peer), await start_next(peer, "heir")
+        client = await peer.open(capability=KEY, next=lost.name())
+        await push_three(client, lost)
+
+        await client.say(Mirror(make_session(1), 1, heir.name(epoch=2)))
+        await client.say(make_step(4, 5, draw_hidden(4), is_decoded=True))
+        await client.say(Redirect(make_session(1), 2, 6, heir.name(epoch=2)))
+        await client.say(make_step(5, 6, draw_hidden(5), is_decoded=True))
+        await client.say(make_step(6, 7, draw_hidden(6), is_decoded=True))
+
+        assert [step.sequence for step in await heir.wait_for(5)] == [1, 2, 4, 5, 6]
 
     run(engine, test)
 

@@ -62,7 +62,7 @@ def test_time_that_a_piece_of_a_prompt_stood_behind_others_is_not_its_own(tiny_m
 
     async def story(world: World) -> None:
         for service in world.services.values():
-            delay_steps(service, 0.05)
+            delay_steps(service, 0.03)
         await world.session.step(draw(1, 3 * 128 + 5))
 
         world.network.pause(world.host_of(1))
