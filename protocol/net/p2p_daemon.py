@@ -39,6 +39,10 @@ _STOP_SECONDS = 2.0
 # No session of its own: a stopped p2pd would then survive us, as the kernel would not wake it.
 _IN_OWN_GROUP = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
+# For a relay: with one thread that runs Go, p2pd nearly always sets up its relay services in the
+# order that we need, see relay_service.py. With more it seldom does.
+_IN_ONE_THREAD = f"import os; os.environ['GOMAXPROCS'] = '1'; {_IN_OWN_GROUP}"
+
 
 class _OwnGroupP2P(P2P):
     """Keeps Ctrl-C in a terminal away from p2pd: it comes to us, and we end p2pd when it is time.
@@ -48,7 +52,9 @@ class _OwnGroupP2P(P2P):
 
     @staticmethod
     def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
-        start = [sys.executable, "-I", "-S", "-c", _IN_OWN_GROUP]
+        is_relay = "forceReachabilityPublic" in kwargs
+        launcher = _IN_ONE_THREAD if is_relay else _IN_OWN_GROUP
+        start = [sys.executable, "-I", "-S", "-c", launcher]
         if kwargs.get("autoRelay"):
             # Else p2pd looks at the DHT for more relays, three minutes long, before it uses one.
             kwargs["relayDiscovery"] = False

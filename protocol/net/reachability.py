@@ -24,6 +24,7 @@ from .multiaddrs import PeerAddress
 from .p2p_daemon import list_relays, start_reading_p2pd, start_serving_p2pd, stop_p2pd
 from .p2p_streams import open_byte_stream
 from .relay_keeper import NUM_RELAYS, rank_relays
+from .relay_service import start_until_it_carries
 from .tcp_transport import TcpTransport
 from .transport import Stream
 
@@ -72,16 +73,20 @@ async def make_reachable(
     port: int,
     endpoint: Endpoint,
 ) -> tuple[P2P, Sequence[Relay]]:
-    """Return p2pd as it is, or a new one behind relays when others cannot dial the endpoint.
+    """Return a p2pd that is a relay for others, or one behind relays when nobody can dial us.
 
-    With it come all that may be relays, best first; p2pd is told of as many as are needed.
+    With it come all that may be relays, best first; p2pd is told of as many as are needed. It is
+    the one that was given, or a new one.
     """
+
+    async def start(*trusted: Relay) -> P2P:
+        return await start_serving_p2pd(initial_peers, identity, host, port, trusted)
+
     relays = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
     if not relays or await can_be_dialled(p2p, endpoint):
-        return p2p, ()
+        return await start_until_it_carries(p2p, start), ()
     await stop_p2pd(p2p)
-    trusted = relays[:NUM_RELAYS]
-    return await start_serving_p2pd(initial_peers, identity, host, port, trusted), relays
+    return await start(*relays[:NUM_RELAYS]), relays
 
 
 async def can_be_dialled(p2p: P2P, endpoint: Endpoint) -> bool:

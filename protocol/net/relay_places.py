@@ -15,7 +15,7 @@ from typing import Any, cast
 from ..endpoints import Relay
 from ..errors import RemoteProtocolError, UnavailableError
 from ..ids import PeerId
-from .circuit import HOP_PROTOCOL, OK, RESERVE, read_status
+from .circuit import HOP_PROTOCOL, OK, RESERVE, RelayAnswer, read_answer
 from .clock import Clock
 from .libp2p_transport import P2P
 from .p2p_streams import connect, open_byte_stream
@@ -54,24 +54,26 @@ class P2pdRelayPlaces:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 address = str(relay).removesuffix(f"/p2p/{relay.peer_id}")
                 await connect(self._p2p, relay.peer_id, address)
-                status = await self._ask(relay.peer_id)
+                answer = await ask_for_place(self._p2p, relay.peer_id)
         except (OSError, EOFError, TimeoutError) as error:
             raise UnavailableError(f"the relay {relay} does not answer") from error
-        if status != OK:
-            raise UnavailableError(f"the relay {relay} has no place: status {status}")
+        if answer.status != OK:
+            raise UnavailableError(f"the relay {relay} has no place: status {answer.status}")
 
-    async def _ask(self, peer_id: PeerId) -> int:
-        reader, writer = await open_byte_stream(self._p2p, peer_id, HOP_PROTOCOL)
-        try:
-            writer.write(RESERVE)
-            num_bytes = 0
-            for shift in range(0, 14, 7):
-                (byte,) = await reader.readexactly(1)
-                num_bytes |= (byte & 0x7F) << shift
-                if byte < 0x80:
-                    break
-            if num_bytes > _MAX_ANSWER_BYTES:
-                raise RemoteProtocolError("the answer of the relay is too long")
-            return read_status(await reader.readexactly(num_bytes))
-        finally:
-            writer.transport.abort()
+
+async def ask_for_place(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
+    """Ask a relay that p2pd is connected to; raises ShoalError, OSError or EOFError."""
+    reader, writer = await open_byte_stream(p2p, peer_id, HOP_PROTOCOL)
+    try:
+        writer.write(RESERVE)
+        num_bytes = 0
+        for shift in range(0, 14, 7):
+            (byte,) = await reader.readexactly(1)
+            num_bytes |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+        if num_bytes > _MAX_ANSWER_BYTES:
+            raise RemoteProtocolError("the answer of the relay is too long")
+        return read_answer(await reader.readexactly(num_bytes))
+    finally:
+        writer.transport.abort()

@@ -18,9 +18,8 @@ from nat_scene import HOME_HOSTS, PUBLIC_HOST, ROUTER_HOSTS, NatNetworks, nat_ne
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "shoal-stories")
 START_SECONDS = 120.0
 PROMPT = "Once upon a time"
-TEXT_TOKENS = 90
-"""Their hidden states, and a replay, are less than the 128 KiB that some relays carry at most: see
-docs/decisions/0021-relayed-peers-over-libp2p.md."""
+TEXT_TOKENS = 400
+"""Their hidden states, with a replay, are more than the 128 KiB that relays of libp2p carry at most."""
 
 RELAY_SECONDS = 30.0
 """Within how long a relay that was killed is not announced any more; mostly three."""

@@ -14,7 +14,7 @@ from shoal.protocol.announcements import Announcement
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.net.circuit import read_status
+from shoal.protocol.net.circuit import read_answer
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays
 from shoal.protocol.spans import Span
@@ -203,11 +203,28 @@ def test_no_more_relays_are_taken_than_are_needed() -> None:
     run(test)
 
 
-@pytest.mark.parametrize("answer", [b"\x28", b"\x28\xff", b"\x2b\x01", b"\xff" * 40])
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"\x28",
+        b"\x28\xff",
+        b"\x2b\x01",
+        b"\xff" * 40,
+        b"\x2a\x01d",
+        b"\x20\x05",
+        b"\x22\x02\x12\x00",
+    ],
+)
 def test_answer_of_a_relay_that_is_malformed_is_refused(answer: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
-        read_status(answer)
+        read_answer(answer)
 
 
 def test_status_is_found_behind_what_we_do_not_read() -> None:
-    assert read_status(bytes([0x08, 2, 0x1A, 3, 1, 2, 3, 0x28, 0xC8, 0x01])) == 200
+    assert read_answer(bytes([0x08, 2, 0x1A, 3, 1, 2, 3, 0x28, 0xC8, 0x01])).status == 200
+
+
+def test_relay_that_names_no_limit_has_none() -> None:
+    answer = read_answer(bytes([0x08, 2, 0x28, 100]))
+
+    assert (answer.max_seconds, answer.max_bytes) == (0, 0)
