@@ -18,8 +18,10 @@ from nat_scene import HOME_HOSTS, PUBLIC_HOST, ROUTER_HOSTS, NatNetworks, nat_ne
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "shoal-stories")
 START_SECONDS = 120.0
 PROMPT = "Once upon a time"
+LONG_PROMPT = "Once upon a time there was a fox. " * 120
+"""Its hidden states are more than the 128 KiB that relays of libp2p carry by default."""
+
 TEXT_TOKENS = 400
-"""Their hidden states, with a replay, are more than the 128 KiB that relays of libp2p carry at most."""
 
 RELAY_SECONDS = 30.0
 """Within how long a relay that was killed is not announced any more; mostly three."""
@@ -89,9 +91,9 @@ def read_event(peer: subprocess.Popen[bytes], name: str) -> dict[str, Any]:
     raise AssertionError(f"the peer did not say that it is {name}")
 
 
-def generate(scene: Scene, where: str) -> str:
-    """Generate a text from somewhere, and return it."""
-    command = (sys.executable, "-P", "-m", "shoal.cli", "generate", MODEL, PROMPT, "--json")
+def generate(scene: Scene, where: str, prompt: str = PROMPT) -> dict[str, Any]:
+    """Generate a text from somewhere, and return what is said of it."""
+    command = (sys.executable, "-P", "-m", "shoal.cli", "generate", MODEL, prompt, "--json")
     options = ("--initial-peers", scene.address, "--max-new-tokens", "24")
     done = subprocess.run(
         scene.networks.command(where, *command, *options),
@@ -100,16 +102,16 @@ def generate(scene: Scene, where: str) -> str:
         timeout=START_SECONDS,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["text"]
+    return json.loads(done.stdout)
 
 
-def generate_alone(num_tokens: int) -> str:
+def generate_alone(num_tokens: int, prompt: str = PROMPT) -> str:
     """Return what transformers writes behind the prompt."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer: Any = AutoTokenizer.from_pretrained(MODEL)
     model: Any = AutoModelForCausalLM.from_pretrained(MODEL)
-    inputs = tokenizer(PROMPT, return_tensors="pt").input_ids
+    inputs = tokenizer(prompt, return_tensors="pt").input_ids
     outputs = model.generate(inputs, max_new_tokens=num_tokens, do_sample=False)
     return tokenizer.decode(outputs[0, inputs.shape[1] :], skip_special_tokens=True)
 
@@ -130,10 +132,17 @@ def test_peer_that_can_be_dialled_announces_itself(scene: Scene) -> None:
 
 
 def test_peer_behind_a_nat_serves_a_client_behind_another(scene: Scene) -> None:
-    text = generate(scene, "home-b")
+    text = generate(scene, "home-b")["text"]
 
     assert text.endswith(generate_alone(24))
     assert len(text) > 40
+
+
+def test_long_prompt_goes_through_a_relay_in_one_go(scene: Scene) -> None:
+    done = generate(scene, "home-b", LONG_PROMPT)
+
+    assert done["failovers"] == []
+    assert done["text"].endswith(generate_alone(24, LONG_PROMPT))
 
 
 def test_doctor_finds_nothing_wrong_behind_a_nat(scene: Scene) -> None:
