@@ -49,15 +49,10 @@ _MEASURING_SECONDS = 5.0
 
 @dataclass
 class _Known:
-    """The last round trips to one peer; none if it did not answer."""
+    """The last round trips to one peer, and when each was; none if it did not answer."""
 
     measured_at: float
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=4))
-
-    @property
-    def rtt_seconds(self) -> float:
-        """The least of them: everything but the way itself makes a round trip longer."""
-        return min(self.seconds)
+    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=4))
 
 
 def is_likely_neighbour(own: Span, other: Span) -> bool:
@@ -124,21 +119,27 @@ class Delays:
         """Return an announcement of the peer itself with what it knows of its neighbours."""
         self._own = announcement
         likely = [
-            (known.rtt_seconds, peer_id)
-            for peer_id, known in self._known.items()
-            if self._is_told(peer_id, known) and peer_id in self._peers
+            (rtt_seconds, peer_id)
+            for peer_id, rtt_seconds in self._list_rtts()
+            if peer_id in self._peers
             if is_likely_neighbour(announcement.span, self._peers[peer_id].span)
         ]
         told = tuple((peer_id, round(seconds, 4)) for seconds, peer_id in sorted(likely)[:MAX_TOLD])
-        has_measured = any(known.seconds for known in self._known.values())
-        coordinate = self._coordinate.rounded() if has_measured else None
+        coordinate = self._coordinate.rounded() if self._list_rtts() else None
         return replace(announcement, rtts=told, coordinate=coordinate)
 
-    def _is_told(self, peer_id: PeerId, known: _Known) -> bool:
-        return bool(known.seconds) and self._age_periods(known) < 2 * _FRESH_PERIODS
+    def _list_rtts(self) -> list[tuple[PeerId, float]]:
+        """Return whom we know the way to, and the least of the last round trips: everything but
+        the way itself makes one longer. An old one says nothing of the way as it is now.
+        """
+        recent = {
+            peer_id: [s for at, s in known.samples if self._age_periods(at) < 2 * _FRESH_PERIODS]
+            for peer_id, known in self._known.items()
+        }
+        return [(peer_id, min(seconds)) for peer_id, seconds in recent.items() if seconds]
 
-    def _age_periods(self, known: _Known) -> float:
-        return (self._clock.now() - known.measured_at) / self._period_seconds
+    def _age_periods(self, at: float) -> float:
+        return (self._clock.now() - at) / self._period_seconds
 
     def note_pushed(self, following: NextHop, rtt_seconds: float) -> None:
         """Note a round trip that came out on the way to a next hop.
@@ -184,7 +185,7 @@ class Delays:
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             _logger.debug("cannot measure the way to …%s: %s", peer.peer_id[-6:], error)
-            self._remember(peer.peer_id)
+            self._remember(peer.peer_id).samples.clear()
         else:
             self._note(peer.peer_id, seconds)
 
@@ -195,7 +196,7 @@ class Delays:
             for peer_id, peer in self._peers.items()
             if peer_id != own_id and peer.endpoints
             if peer_id not in self._known
-            or self._age_periods(self._known[peer_id]) >= _FRESH_PERIODS
+            or self._age_periods(self._known[peer_id].measured_at) >= _FRESH_PERIODS
         ]
 
     def _remember(self, peer_id: PeerId) -> _Known:
@@ -208,12 +209,9 @@ class Delays:
 
     def _note(self, peer_id: PeerId, rtt_seconds: float) -> None:
         """Take a round trip down, and let all of them pull at the place of this peer."""
-        self._remember(peer_id).seconds.append(rtt_seconds)
-        samples = [
-            (self._find_place(other), known.rtt_seconds)
-            for other, known in self._known.items()
-            if known.seconds
-        ]
+        known = self._remember(peer_id)
+        known.samples.append((known.measured_at, rtt_seconds))
+        samples = [(self._find_place(other), seconds) for other, seconds in self._list_rtts()]
         self._coordinate = settle(self._coordinate, samples, 1, self._rng)
 
     def _find_place(self, peer_id: PeerId) -> Coordinate:

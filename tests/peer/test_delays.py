@@ -209,6 +209,37 @@ def test_peer_that_does_not_answer_is_not_told_and_holds_nobody_up(trouble: str)
     in_scene([(0, 6), (6, 12), (6, 12)], story)
 
 
+def test_peer_that_answers_no_more_is_no_longer_told() -> None:
+    """It goes on to announce itself, so that it is tried again and again."""
+
+    async def story(scene: Scene) -> None:
+        me, other = scene.peers
+        await asyncio.sleep(MEASURED)
+        assert [peer_id for peer_id, _ in (await me.announce()).rtts] == [other.peer_id]
+
+        scene.network.pause(other.host)
+        await asyncio.sleep(3 * MEASURED)
+
+        assert (await me.announce()).rtts == ()
+
+    in_scene([(0, 6), (6, 12)], story)
+
+
+def test_way_that_became_slower_is_told_as_it_is() -> None:
+    async def story(scene: Scene) -> None:
+        me, other = scene.peers
+        scene.set_delay(0, 1, 0.01)
+        await asyncio.sleep(MEASURED)
+        assert (await me.announce()).rtts == ((other.peer_id, 0.02),)
+
+        scene.set_delay(0, 1, 0.05)
+        await asyncio.sleep(3 * MEASURED)
+
+        assert (await me.announce()).rtts == ((other.peer_id, 0.1),)
+
+    in_scene([(0, 6), (6, 12)], story)
+
+
 def test_peers_go_on_to_measure_once_the_directory_can_be_read_again() -> None:
     async def story(scene: Scene) -> None:
         scene.store.is_reachable = False
