@@ -60,9 +60,12 @@ class Leg(NamedTuple):
 
 def choose_compared(span: Span, offers: Offers, points: Table) -> Column:
     """Return the rows of the peers that are worth being compared edge by edge, in their order."""
-    if len(offers.starts) <= MOST_COMPARED:
-        return np.arange(len(offers.starts))
-    num_blocks = (offers.stops - offers.starts).clip(min=1)
+    # Most of a large swarm serve nothing of the span that a lost hop leaves open.
+    useful = np.flatnonzero(offers.starts < offers.stops)
+    if len(useful) <= MOST_COMPARED:
+        return useful
+    offers, points = offers.take(useful), points[useful]
+    num_blocks = offers.stops - offers.starts
     # What a block costs there, if the peer is used from end to end and everybody else is near it.
     shares = (offers.hop_seconds + 0.5 * offers.dearness * offers.rtt_seconds) / num_blocks
     scores = shares + offers.dearness * offers.rtt_seconds / len(span) + offers.block_seconds
@@ -76,7 +79,7 @@ def choose_compared(span: Span, offers: Offers, points: Table) -> Column:
     rows = np.concatenate(chosen)
     missing = blocks[~_find_serving(offers, rows, blocks).any(axis=1)]
     rare = _choose_best(offers, ranked, missing) if missing.size else ranked[:0]
-    return np.unique(np.concatenate([rows, rare]))
+    return useful[np.unique(np.concatenate([rows, rare]))]
 
 
 def _choose_best(offers: Offers, ranked: Column, blocks: Column) -> Column:

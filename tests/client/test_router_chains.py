@@ -238,6 +238,19 @@ def test_replacement_is_near_to_those_around_it() -> None:
     assert show(plan([near, far], costs, (2, 4))) == "far[2:4]"
 
 
+def test_crowd_that_serves_other_blocks_hides_no_replacement() -> None:
+    crowd = [make_peer(f"p{index}", (0, 2)) for index in range(500)]
+    far = [make_peer(f"far{index}", (2, 4)) for index in range(8)]
+    rtts_near = ((PeerId("b"), 0.01), (PeerId("e"), 0.01))
+    peers = [*crowd, *far, make_peer("near", (2, 4), rtts=rtts_near)]
+    rtts = dict.fromkeys((str(peer.peer_id) for peer in crowd), 0.001)
+    rtts |= dict.fromkeys((str(peer.peer_id) for peer in far), 0.09)
+    costs = make_costs(rtts | {"near": 0.1, "b": 0.1, "e": 0.1}, peers)
+    ends = Ends(make_peer("b", (0, 2)), make_peer("e", (4, 6)))
+
+    assert show(plan(peers, costs, (2, 4), ends=ends)) == "near[2:4]"
+
+
 def test_link_that_is_cut_costs_the_way_through_the_client() -> None:
     peers = [
         make_peer("a", (0, 3), rtts=((PeerId("b"), 0.001),)),
