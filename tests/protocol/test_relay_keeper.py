@@ -45,6 +45,7 @@ class Relays:
     def __init__(self, *numbers: int) -> None:
         self.living = {make_relay(number) for number in numbers}
         self.full: set[Relay] = set()
+        self.silent: set[Relay] = set()
         self.announced: list[Announcement] = []
         self.asked: Counter[Relay] = Counter()
         self.held: set[Relay] = set()
@@ -64,6 +65,9 @@ class Relays:
 
     async def reserve(self, relay: Relay) -> None:
         self.asked[relay] += 1
+        if relay in self.silent:
+            await asyncio.sleep(4.0)
+            raise UnavailableError("does not answer")
         if relay not in self.living or relay in self.full:
             raise UnavailableError("no place")
         self.held.add(relay)
@@ -140,6 +144,69 @@ def test_relay_without_a_place_is_passed_by_and_left_alone() -> None:
         assert keeper.relays == (make_relay(3),)
         assert relays.held == {make_relay(3)}
         assert relays.asked == asked
+
+    run(test)
+
+
+def test_many_silent_relays_keep_nobody_from_one_that_answers() -> None:
+    """Ids can be made up until they come first in the order of one peer."""
+
+    async def test() -> None:
+        ranked = rank_relays(ME, [make_relay(number) for number in range(1, 10)])
+        relays = Relays()
+        relays.silent, relays.living = set(ranked[:8]), {ranked[8]}
+        for relay in ranked:
+            relays.announce(relay)
+        keeper = RelayKeeper(relays, ME, VirtualClock(), [])
+
+        for _ in range(4):
+            await keeper.look(relays.search)
+            await asyncio.sleep(3.0)
+
+        assert keeper.relays == (ranked[8],)
+
+    run(test)
+
+
+def test_relay_that_fails_is_left_alone_for_longer_each_time_up_to_an_hour() -> None:
+    async def test() -> None:
+        relays = Relays(1, 2)
+        keeper = make_keeper(relays, 1)
+        await keeper.look(relays.search)
+        relays.announce(make_relay(2))
+        relays.full = {make_relay(2)}
+
+        for _ in range(6 * 120):
+            await asyncio.sleep(30.0)
+            await keeper.look(relays.search)
+
+        assert 10 < relays.asked[make_relay(2)] < 15
+        relays.full.clear()
+        await asyncio.sleep(3600.0)
+        await keeper.look(relays.search)
+        assert make_relay(2) in keeper.relays
+
+    run(test)
+
+
+def test_relay_of_ours_that_was_gone_for_a_moment_is_taken_back_soon() -> None:
+    async def test() -> None:
+        relays = Relays(1, 2)
+        keeper = make_keeper(relays, 1, 2)
+        await keeper.look(relays.search)
+        relays.kill(make_relay(1))
+        relays.kill(make_relay(2))
+        for _ in range(10):
+            await asyncio.sleep(3.0)
+            await keeper.look(relays.search)
+
+        relays.living.add(make_relay(1))
+        await keeper.look(relays.search)
+        relays.living.add(make_relay(2))
+        await asyncio.sleep(60.0)
+        await keeper.look(relays.search)
+
+        assert set(keeper.relays) == {make_relay(1), make_relay(2)}
 
     run(test)
 
