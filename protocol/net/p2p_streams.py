@@ -1,7 +1,8 @@
 # hivemind's types are partial; what we say ourselves is checked.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportAttributeAccessIssue=false
-"""What we ask p2pd for beside the DHT: to connect to a peer, and to open byte streams to it.
+"""What we ask p2pd for beside the DHT: to connect to a peer, to open byte streams to it, and to say
+whom it is connected to.
 
 hivemind's own functions for it leave a socket open when they fail or are cancelled, and spell a
 peer id inside an address in a way that p2pd does not read.
@@ -20,6 +21,7 @@ from .multiaddrs import pack_multiaddr
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
     from hivemind.p2p import P2P
+    from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerInfo
     from hivemind.p2p.p2p_daemon_bindings.utils import (
         ControlFailure,
         raise_if_failed,
@@ -41,8 +43,17 @@ async def connect(p2p: P2P, peer_id: str, address: str) -> None:
         raise RemoteProtocolError(f"{address} is no address of a peer: {error}") from error
     connecting = p2pd_pb2.ConnectRequest(peer=peer, addrs=[packed])
     question = p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=connecting)
-    _, writer = await _ask(p2p, question, address)
+    _, _, writer = await _ask(p2p, question, address)
     writer.transport.abort()
+
+
+async def list_peers(p2p: P2P) -> list[tuple[str, str]]:
+    """Return the peers that p2pd is connected to, and at which address; raises ShoalError."""
+    question = p2pd_pb2.Request(type=p2pd_pb2.Request.LIST_PEERS)
+    answer, _, writer = await _ask(p2p, question, "p2pd")
+    writer.transport.abort()
+    found = [PeerInfo.from_protobuf(peer) for peer in answer.peers]
+    return [(peer.peer_id.to_base58(), str(peer.addrs[0])) for peer in found]
 
 
 async def open_byte_stream(
@@ -54,13 +65,14 @@ async def open_byte_stream(
     """
     opening = p2pd_pb2.StreamOpenRequest(peer=peer_id_bytes(peer_id), proto=[protocol])
     question = p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=opening)
-    return await _ask(p2p, question, f"peer …{peer_id[-6:]}")
+    _, reader, writer = await _ask(p2p, question, f"peer …{peer_id[-6:]}")
+    return reader, writer
 
 
 async def _ask(
     p2p: P2P, question: Any, where: str
-) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Put a question to p2pd, and return the socket that a stream it opened goes on in."""
+) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
+    """Put a question to p2pd; return its answer, and the socket that a stream goes on in."""
     try:
         reader, writer = await cast(Any, p2p)._client.control.daemon_connector.open_connection()
         try:
@@ -75,7 +87,7 @@ async def _ask(
         raise _translate(error, where) from error
     except (OSError, EOFError) as error:
         raise UnavailableError("the p2pd process has ended") from error
-    return reader, writer
+    return answer, reader, writer
 
 
 def _translate(error: ControlFailure, where: str) -> ShoalError:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ..announcements import Announcement
 from ..endpoints import Relay
-from ..errors import ShoalError
+from ..errors import DirectoryError, ShoalError
 from ..ids import PeerId
 from .clock import Clock
 
@@ -92,12 +92,19 @@ class RelayKeeper:
         is_search_due = self._clock.now() - self._searched_at >= _SEARCH_SECONDS
         if not kept or (len(kept) < NUM_RELAYS and is_search_due):
             self._searched_at = self._clock.now()
-            found = [peer.as_relay for peer in await search()]
-            await self._take_others(kept, [*self._initial, *filter(None, found)])
+            await self._take_others(kept, [*self._initial, *await self._find_announced(search)])
         if not kept or tuple(kept) == self.relays:
             return False
         self.relays = tuple(kept)
         return True
+
+    async def _find_announced(self, search: Search) -> list[Relay]:
+        """Return none when the directory cannot be read, which may be for want of a relay."""
+        try:
+            return [relay for peer in await search() if (relay := peer.as_relay) is not None]
+        except DirectoryError as error:
+            log.warning("could not look for announced relays: %s", error)
+            return []
 
     async def _holds(self, relay: Relay, connected: Collection[PeerId]) -> bool:
         """Return whether a relay still carries to us; a place that was lost is asked for again."""

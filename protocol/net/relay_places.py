@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, cast
 
 from ..endpoints import Relay
-from ..errors import RemoteProtocolError, UnavailableError
+from ..errors import RemoteProtocolError, ShoalError, UnavailableError
 from ..ids import PeerId
 from .circuit import HOP_PROTOCOL, OK, RESERVE, RelayAnswer, read_answer
 from .clock import Clock
 from .libp2p_transport import P2P
-from .p2p_streams import connect, open_byte_stream
+from .p2p_streams import connect, list_peers, open_byte_stream
 from .relay_keeper import RelayKeeper
 
 _MAX_ANSWER_BYTES = 4096
@@ -37,16 +36,15 @@ class P2pdRelayPlaces:
         self._p2p = p2p
 
     async def list_connected(self) -> set[PeerId]:
-        """See RelayPlaces; empty when p2pd has ended, which whoever uses it next says."""
+        """See RelayPlaces; empty when p2pd has ended, which whoever uses it next says, or does not
+        answer: the places are asked for again then.
+        """
         try:
-            found: Any = await cast(Any, self._p2p)._client.list_peers()
-        except (OSError, EOFError):
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                found = await list_peers(self._p2p)
+        except (ShoalError, TimeoutError):
             return set()
-        return {
-            PeerId(peer.peer_id.to_base58())
-            for peer in found
-            if "/p2p-circuit" not in str(peer.addrs[0])
-        }
+        return {PeerId(peer_id) for peer_id, address in found if "/p2p-circuit" not in address}
 
     async def reserve(self, relay: Relay) -> None:
         """See RelayPlaces."""

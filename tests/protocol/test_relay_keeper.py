@@ -12,7 +12,7 @@ from announcements import describe_peer
 
 from shoal.protocol.announcements import Announcement
 from shoal.protocol.endpoints import Endpoint, Relay
-from shoal.protocol.errors import RemoteProtocolError, UnavailableError
+from shoal.protocol.errors import DirectoryError, RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.net.circuit import read_answer
 from shoal.protocol.net.clock import VirtualClock, run_virtual
@@ -47,6 +47,7 @@ class Relays:
         self.full: set[Relay] = set()
         self.silent: set[Relay] = set()
         self.announced: list[Announcement] = []
+        self.is_directory_reachable = True
         self.asked: Counter[Relay] = Counter()
         self.held: set[Relay] = set()
 
@@ -58,6 +59,8 @@ class Relays:
         self.announced.append(announce_at(relay, relay_port=relay.port))
 
     async def search(self) -> Iterable[Announcement]:
+        if not self.is_directory_reachable:
+            raise DirectoryError("nobody answers")
         return self.announced
 
     async def list_connected(self) -> set[PeerId]:
@@ -94,6 +97,23 @@ def test_lost_relay_gives_way_to_one_that_is_announced() -> None:
         assert await keeper.look(relays.search)
         assert keeper.relays == (make_relay(2),)
         assert relays.held == {make_relay(2)}
+
+    run(test)
+
+
+def test_initial_relays_are_tried_while_the_directory_cannot_be_read() -> None:
+    async def test() -> None:
+        relays = Relays(1, 2, 3, 4)
+        keeper = make_keeper(relays, 1, 2, 3, 4)
+        await keeper.look(relays.search)
+        first = keeper.relays
+        relays.is_directory_reachable = False
+        for relay in first:
+            relays.kill(relay)
+
+        assert await keeper.look(relays.search)
+        assert len(keeper.relays) == NUM_RELAYS
+        assert set(keeper.relays) == relays.held
 
     run(test)
 
