@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
+import torch
+
 from ..kernels.checkpoint import Checkpoint
 from ..kernels.quantize import WeightFormat
 from ..protocol.errors import ModelError, ShoalError
@@ -64,6 +66,11 @@ class HostedModel:
         sizes = BlockSizes.of_model(spec, numerics.weights)
         return cls(checkpoint, model_id, spec, numerics, sizes)
 
+    def read_free_bytes(self) -> int:
+        """Return the memory that is left where the blocks are computed."""
+        device_bytes = self.numerics.device.read_free_bytes()
+        return read_free_bytes() if device_bytes is None else device_bytes
+
 
 @dataclass(frozen=True)
 class Stay:
@@ -117,14 +124,14 @@ class Hosting:
         In the end no stream and no session of it is left. Raises LoadError if it cannot be loaded.
         """
         started_at = self._clock.now()
-        num_missing = len(_find_missing(span, kept))
+        missing = _find_missing(span, kept)
         async with AsyncExitStack() as stack:
             engine = await self._load(span, kept, report_loading)
-            load_seconds = (self._clock.now() - started_at) / num_missing if num_missing else 0.0
+            load_seconds = (self._clock.now() - started_at) / len(missing) if missing else 0.0
             compute = await stack.enter_async_context(
                 ComputeThread(engine, self._config.token_budget)
             )
-            throughput = await compute.call(lambda: measure_throughput(engine))
+            throughput = await self._measure(compute, engine, missing)
             service = Service(self._facts, engine, compute, self._clock, self._neighbours)
             stack.push_async_callback(service.hang_up)
             work = sum(self._model.sizes.work[span.start : span.stop])
@@ -138,17 +145,18 @@ class Hosting:
         """
         kept = engine.keep_blocks(span)
         needed_bytes = self._count_bytes_to_load(_find_missing(span, kept))
-        if needed_bytes + RESERVE_BYTES <= read_free_bytes():
+        if needed_bytes + RESERVE_BYTES <= self._model.read_free_bytes():
             return engine.keep_blocks(engine.span)
         return kept
 
     def check_room(self, span: Span, kept: Mapping[int, HostedBlock]) -> None:
         """Raise LoadError unless there is memory for what is not `kept` of a span.
 
-        The system would end the process that takes more.
+        The system would end the process that takes more, and a device refuse it.
         """
         missing = _find_missing(span, kept)
-        needed_bytes, free_bytes = self._count_bytes_to_load(missing), read_free_bytes()
+        needed_bytes = self._count_bytes_to_load(missing)
+        free_bytes = self._model.read_free_bytes()
         if needed_bytes > free_bytes:
             raise LoadError(
                 f"blocks {span} need {needed_bytes / 2**20:,.0f} MiB more, and "
@@ -159,6 +167,19 @@ class Hosting:
     def _count_bytes_to_load(self, blocks: Collection[int]) -> int:
         sizes = self._model.sizes
         return sizes.loading_bytes + sum(sizes.num_bytes[block] for block in blocks)
+
+    async def _measure(
+        self, compute: ComputeThread, engine: Engine, missing: Collection[int]
+    ) -> Throughput:
+        throughput = await compute.call(lambda: _measure_if_possible(engine))
+        if throughput is None:
+            raise LoadError(
+                f"{self._model.numerics.device.place} has room for blocks {engine.span}, but not "
+                "for steps through them; serve fewer blocks (--num-blocks), or give sessions less "
+                "(--kv-memory)",
+                missing,
+            )
+        return throughput
 
     async def _load(
         self, span: Span, kept: Mapping[int, HostedBlock], report_loading: ReportLoading
@@ -193,6 +214,17 @@ class Hosting:
             raise LoadError(f"block {block} cannot be loaded: {reason}", [block]) from error
         finally:
             is_wanted = False
+
+
+def _measure_if_possible(engine: Engine) -> Throughput | None:
+    """Return None if the memory is too small.
+
+    The error ends here: its traceback would hold on to the engine, and the way back needs the room.
+    """
+    try:
+        return measure_throughput(engine)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _find_missing(span: Span, kept: Mapping[int, HostedBlock]) -> set[int]:

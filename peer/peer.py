@@ -26,7 +26,7 @@ from .door import Door
 from .hosting import HostedModel, Hosting
 from .identity_file import hold_identity
 from .loop_lag import LoopLag
-from .memory import find_room, read_free_bytes
+from .memory import find_room
 from .neighbours import Neighbours
 from .placer import PlacedModel, Placer
 from .relay_watch import watch_relays
@@ -166,9 +166,7 @@ def _describe_address(door: object, directory: Directory) -> dict[str, object]:
 def _describe_model(config: PeerConfig, model: HostedModel) -> PlacedModel:
     """Return what there is to place: as many blocks as were asked for, or as memory holds."""
     if config.num_blocks is None:
-        device_bytes = model.numerics.device.read_free_bytes()
-        free_bytes = read_free_bytes() if device_bytes is None else device_bytes
-        room = find_room(model.sizes, config.kv_budget_bytes, free_bytes)
+        room = find_room(model.sizes, config.kv_budget_bytes, model.read_free_bytes())
     else:
         room = Room(config.num_blocks)
     return PlacedModel(model.model_id, model.sizes.work, room)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import weakref
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from engine_devices import attend_slowly
 
 from shoal.peer import hosting
 from shoal.peer.config import PeerConfig
+from shoal.peer.engine.capturer import CallingCapturer, Capturer
+from shoal.peer.engine.device import CPU, Device, PagedDevice
+from shoal.peer.engine.engine import Engine
 from shoal.peer.hosting import HostedModel, Hosting, LoadError
 from shoal.peer.memory import RESERVE_BYTES
 from shoal.peer.neighbours import Neighbours
@@ -30,12 +37,14 @@ def directory(tiny_models: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def run(directory: Path, test: Callable[[Hosting], Awaitable[None]]) -> None:
+def run(directory: Path, test: Callable[[Hosting], Awaitable[None]], device: Device = CPU) -> None:
     async def main() -> None:
         config = PeerConfig(str(directory), FIRST, weights="fp32", block_cache_bytes=0)
         clock, transport = SystemClock(), LoopbackTransport(LoopbackNetwork(), "peer")
         neighbours = Neighbours(transport, clock)
-        await test(Hosting(config, HostedModel.open(config), PeerId("a"), clock, neighbours))
+        model = HostedModel.open(config)
+        model = replace(model, numerics=replace(model.numerics, device=device))
+        await test(Hosting(config, model, PeerId("a"), clock, neighbours))
         await neighbours.close()
         await transport.close()
 
@@ -68,7 +77,9 @@ def test_block_that_cannot_be_loaded_is_named(directory: Path, harm: str) -> Non
         else:
             path.write_bytes(path.read_bytes()[:-1])
 
-        with pytest.raises(LoadError, match=f"block 3 cannot be loaded: .*{path.name}") as caught:
+        with pytest.raises(
+            LoadError, match=f"block 3 cannot be loaded: .*{path.name} is {harm}"
+        ) as caught:
             await load(hosting, LAST, kept)
 
         assert caught.value.blocks == {3}
@@ -96,3 +107,67 @@ def test_blocks_are_kept_for_the_way_back_where_memory_holds_both(
         assert no.value.blocks == {2, 3}
 
     run(directory, test)
+
+
+class SmallDevice(PagedDevice):
+    """The CPU with a memory of its own, of which a test says how much is free."""
+
+    def __init__(self, capturer: Capturer | None = None) -> None:
+        super().__init__(torch.device("cpu"), attend_slowly, capturer or CallingCapturer())
+        self.free_bytes = 2**40
+
+    def read_free_bytes(self) -> int | None:
+        return self.free_bytes
+
+
+@pytest.mark.parametrize("machine_bytes", [0, 2**40])
+def test_room_is_that_of_the_device_however_much_the_machine_has(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, machine_bytes: int
+) -> None:
+    monkeypatch.setattr(hosting, "read_free_bytes", lambda: machine_bytes)
+    device = SmallDevice()
+
+    async def test(hosting_: Hosting) -> None:
+        assert len((await load(hosting_, FIRST))[1]) == 2
+        hosting_.check_room(LAST, {})
+
+        device.free_bytes = 0
+        assert len((await load(hosting_, FIRST))[1]) == 0
+        with pytest.raises(LoadError, match="and 0 MiB are free"):
+            hosting_.check_room(LAST, {})
+
+    run(directory, test, device)
+
+
+class FullCapturer(Capturer):
+    """Finds no memory left for what it captures."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("no memory")
+
+
+def test_span_whose_steps_find_no_memory_cannot_be_loaded_and_leaves_its_own(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[weakref.ref[Engine]] = []
+    load_engine = Engine.load
+
+    def load_and_watch(*arguments: Any, **options: Any) -> Engine:
+        engine = load_engine(*arguments, **options)
+        engines.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(Engine, "load", load_and_watch)
+
+    async def test(hosting: Hosting) -> None:
+        facts = None
+        try:  # what `pytest.raises` returns would hold on to the engine
+            await load(hosting, LAST)
+        except LoadError as error:
+            facts = (str(error), error.blocks)
+        assert facts is not None
+        assert "cpu has room for blocks 2:4, but not for steps" in facts[0]
+        assert facts[1] == {2, 3}
+        assert [engine() for engine in engines] == [None]
+
+    run(directory, test, SmallDevice(FullCapturer()))
