@@ -268,7 +268,7 @@ class SessionCache:
             try:
                 largest_bytes = num_pages * self._page_bytes
                 self._pool.make_room(self.holder, missing_bytes, largest_bytes)
-                self.memory.reserve(num_pages * PAGE_TOKENS)
+                self._pool.reserve(self, num_pages * PAGE_TOKENS, missing_bytes)
             except CacheFullError:
                 self._num_reserved_tokens = before
                 raise

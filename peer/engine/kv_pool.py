@@ -173,6 +173,23 @@ class KVCachePool:
                 return
             cache.return_spare_pages()
 
+    def reserve(self, cache: SessionCache, num_tokens: int, num_bytes: int) -> None:
+        """Reserve tokens in the memory of a cache, which needs so many bytes more for them.
+
+        Room was made for these. Where they do not lie together in the blocks of the cache, others
+        give way as in `make_room`. Raises CacheFullError where that does not help.
+        """
+        while True:
+            try:
+                cache.memory.reserve(num_tokens)
+                return
+            except CacheFullError:
+                if not self._return_spare_pages():
+                    idle = self._find_idle(cache.holder, num_bytes, cache.span)
+                    if idle is None:
+                        raise
+                    idle.close()
+
     def take(self, num_bytes: int) -> None:
         """Enter `num_bytes` more of a cache into the account, for which room was made."""
         self.used_bytes += num_bytes
@@ -213,14 +230,27 @@ class KVCachePool:
                 RETRY_AFTER_SECONDS if largest_bytes <= most else None,
             )
 
-    def _find_idle(self, holder: Holder | None, num_bytes: int) -> SessionCache | None:
-        """Return who has been idle for longest, of those that `holder` may displace."""
+    def _return_spare_pages(self) -> bool:
+        """Have all caches give back what they do not use; return whether that was anything."""
+        used_bytes = self.used_bytes
+        for cache in self._caches:
+            cache.return_spare_pages()
+        return self.used_bytes < used_bytes
+
+    def _find_idle(
+        self, holder: Holder | None, num_bytes: int, span: Span | None = None
+    ) -> SessionCache | None:
+        """Return who has been idle for longest, of those that `holder` may displace.
+
+        With a span, only of those that use some of its blocks.
+        """
         held = self._count_held()
         idle_since = self.now() - IDLE_SECONDS
         candidates = [
             cache
             for cache in self._caches
             if cache.used_at <= idle_since
+            and (span is None or cache.span.overlap(span) is not None)
             and cache.holder is not None
             and holder is not None
             and may_displace(holder, cache.holder, held, num_bytes)

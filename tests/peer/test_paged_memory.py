@@ -16,9 +16,10 @@ from kv_cache_scene import (
 
 from shoal.peer.engine import prefix_copy
 from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
-from shoal.peer.engine.kv_pool import KVCachePool
+from shoal.peer.engine.kv_pool import IDLE_SECONDS, KVCachePool
 from shoal.peer.engine.paged_memory import PagedMemory, PagedStore
 from shoal.protocol.errors import CacheFullError, LocalProtocolError
+from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -131,6 +132,61 @@ def test_holes_that_do_not_lie_side_by_side_are_refused_for_a_while() -> None:
     high[0].close()
     fill(whole, 64)
     pool.check_integrity()
+
+
+class Holes:
+    """Pages for four sessions in each block. Some are free, of which none lie side by side."""
+
+    def __init__(self) -> None:
+        self.pool, _ = make_pool(16)
+        self.asker = Holder("a")
+        low, self.high = (
+            [self.pool.open(1, 64, span, self.asker if n == 0 else None) for n in range(4)]
+            for span in (Span(SPAN.start, SPAN.start + 1), Span(SPAN.start + 1, SPAN.stop))
+        )
+        for cache in (*low, *self.high):
+            fill(cache, 64)
+        low[0].close()
+        self.high[1].close()
+
+
+def test_spare_pages_are_given_back_where_free_ones_do_not_lie_side_by_side() -> None:
+    holes = Holes()
+    holes.high[0].prepare(0, 64)
+    holes.high[0].abandon()
+
+    fill(holes.pool.open(1, 64, SPAN), 64)
+
+    assert holes.high[0].is_open
+    assert holes.high[0].committed_bytes == 0
+    holes.pool.check_integrity()
+
+
+def test_idle_sessions_give_way_where_free_pages_do_not_lie_side_by_side() -> None:
+    holes = Holes()
+    holes.high[0].used_at -= IDLE_SECONDS
+
+    fill(holes.pool.open(1, 64, SPAN, holes.asker), 64)
+
+    assert not holes.high[0].is_open
+    holes.pool.check_integrity()
+
+
+def test_idle_session_of_other_blocks_gives_way_to_nobody_who_could_not_use_its_pages() -> None:
+    holes = Holes()
+    holes.high[0].close()
+    elsewhere = holes.pool.open(1, 64, Span(SPAN.stop - 1, SPAN.stop), holes.asker)
+    fill(elsewhere, 64)
+    elsewhere.used_at -= IDLE_SECONDS
+    first_two = Span(SPAN.start, SPAN.start + 2)
+    fill(holes.pool.open(1, 64, first_two), 64)
+    other = holes.pool.open(1, 64, first_two, holes.asker)
+
+    with pytest.raises(CacheFullError, match="lie side by side"):
+        other.prepare(0, 1)
+
+    assert elsewhere.is_open
+    holes.pool.check_integrity()
 
 
 def test_rows_have_pages_of_their_own_after_they_were_moved() -> None:
