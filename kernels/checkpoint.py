@@ -231,6 +231,8 @@ def _read_names(path: Path) -> tuple[str, ...]:
         stop = max((entry["data_offsets"][1] for entry in table.values()), default=0)
         if file_bytes != 8 + header_bytes + stop:
             raise ValueError(f"{file_bytes} bytes instead of {8 + header_bytes + stop}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing; download it again") from error
     except (
         OSError, struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError
     ) as error:  # fmt: skip
