@@ -273,7 +273,9 @@ def test_process_ends_with_the_code_and_the_sentence() -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-@pytest.mark.parametrize("options", [[], ["--json"]], ids=str)
+@pytest.mark.parametrize(
+    "options", [[], pytest.param(["--json"], marks=pytest.mark.thorough)], ids=str
+)
 @pytest.mark.parametrize("full", ["stdout", "stderr"])
 def test_output_that_takes_no_more_is_named(
     options: list[str], full: str, byte_model: Path

@@ -197,7 +197,10 @@ def test_replacement_that_dies_too(live: LiveSwarm, prompt: Tensor) -> None:
     assert not dying[0].is_running
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(2, marks=pytest.mark.thorough)],
+)
 def test_paused_peer_is_left(live: LiveSwarm, prompt: Tensor, index: int) -> None:
     live.heal(2)
 
@@ -265,7 +268,10 @@ def test_peer_restarts_with_the_same_identity_and_an_empty_cache(
         assert failover.replacements[0].peer.peer_id == original.peer_id
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
+@pytest.mark.parametrize(
+    "index",
+    [pytest.param(0, marks=pytest.mark.thorough), 1, pytest.param(2, marks=pytest.mark.thorough)],
+)
 @pytest.mark.parametrize(
     "trouble", [LocalPeer.kill, pytest.param(LocalPeer.pause, marks=pytest.mark.thorough)]
 )

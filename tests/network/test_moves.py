@@ -86,6 +86,7 @@ def test_peer_that_finds_no_file_for_its_new_blocks_goes_back(
         assert mover.log() == "it said nothing"
 
 
+@pytest.mark.thorough
 def test_peer_that_is_stopped_while_sessions_leave_for_its_move_leaves_too(
     tiny_models: Any,
 ) -> None:
