@@ -49,9 +49,11 @@ async def wait_until(is_so: Callable[[], bool]) -> None:
 async def take_until(
     world: Any, session: RemoteSession, turns: list[Any], is_so: Callable[[], bool], num_more: int
 ) -> list[Any]:
-    """Take turns until something is so, and some more behind."""
+    """Take turns until something is so, and some more behind; the last of them wait for it."""
     outputs: list[Any] = []
-    for turn in turns:
+    for index, turn in enumerate(turns):
+        if index == len(turns) - num_more - 1:
+            await wait_until(is_so)
         if is_so():
             num_more -= 1
         if num_more < 0:
