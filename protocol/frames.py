@@ -46,6 +46,9 @@ class Kind(IntEnum):
     STATUS = 15
     LEAVING = 16
     MIRROR = 17
+    PASS = 20
+    PASS_PIECE = 21
+    PASSED = 22
 
 
 class Flag(IntFlag):
@@ -53,6 +56,8 @@ class Flag(IntFlag):
     IS_DECODED = 2
     IS_PIECE = 4
 
+
+_WITH_TENSOR = (Kind.STEP, Kind.OUTPUT, Kind.PASS_PIECE)
 
 # ~ of an IntFlag knows no others
 _ALL_FLAGS = int(Flag.LAST_TOKEN_ONLY | Flag.IS_DECODED | Flag.IS_PIECE)
@@ -118,7 +123,7 @@ def split_frame(frame: bytes) -> Parts:
         raise RemoteProtocolError(f"unknown frame kind {kind}") from None
     view = memoryview(frame)[HEADER_BYTES:]
     tensor = None
-    if kind in (Kind.STEP, Kind.OUTPUT):
+    if kind in _WITH_TENSOR:
         tensor = read_tensor(dtype, codec, (rows, tokens, width), view[control_length:])
     elif tensor_length or rows or tokens or width or dtype or codec:
         raise RemoteProtocolError(f"a {kind.name} frame carries no tensor")

@@ -14,6 +14,9 @@ ModelId = NewType("ModelId", str)
 SessionId = NewType("SessionId", bytes)
 """16 random bytes drawn by the client; knowing them is the right to step the session."""
 
+PassId = NewType("PassId", SessionId)
+"""What a client calls one pass at one peer, and is refused like a session: 16 random bytes."""
+
 ClientToken = NewType("ClientToken", bytes)
 """What a client calls itself at one peer, so that its sessions can be counted together: 16 bytes,
 or none. No proof of anything: knowing it is being it, so each peer is told another one."""

@@ -20,6 +20,12 @@ MAX_BATCH_ROWS = 256
 MAX_STEP_TOKENS = 4096
 """Tokens per row of one step."""
 
+MAX_PASS_TOKENS = 2**14
+"""Rows times tokens of one pass: a client cuts a batch into microbatches."""
+
+MAX_PASS_PROMPTS = 2**16
+"""Deep prompts of one pass: blocks times rows times tokens."""
+
 MAX_SESSION_TOKENS = 2**20
 """Tokens per row of one session, whatever the model allows."""
 

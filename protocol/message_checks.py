@@ -25,6 +25,9 @@ from .messages import (
     Open,
     Opened,
     Output,
+    Pass,
+    Passed,
+    PassPiece,
     Probe,
     Queued,
     Redirect,
@@ -94,6 +97,38 @@ def _check_count(value: int, bound: int, name: str) -> None:
 def _check_position(value: int) -> None:
     if not 0 <= value <= limits.MAX_SESSION_TOKENS:
         raise ValueError(f"position {value} is beyond {limits.MAX_SESSION_TOKENS}")
+
+
+def _check_pass(message: Pass) -> None:
+    _check_session(message.pass_id)
+    _check_model_id(message.model_id)
+    _check_span(message.span)
+    _check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
+    _check_count(message.num_tokens, limits.MAX_PASS_TOKENS, "number of tokens")
+    _check_count(message.num_rows * message.num_tokens, limits.MAX_PASS_TOKENS, "size of a pass")
+    rows, tokens = message.prompt_rows, message.prompt_tokens
+    if (rows, tokens) == (0, 0):
+        return
+    if rows not in (1, message.num_rows) or not 0 < tokens <= message.num_tokens:
+        raise ValueError(
+            f"{rows} rows of {tokens} deep prompts do not fit {message.num_rows} rows of "
+            f"{message.num_tokens} tokens"
+        )
+    num_prompts = len(message.span) * rows * tokens
+    _check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
+
+
+def _check_pass_piece(message: PassPiece) -> None:
+    _check_session(message.pass_id)
+    check_tensor(message.tensor)
+    if message.tensor.rows != 1:
+        raise ValueError(f"a piece is one row of vectors, not {message.tensor.rows}")
+    _check_count(message.offset + 1, limits.MAX_PASS_PROMPTS, "offset")
+
+
+def _check_passed(message: Passed) -> None:
+    _check_session(message.pass_id)
+    _check_seconds(message.queue_seconds, message.compute_seconds)
 
 
 def _check_seconds(*values: float) -> None:
@@ -247,4 +282,7 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Status: _check_status,
     Leaving: _check_bare,
     Mirror: _check_redirect,
+    Pass: _check_pass,
+    PassPiece: _check_pass_piece,
+    Passed: _check_passed,
 }

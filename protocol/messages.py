@@ -7,14 +7,27 @@ session the client sends `Open` and gets `Opened`, perhaps `Queued` before, then
 In a chain a peer pushes its outputs to the next one, as `Step` behind an `Attach`, and only the
 last peer answers the client, which keeps a stream to each for `Admit`, `Redirect`, `Mirror` and
 `Probe`. A peer that is about to stop says `Leaving` to the client of every session.
+
+Fine-tuning needs no session. On a stream of its own the client says `Pass` and sends tensors in
+`PassPiece`s; those of the answer come in the same way, and `Passed` ends them.
 """
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple
 
 from .endpoints import Endpoint
 from .errors import ErrorCode
-from .ids import NO_CAPABILITY, NO_CLIENT, Capability, ClientToken, ModelId, PeerId, SessionId
+from .ids import (
+    NO_CAPABILITY,
+    NO_CLIENT,
+    Capability,
+    ClientToken,
+    ModelId,
+    PassId,
+    PeerId,
+    SessionId,
+)
 from .spans import Span
 from .tensors import KVFormat, WireDtype, WireTensor
 
@@ -179,7 +192,8 @@ class Close:
 class Declined:
     """A typed refusal. `sequence` is the refused step's, or 0 when it was not a step.
 
-    `session` is None when the whole stream is meant; the sender closes it then.
+    `session` is None when the whole stream is meant; the sender closes it then. It may be a pass
+    as well.
     """
 
     session: SessionId | None
@@ -269,6 +283,66 @@ class Status:
     num_replayed: int = 0
 
 
+class PassKind(IntEnum):
+    """Which way a pass goes through the blocks."""
+
+    FORWARD = 1
+    BACKWARD = 2
+
+
+class Slot(IntEnum):
+    """Which tensor of a pass a piece belongs to: vectors of size H, for all rows in turn."""
+
+    HIDDEN = 1
+    """The inputs; in the answer the outputs, or the gradients of the inputs."""
+
+    GRADIENTS = 2
+    """The gradients of the outputs."""
+
+    PROMPTS = 3
+    """The deep prompts of all blocks; in the answer their gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Ask for one pass of a microbatch through some blocks, from position 0 on and without a cache.
+
+    The pieces of its tensors follow, slot by slot. Backward, the peer computes the outputs once
+    more: it remembers nothing of the pass forward. Deep prompts are added to the first
+    `prompt_tokens` inputs of their block, to each row its own (`prompt_rows` is `num_rows`) or to
+    all the same (1). The answer is in `dtype`.
+    """
+
+    pass_id: PassId
+    kind: PassKind
+    model_id: ModelId
+    span: Span
+    num_rows: int
+    num_tokens: int
+    dtype: WireDtype
+    prompt_rows: int = 0
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PassPiece:
+    """Some vectors of one tensor of a pass, `[1, vectors, H]`, from the one at `offset` on."""
+
+    pass_id: PassId
+    slot: Slot
+    offset: int
+    tensor: WireTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Passed:
+    """The end of the answer to a pass, and how long the pass waited and computed."""
+
+    pass_id: PassId
+    queue_seconds: float
+    compute_seconds: float
+
+
 Message = (
     Hello
     | Welcome
@@ -287,4 +361,7 @@ Message = (
     | Status
     | Leaving
     | Mirror
+    | Pass
+    | PassPiece
+    | Passed
 )

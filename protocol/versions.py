@@ -3,7 +3,7 @@
 from .errors import ErrorCode, RefusedError
 
 MIN_VERSION = 1
-MAX_VERSION = 3
+MAX_VERSION = 4
 CHAIN_VERSION = 2
 """From which version on a peer can push to another one."""
 
@@ -12,6 +12,9 @@ INT8_VERSION = 3
 
 HANDOFF_VERSION = 3
 """From which version on `Leaving` is understood, and `Mirror` with it."""
+
+PASS_VERSION = 4
+"""From which version on a peer takes passes without a session, for fine-tuning."""
 
 SOFTWARE = "shoal 0.1.0"
 
@@ -22,7 +25,7 @@ def agree_on_version(their_min: int, their_max: int) -> int:
     Raises RefusedError with BAD_VERSION and both ranges when there is none.
 
     >>> agree_on_version(1, 7)
-    3
+    4
     """
     version = min(MAX_VERSION, their_max)
     if version < max(MIN_VERSION, their_min):

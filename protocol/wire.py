@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
+from . import wire_passes as passes
 from .errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from .frames import Flag, Kind, Parts, join_frame, split_frame
 from .ids import Capability, ClientToken, ModelId, PeerId, SessionId
@@ -24,6 +25,9 @@ from .messages import (
     Open,
     Opened,
     Output,
+    Pass,
+    Passed,
+    PassPiece,
     Probe,
     Queued,
     Redirect,
@@ -34,7 +38,14 @@ from .messages import (
 from .proto import wire_pb2 as pb
 from .spans import Span
 from .tensors import KVFormat, WireDtype, WireTensor
-from .wire_chain import decode_before, decode_next, encode_before, encode_next
+from .wire_chain import (
+    decode_before,
+    decode_next,
+    decode_status,
+    encode_before,
+    encode_next,
+    encode_status,
+)
 
 
 def encode_frame(message: Message) -> bytes:
@@ -324,26 +335,6 @@ def _decode_mirror(parts: Parts) -> Mirror:
     return Mirror(_session(parts), parts.epoch, decode_next(body.next))
 
 
-def _encode_status(message: Status) -> Parts:
-    body = pb.StatusBody(done_sequence=message.done_sequence, num_replayed=message.num_replayed)
-    return Parts(
-        Kind.STATUS, message.session, message.epoch, message.sequence, message.length,
-        control=body.SerializeToString(),
-    )  # fmt: skip
-
-
-def _decode_status(parts: Parts) -> Status:
-    body = _parse(pb.StatusBody(), parts)
-    return Status(
-        _session(parts),
-        parts.epoch,
-        parts.sequence,
-        parts.position,
-        body.done_sequence,
-        body.num_replayed,
-    )
-
-
 class _Codec(NamedTuple):
     """Both ways of one kind; `unused` are the fields of a frame that it must leave empty."""
 
@@ -386,9 +377,18 @@ CODECS = (
     _Codec(Kind.ADMIT, Admit, _encode_capability, _decode_admit, _SESSION),
     _Codec(Kind.REDIRECT, Redirect, _encode_redirect, _decode_redirect, ("position", "flags")),
     _make_bare_codec(Kind.PROBE, Probe),
-    _Codec(Kind.STATUS, Status, _encode_status, _decode_status, ("flags",)),
+    _Codec(Kind.STATUS, Status, encode_status, decode_status, ("flags",)),
     _make_bare_codec(Kind.LEAVING, Leaving),
     _Codec(Kind.MIRROR, Mirror, _encode_mirror, _decode_mirror, _SESSION),
+    _Codec(Kind.PASS, Pass, passes.encode_pass, passes.decode_pass, ("epoch", *_SESSION)),
+    _Codec(
+        Kind.PASS_PIECE,
+        PassPiece,
+        passes.encode_piece,
+        passes.decode_piece,
+        ("epoch", "flags", "control"),
+    ),
+    _Codec(Kind.PASSED, Passed, passes.encode_passed, passes.decode_passed, ("epoch", *_SESSION)),
 )
 _CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}
 _CODEC_OF_KIND = {codec.kind: codec for codec in CODECS}

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 
 from .endpoints import Endpoint
+from .frames import Kind, Parts
 from .ids import Capability, PeerId, SessionId
-from .messages import HopSeconds, NextHop
+from .messages import HopSeconds, NextHop, Status
 from .proto import wire_pb2 as pb
 
 
@@ -52,3 +53,26 @@ def decode_before(seconds: Sequence[float]) -> tuple[HopSeconds, ...]:
     if len(seconds) % 2:
         raise ValueError("a hop has two times")
     return tuple(map(HopSeconds, seconds[::2], seconds[1::2]))
+
+
+def encode_status(message: Status) -> Parts:
+    """Return the fields of the frame."""
+    body = pb.StatusBody(done_sequence=message.done_sequence, num_replayed=message.num_replayed)
+    return Parts(
+        Kind.STATUS, message.session, message.epoch, message.sequence, message.length,
+        control=body.SerializeToString(),
+    )  # fmt: skip
+
+
+def decode_status(parts: Parts) -> Status:
+    """Return how far a session is; raises protobuf's DecodeError."""
+    body = pb.StatusBody()
+    body.ParseFromString(bytes(parts.control))
+    return Status(
+        SessionId(parts.session),
+        parts.epoch,
+        parts.sequence,
+        parts.position,
+        body.done_sequence,
+        body.num_replayed,
+    )

@@ -142,6 +142,36 @@ class StatusBody(_message.Message):
     num_replayed: int
     def __init__(self, done_sequence: _Optional[int] = ..., num_replayed: _Optional[int] = ...) -> None: ...
 
+class PassBody(_message.Message):
+    __slots__ = ("kind", "model_id", "span_start", "span_stop", "num_rows", "num_tokens", "dtype", "prompt_rows", "prompt_tokens")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    SPAN_START_FIELD_NUMBER: _ClassVar[int]
+    SPAN_STOP_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    NUM_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    kind: int
+    model_id: str
+    span_start: int
+    span_stop: int
+    num_rows: int
+    num_tokens: int
+    dtype: int
+    prompt_rows: int
+    prompt_tokens: int
+    def __init__(self, kind: _Optional[int] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+
+class PassedBody(_message.Message):
+    __slots__ = ("queue_seconds", "compute_seconds")
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    queue_seconds: float
+    compute_seconds: float
+    def __init__(self, queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+
 class DeclinedBody(_message.Message):
     __slots__ = ("code", "detail", "retry_after_seconds", "whole_stream")
     CODE_FIELD_NUMBER: _ClassVar[int]

@@ -9,7 +9,7 @@ from shoal.protocol import limits
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
 from shoal.protocol.frames import HEADER_BYTES, Kind
-from shoal.protocol.ids import Capability, ClientToken, ModelId, PeerId, SessionId
+from shoal.protocol.ids import Capability, ClientToken, ModelId, PassId, PeerId, SessionId
 from shoal.protocol.messages import (
     Admit,
     Attach,
@@ -25,9 +25,14 @@ from shoal.protocol.messages import (
     Open,
     Opened,
     Output,
+    Pass,
+    Passed,
+    PassKind,
+    PassPiece,
     Probe,
     Queued,
     Redirect,
+    Slot,
     Status,
     Step,
     Welcome,
@@ -82,6 +87,9 @@ CAPABILITY = Capability(b"the key to a hop")
 ENDPOINTS = (Endpoint("192.0.2.7", 4040, "f" * 64), Endpoint("peer.example", 1))
 NEXT = NextHop(PeerId("12D3KooW"), ENDPOINTS, PARENT, 2, CAPABILITY, 7)
 BEFORE = (HopSeconds(0.25, 0.5), HopSeconds(0.0, 1.5))
+PASS_ID = PassId(SessionId(bytes(range(1, 17))))
+PASS = Pass(PASS_ID, PassKind.FORWARD, MODEL, Span(2, 5), 2, 7, WireDtype.BF16)
+PIECE = PassPiece(PASS_ID, Slot.GRADIENTS, 3, make_tensor(1, 2, 8))
 WELCOME = Welcome(1, "shoal", PeerId("12D3KooW"), MODEL, Span(0, 4), 1_700_000_000.25)
 
 HONEST: list[Message] = [
@@ -140,6 +148,25 @@ HONEST: list[Message] = [
     Declined(SESSION, 7, ErrorCode.CACHE_FULL, "the cache is full", 2.5),
     Declined(None, 0, ErrorCode.BAD_FRAME, ""),
     Declined(SESSION, U64, ErrorCode.INTERNAL, TEXT, 0.0),
+    Declined(PASS_ID, 0, ErrorCode.BUSY, "too many passes", 1.0),
+    PASS,
+    Pass(
+        PassId(SessionId(b"\xff" * 16)),
+        PassKind.BACKWARD,
+        MODEL,
+        Span(0, limits.MAX_BLOCKS),
+        1,
+        limits.MAX_PASS_TOKENS,
+        WireDtype.INT8,
+        1,
+        limits.MAX_PASS_PROMPTS // limits.MAX_BLOCKS,
+    ),
+    replace(PASS, num_rows=limits.MAX_BATCH_ROWS, prompt_rows=1, prompt_tokens=7),
+    replace(PASS, prompt_rows=2, prompt_tokens=1),
+    PIECE,
+    replace(PIECE, slot=Slot.HIDDEN, offset=0, tensor=make_tensor(1, 4096, 2, WireDtype.INT8)),
+    replace(PIECE, slot=Slot.PROMPTS, offset=limits.MAX_PASS_PROMPTS - 1),
+    Passed(PASS_ID, 0.0, 1234.5),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
 ]
 ONE_OF_EACH: dict[Kind, Message] = {
@@ -160,6 +187,9 @@ ONE_OF_EACH: dict[Kind, Message] = {
     Kind.QUEUED: Queued(SESSION, 1, 2.5),
     Kind.LEAVING: Leaving(SESSION, 1),
     Kind.MIRROR: Mirror(SESSION, 1, NEXT),
+    Kind.PASS: PASS,
+    Kind.PASS_PIECE: PIECE,
+    Kind.PASSED: Passed(PASS_ID, 0.25, 0.5),
 }
 
 

@@ -10,6 +10,9 @@ from wire_messages import (
     ONE_OF_EACH,
     OPEN,
     OUTPUT,
+    PASS,
+    PASS_ID,
+    PIECE,
     SESSION,
     STEP,
     TEXT,
@@ -20,7 +23,7 @@ from wire_messages import (
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, LocalProtocolError
 from shoal.protocol.frames import HEADER_BYTES, Kind
-from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
+from shoal.protocol.ids import ClientToken, ModelId, PassId, PeerId, SessionId
 from shoal.protocol.messages import (
     Close,
     Declined,
@@ -29,6 +32,7 @@ from shoal.protocol.messages import (
     Message,
     Opened,
     Output,
+    Passed,
     Queued,
     Step,
 )
@@ -161,6 +165,22 @@ DISHONEST: list[Message] = [
     Declined(None, 0, ErrorCode.BUSY, "", -1.0),
     Declined(None, 0, ErrorCode.BUSY, "", float("nan")),
     Declined(None, -1, ErrorCode.BUSY, ""),
+    replace(PASS, pass_id=PassId(SessionId(bytes(16)))),
+    replace(PASS, num_rows=0),
+    replace(PASS, num_rows=limits.MAX_BATCH_ROWS + 1),
+    replace(PASS, num_tokens=0),
+    replace(PASS, num_rows=1, num_tokens=limits.MAX_PASS_TOKENS + 1),
+    replace(PASS, num_rows=2, num_tokens=limits.MAX_PASS_TOKENS),
+    replace(PASS, prompt_rows=1),
+    replace(PASS, prompt_tokens=1),
+    replace(PASS, prompt_rows=3, prompt_tokens=1),
+    replace(PASS, prompt_rows=1, prompt_tokens=8),
+    replace(PASS, span=Span(0, limits.MAX_BLOCKS), num_tokens=17, prompt_rows=1, prompt_tokens=17),
+    replace(PIECE, tensor=make_tensor(2, 1, 8)),
+    replace(PIECE, offset=limits.MAX_PASS_PROMPTS),
+    replace(PIECE, offset=-1),
+    Passed(PASS_ID, -1.0, 0.0),
+    Passed(PASS_ID, 0.0, float("nan")),
 ]
 
 

@@ -128,7 +128,7 @@ def test_missing_session_is_refused(kind: Kind) -> None:
         decode_frame(patch(encode_frame(ONE_OF_EACH[kind]), session=bytes(16)))
 
 
-@pytest.mark.parametrize("kind", set(Kind) - {Kind.STEP, Kind.OUTPUT})
+@pytest.mark.parametrize("kind", set(Kind) - {Kind.STEP, Kind.OUTPUT, Kind.PASS_PIECE})
 def test_control_messages_carry_no_tensor(kind: Kind) -> None:
     frame = encode_frame(ONE_OF_EACH[kind]) + bytes(16)
     frame = patch(frame, tensor_length=16, rows=1, tokens=1, width=8, dtype=3, codec=1)
