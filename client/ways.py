@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ..protocol.announcements import Announcement
+from ..protocol.announcements import Announcement, shorten
 from ..protocol.coordinates import ORIGIN, SETTLED_ERROR, Coordinate
 from ..protocol.ids import PeerId
-from ..protocol.versions import CHAIN_VERSION
+from ..protocol.versions import CHAIN_VERSION, REVERSE_VERSION
 
 Column = NDArray[Any]
 """A number for each peer."""
@@ -52,9 +52,13 @@ def estimate_rtts(own: Coordinate, places: Places) -> Column:
 
 
 def can_push(peer: Announcement, following: Announcement) -> bool:
-    """Return whether a peer may push to another one, by what they announce."""
-    speak_chain = min(peer.max_version, following.max_version) >= CHAIN_VERSION
-    return speak_chain and bool(following.endpoints)
+    """Return whether a peer may push to another one, by what they announce: it can dial that, or
+    holds connections that it has parked there.
+    """
+    version = min(peer.max_version, following.max_version)
+    if following.endpoints:
+        return version >= CHAIN_VERSION
+    return version >= REVERSE_VERSION and following.is_parked_at(peer.peer_id)
 
 
 def measure_edges(
@@ -112,6 +116,10 @@ def _find_pushing(
     speak_chain = np.array([peer.max_version >= CHAIN_VERSION for peer in peers], dtype=bool)
     can_be_dialled = np.array([bool(peer.endpoints) for peer in peers], dtype=bool)
     pushing = speak_chain[:, None] & (speak_chain & can_be_dialled)
+    holders = {shorten(peer.peer_id): row for row, peer in enumerate(peers)}
+    for column, following in enumerate(peers):
+        for row in (holders[ending] for ending in following.parked_at if ending in holders):
+            pushing[row, column] = can_push(peers[row], following)
     if cuts:
         rows = {peer.peer_id: row for row, peer in enumerate(peers)}
         for before, after in cuts:

@@ -24,19 +24,20 @@ from ..protocol.messages import (
     Hello,
     Leaving,
     Message,
+    Offer,
     Open,
     Opened,
     Queued,
     Step,
-    Welcome,
 )
 from ..protocol.net.transport import Stream, open_gate
 from ..protocol.session import Action
-from ..protocol.versions import HANDOFF_VERSION, SOFTWARE, agree_on_version
+from ..protocol.versions import HANDOFF_VERSION
 from ..protocol.wire import decode_frame, encode_frame
 from .answer_queue import Answer, AnswerQueue
 from .answers import conclude, encode_gap, encode_refusal
 from .engine.compute_thread import ComputedStep
+from .greeting import Greeting
 from .held_session import HeldSession
 from .steering import Steering, check_attach, check_epoch, may_push, steer
 from .step_work import check_step_size, make_work
@@ -74,11 +75,15 @@ class Conversation:
         self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
         self._answers = AnswerQueue(stream, service.pending, self.holder)
         self._idle_seconds = service.facts.session_idle_seconds
-        self._is_welcome = False
-        self._version = 0
+        self._greeting = Greeting(service)
         self._active_at = service.clock.now()
         self._frame_arrives_until = 0.0
         stream.set_gate(self._let_in)
+
+    @property
+    def offer(self) -> Offer | None:
+        """Who has offered the stream, which has come to its end as a conversation then."""
+        return self._greeting.offer
 
     async def run(self) -> None:
         """Serve until the stream ends. A client that vanishes is nobody's error.
@@ -112,7 +117,7 @@ class Conversation:
 
     def say_leaving(self) -> None:
         """Tell the client of every session here to move it, unless it is too old to understand."""
-        if self._version >= HANDOFF_VERSION:
+        if self._greeting.version >= HANDOFF_VERSION:
             for session, held in self._opened.items():
                 self._answers.put(encode_frame(Leaving(session, held.state.epoch)))
 
@@ -136,12 +141,12 @@ class Conversation:
             _logger.debug("a client went away: %s", error)
 
     async def _read_question(self) -> bool:
-        """Take one frame, which nothing here holds on to; return whether there was one."""
+        """Take one frame, which nothing here holds on to; return whether to go on."""
         frame = await self._receive()
         if frame is None:
             return False
         await self._take(decode_frame(frame))
-        return True
+        return self.offer is None
 
     async def hang_up(self) -> None:
         """End the stream from this side."""
@@ -189,8 +194,7 @@ class Conversation:
     @contextlib.asynccontextmanager
     async def _let_in(self, num_bytes: int) -> AsyncGenerator[None]:
         """Keep room for a large frame while it arrives; its time is bounded by the transport."""
-        if not self._is_welcome:
-            raise _make_no_hello_error()
+        self._greeting.check_is_done()
         pending, holder = self._service.pending, self.holder
         self._frame_arrives_until = math.inf
         try:
@@ -210,10 +214,10 @@ class Conversation:
     async def _take(self, message: Message) -> None:
         """Act on one message; a refusal of a session is an answer, of a stream an exception."""
         if isinstance(message, Hello):
-            self._answers.put(encode_frame(self._welcome(message)))
-        elif not self._is_welcome:
-            raise _make_no_hello_error()
-        elif isinstance(message, Step):
+            self._welcome(message)
+            return
+        self._greeting.check_is_done()
+        if isinstance(message, Step):
             self._take_step(message)
         elif isinstance(message, Open):
             await self._open(message)
@@ -223,6 +227,8 @@ class Conversation:
             self._answers.put(steer(message, self._opened.get(message.session)))
         elif isinstance(message, Attach):
             self._attach(message)
+        elif isinstance(message, Offer) and not self._used and not self._waiting:
+            self._greeting.take_offer(message)
         else:
             raise RemoteProtocolError(f"a client does not send {type(message).__name__}")
 
@@ -244,16 +250,11 @@ class Conversation:
         if held is not None:
             self._service.close_session(session, held)
 
-    def _welcome(self, hello: Hello) -> Welcome:
-        if self._is_welcome:  # bytes count under the first name, and time passes
-            raise RemoteProtocolError("Hello is said once")
-        self._version = agree_on_version(hello.min_version, hello.max_version)
-        self._is_welcome = True
+    def _welcome(self, hello: Hello) -> None:
+        welcome = self._greeting.welcome(hello)
         self._active_at = self._service.clock.now()
         self.holder = self._answers.holder = self.holder._replace(client=hello.client.hex())
-        facts, engine = self._service.facts, self._service.engine
-        wall = self._service.clock.wall()
-        return Welcome(self._version, SOFTWARE, facts.peer_id, facts.model_id, engine.span, wall)
+        self._answers.put(encode_frame(welcome))
 
     async def _open(self, message: Open) -> None:
         """Open a session, now or after a wait, or say why not."""
@@ -393,7 +394,3 @@ class Conversation:
 
 def _do_nothing() -> None:
     """Be called between two iterations."""
-
-
-def _make_no_hello_error() -> RefusedError:
-    return RefusedError(ErrorCode.BAD_FRAME, "the first message of a stream is Hello")

@@ -34,14 +34,24 @@ class Door:
             self._opened = asyncio.Future()
 
     async def serve(self, stream: Stream) -> None:
-        """Serve one stream until it ends, or tell it that there is nothing to be served yet."""
+        """Serve one stream until it ends, or tell it that there is nothing to be served yet.
+
+        One that is offered outlives the service of the moment, on which nothing may hold then.
+        """
+        try:
+            await self._serve_or_park(stream)
+        except RefusedError as refusal:
+            with contextlib.suppress(UnavailableError):  # gone meanwhile
+                await stream.send(encode_refusal(None, 0, refusal))
+
+    async def _serve_or_park(self, stream: Stream) -> None:
         service = await self._wait_for_service(stream)
-        if service is not None:
-            await service.serve(stream)
-            return
-        refusal = RefusedError(ErrorCode.BUSY, "the peer is loading its blocks", _RETRY_SECONDS)
-        with contextlib.suppress(UnavailableError):  # gone meanwhile
-            await stream.send(encode_refusal(None, 0, refusal))
+        if service is None:
+            raise RefusedError(ErrorCode.BUSY, "the peer is loading its blocks", _RETRY_SECONDS)
+        parked, offer = service.parked, await service.serve(stream)
+        del service
+        if parked is not None and offer is not None:
+            await parked.keep(offer, stream)
 
     async def _wait_for_service(self, stream: Stream) -> Service | None:
         """Return the service that a stream is for; None once its end or its time has come."""

@@ -1,7 +1,8 @@
 """A peer's own connections to other peers: one for each and lane, shared by all sessions.
 
 Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, there is a
-budget for each address that asks, and what failed is left alone for a while.
+budget for each address that asks, and what failed is left alone for a while. A peer that has parked
+streams here need not be dialled.
 """
 
 import asyncio
@@ -30,11 +31,16 @@ from ..protocol.net.dialling import dial, greet, refuse_large_frames
 from ..protocol.net.transport import Lane, Stream, Transport
 from ..protocol.wire import decode_frame, encode_frame
 from .dial_budget import DialBudget
+from .parked_streams import ParkedStreams
 from .shared_bytes import RecentBytes
 
 _logger = logging.getLogger(__name__)
 
 _DIAL_SECONDS = 5.0
+_PARKED_SECONDS = 3.0
+"""How long a peer may take to answer on a stream that it has parked: it is open already. Behind a
+NAT that forgot it nobody is, and the system notices that only after half a minute."""
+
 _AGAIN_SECONDS = 10.0
 """How long a neighbour that could not be reached is not dialled again, whoever asks."""
 
@@ -92,8 +98,12 @@ class Neighbours:
         transport: Transport,
         clock: Clock,
         note_rtt: Callable[[NextHop, float], None] = lambda following, seconds: None,
+        parked: ParkedStreams | None = None,
     ) -> None:
-        """`note_rtt` hears of every round trip that is measured on the way."""
+        """`note_rtt` hears of every round trip that is measured on the way. Without `parked` the
+        peer takes no offers: it cannot be dialled itself.
+        """
+        self.parked = parked
         self._transport = transport
         self._clock = clock
         self._note_rtt = note_rtt
@@ -161,8 +171,9 @@ class Neighbours:
                 known.askers.add(holder.address)
                 self._budget.look_again()
             return known
-        now = self._clock.now()
-        if now - self._failed_at.get(key, -_AGAIN_SECONDS) < _AGAIN_SECONDS:
+        is_parked = self.parked is not None and self.parked.has(following.peer_id, lane)
+        age_seconds = self._clock.now() - self._failed_at.get(key, float("-inf"))
+        if age_seconds < _AGAIN_SECONDS and not is_parked:
             raise RefusedError(ErrorCode.BUSY, "it could not be reached a moment ago", BUSY_SECONDS)
         self._budget.count(holder.address)
         neighbour = self._known[key] = _Neighbour(following, lane, holder.address)
@@ -176,7 +187,7 @@ class Neighbours:
         error: ShoalError = UnavailableError("the peer hung up on its neighbour")
         leave = partial(self._leave, key, neighbour)
         try:
-            stream = await self._dial(key, neighbour)
+            stream = await self._use_parked(neighbour) or await self._dial(key, neighbour)
             try:
                 await neighbour.run(stream, leave)
             finally:
@@ -193,9 +204,25 @@ class Neighbours:
         if self._known.get(key) is neighbour:
             del self._known[key]
 
+    async def _use_parked(self, neighbour: "_Neighbour") -> Stream | None:
+        """Return a stream that the neighbour has parked here; None if there is none that works."""
+        if self.parked is None:
+            return None
+        peer_id, lane = neighbour.following.peer_id, neighbour.lane
+        while (stream := await self.parked.take(peer_id, lane)) is not None:
+            try:
+                async with asyncio.timeout(_PARKED_SECONDS):
+                    await self._greet(neighbour, stream)
+            except (TimeoutError, ShoalError) as error:
+                _logger.info("%r does not answer on a parked stream: %r", neighbour, error)
+            else:
+                neighbour.askers.clear()
+                return stream
+        return None
+
     async def _dial(self, key: Hashable, neighbour: "_Neighbour") -> Stream:
         """Try one endpoint after the other; what its askers may not try is not held against it."""
-        failure: ShoalError = RemoteProtocolError(f"{neighbour!r} has no endpoint")
+        failure: ShoalError = UnavailableError(f"{neighbour!r} is not connected any more")
         async with self._budget.take_turn(neighbour.askers) as asker:
             neighbour.askers.clear()
             deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
@@ -216,17 +243,21 @@ class Neighbours:
     async def _open_stream(self, neighbour: "_Neighbour", endpoint: Endpoint) -> Stream:
         peer_id = neighbour.following.peer_id
         stream = await dial(self._transport, peer_id, (endpoint,), neighbour.lane, _DIAL_SECONDS)
+        await self._greet(neighbour, stream)
+        return stream
+
+    async def _greet(self, neighbour: "_Neighbour", stream: Stream) -> None:
+        """Say hello on a stream to a neighbour; closes it when that fails."""
         stream.set_gate(refuse_large_frames)
         try:
             welcome, rtt_seconds = await greet(stream, repr(neighbour), self._clock)
-            if welcome.peer_id != peer_id:
+            if welcome.peer_id != neighbour.following.peer_id:
                 raise RemoteProtocolError(f"another peer answers for {neighbour!r}")
         except BaseException:
             await stream.close()
             raise
         neighbour.note_rtt(rtt_seconds)
         self._note_rtt(neighbour.following, rtt_seconds)
-        return stream
 
     def _note_failure(self, key: Hashable) -> None:
         now = self._clock.now()

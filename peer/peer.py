@@ -5,6 +5,7 @@ import logging
 import random
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
+from functools import partial
 
 from ..protocol.announcements import Announcement
 from ..protocol.endpoints import Endpoint
@@ -28,9 +29,11 @@ from .identity_file import hold_identity
 from .loop_lag import LoopLag
 from .memory import find_room
 from .neighbours import Neighbours
+from .parked_streams import ParkedStreams
 from .placer import PlacedModel, Placer
 from .relay_watch import watch_relays
 from .resident import PeerEvent, Report, Resident, say_goodbye
+from .reverse_connections import ReverseConnections
 from .room import Room
 from .self_description import SelfDescription, make_template
 
@@ -65,21 +68,21 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
             listeners.append(await _listen_behind_relays(config, directory, stack, door))
 
         lag = LoopLag(clock)
-        template = make_template(
-            config, identity.peer_id, model.model_id, model.spec.num_blocks, endpoint
-        )
-        template = _say_how_to_reach(template, directory)
+        template = _make_template(config, identity, model, endpoint, directory)
         period_seconds = config.announce_period_seconds
         delays = Delays(directory, transport, clock, period_seconds, random.Random())
-        description = SelfDescription(template, lag, model.sizes.work, delays)
+        reverse = _make_reverse(config, identity, transport, directory, door)
+        description = SelfDescription(template, lag, model.sizes.work, delays, reverse)
         announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
         stack.push_async_callback(say_goodbye, announcer)
         chores = await stack.enter_async_context(Chores())
         chores.begin(lag.run())
         chores.begin(delays.run())
-        if directory.relays:
+        if reverse is not None:
             chores.begin(watch_relays(directory, model.model_id, description, announcer, report))
-        neighbours = Neighbours(transport, clock, delays.note_pushed)
+            chores.begin(reverse.run(announcer.hurry))
+        parked = None if reverse else _make_parked(config, model, directory, endpoint)
+        neighbours = Neighbours(transport, clock, delays.note_pushed, parked)
         stack.push_async_callback(neighbours.close)
         for listener in listeners:
             stack.push_async_callback(listener.close)
@@ -131,8 +134,16 @@ def _describe_directory(config: PeerConfig, directory: HivemindDirectory) -> dic
     return facts
 
 
-def _say_how_to_reach(template: Announcement, directory: HivemindDirectory) -> Announcement:
-    """Return an announcement that says that the peer is behind relays, or is one."""
+def _make_template(
+    config: PeerConfig,
+    identity: Identity,
+    model: HostedModel,
+    endpoint: Endpoint,
+    directory: HivemindDirectory,
+) -> Announcement:
+    """Return what to announce; it says, too, that the peer is behind relays, or is one."""
+    num_blocks = model.spec.num_blocks
+    template = make_template(config, identity.peer_id, model.model_id, num_blocks, endpoint)
     if directory.relays:
         return replace(template, endpoints=(), relays=tuple(directory.relays))
     host, port = split_multiaddr(directory.addresses[0])
@@ -152,6 +163,31 @@ async def _listen_behind_relays(
     transport = directory.make_transport()
     stack.push_async_callback(transport.close)
     return await _listen(config, transport, config.directory_port, door)
+
+
+def _make_reverse(
+    config: PeerConfig,
+    identity: Identity,
+    transport: Transport,
+    directory: HivemindDirectory,
+    door: Door,
+) -> ReverseConnections | None:
+    """Return what lets others push to a peer that cannot be dialled; None for one that can."""
+    if not directory.relays:
+        return None
+    period_seconds = config.announce_period_seconds
+    return ReverseConnections(
+        identity, transport, directory, door.serve, SystemClock(), period_seconds
+    )
+
+
+def _make_parked(
+    config: PeerConfig, model: HostedModel, directory: HivemindDirectory, endpoint: Endpoint
+) -> ParkedStreams:
+    """Return what keeps the streams of peers that cannot be dialled."""
+    look = partial(directory.lookup, model.model_id)
+    period_seconds = config.announce_period_seconds
+    return ParkedStreams(endpoint.fingerprint, look, SystemClock(), period_seconds)
 
 
 def _choose_endpoint(config: PeerConfig, listening: Endpoint) -> Endpoint:

@@ -20,6 +20,7 @@ from .engine.kv_pool import KVCachePool, KVCacheStatistics
 from .engine.numerics import COMPUTE_DTYPES
 from .hosting import Stay
 from .loop_lag import LoopLag
+from .reverse_connections import ReverseConnections
 
 _logger = logging.getLogger(__name__)
 
@@ -79,14 +80,17 @@ class SelfDescription:
         lag: LoopLag,
         work: Sequence[float],
         delays: Delays | None = None,
+        reverse: ReverseConnections | None = None,
     ) -> None:
         """Take everything but state, sequence, load and dates from `template`.
 
         An announcement lives as long as the template does. `work` is what a step costs in each
-        block of the model. Without `delays` nothing is said of how far others are.
+        block of the model. Without `delays` nothing is said of how far others are, without
+        `reverse` nothing is parked anywhere.
         """
         self._template = template
         self._delays = delays
+        self._reverse = reverse
         self._lifetime_seconds = template.expires_at - template.issued_at
         self._lag = lag
         self._work = work
@@ -132,6 +136,8 @@ class SelfDescription:
         )
         if self._delays is not None:
             announcement = self._delays.describe(announcement)
+        if self._reverse is not None:
+            announcement = self._reverse.describe(announcement)
         if self._serving is None or state is PeerState.OFFLINE:
             return announcement  # who leaves has no load to tell, and maybe no compute thread
         engine, compute = self._serving.engine, self._serving.compute

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..protocol import limits
 from ..protocol.ids import ModelId, PeerId, SessionId
+from ..protocol.messages import Offer
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Stream
 from .admission import Admission
@@ -15,6 +16,7 @@ from .engine.engine import Engine
 from .held_session import HeldSession
 from .neighbours import Neighbours
 from .outlet import Ways
+from .parked_streams import ParkedStreams
 from .shared_bytes import SharedBytes
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
@@ -59,14 +61,23 @@ class Service:
         logged = SharedBytes(MAX_LOGGED_BYTES, times_free=3)
         self.ways = Ways(self.neighbours, self.pending, logged)
 
-    async def serve(self, stream: Stream) -> None:
-        """Serve one stream until it ends; frees everything that the stream opened."""
+    @property
+    def parked(self) -> ParkedStreams | None:
+        """Who keeps the streams that are offered; None where none are taken."""
+        return None if self.neighbours is None else self.neighbours.parked
+
+    async def serve(self, stream: Stream) -> Offer | None:
+        """Serve one stream until it ends; frees everything that the stream opened.
+
+        Returns the offer where it did not end, but was offered: nobody serves it any more.
+        """
         conversation = Conversation(self, stream)
         try:
             await conversation.run()
         finally:
             self.streams.discard(conversation)
             self.note_change()
+        return conversation.offer
 
     def list_stream_addresses(self) -> list[str]:
         """Return from where each stream comes that is served now."""

@@ -23,6 +23,8 @@ from .spans import Span
 MAX_ADAPTERS = 16
 MAX_RTTS = 16
 MAX_RELAYS = 4
+MAX_PARKED_AT = 8
+_ENDING_CHARACTERS = 8  # of a peer id: 47 bits
 
 # A record is one byte of version, the signature, and the body as compact JSON. The signed bytes
 # travel as they are, so no canonical form is needed. The context keeps a signature from being
@@ -59,6 +61,7 @@ def _check_relay(relay: Relay) -> Relay:
 _PeerId = Annotated[PeerId, AfterValidator(_check_peer_id)]
 _ModelId = Annotated[ModelId, Field(pattern=rf"^[0-9a-f]{{{MODEL_ID_CHARACTERS}}}$")]
 _Endpoint = Annotated[Endpoint, AfterValidator(check_endpoint)]
+_Ending = Annotated[str, Field(pattern=rf"^[1-9A-HJ-NP-Za-km-z]{{{_ENDING_CHARACTERS}}}$")]
 _Relay = Annotated[Relay, AfterValidator(_check_relay)]
 _AdapterHash = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
 _Version = Annotated[int, Field(ge=0, lt=2**16)]
@@ -123,6 +126,10 @@ class Announcement:
     """Who carries streams to the peer, best first, where it cannot be dialled itself."""
     relay_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Port of libp2p at its first endpoint, where the peer is a relay of others; 0: it is none."""
+    parked_at: Annotated[tuple[_Ending, ...], Field(max_length=MAX_PARKED_AT)] = ()
+    """How the ids of the peers end that hold connections which this one has opened, to push over
+    them: it cannot be dialled. A whole id is no use; who finds another with the same end gains
+    nothing by it."""
 
     def __post_init__(self) -> None:
         if self.span.stop > self.num_blocks:
@@ -132,6 +139,10 @@ class Announcement:
         lifetime_seconds = self.expires_at - self.issued_at
         if not 0 < lifetime_seconds <= limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS:
             raise ValueError(f"a lifetime of {lifetime_seconds:.1f} seconds is not allowed")
+
+    def is_parked_at(self, peer_id: PeerId) -> bool:
+        """Return whether another peer can push here over a connection that this one has opened."""
+        return shorten(peer_id) in self.parked_at
 
     @property
     def doors(self) -> tuple[Endpoint, ...]:
@@ -145,6 +156,11 @@ class Announcement:
         if not self.relay_port or not self.endpoints:
             return None
         return Relay(self.endpoints[0].host, self.relay_port, self.peer_id)
+
+
+def shorten(peer_id: PeerId) -> str:
+    """Return how a peer id ends: enough to find it among those that are known."""
+    return peer_id[-_ENDING_CHARACTERS:]
 
 
 _SCHEMA = TypeAdapter(Announcement)

@@ -46,6 +46,8 @@ class Kind(IntEnum):
     STATUS = 15
     LEAVING = 16
     MIRROR = 17
+    OFFER = 18
+    PARKED = 19
     PASS = 20
     PASS_PIECE = 21
     PASSED = 22

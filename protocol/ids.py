@@ -34,6 +34,7 @@ NO_CLIENT = ClientToken(b"")
 SESSION_ID_BYTES = 16
 CLIENT_TOKEN_BYTES = 16
 CAPABILITY_BYTES = 16
+OFFER_NONCE_BYTES = 32
 MODEL_ID_CHARACTERS = 32
 
 # Fields that a loader or a save call adds and that do not change what the weights mean.

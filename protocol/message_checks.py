@@ -9,7 +9,14 @@ from typing import Any
 
 from . import limits
 from .endpoints import check_endpoint
-from .ids import CAPABILITY_BYTES, CLIENT_TOKEN_BYTES, MODEL_ID_CHARACTERS, SESSION_ID_BYTES
+from .identity import SIGNATURE_BYTES
+from .ids import (
+    CAPABILITY_BYTES,
+    CLIENT_TOKEN_BYTES,
+    MODEL_ID_CHARACTERS,
+    OFFER_NONCE_BYTES,
+    SESSION_ID_BYTES,
+)
 from .messages import (
     Admit,
     Attach,
@@ -22,9 +29,11 @@ from .messages import (
     Message,
     Mirror,
     NextHop,
+    Offer,
     Open,
     Opened,
     Output,
+    Parked,
     Pass,
     Passed,
     PassPiece,
@@ -151,6 +160,8 @@ def _check_welcome(message: Welcome) -> None:
     _check_model_id(message.model_id)
     _check_span(message.span)
     _check_seconds(message.wall_seconds)
+    if len(message.nonce) not in (0, OFFER_NONCE_BYTES):
+        raise ValueError(f"a nonce has {OFFER_NONCE_BYTES} bytes, not {len(message.nonce)}")
 
 
 def _check_open(message: Open) -> None:
@@ -239,8 +250,8 @@ def _check_next(following: NextHop | None, session: bytes) -> None:
     if following is None:
         return
     check_text(following.peer_id)
-    if not 0 < len(following.endpoints) <= limits.MAX_ENDPOINTS:
-        raise ValueError(f"a next hop has 1 to {limits.MAX_ENDPOINTS} endpoints")
+    if len(following.endpoints) > limits.MAX_ENDPOINTS:
+        raise ValueError(f"a next hop has at most {limits.MAX_ENDPOINTS} endpoints")
     for endpoint in following.endpoints:
         check_endpoint(endpoint)
     _check_session(following.session)
@@ -264,6 +275,16 @@ def _check_status(message: Status) -> None:
     _check_position(message.length)
 
 
+def _check_offer(message: Offer) -> None:
+    check_text(message.peer_id)
+    if len(message.signature) != SIGNATURE_BYTES:
+        raise ValueError(f"a signature has {SIGNATURE_BYTES} bytes, not {len(message.signature)}")
+
+
+def _check_nothing(message: Parked) -> None:
+    """There is nothing in it."""
+
+
 _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Hello: _check_hello,
     Welcome: _check_welcome,
@@ -282,6 +303,8 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Status: _check_status,
     Leaving: _check_bare,
     Mirror: _check_redirect,
+    Offer: _check_offer,
+    Parked: _check_nothing,
     Pass: _check_pass,
     PassPiece: _check_pass_piece,
     Passed: _check_passed,

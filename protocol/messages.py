@@ -8,6 +8,9 @@ In a chain a peer pushes its outputs to the next one, as `Step` behind an `Attac
 last peer answers the client, which keeps a stream to each for `Admit`, `Redirect`, `Mirror` and
 `Probe`. A peer that is about to stop says `Leaving` to the client of every session.
 
+A peer that cannot be dialled says `Offer` behind its `Hello`. When the stream is `Parked` it waits:
+the other one dials by saying `Hello` on it, now or in hours.
+
 Fine-tuning needs no session. On a stream of its own the client says `Pass` and sends tensors in
 `PassPiece`s; those of the answer come in the same way, and `Passed` ends them.
 """
@@ -48,7 +51,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The peer's answer: the version to speak, who it is, what it serves, and its clock."""
+    """The peer's answer: the version to speak, who it is, what it serves, and its clock.
+
+    The `nonce`, made for this stream, is for an `Offer` to sign; a peer that takes none has none.
+    """
 
     version: int
     software: str
@@ -56,11 +62,14 @@ class Welcome:
     model_id: ModelId
     span: Span
     wall_seconds: float
+    nonce: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
 class NextHop:
     """Where a peer pushes the outputs of a session: a session at another peer, and the key to it.
+
+    Without endpoints it is reached over connections that it has offered.
 
     Outputs of steps before `first_sequence` are not pushed but answered: they are a replay, which
     the next hop has no need of.
@@ -283,6 +292,25 @@ class Status:
     num_replayed: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A peer that cannot be dialled lets the other end use this stream to reach it. The answer is
+    `Parked`.
+
+    Nothing else is said on the stream. `signature` shows that it is that peer, see `offers`;
+    `is_bulk` is the lane.
+    """
+
+    peer_id: PeerId
+    is_bulk: bool
+    signature: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Parked:
+    """The stream is kept. If it is needed, `Hello` follows, and who offered it answers."""
+
+
 class PassKind(IntEnum):
     """Which way a pass goes through the blocks."""
 
@@ -361,6 +389,8 @@ Message = (
     | Status
     | Leaving
     | Mirror
+    | Offer
+    | Parked
     | Pass
     | PassPiece
     | Passed

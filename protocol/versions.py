@@ -13,6 +13,10 @@ INT8_VERSION = 3
 HANDOFF_VERSION = 3
 """From which version on `Leaving` is understood, and `Mirror` with it."""
 
+REVERSE_VERSION = 4
+"""From which version on a peer that cannot be dialled may offer a connection, and another one push
+over it; a next hop needs no endpoint then."""
+
 PASS_VERSION = 4
 """From which version on a peer takes passes without a session, for fine-tuning."""
 

@@ -22,9 +22,11 @@ from .messages import (
     Leaving,
     Message,
     Mirror,
+    Offer,
     Open,
     Opened,
     Output,
+    Parked,
     Pass,
     Passed,
     PassPiece,
@@ -46,6 +48,7 @@ from .wire_chain import (
     encode_next,
     encode_status,
 )
+from .wire_offer import decode_offer, decode_parked, encode_offer, encode_parked
 
 
 def encode_frame(message: Message) -> bytes:
@@ -121,6 +124,7 @@ def _encode_welcome(message: Welcome) -> Parts:
         span_start=message.span.start,
         span_stop=message.span.stop,
         wall_seconds=message.wall_seconds,
+        nonce=message.nonce,
     )
     return Parts(Kind.WELCOME, control=body.SerializeToString())
 
@@ -134,6 +138,7 @@ def _decode_welcome(parts: Parts) -> Welcome:
         ModelId(body.model_id),
         Span(body.span_start, body.span_stop),
         body.wall_seconds,
+        body.nonce,
     )
 
 
@@ -360,6 +365,7 @@ def _make_bare_codec(kind: Kind, bare: type[Close | Probe | Leaving]) -> _Codec:
 _STREAM = ("session", "epoch", "sequence", "position", "flags")
 _SESSION = ("sequence", "position", "flags")
 _REFUSAL = ("epoch", "position", "flags")
+_PIECE = ("epoch", "flags", "control")
 
 # Both ways of every kind in one table.
 CODECS = (
@@ -380,14 +386,10 @@ CODECS = (
     _Codec(Kind.STATUS, Status, encode_status, decode_status, ("flags",)),
     _make_bare_codec(Kind.LEAVING, Leaving),
     _Codec(Kind.MIRROR, Mirror, _encode_mirror, _decode_mirror, _SESSION),
+    _Codec(Kind.OFFER, Offer, encode_offer, decode_offer, _STREAM),
+    _Codec(Kind.PARKED, Parked, encode_parked, decode_parked, (*_STREAM, "control")),
     _Codec(Kind.PASS, Pass, passes.encode_pass, passes.decode_pass, ("epoch", *_SESSION)),
-    _Codec(
-        Kind.PASS_PIECE,
-        PassPiece,
-        passes.encode_piece,
-        passes.decode_piece,
-        ("epoch", "flags", "control"),
-    ),
+    _Codec(Kind.PASS_PIECE, PassPiece, passes.encode_piece, passes.decode_piece, _PIECE),
     _Codec(Kind.PASSED, Passed, passes.encode_passed, passes.decode_passed, ("epoch", *_SESSION)),
 )
 _CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}

@@ -116,7 +116,7 @@ class Listener(Protocol):
         ...
 
 
-StreamServer = Callable[[Stream], Awaitable[None]]
+StreamServer = Callable[[Stream], Awaitable[object]]
 """Serves one accepted stream, which is closed when it returns and broken when it raises.
 
 An error that is not a ShoalError is logged with its traceback. When the stream or the listener

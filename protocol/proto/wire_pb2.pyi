@@ -19,7 +19,7 @@ class HelloBody(_message.Message):
     def __init__(self, min_version: _Optional[int] = ..., max_version: _Optional[int] = ..., software: _Optional[str] = ..., client: _Optional[bytes] = ...) -> None: ...
 
 class WelcomeBody(_message.Message):
-    __slots__ = ("version", "software", "peer_id", "model_id", "span_start", "span_stop", "wall_seconds")
+    __slots__ = ("version", "software", "peer_id", "model_id", "span_start", "span_stop", "wall_seconds", "nonce")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SOFTWARE_FIELD_NUMBER: _ClassVar[int]
     PEER_ID_FIELD_NUMBER: _ClassVar[int]
@@ -27,6 +27,7 @@ class WelcomeBody(_message.Message):
     SPAN_START_FIELD_NUMBER: _ClassVar[int]
     SPAN_STOP_FIELD_NUMBER: _ClassVar[int]
     WALL_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
     version: int
     software: str
     peer_id: str
@@ -34,7 +35,8 @@ class WelcomeBody(_message.Message):
     span_start: int
     span_stop: int
     wall_seconds: float
-    def __init__(self, version: _Optional[int] = ..., software: _Optional[str] = ..., peer_id: _Optional[str] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., wall_seconds: _Optional[float] = ...) -> None: ...
+    nonce: bytes
+    def __init__(self, version: _Optional[int] = ..., software: _Optional[str] = ..., peer_id: _Optional[str] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., wall_seconds: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class OpenBody(_message.Message):
     __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype", "max_wait_seconds", "kv_format", "parent", "prefix_tokens", "capability", "next")
@@ -183,3 +185,13 @@ class DeclinedBody(_message.Message):
     retry_after_seconds: float
     whole_stream: bool
     def __init__(self, code: _Optional[int] = ..., detail: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ..., whole_stream: _Optional[bool] = ...) -> None: ...
+
+class OfferBody(_message.Message):
+    __slots__ = ("peer_id", "is_bulk", "signature")
+    PEER_ID_FIELD_NUMBER: _ClassVar[int]
+    IS_BULK_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    peer_id: str
+    is_bulk: bool
+    signature: bytes
+    def __init__(self, peer_id: _Optional[str] = ..., is_bulk: _Optional[bool] = ..., signature: _Optional[bytes] = ...) -> None: ...

@@ -22,9 +22,11 @@ from shoal.protocol.messages import (
     Message,
     Mirror,
     NextHop,
+    Offer,
     Open,
     Opened,
     Output,
+    Parked,
     Pass,
     Passed,
     PassKind,
@@ -91,6 +93,7 @@ PASS_ID = PassId(SessionId(bytes(range(1, 17))))
 PASS = Pass(PASS_ID, PassKind.FORWARD, MODEL, Span(2, 5), 2, 7, WireDtype.BF16)
 PIECE = PassPiece(PASS_ID, Slot.GRADIENTS, 3, make_tensor(1, 2, 8))
 WELCOME = Welcome(1, "shoal", PeerId("12D3KooW"), MODEL, Span(0, 4), 1_700_000_000.25)
+OFFER = Offer(PeerId("12D3KooW"), True, bytes(range(64)))
 
 HONEST: list[Message] = [
     Hello(0, 0, ""),
@@ -139,6 +142,11 @@ HONEST: list[Message] = [
     Probe(SESSION, U32),
     Leaving(SESSION, U32),
     Mirror(SESSION, U32, NEXT),
+    replace(WELCOME, nonce=bytes(range(32))),
+    replace(OPEN, capability=CAPABILITY, next=replace(NEXT, endpoints=())),
+    OFFER,
+    Offer(PeerId(TEXT), False, bytes(64)),
+    Parked(),
     Status(SESSION, 1, U64, limits.MAX_SESSION_TOKENS, U64, U32),
     Status(SESSION, 1, 0, 0),
     Gap(SESSION, 0, 1, 0),
@@ -187,6 +195,8 @@ ONE_OF_EACH: dict[Kind, Message] = {
     Kind.QUEUED: Queued(SESSION, 1, 2.5),
     Kind.LEAVING: Leaving(SESSION, 1),
     Kind.MIRROR: Mirror(SESSION, 1, NEXT),
+    Kind.OFFER: OFFER,
+    Kind.PARKED: Parked(),
     Kind.PASS: PASS,
     Kind.PASS_PIECE: PIECE,
     Kind.PASSED: Passed(PASS_ID, 0.25, 0.5),

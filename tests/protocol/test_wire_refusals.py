@@ -41,7 +41,7 @@ from shoal.protocol.wire import decode_frame, encode_frame
         {"version": 2},
         {"version": 255},
         {"kind": 0},
-        {"kind": 18},
+        {"kind": 20},
         {"kind": 255},
         *({"flags": 1 << bit} for bit in range(3, 16)),
         {"flags": 0xFFFF},
@@ -102,6 +102,8 @@ USED = {
     Kind.GAP: {"session", "epoch", "sequence", "position"},
     Kind.CLOSE: {"session", "epoch"},
     Kind.DECLINED: {"session", "sequence"},
+    Kind.OFFER: set(),
+    Kind.PARKED: set(),
 }
 
 
@@ -116,13 +118,13 @@ def test_fields_without_a_use_have_to_be_zero(kind: Kind) -> None:
             decode_frame(patch(frame, **{name: values[name]}))
 
 
-@pytest.mark.parametrize("kind", [Kind.GAP, Kind.CLOSE])
+@pytest.mark.parametrize("kind", [Kind.GAP, Kind.CLOSE, Kind.PARKED])
 def test_messages_without_a_control_part_refuse_one(kind: Kind) -> None:
     with pytest.raises(RemoteProtocolError, match="control"):
         decode_frame(with_control(ONE_OF_EACH[kind], b"\x08\x01"))
 
 
-@pytest.mark.parametrize("kind", set(Kind) - {Kind.HELLO, Kind.WELCOME})
+@pytest.mark.parametrize("kind", set(Kind) - {Kind.HELLO, Kind.WELCOME, Kind.OFFER, Kind.PARKED})
 def test_missing_session_is_refused(kind: Kind) -> None:
     with pytest.raises(RemoteProtocolError, match="session"):
         decode_frame(patch(encode_frame(ONE_OF_EACH[kind]), session=bytes(16)))

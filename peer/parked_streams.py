@@ -1,0 +1,163 @@
+"""Streams that peers have opened to this one so that it can reach them: nobody can dial them.
+
+They wait here until there is something to push. What keeps one alive is TCP's keepalive, which both
+ends send every 15 seconds: NATs forget what is silent for a minute.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+
+from ..protocol.announcements import Announcement
+from ..protocol.errors import DirectoryError, ErrorCode, RefusedError, ShoalError
+from ..protocol.fair_share import check_room_for, name_holder
+from ..protocol.ids import PeerId
+from ..protocol.messages import Offer, Parked
+from ..protocol.net.clock import Clock
+from ..protocol.net.dialling import refuse_large_frames
+from ..protocol.net.transport import Lane, Stream
+from ..protocol.offers import check_offer
+from ..protocol.wire import encode_frame
+
+_logger = logging.getLogger(__name__)
+
+_MAX_STREAMS = 512
+"""Of all peers. Those of one address are held to their share, whatever ids it makes up."""
+
+_MAX_STREAMS_PER_LANE = 2
+"""Of one peer. Behind a NAT that was restarted it parks a new one before the old one is missed."""
+
+_MOST_SECONDS = 900.0
+"""How long one is kept; then it has to be offered again, by a peer that is still announced."""
+
+
+@dataclass(eq=False)
+class _ParkedStream:
+    peer_id: PeerId
+    lane: Lane
+    address: str
+    stream: Stream
+    hearing: asyncio.Task[bytes | None] = field(init=False)
+    is_taken: bool = False
+
+    def __post_init__(self) -> None:
+        # Nothing is said on it, but so it is noticed when somebody does, or when it ends.
+        self.hearing = asyncio.create_task(self.stream.receive())
+
+    async def stop_hearing(self) -> None:
+        self.hearing.cancel()
+        await asyncio.wait({self.hearing})
+
+
+class ParkedStreams:
+    """All of them, at one peer. `fingerprint` is that of its TLS key."""
+
+    def __init__(
+        self,
+        fingerprint: str,
+        look: Callable[[], Awaitable[Iterable[Announcement]]],
+        clock: Clock,
+        period_seconds: float,
+    ) -> None:
+        """`look` reads who has announced itself, at most once in a period."""
+        self._fingerprint = fingerprint
+        self._look = look
+        self._clock = clock
+        self._period_seconds = period_seconds
+        self._parked: list[_ParkedStream] = []  # oldest first
+        self._announced: frozenset[PeerId] = frozenset()
+        self._looked_at = float("-inf")
+        self._looking = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<ParkedStreams: {len(self._parked)}>"
+
+    def check(self, offer: Offer, nonce: bytes) -> None:
+        """Raise RemoteProtocolError unless an offer is genuine and made for this stream."""
+        check_offer(offer, self._fingerprint, nonce)
+
+    def has(self, peer_id: PeerId, lane: Lane) -> bool:
+        """Return whether a stream to a peer is there to be taken."""
+        return bool(self._list(peer_id, lane))
+
+    async def take(self, peer_id: PeerId, lane: Lane) -> Stream | None:
+        """Return the newest stream of a peer, which is to be closed by who takes it; None if there
+        is none.
+        """
+        while parked := self._list(peer_id, lane):
+            newest = parked[-1]
+            self._parked.remove(newest)
+            if newest.hearing.done():
+                continue  # its end was not seen yet
+            newest.is_taken = True
+            await newest.stop_hearing()
+            return newest.stream
+        return None
+
+    async def keep(self, offer: Offer, stream: Stream) -> None:
+        """Keep a stream whose offer was checked, until it is over: here, or for who took it.
+
+        Raises RefusedError when it is not kept.
+        """
+        address = name_holder(stream.remote_host)
+        await self._check_is_announced(offer.peer_id)
+        self._make_room(offer, address)
+        stream.set_gate(refuse_large_frames)
+        await stream.send(encode_frame(Parked()))
+        parked = _ParkedStream(offer.peer_id, _name_lane(offer), address, stream)
+        self._parked.append(parked)
+        try:
+            await asyncio.wait({parked.hearing}, timeout=_MOST_SECONDS)
+        finally:
+            if parked in self._parked:
+                self._parked.remove(parked)
+            await parked.stop_hearing()
+            _read(parked.hearing)
+        if parked.is_taken:
+            await stream.wait_over()
+
+    def _list(self, peer_id: PeerId, lane: Lane) -> list[_ParkedStream]:
+        return [
+            parked for parked in self._parked if (parked.peer_id, parked.lane) == (peer_id, lane)
+        ]
+
+    async def _check_is_announced(self, peer_id: PeerId) -> None:
+        """Raise RefusedError for who is no peer of this model, as far as the directory says."""
+        if peer_id not in self._announced:
+            async with self._looking:
+                await self._look_again()
+        if peer_id not in self._announced:
+            detail = "streams are kept for peers only, and you have not announced yourself"
+            raise RefusedError(ErrorCode.BUSY, detail, self._period_seconds)
+
+    async def _look_again(self) -> None:
+        """See who is announced, unless that was done a moment ago: strangers ask for it."""
+        if self._clock.now() - self._looked_at < self._period_seconds:
+            return
+        self._looked_at = self._clock.now()
+        try:
+            self._announced = frozenset(peer.peer_id for peer in await self._look())
+        except DirectoryError as error:
+            _logger.debug("cannot see who is a peer: %s", error)
+
+    def _make_room(self, offer: Offer, address: str) -> None:
+        """End the oldest stream of a peer that has enough of them. Raises RefusedError when there
+        are too many of others.
+        """
+        of_peer = self._list(offer.peer_id, _name_lane(offer))
+        if len(of_peer) >= _MAX_STREAMS_PER_LANE:
+            self._parked.remove(of_peer[0])
+            of_peer[0].hearing.cancel()
+        addresses = [parked.address for parked in self._parked]
+        check_room_for(address, addresses, _MAX_STREAMS, "streams to peers that cannot be dialled")
+
+
+def _name_lane(offer: Offer) -> Lane:
+    return Lane.BULK if offer.is_bulk else Lane.INTERACTIVE
+
+
+def _read(hearing: asyncio.Task[bytes | None]) -> None:
+    """Note how a stream ended, which is of no consequence."""
+    if not hearing.cancelled() and isinstance(hearing.exception(), ShoalError):
+        _logger.debug("a parked stream ended: %s", hearing.exception())
