@@ -36,7 +36,7 @@ from ..protocol.versions import HANDOFF_VERSION
 from ..protocol.wire import decode_frame, encode_frame
 from .answer_queue import Answer, AnswerQueue
 from .answers import conclude, encode_gap, encode_refusal
-from .engine.compute_thread import ComputedStep
+from .engine.jobs import ComputedStep
 from .greeting import Greeting
 from .held_session import HeldSession
 from .steering import Steering, check_attach, check_epoch, may_push, steer

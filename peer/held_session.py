@@ -8,7 +8,7 @@ from ..protocol.ids import NO_CAPABILITY, Capability
 from ..protocol.session import SessionState
 from ..protocol.spans import Span
 from ..protocol.tensors import WireDtype
-from .engine.compute_thread import ComputedStep
+from .engine.jobs import ComputedStep
 from .engine.kv_cache import SessionCache
 from .outlet import Outlet
 

@@ -6,8 +6,8 @@ from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.messages import Output, Step
 from ..protocol.spans import Span
 from ..protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
-from .engine.compute_thread import ComputedStep
 from .engine.engine import StepWork
+from .engine.jobs import ComputedStep
 from .engine.kv_cache import SessionCache
 
 _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES

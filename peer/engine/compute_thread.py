@@ -6,17 +6,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
-import torch
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
-from ...protocol.session import find_rest
 from .engine import Engine, StepWork
+from .jobs import ComputedStep, Iteration, Job
 from .pace import Pace
 from .scheduler import (
     Take,
@@ -31,77 +30,6 @@ from .scheduler import (
 _logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True, slots=True)
-class ComputedStep:
-    """The hidden states a step led to, and how long it waited and computed."""
-
-    hidden_BTH: Tensor
-    queue_seconds: float
-    compute_seconds: float
-
-
-@dataclass(slots=True)
-class _Job:
-    """A step and how far it has come: prompts are computed in parts."""
-
-    work: StepWork
-    holder: tuple[str, str]
-    future: asyncio.Future[ComputedStep]
-    submitted_at: float
-    compute_seconds: float = 0.0
-    num_done: int = 0
-    outputs: list[Tensor] = field(default_factory=list)
-
-    @property
-    def is_decoding(self) -> bool:
-        return self.work.num_tokens == 1
-
-    def describe(self) -> WaitingStep:
-        """Return what the policy may know."""
-        num_tokens = self.work.num_tokens - self.num_done
-        return WaitingStep(
-            id(self.work.cache), self.holder, self.work.num_rows, num_tokens, self.is_decoding
-        )
-
-    def take(self, num_tokens: int) -> StepWork:
-        """Return the next part."""
-        return self.work.cut(self.num_done, num_tokens)
-
-    def advance(self, num_tokens: int, output_BTH: Tensor, seconds: float) -> bool:
-        """Note a part's result, and what computing took; return whether it was the last one."""
-        self.num_done += num_tokens
-        self.compute_seconds += seconds
-        if self.work.last_token_only:
-            self.outputs.clear()
-        self.outputs.append(output_BTH)
-        return self.num_done == self.work.num_tokens
-
-    def fail(self) -> None:
-        """Take the cache back to what is left after a step that failed."""
-        self.work.cache.fall_back(find_rest(self.work.position, self.work.row_map))
-
-    def finish(self, now: float) -> ComputedStep:
-        """Return the result of the whole step."""
-        parts = self.outputs
-        hidden_BTH = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-        queue_seconds = now - self.submitted_at - self.compute_seconds
-        return ComputedStep(hidden_BTH, queue_seconds, self.compute_seconds)
-
-
-@dataclass(slots=True)
-class _Iteration:
-    """Steps, and parts of steps, that are computed together: what is urgent first."""
-
-    parts: list[tuple[_Job, StepWork]]
-    num_urgent: int
-    interrupted_seconds: float = 0.0
-
-    @property
-    def is_filling(self) -> bool:
-        """Whether it gives way to what is urgent."""
-        return len(self.parts) > self.num_urgent
 
 
 @dataclass(slots=True)
@@ -127,7 +55,7 @@ class ComputeThread:
         self._usage: Usage = {}
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
-        self._jobs: Final[deque[_Job]] = deque()
+        self._jobs: Final[deque[Job]] = deque()
         self._calls: Final[deque[_Call]] = deque()
         self._is_decoding_new = False
         self._is_stopping = False
@@ -164,7 +92,7 @@ class ComputeThread:
         what is left of a prompt, unless that part has begun.
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
-        job = _Job(work, holder, future, self._now())
+        job = Job(work, holder, future, self._now())
         with self._wake:
             if job.is_decoding:
                 self._is_decoding_new = True
@@ -185,7 +113,7 @@ class ComputeThread:
                 self._calls.append(_Call(function, None))
                 self._wake.notify()
 
-    def _enqueue(self, queue: deque[Any], item: _Job | _Call) -> None:
+    def _enqueue(self, queue: deque[Any], item: Job | _Call) -> None:
         with self._wake:
             if not self._is_stopping:
                 queue.append(item)
@@ -218,7 +146,7 @@ class ComputeThread:
         if iteration.parts:
             self._compute(iteration)
 
-    def _compute(self, iteration: _Iteration) -> None:
+    def _compute(self, iteration: Iteration) -> None:
         started_at = self._now()
         before_block = None
         if iteration.is_filling:
@@ -234,7 +162,7 @@ class ComputeThread:
                 self._jobs.extendleft(job for job, _ in iteration.parts)
             raise
 
-    def _give_way(self, iteration: _Iteration) -> None:
+    def _give_way(self, iteration: Iteration) -> None:
         """Compute what has become urgent, before an iteration that fills the time goes on."""
         now = self._now()
         if self._is_decoding_new and self._pace.must_give_way(now):
@@ -276,7 +204,7 @@ class ComputeThread:
                 result = error
             self._answer(call.future, result)
 
-    def _choose_iteration(self) -> _Iteration:
+    def _choose_iteration(self) -> Iteration:
         with self._wake:
             now = self._now()
             jobs, waiting = self._look()
@@ -291,26 +219,26 @@ class ComputeThread:
                     self._engine.part_tokens,
                     crowding,
                 )
-            return _Iteration(self._take(jobs, waiting, takes), len(urgent))
+            return Iteration(self._take(jobs, waiting, takes), len(urgent))
 
-    def _choose_urgent(self, interrupted: _Iteration) -> _Iteration:
+    def _choose_urgent(self, interrupted: Iteration) -> Iteration:
         with self._wake:
             jobs, waiting = self._look()
             crowding = self._pace.find_crowding(self._now())
             running = [job.describe() for job, _ in interrupted.parts]
             takes = choose_urgent(waiting, self._usage, self._token_budget, crowding, running)
             parts = self._take(jobs, waiting + running, takes) if takes else []
-            return _Iteration(parts, len(takes))
+            return Iteration(parts, len(takes))
 
-    def _look(self) -> tuple[list[_Job], list[WaitingStep]]:
+    def _look(self) -> tuple[list[Job], list[WaitingStep]]:
         """Return the jobs that wait, and what the policy may know of them."""
         self._is_decoding_new = False
         jobs = [job for job in self._jobs if not job.future.cancelled()]
         return jobs, [job.describe() for job in jobs]
 
     def _take(
-        self, jobs: list[_Job], present: list[WaitingStep], takes: list[Take]
-    ) -> list[tuple[_Job, StepWork]]:
+        self, jobs: list[Job], present: list[WaitingStep], takes: list[Take]
+    ) -> list[tuple[Job, StepWork]]:
         """Take what was chosen out of the queue, and charge those whose it is."""
         self._usage = renew_usage(self._usage, present, takes)
         taken = {take.index for take in takes}
@@ -321,19 +249,19 @@ class ComputeThread:
 
     def _deliver(
         self,
-        iteration: _Iteration,
+        iteration: Iteration,
         results: list[Tensor | ShoalError],
         now: float,
         seconds: float,
     ) -> None:
         """Answer what is done, and put back at the front of the queue what is not."""
-        unfinished: list[_Job] = []
+        unfinished: list[Job] = []
         for (job, part), result in zip(iteration.parts, results, strict=True):
             if not isinstance(result, Tensor):
                 job.fail()
                 self._answer(job.future, result)
             elif job.advance(part.num_tokens, result, seconds):
-                self._answer(job.future, _finish(job, now))
+                self._answer(job.future, job.finish(now))
             else:
                 unfinished.append(job)
         num_filling = sum(
@@ -347,7 +275,7 @@ class ComputeThread:
                     self._note_decoding(job, now)
             self._jobs.extendleft(reversed(unfinished))
 
-    def _note_decoding(self, job: _Job, now: float) -> None:
+    def _note_decoding(self, job: Job, now: float) -> None:
         # When it comes and when it is done: a step may wait for longer than is called recent.
         self._pace.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
 
@@ -367,16 +295,6 @@ class ComputeThread:
         except RuntimeError:
             # The loop is closed: nobody is left to read the answer.
             return
-
-
-def _finish(job: _Job, now: float) -> ComputedStep | ShoalError:
-    """Return a step's result, or an error if there is no memory to join its parts in."""
-    try:
-        return job.finish(now)
-    except Exception:
-        _logger.exception("the parts of a step could not be joined")
-        job.fail()
-        return RefusedError(ErrorCode.INTERNAL, "the peer failed to put the step together")
 
 
 def _make_stopping_error() -> RefusedError:
