@@ -17,6 +17,7 @@ from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, Shoa
 from .engine import Engine, StepWork
 from .jobs import ComputedStep, Iteration, Job
 from .pace import Pace
+from .pass_queue import ComputedPass, GiveWay, PassJob, PassQueue
 from .scheduler import (
     Take,
     Usage,
@@ -57,6 +58,7 @@ class ComputeThread:
         self._wake = threading.Condition()
         self._jobs: Final[deque[Job]] = deque()
         self._calls: Final[deque[_Call]] = deque()
+        self._passes: Final = PassQueue(now, self._compute_beside_a_pass)
         self._is_decoding_new = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -97,13 +99,25 @@ class ComputeThread:
             if job.is_decoding:
                 self._is_decoding_new = True
                 self._note_decoding(job, job.submitted_at)
-        self._enqueue(self._jobs, job)
+        self._enqueue(self._jobs.append, job)
+        return future
+
+    def submit_pass(
+        self, run: Callable[[GiveWay], Any], num_tokens: int, holder: tuple[str, str] = ("", "")
+    ) -> asyncio.Future[ComputedPass]:
+        """Queue a pass: `run` computes it, and calls what it is given every few milliseconds.
+
+        Passes are for the time in which no step waits, and for half of the other. Cancelling the
+        future drops the pass, also when it has begun.
+        """
+        future: asyncio.Future[ComputedPass] = self._loop.create_future()
+        self._enqueue(self._passes.append, PassJob(run, num_tokens, holder, future, self._now()))
         return future
 
     def call(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
         """Run a function on the thread between two iterations, in order of the calls."""
         future: asyncio.Future[Result] = self._loop.create_future()
-        self._enqueue(self._calls, _Call(function, future))
+        self._enqueue(self._calls.append, _Call(function, future))
         return future
 
     def post(self, function: Callable[[], object]) -> None:
@@ -113,10 +127,10 @@ class ComputeThread:
                 self._calls.append(_Call(function, None))
                 self._wake.notify()
 
-    def _enqueue(self, queue: deque[Any], item: Job | _Call) -> None:
+    def _enqueue(self, append: Callable[[Any], None], item: Job | _Call | PassJob) -> None:
         with self._wake:
             if not self._is_stopping:
-                queue.append(item)
+                append(item)
                 self._wake.notify()
                 return
         self._answer(item.future, _make_stopping_error())
@@ -129,22 +143,47 @@ class ComputeThread:
             # Also when the loop above failed: nobody may be left waiting for a dead thread.
             with self._wake:
                 self._is_stopping = True
-            for item in (*self._calls, *self._jobs):
+            for item in (*self._calls, *self._jobs, *self._passes.take_all()):
                 self._answer(item.future, _make_stopping_error())
             self._calls.clear()
             self._jobs.clear()
 
     def _wait_for_work(self) -> bool:
         with self._wake:
-            self._wake.wait_for(lambda: self._jobs or self._calls or self._is_stopping)
+            self._wake.wait_for(
+                lambda: self._jobs or self._calls or self._passes or self._is_stopping
+            )
             return not self._is_stopping
 
     def step(self) -> None:
-        """One iteration: control calls, then what the policy chose, together."""
+        """One iteration: control calls, what the policy chose, together, and a pass."""
         self._run_calls()
         iteration = self._choose_iteration()
         if iteration.parts:
             self._compute(iteration)
+        with self._wake:
+            job = self._passes.choose()
+        if job is not None:
+            self._run_pass(job)
+
+    def _run_pass(self, job: PassJob) -> None:
+        try:
+            self._answer(job.future, self._passes.run(job))
+        except BaseException:
+            self._passes.append(job)  # like in `_compute`
+            raise
+
+    def _compute_beside_a_pass(self) -> bool:
+        """Compute what steps there are while a pass stands still; return whether there were any."""
+        if self._is_stopping:
+            raise _make_stopping_error()
+        self._run_calls()
+        if not self._jobs:
+            return False
+        iteration = self._choose_iteration()
+        if iteration.parts:
+            self._compute(iteration)
+        return bool(iteration.parts)
 
     def _compute(self, iteration: Iteration) -> None:
         started_at = self._now()

@@ -125,6 +125,16 @@ def choose_batch(
     return [Take(index, num_tokens) for index, num_tokens in taken.items()]
 
 
+def choose_next(waiting: Sequence[WaitingStep], usage: Usage) -> int | None:
+    """Return whose turn it is among those of which one is taken as a whole; None if nobody waits.
+
+    >>> waiting = [WaitingStep(1, ("a", ""), 1, 9, False), WaitingStep(2, ("b", ""), 1, 9, False)]
+    >>> choose_next(waiting, {("a",): 5.0})
+    1
+    """
+    return next(_in_fair_order(waiting, range(len(waiting)), usage, {}), None)
+
+
 def _find_heads(waiting: Sequence[WaitingStep], running: Sequence[WaitingStep]) -> list[int]:
     """Return the oldest step of each session that has none running."""
     busy = {step.session for step in running}

@@ -12,8 +12,8 @@ import pytest
 import torch
 from compute_thread_scene import FakeCache, NotingEngine, make_thread, make_work, run
 
-from shoal.peer.engine.jobs import ComputedStep
 from shoal.peer.engine.engine import StepWork
+from shoal.peer.engine.jobs import ComputedStep
 from shoal.peer.engine.pace import Holder, Pace
 from shoal.peer.engine.scheduler import DECODED_TOKENS, PART_TOKENS
 
