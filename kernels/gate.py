@@ -36,7 +36,7 @@ def gate_silu(gate_up: Tensor, instruction_set: int | None = None) -> Tensor:
     )
     if library is None or instruction_set is None or not is_for_native:
         gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return F.silu(gate) * up
     gate_up = gate_up.contiguous()
     num_columns = gate_up.shape[-1] // 2
     result = gate_up.new_empty(*gate_up.shape[:-1], num_columns)

@@ -29,12 +29,17 @@ SMALLEST_ABSMAX = 2.0**-100
 MAX_COLUMNS = 2**16
 """Most columns whose products of bytes surely fit into 32 bits."""
 
+OUTPUT_MULTIPLE = 32
+"""Layouts may keep so many outputs together."""
+
 
 class Int8Product(Protocol):
     """One weight in a kernel's own layout, ready to multiply."""
 
     num_bytes: int
     """Memory held: weights, scales and bias."""
+    scales_O: Tensor
+    """One for each output, float32."""
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
         """Return the product in the dtype of `hidden_NI`, a matrix of any float dtype."""
@@ -46,6 +51,15 @@ class Int8Product(Protocol):
         That is the sum of the squares of the row's whole numbers, [N] int32: rounding changes
         each by 0.29 on average, so the row as a whole by 0.29 over their root mean square. An
         integer, and so the same on every processor.
+        """
+        ...
+
+    def transpose(self, first_output: int, last_output: int) -> "Int8Product":
+        """Return the product with the transposed whole numbers of some outputs, in new memory.
+
+        Takes rows of `last_output - first_output` numbers to rows of `in_features`; all its
+        scales are one, and it has no bias. `first_output` is a multiple of `OUTPUT_MULTIPLE`,
+        and there are at most `MAX_COLUMNS` outputs.
         """
         ...
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .int8 import Int8Kernel
+from .int8 import Int8Kernel, Int8Product
 from .native_library import load_library
 from .quantize import Int8Weight
 
@@ -49,40 +49,53 @@ def list_kernels() -> list[Int8Kernel]:
     if library is None:
         return []
     return [
-        Int8Kernel(f"int8: {name}", partial(_NativeProduct, library, number))
+        Int8Kernel(f"int8: {name}", partial(_pack, library, number))
         for number, name in _INSTRUCTION_SETS.items()
         if library.shoal_int8_has(number)
     ]
 
 
+def _pack(
+    library: ctypes.CDLL, instruction_set: int, weight: Int8Weight, bias_O: Tensor | None
+) -> Int8Product:
+    num_outputs, num_columns = weight.shape
+    packed = _make_room(num_outputs, num_columns)
+    values_OI = weight.values_OI.contiguous()
+    library.shoal_int8_pack(values_OI.data_ptr(), num_outputs, num_columns, packed.data_ptr())
+    bias_O = None if bias_O is None else bias_O.to(torch.float32, copy=True)
+    scales_O = weight.scales_O.clone()
+    return _NativeProduct(library, instruction_set, packed, num_columns, scales_O, bias_O)
+
+
+def _make_room(num_outputs: int, num_columns: int) -> Tensor:
+    num_panels, num_groups = -(-num_outputs // _PANEL), -(-num_columns // _GROUP)
+    return torch.empty(num_panels, num_groups * _PANEL * _GROUP, dtype=torch.uint8)
+
+
 class _NativeProduct:
-    """A weight packed for native/int8.c, and the call."""
+    """A weight packed for native/int8.c, panel by panel, and the calls."""
 
     def __init__(
         self,
         library: ctypes.CDLL,
         instruction_set: int,
-        weight: Int8Weight,
+        packed: Tensor,
+        num_columns: int,
+        scales_O: Tensor,
         bias_O: Tensor | None,
     ) -> None:
-        num_outputs, num_columns = weight.values_OI.shape
-        num_panels, num_groups = -(-num_outputs // _PANEL), -(-num_columns // _GROUP)
-        self._packed = torch.empty(num_panels * _PANEL * num_groups * _GROUP, dtype=torch.uint8)
-        self._scales_O = weight.scales_O.clone()
-        self._bias_O = None if bias_O is None else bias_O.to(torch.float32, copy=True)
-        tensors = (self._packed, self._scales_O, self._bias_O)
+        self.scales_O = scales_O
+        self._packed = packed
+        self._bias_O = bias_O
+        tensors = (packed, scales_O, bias_O)
         self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
-
-        values_OI = weight.values_OI.contiguous()
-        library.shoal_int8_pack(
-            values_OI.data_ptr(), num_outputs, num_columns, self._packed.data_ptr()
-        )
         addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
-        self._layer = _Layer(*addresses, num_groups, num_panels, num_columns, num_outputs)
+        num_panels, num_groups = len(packed), -(-num_columns // _GROUP)
+        self._layer = _Layer(*addresses, num_groups, num_panels, num_columns, len(scales_O))
         self._layer_address = ctypes.addressof(self._layer)
-        self._num_columns, self._num_outputs = num_columns, num_outputs
+        self._num_columns, self._num_outputs = num_columns, len(scales_O)
+        self._library = library
         self._instruction_set = instruction_set
-        self._multiply = library.shoal_int8_multiply
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
         return self._run(hidden_NI, num_digits, None)
@@ -90,6 +103,20 @@ class _NativeProduct:
     def multiply_roughly(self, hidden_NI: Tensor) -> tuple[Tensor, Tensor]:
         squares_N = torch.empty(len(hidden_NI), dtype=torch.int32)
         return self._run(hidden_NI, 1, squares_N), squares_N
+
+    def transpose(self, first_output: int, last_output: int) -> Int8Product:
+        num_outputs = last_output - first_output
+        transposed = _make_room(self._num_columns, num_outputs)
+        self._library.shoal_int8_transpose(
+            self._packed[first_output // _PANEL :].data_ptr(),
+            num_outputs,
+            self._num_columns,
+            transposed.data_ptr(),
+        )
+        ones_I = torch.ones(self._num_columns)
+        return _NativeProduct(
+            self._library, self._instruction_set, transposed, num_outputs, ones_I, None
+        )
 
     def _run(self, hidden_NI: Tensor, num_digits: int, squares_N: Tensor | None) -> Tensor:
         dtype = hidden_NI.dtype
@@ -100,7 +127,7 @@ class _NativeProduct:
             raise ValueError(f"rows of {num_columns} numbers for {self._num_columns} columns")
         hidden_NI = hidden_NI.contiguous()
         result_NO = torch.empty(num_rows, self._num_outputs, dtype=dtype)
-        status = self._multiply(
+        status = self._library.shoal_int8_multiply(
             self._layer_address,
             hidden_NI.data_ptr(),
             result_NO.data_ptr(),

@@ -8,7 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .int8 import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel
+from .int8 import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel, Int8Product
 from .quantize import Int8Weight
 
 _EXACT_COLUMNS = 2**24 // (128 * 128)
@@ -25,9 +25,9 @@ class _TorchProduct:
 
     def __init__(self, weight: Int8Weight, bias_O: Tensor | None) -> None:
         self._values_IO = weight.values_OI.t()
-        self._scales_O = weight.scales_O
+        self.scales_O = weight.scales_O
         self._bias_O = bias_O
-        tensors = (self._values_IO, self._scales_O, self._bias_O)
+        tensors = (self._values_IO, self.scales_O, self._bias_O)
         self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
@@ -47,8 +47,12 @@ class _TorchProduct:
         squares_N = numbers_NI.square().sum(dim=1, dtype=torch.int32)
         return self._finish(sums_NO, steps_N1, hidden_NI.dtype), squares_N
 
+    def transpose(self, first_output: int, last_output: int) -> Int8Product:
+        values_IO = self._values_IO[:, first_output:last_output]
+        return _TorchProduct(Int8Weight(values_IO, torch.ones(len(values_IO))), None)
+
     def _finish(self, sums_NO: Tensor, steps_N1: Tensor, dtype: torch.dtype) -> Tensor:
-        result_NO = sums_NO.float().mul_(steps_N1).mul_(self._scales_O)
+        result_NO = sums_NO.float().mul_(steps_N1).mul_(self.scales_O)
         if self._bias_O is not None:
             result_NO += self._bias_O
         return result_NO.to(dtype)

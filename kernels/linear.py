@@ -2,19 +2,24 @@
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from enum import Enum
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .int8 import MAX_COLUMNS
+from .int8 import MAX_COLUMNS, OUTPUT_MULTIPLE
+from .pauses import Pauses
 from .quantize import Int8Weight, WeightFormat, dequantize_int8, quantize_int8
 from .select import choose_int8_kernel
 
 MAX_ROUNDING_ERROR = 0.04
 """How much of its length a row may lose by rounding to one digit. Rows of normally distributed
 numbers lose one percent, and what comes out of a gated activation two or three."""
+
+_ROWS_AT_ONCE, _OUTPUTS_AT_ONCE = 32, 128
+"""Fewer rows at a time take longer each, and so do fewer outputs of float weights."""
 
 
 class RowPrecision(Enum):
@@ -38,6 +43,10 @@ class RowPrecision(Enum):
     AVX512-VNNI, in one run of `benchmarks/kernels.py`."""
 
 
+InputGradient = Callable[[Tensor, Pauses], Tensor]
+"""Takes gradients `grads_NO` to `grads_NI` of their dtype, for the weights as they are stored."""
+
+
 class Linear(ABC):
     """`hidden @ weight.T + bias` with frozen weights; made by `make_linear`."""
 
@@ -55,6 +64,19 @@ class Linear(ABC):
         With int8 weights, each row's result depends on that row alone. Float weights promise it up
         to rounding only: there the library that multiplies takes other sums for other numbers of
         rows.
+        """
+
+    @abstractmethod
+    def multiply_in_pieces(
+        self, hidden_NI: Tensor, precision: RowPrecision, pauses: Pauses
+    ) -> Tensor:
+        """Return the same as the call does, up to the rounding of float weights."""
+
+    @abstractmethod
+    def open_gradient(self) -> InputGradient:
+        """Return what turns gradients of the output into those of the input.
+
+        It holds memory of its own for int8 weights, as much as these; to be dropped after use.
         """
 
 
@@ -115,9 +137,28 @@ class _FloatLinear(Linear):
         hidden_NO = hidden_NO.to(hidden_NI.dtype)
         return hidden_NO if self._bias_O is None else hidden_NO + self._bias_O
 
+    def multiply_in_pieces(
+        self, hidden_NI: Tensor, precision: RowPrecision, pauses: Pauses
+    ) -> Tensor:
+        hidden_NO = self._multiply(hidden_NI, self._weight_OI.t(), pauses)
+        return hidden_NO if self._bias_O is None else hidden_NO.add_(self._bias_O)
+
+    def open_gradient(self) -> InputGradient:
+        return lambda grads_NO, pauses: self._multiply(grads_NO, self._weight_OI, pauses)
+
+    def _multiply(self, rows_NK: Tensor, weight_KM: Tensor, pauses: Pauses) -> Tensor:
+        dtype, rows_NK = rows_NK.dtype, rows_NK.to(weight_KM.dtype)
+        num_inputs, num_outputs = weight_KM.shape
+        result_NM = rows_NK.new_empty(len(rows_NK), num_outputs)
+        for rows in pauses.cut(len(rows_NK), num_inputs * _OUTPUTS_AT_ONCE, _ROWS_AT_ONCE):
+            part_NK = rows_NK[rows]
+            for outputs in pauses.cut(num_outputs, num_inputs * len(part_NK), _OUTPUTS_AT_ONCE):
+                torch.mm(part_NK, weight_KM[:, outputs], out=result_NM[rows, outputs])
+        return result_NM.to(dtype)
+
 
 class _Int8Linear(Linear):
-    """Weights as int8 with one scale per output, multiplied where they lie, without gradients."""
+    """Weights as int8 with one scale per output, multiplied where they lie."""
 
     def __init__(self, weight: Int8Weight, bias_O: Tensor | None) -> None:
         self.out_features, self.in_features = weight.shape
@@ -133,7 +174,7 @@ class _Int8Linear(Linear):
     def __call__(self, hidden_NI: Tensor, precision: RowPrecision) -> Tensor:
         if hidden_NI.requires_grad and torch.is_grad_enabled():
             # Rounding has no gradient: autograd would return a plausible, wrong one.
-            raise ValueError("an int8 linear has no backward; call it under torch.no_grad()")
+            raise ValueError("an int8 linear has no backward of its own; GradientLinears has")
         if precision is RowPrecision.TWO_DIGITS:
             return self._product.multiply(hidden_NI, 2)
         hidden_NO, squares_N = self._product.multiply_roughly(hidden_NI)
@@ -141,3 +182,39 @@ class _Int8Linear(Linear):
         if len(rough_M):
             hidden_NO[rough_M] = self._product.multiply(hidden_NI[rough_M], 2)
         return hidden_NO
+
+    def multiply_in_pieces(
+        self, hidden_NI: Tensor, precision: RowPrecision, pauses: Pauses
+    ) -> Tensor:
+        products_each = self.in_features * self.out_features * precision.value
+        parts = [
+            self(hidden_NI[rows], precision)
+            for rows in pauses.cut(len(hidden_NI), products_each, _ROWS_AT_ONCE)
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def open_gradient(self) -> InputGradient:
+        """Multiply with the transposed whole numbers, and with two digits of the gradients.
+
+        A row of gradients takes the scales of the outputs first. It loses as much by rounding as
+        the activations of generated tokens do, a few parts in a hundred thousand, and does not
+        depend on the other rows either.
+        """
+        step = MAX_COLUMNS // OUTPUT_MULTIPLE * OUTPUT_MULTIPLE
+        parts = [
+            (outputs, self._product.transpose(outputs.start, outputs.stop))
+            for start in range(0, self.out_features, step)
+            for outputs in (slice(start, min(start + step, self.out_features)),)
+        ]
+
+        def multiply(grads_NO: Tensor) -> Tensor:
+            scaled_NO = grads_NO * self._product.scales_O
+            results = [product.multiply(scaled_NO[:, outputs], 2) for outputs, product in parts]
+            return sum(results[1:], results[0]).to(grads_NO.dtype)
+
+        def multiply_in_pieces(grads_NO: Tensor, pauses: Pauses) -> Tensor:
+            products_each = self.in_features * self.out_features * 2
+            rows = pauses.cut(len(grads_NO), products_each, _ROWS_AT_ONCE)
+            return torch.cat([multiply(grads_NO[part]) for part in rows])
+
+        return multiply_in_pieces

@@ -8,7 +8,7 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-_INT8_VERSION = 2
+_INT8_VERSION = 3
 _ATTENTION_VERSION = 2
 _NORM_VERSION = 1
 _PROMPT_ATTENTION_VERSION = 2
@@ -35,6 +35,7 @@ def _declare(library: ctypes.CDLL) -> bool:
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     try:
         library.shoal_int8_pack.argtypes = [pointer, size, size, pointer]
+        library.shoal_int8_transpose.argtypes = [pointer, size, size, pointer]
         library.shoal_int8_multiply.argtypes = [*[pointer] * 4, size, *[number] * 4]
         for attend in (library.shoal_attention_attend, library.shoal_prompt_attention_attend):
             attend.argtypes = [

@@ -89,11 +89,13 @@ class RotaryTable:
         return self.cos_TD[positions_N], self.sin_TD[positions_N]
 
     def _grow(self, num_positions: int) -> None:
-        positions = torch.arange(num_positions, dtype=torch.float32)
-        # Float32 angles as in transformers: more digits here would be different words there.
-        angles_TD = torch.outer(positions, self._frequencies).repeat(1, 2)
-        self.cos_TD = angles_TD.cos().mul_(self._attention_factor).to(self._device)
-        self.sin_TD = angles_TD.sin().mul_(self._attention_factor).to(self._device)
+        # Also when a step asks for it: autograd keeps no tensors of inference mode.
+        with torch.inference_mode(False):
+            positions = torch.arange(num_positions, dtype=torch.float32)
+            # Float32 angles as in transformers: more digits here would be different words there.
+            angles_TD = torch.outer(positions, self._frequencies).repeat(1, 2)
+            self.cos_TD = angles_TD.cos().mul_(self._attention_factor).to(self._device)
+            self.sin_TD = angles_TD.sin().mul_(self._attention_factor).to(self._device)
 
 
 def apply_rotary(states_BHTD: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:

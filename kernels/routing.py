@@ -1,5 +1,9 @@
 """Which experts compute a row: the router of a block with a mixture of experts."""
 
+from __future__ import annotations
+
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -33,13 +37,21 @@ class Router:
 
         Shares are probabilities over all experts, or over the chosen ones if `is_normalized`.
         """
-        whole_NH, steps_N1 = self._round(hidden_NH)
-        sums_NE = whole_NH @ self._whole_EH.to(torch.float64).t()
-        scores_NE = (sums_NE * steps_N1 * self._steps_E1.t()).to(torch.float32)
+        scores_NE = cast(Tensor, _Scores.apply(hidden_NH, self))
         shares_NK, experts_NK = scores_NE.softmax(dim=-1).topk(num_chosen, dim=-1)
         if is_normalized:
             shares_NK = shares_NK / shares_NK.sum(dim=-1, keepdim=True)
         return experts_NK, shares_NK
+
+    def score(self, hidden_NH: Tensor) -> Tensor:
+        """Return what each expert is for each row, as float32 [N, E]."""
+        whole_NH, steps_N1 = self._round(hidden_NH)
+        sums_NE = whole_NH @ self._whole_EH.to(torch.float64).t()
+        return (sums_NE * steps_N1 * self._steps_E1.t()).to(torch.float32)
+
+    def differentiate(self, grads_NE: Tensor) -> Tensor:
+        """Return the gradients of the rows, as float32, from those of their scores."""
+        return grads_NE @ (self._whole_EH * self._steps_E1.to(torch.float32))
 
     def _round(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row as whole numbers in float64, and the step that they count."""
@@ -48,3 +60,16 @@ class Router:
         # A row of zeros would divide 0 by 0.
         steps.clamp_min_(torch.finfo(torch.float32).tiny)
         return (rows / steps).round_(), steps
+
+
+class _Scores(torch.autograd.Function):
+    """Scores under autograd, for which rounding does nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_NH: Tensor, router: Router) -> Tensor:
+        ctx.router, ctx.dtype = router, hidden_NH.dtype
+        return router.score(hidden_NH)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.router.differentiate(grads[0]).to(ctx.dtype), None

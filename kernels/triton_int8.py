@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .int8 import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel
+from .int8 import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel, Int8Product
 from .quantize import Int8Weight
 
 MAX_ROWS_ONE_BY_ONE = 2
@@ -45,9 +45,9 @@ class _TritonProduct:
 
     def __init__(self, weight: Int8Weight, bias_O: Tensor | None) -> None:
         self._values_OI = weight.values_OI.contiguous()
-        self._scales_O = weight.scales_O.contiguous()
+        self.scales_O = weight.scales_O.contiguous()
         self._bias_O = None if bias_O is None else bias_O.to(torch.float32, copy=True)
-        tensors = (self._values_OI, self._scales_O, self._bias_O)
+        tensors = (self._values_OI, self.scales_O, self._bias_O)
         self.num_bytes = sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def multiply(self, hidden_NI: Tensor, num_digits: int) -> Tensor:
@@ -56,6 +56,10 @@ class _TritonProduct:
     def multiply_roughly(self, hidden_NI: Tensor) -> tuple[Tensor, Tensor]:
         squares_N = hidden_NI.new_empty(len(hidden_NI), dtype=torch.int32)
         return self._run(hidden_NI, 1, squares_N), squares_N
+
+    def transpose(self, first_output: int, last_output: int) -> Int8Product:
+        values_IO = self._values_OI[first_output:last_output].t().contiguous()
+        return _TritonProduct(Int8Weight(values_IO, self.scales_O.new_ones(len(values_IO))), None)
 
     def _run(self, hidden_NI: Tensor, num_digits: int, squares_N: Tensor | None) -> Tensor:
         num_rows, num_columns = hidden_NI.shape
@@ -78,7 +82,7 @@ class _TritonProduct:
         kernel, grid, tile = _choose_tiles(num_rows, num_outputs)
         _launch(
             kernel, grid,
-            digits_CNI, steps_N, self._values_OI, self._scales_O, self._bias_O, result_NO,
+            digits_CNI, steps_N, self._values_OI, self.scales_O, self._bias_O, result_NO,
             num_rows, num_columns, num_outputs, NUM_DIGITS=num_digits, **tile,
         )  # fmt: skip
         # By torch, since Triton's interpreter cuts off where a device rounds.

@@ -68,6 +68,7 @@ class ErrorCode(IntEnum):
     NEXT_UNREACHABLE = 12
     LOG_INCOMPLETE = 13
     NOT_A_MEMBER = 16  # said by the transport, before any message
+    OUT_OF_MEMORY = 17
 
 
 class RefusedError(ShoalError):

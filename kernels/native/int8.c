@@ -66,7 +66,7 @@ static const Kernel *find_kernels(int32_t instruction_set) {
 }
 
 /* To be raised whenever a function below or its structures change: Python compares it. */
-int32_t shoal_int8_version(void) { return 2; }
+int32_t shoal_int8_version(void) { return 3; }
 
 int32_t shoal_int8_has(int32_t instruction_set) { return find_kernels(instruction_set) != NULL; }
 
@@ -85,6 +85,44 @@ void shoal_int8_pack(
             target[column / GROUP * PANEL * GROUP + column % GROUP] =
                 (uint8_t)((column < num_columns ? source[column] : 0) + 128);
     }
+}
+
+/* Transposes 4 columns of 4 outputs: 16 bytes, of which 4 lie together in either layout. */
+INLINE void transpose_words(const uint8_t *source, uint8_t *target) {
+    uint32_t words[GROUP], columns[GROUP] = {0};
+    memcpy(words, source, sizeof words);
+    for (size_t i = 0; i < GROUP; i++)
+        for (size_t j = 0; j < GROUP; j++)
+            columns[j] |= (words[i] >> 8 * j & 255) << 8 * i;
+    memcpy(target, columns, sizeof columns);
+}
+
+/* Packs the transposed matrix of one that is packed: `transposed` has the layout of int8.h for
+   weights [in_features, out_features]. A square of 32 times 32 is one piece in both. */
+void shoal_int8_transpose(
+    const uint8_t *packed, int64_t out_features, int64_t in_features, uint8_t *transposed
+) {
+    const size_t num_groups = divide_up((size_t)in_features, GROUP);
+    const size_t num_panels = divide_up((size_t)out_features, PANEL);
+    const size_t new_groups = divide_up((size_t)out_features, GROUP);
+    const size_t new_panels = divide_up((size_t)in_features, PANEL);
+    const size_t group_bytes = PANEL * GROUP, square_groups = PANEL / GROUP;
+    for (size_t column = 0; column < new_panels; column++)
+        for (size_t output = 0; output < num_panels; output++) {
+            const size_t first = column * square_groups, new_first = output * square_groups;
+            const uint8_t *source = packed + (output * num_groups + first) * group_bytes;
+            uint8_t *target = transposed + (column * new_groups + new_first) * group_bytes;
+            const size_t count = min_size(square_groups, num_groups - first);
+            const size_t new_count = min_size(square_groups, new_groups - new_first);
+            for (size_t to = 0; to < new_count; to++, target += group_bytes) {
+                for (size_t from = 0; from < count; from++)
+                    transpose_words(
+                        source + from * group_bytes + to * GROUP * GROUP,
+                        target + from * GROUP * GROUP
+                    );
+                memset(target + count * GROUP * GROUP, 128, (square_groups - count) * GROUP * GROUP);
+            }
+        }
 }
 
 typedef struct {

@@ -15,6 +15,8 @@ from ...kernels.attention import attention
 from ...kernels.linear import Linear
 from .attention_kernels import AttentionKernels
 from .attention_options import AttentionOptions, QueryKeyTurn
+from .pass_attention import attend_within_rows
+from .pass_rows import PassRows
 from .rows import RowRange, Segment, Segments, apply_linear
 from .scheduler import count_part_tokens
 
@@ -56,15 +58,23 @@ class Attention:
         """What computes generated tokens, and what prompts, for people."""
         return ["torch" if kernel is None else kernel.name for kernel in self._kernels]
 
-    def __call__(
-        self, normed_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
-    ) -> torch.Tensor:
-        """Return what attention adds; writes new keys and values into the segments' caches."""
-        fused_NO = apply_linear(self._query_key_value, normed_NH, ranges)
-        return apply_linear(self._output, self._attend_all(fused_NO, segments), ranges)
+    def project(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
+        """Return queries, keys and values side by side."""
+        return apply_linear(self._query_key_value, normed_NH, ranges)
 
-    def _attend_all(self, fused_NO: torch.Tensor, segments: Segments) -> torch.Tensor:
-        """Attention of all rows: generated tokens and prompts each together, where kernels can."""
+    def finish(self, attended_NO: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
+        """Return what is added to the hidden states."""
+        return apply_linear(self._output, attended_NO, ranges)
+
+    def attend_without_cache(self, fused_NO: torch.Tensor, rows: PassRows) -> torch.Tensor:
+        """Attend among the tokens of a pass; autograd may differentiate it."""
+        return attend_within_rows(fused_NO, self.options, self._turn, rows)
+
+    def attend(self, fused_NO: torch.Tensor, segments: Segments) -> torch.Tensor:
+        """Attend with all rows, and write new keys and values into the segments' caches.
+
+        Generated tokens and prompts each go together, where kernels can.
+        """
         options, (attend_tokens, attend_prompts) = self.options, self._kernels
         if attend_tokens is None:
             attended = [self._attend(fused_NO, segment) for segment in segments.all]

@@ -32,6 +32,7 @@ from .kv_memory import PAGE_TOKENS
 from .kv_pool import KVCachePool
 from .loader import HostedBlock, ReportProgress, load_span
 from .numerics import Numerics
+from .passes import GiveWay, Gradients, Passes, PassWork
 from .rows import RowRange, Segments
 from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
 from .spec import ModelShape
@@ -72,6 +73,7 @@ class Engine:
         can_cut = all(block.is_cut_anywhere for block in blocks)
         self.part_tokens = SHORT_PART_TOKENS if can_cut else PART_TOKENS
         self._rotary = rotary
+        self._passes = Passes(spec, span, blocks, rotary, numerics)
 
     @property
     def row_counts_to_capture(self) -> tuple[int, ...]:
@@ -108,7 +110,8 @@ class Engine:
         try:
             rotary = _build_rotary(spec, numerics)
             pool = _open_pool(spec, span, numerics, kv_budget_bytes)
-            with torch.inference_mode(), keep_large_tensors_apart():
+            # Not in inference mode: autograd could not use weights that were made there.
+            with torch.no_grad(), keep_large_tensors_apart():
                 blocks = load_span(checkpoint, spec, span, numerics, on_progress, cache, kept)
         except torch.OutOfMemoryError as error:
             raise UsageError(
@@ -142,6 +145,17 @@ class Engine:
                 f"the model handles {self.spec.max_positions} tokens, not {max_tokens}",
             )
         return self.pool.open(num_rows, max_tokens, span, holder, kv_format)
+
+    def run_forward(self, work: PassWork, give_way: GiveWay) -> torch.Tensor:
+        """Return what texts become without a cache, [B, T, H]; raises RefusedError.
+
+        See `Passes` for what it costs and when `give_way` is called.
+        """
+        return self._passes.run_forward(work, give_way)
+
+    def run_backward(self, work: PassWork, grads_BTH: torch.Tensor, give_way: GiveWay) -> Gradients:
+        """Return gradients of what went into such a pass, given those of its result."""
+        return self._passes.run_backward(work, grads_BTH, give_way)
 
     @torch.inference_mode()
     def execute(

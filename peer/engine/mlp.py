@@ -6,12 +6,13 @@ K chosen experts of a row.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from ...kernels.gate import gate_silu
-from ...kernels.linear import Linear, RowPrecision
+from ...kernels.linear import Linear
 from ...kernels.routing import Router
 from .rows import RowRange, apply_linear
 from .spec import ExpertsSpec
@@ -47,7 +48,7 @@ class GatedMlp(Mlp):
         if self._activation is F.silu:
             return apply_linear(self._down, gate_silu(fused_NO), ranges)
         gate_NO, up_NO = fused_NO.chunk(2, dim=-1)
-        return apply_linear(self._down, self._activation(gate_NO).mul_(up_NO), ranges)
+        return apply_linear(self._down, self._activation(gate_NO) * up_NO, ranges)
 
 
 class PlainMlp(Mlp):
@@ -81,10 +82,10 @@ class Experts(Mlp):
 
     def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
         return torch.cat(
-            [self._compute(normed_NH[part.start : part.stop], part.precision) for part in ranges]
+            [self._compute(normed_NH[part.start : part.stop], part) for part in ranges]
         )
 
-    def _compute(self, normed_NH: torch.Tensor, precision: RowPrecision) -> torch.Tensor:
+    def _compute(self, normed_NH: torch.Tensor, part: RowRange) -> torch.Tensor:
         """Let each chosen expert compute its rows together.
 
         A row's results are added in the order of its experts, whichever rows are beside it.
@@ -97,7 +98,7 @@ class Experts(Mlp):
         for expert in experts_NK.unique().tolist():
             rows, places = torch.where(experts_NK == expert)
             computed_NH = self._experts[expert](
-                normed_NH[rows], [RowRange(0, len(rows), precision)]
+                normed_NH[rows], [replace(part, start=0, stop=len(rows))]
             )
             output_NH.index_add_(0, rows, computed_NH * shares_NK[rows, places, None])
         return output_NH

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from ...kernels.linear import Linear, RowPrecision
+from ...kernels.linear_gradient import GradientLinears
 from ...kernels.rotary import RotaryTable
 from ...kernels.token_attention import TokenBatch, TokenSegment
 from .kv_cache import SessionCache
@@ -92,11 +93,21 @@ def _address(segment: Segment, rope: int) -> TokenSegment:
 
 @dataclass(frozen=True, slots=True)
 class RowRange:
-    """The rows `[start, stop)` of N that linears take in one precision."""
+    """The rows `[start, stop)` of N that linears take in one precision.
+
+    Those of a pass are computed by its `linears`.
+    """
 
     start: int
     stop: int
     precision: RowPrecision
+    linears: GradientLinears | None = None
+
+    def apply(self, linear: Linear, rows_NI: torch.Tensor) -> torch.Tensor:
+        """Return what a linear makes of these rows."""
+        if self.linears is None:
+            return linear(rows_NI, self.precision)
+        return self.linears(linear, rows_NI, self.precision)
 
 
 def apply_linear(
@@ -104,5 +115,5 @@ def apply_linear(
 ) -> torch.Tensor:
     """Return the linear's `hidden_NO`, each range of rows in its precision."""
     if len(ranges) == 1:
-        return linear(hidden_NI, ranges[0].precision)
-    return torch.cat([linear(hidden_NI[part.start : part.stop], part.precision) for part in ranges])
+        return ranges[0].apply(linear, hidden_NI)
+    return torch.cat([part.apply(linear, hidden_NI[part.start : part.stop]) for part in ranges])

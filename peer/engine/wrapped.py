@@ -21,6 +21,7 @@ from ...kernels.shell import Shell, ShellError, StepCache, open_shell
 from ...protocol.errors import ModelError
 from .config_reader import MAX_POSITIONS, ConfigReader, limit_to_exact_positions
 from .numerics import Numerics
+from .pass_rows import PassRows, differentiate
 from .rows import RowRange, Segment, Segments
 from .scheduler import count_part_tokens
 from .spec import WrappedShape
@@ -65,6 +66,25 @@ class WrappedBlock:
     ) -> torch.Tensor:
         """Return the block's output; writes the new keys and values into the segments' caches."""
         return torch.cat([self._compute(hidden_NH, segment) for segment in segments.all])
+
+    def run_pass(self, hidden_NH: torch.Tensor, rows: PassRows) -> torch.Tensor:
+        """Return the block's output for texts that need no cache."""
+        parts = hidden_NH.split(rows.num_tokens)
+        return torch.cat([self._run_row(part, rows) for part in parts])
+
+    def run_pass_back(
+        self, hidden_NH: torch.Tensor, grads_NH: torch.Tensor, rows: PassRows
+    ) -> torch.Tensor:
+        """Return the gradients of the block's input, given those of its output."""
+        run = partial(self._run_row, rows=rows)
+        parts = zip(hidden_NH.split(rows.num_tokens), grads_NH.split(rows.num_tokens), strict=True)
+        return torch.cat([differentiate(run, (part,), grads)[0] for part, grads in parts])
+
+    def _run_row(self, hidden_TH: torch.Tensor, rows: PassRows) -> torch.Tensor:
+        rows.pauses.give_way()
+        cache = StepCache(0)
+        output = self._decoder(inputs_embeds=hidden_TH[None], past_key_values=cache, use_cache=True)
+        return output.last_hidden_state[0]
 
     def _compute(self, hidden_NH: torch.Tensor, segment: Segment) -> torch.Tensor:
         hidden_BTH = hidden_NH[segment.start : segment.stop].view(

@@ -1,0 +1,51 @@
+"""The rows of a pass: texts that are computed from their beginning, and leave nothing behind.
+
+Tensor suffixes: N rows times tokens of the pass.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...kernels.linear import RowPrecision
+from ...kernels.linear_gradient import GradientLinears
+from ...kernels.pauses import Pauses
+from .rows import Rotation, RowRange
+
+
+@dataclass(frozen=True)
+class PassRows:
+    """Rows that all have `num_tokens` tokens, which attend to those before them in their row.
+
+    `rotations` are those of the tokens' positions, in the order of the model's ropes. What each
+    token computes for itself is computed for `tokens_at_once` of them, so that little of it is
+    in memory.
+    """
+
+    num_rows: int
+    num_tokens: int
+    rotations: tuple[Rotation, ...]
+    pauses: Pauses
+    tokens_at_once: int
+
+    def cut(self, *, is_whole: bool = False) -> list[tuple[slice, list[RowRange]]]:
+        """Return ranges of N, with what linears have to know about each; or one of all N."""
+        linears = GradientLinears(self.pauses, is_keeping=not is_whole)
+        num_all = self.num_rows * self.num_tokens
+        step = num_all if is_whole else self.tokens_at_once
+        pieces = [slice(start, min(start + step, num_all)) for start in range(0, num_all, step)]
+        return [
+            (piece, [RowRange(0, piece.stop - piece.start, RowPrecision.ONE_DIGIT, linears)])
+            for piece in pieces
+        ]
+
+
+def differentiate(
+    function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grads: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of the inputs, given those of what a function makes of them."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        output = function(*leaves)
+    return torch.autograd.grad(output, leaves, grads)

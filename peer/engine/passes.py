@@ -1,0 +1,248 @@
+"""Passes through the blocks of an engine: texts from their beginning, without a KV cache, and back.
+
+Weights are frozen: gradients are those of the hidden states that go in, and of the deep prompts
+that are added to them. Nothing is kept between two passes, so that any peer can run either.
+
+Tensor suffixes: B rows and T tokens of a pass, N rows times tokens, L blocks of a span, P tokens
+of a prompt, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ...kernels.compress import has_only_finite
+from ...kernels.pauses import NO_PAUSES, Pauses
+from ...kernels.rotary import RotaryTable
+from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.spans import Span
+from .loader import HostedBlock
+from .numerics import Numerics
+from .pass_rows import PassRows
+from .spec import ModelShape
+
+GiveWay = Callable[[], object]
+Result = TypeVar("Result")
+
+_PRODUCTS_BETWEEN_PAUSES = 2**27
+"""What one core does in 1 to 3 milliseconds, from int8 to float32."""
+
+_TOKENS_AT_ONCE = {"cpu": 256}
+_TOKENS_AT_ONCE_ON_DEVICES = 4096
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """Texts of equal length on their way through some hosted blocks.
+
+    `prompts_LBPH[l]` is added to the first P tokens of the input of block `l` of the span; a B of
+    one stands for all rows. Tensors may be of any float dtype.
+    """
+
+    span: Span
+    hidden_BTH: Tensor
+    prompts_LBPH: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of the hidden states and the prompts of a pass, in their shapes."""
+
+    hidden_BTH: Tensor
+    prompts_LBPH: Tensor | None
+
+
+class Passes:
+    """Runs passes through the blocks of a span.
+
+    A pass keeps one tensor of the size of its hidden states, or one for each block on its way
+    back, and what a single block needs at once: its queries, keys and values for all tokens, and
+    the rest for some hundred tokens. It computes a block once on its way forth; on its way back
+    twice, and then the gradient, which is as much again.
+
+    `give_way` may execute steps of sessions. It is called between blocks, and on the CPU after
+    every few milliseconds; never with a tensor of the pass half written.
+    """
+
+    def __init__(
+        self,
+        spec: ModelShape,
+        span: Span,
+        blocks: Sequence[HostedBlock],
+        rotary: Sequence[RotaryTable],
+        numerics: Numerics,
+    ) -> None:
+        self._spec = spec
+        self._span = span
+        self._blocks = blocks
+        self._rotary = rotary
+        self._device = numerics.device
+        self._dtype = numerics.dtype
+
+    def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
+        """Return the hidden states behind the last block of the work's span, [B, T, H]."""
+        self._check(work)
+        return self._guard(work, lambda: self._run_forward(work, give_way))
+
+    def run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
+        """Return the gradients of what went in, given those of what `run_forward` returns."""
+        self._check(work)
+        if grads_BTH.shape != work.hidden_BTH.shape:
+            raise _make_refusal(
+                f"the gradients have shape {tuple(grads_BTH.shape)}, the hidden states "
+                f"{tuple(work.hidden_BTH.shape)}"
+            )
+        _check_floats(grads_BTH, "the gradients")
+        return self._guard(work, lambda: self._run_backward(work, grads_BTH, give_way))
+
+    def _check(self, work: PassWork) -> None:
+        if not self._span.covers(work.span):
+            raise RefusedError(
+                ErrorCode.WRONG_SPAN, f"this peer hosts blocks {self._span}, not {work.span}"
+            )
+        shape, hidden_size = work.hidden_BTH.shape, self._spec.hidden_size
+        if len(shape) != 3 or shape[2] != hidden_size or not shape.numel():
+            raise _make_refusal(
+                f"a pass needs hidden states [rows, tokens, {hidden_size}], not {tuple(shape)}"
+            )
+        if shape[1] > self._spec.max_positions:
+            raise RefusedError(
+                ErrorCode.TOO_LONG,
+                f"the model handles {self._spec.max_positions} tokens, not {shape[1]}",
+            )
+        _check_floats(work.hidden_BTH, "the hidden states")
+        if work.prompts_LBPH is not None:
+            _check_prompts(work.prompts_LBPH, work)
+            _check_floats(work.prompts_LBPH, "the prompts")
+
+    def _guard(self, work: PassWork, run: Callable[[], Result]) -> Result:
+        """Run in the modes that a pass needs; a lack of memory is a refusal."""
+        try:
+            # The caller may be in inference mode, whose tensors have no gradients.
+            with torch.inference_mode(False), torch.no_grad(), self._device.running():
+                return run()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        # Only here: the error holds the frames that it went through, with all their tensors.
+        num_rows, num_tokens, _ = work.hidden_BTH.shape
+        raise RefusedError(
+            ErrorCode.OUT_OF_MEMORY,
+            f"this peer has no memory for {num_rows} x {num_tokens} tokens at once; send smaller "
+            "microbatches",
+        )
+
+    def _run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
+        rows = self._lay_out(work, give_way)
+        hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH), self._bring_prompts(work)
+        for place, block in enumerate(self._find_blocks(work)):
+            give_way()
+            hidden_NH = block.run_pass(_add_prompt(hidden_NH, prompts_LBPH, place, rows), rows)
+        return self._fetch(hidden_NH, work.hidden_BTH.shape)
+
+    def _run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
+        rows = self._lay_out(work, give_way)
+        hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH), self._bring_prompts(work)
+        blocks = self._find_blocks(work)
+        inputs: list[Tensor] = []
+        for place, block in enumerate(blocks):
+            give_way()
+            inputs.append(_add_prompt(hidden_NH, prompts_LBPH, place, rows))
+            if place < len(blocks) - 1:
+                hidden_NH = block.run_pass(inputs[-1], rows)
+        del hidden_NH
+        grads_NH = self._bring(grads_BTH)
+        prompt_grads_LBPH = None if prompts_LBPH is None else torch.empty_like(prompts_LBPH)
+        for place, block in reversed(list(enumerate(blocks))):
+            give_way()
+            grads_NH = block.run_pass_back(inputs.pop(), grads_NH, rows)
+            if prompt_grads_LBPH is not None:
+                _take_prompt(grads_NH, prompt_grads_LBPH[place], rows)
+        hidden_grads_BTH = self._fetch(grads_NH, grads_BTH.shape)
+        if prompt_grads_LBPH is not None:
+            prompt_grads_LBPH = self._fetch(prompt_grads_LBPH, prompt_grads_LBPH.shape)
+        return Gradients(hidden_grads_BTH, prompt_grads_LBPH)
+
+    def _find_blocks(self, work: PassWork) -> Sequence[HostedBlock]:
+        return self._blocks[work.span.start - self._span.start :][: len(work.span)]
+
+    def _lay_out(self, work: PassWork, give_way: GiveWay) -> PassRows:
+        num_rows, num_tokens, _ = work.hidden_BTH.shape
+        kind = self._device.place.type
+        # On other devices nothing waits for the pieces: they are queued at once.
+        pauses = Pauses(give_way, _PRODUCTS_BETWEEN_PAUSES) if kind == "cpu" else NO_PAUSES
+        rotations = tuple(table.rows(0, num_tokens) for table in self._rotary)
+        at_once = _TOKENS_AT_ONCE.get(kind, _TOKENS_AT_ONCE_ON_DEVICES)
+        return PassRows(num_rows, num_tokens, rotations, pauses, at_once)
+
+    def _bring(self, hidden_BTH: Tensor) -> Tensor:
+        """Return a copy on the device, [N, H], which autograd may use."""
+        hidden_BTH = hidden_BTH.to(self._device.place, self._dtype, copy=True)
+        return hidden_BTH.reshape(-1, self._spec.hidden_size)
+
+    def _bring_prompts(self, work: PassWork) -> Tensor | None:
+        prompts_LBPH = work.prompts_LBPH
+        return None if prompts_LBPH is None else prompts_LBPH.to(self._device.place, self._dtype)
+
+    def _fetch(self, result: Tensor, shape: torch.Size) -> Tensor:
+        if not has_only_finite(result):
+            raise _make_refusal("these hidden states or gradients make the blocks overflow")
+        return result.view(shape).cpu()
+
+
+def _make_refusal(detail: str) -> RefusedError:
+    return RefusedError(ErrorCode.BAD_VALUES, detail)
+
+
+def _check_floats(tensor: Tensor, name: str) -> None:
+    if not tensor.is_floating_point():
+        raise _make_refusal(f"{name} are not floats but {tensor.dtype}")
+    if not has_only_finite(tensor):
+        raise _make_refusal(f"{name} are not finite")
+
+
+def _check_prompts(prompts_LBPH: Tensor, work: PassWork) -> None:
+    num_rows, num_tokens, hidden_size = work.hidden_BTH.shape
+    shape = tuple(prompts_LBPH.shape)
+    is_fit = (
+        len(shape) == 4
+        and shape[0] == len(work.span)
+        and shape[1] in (1, num_rows)
+        and 1 <= shape[2] <= num_tokens
+        and shape[3] == hidden_size
+    )
+    if not is_fit:
+        raise _make_refusal(
+            f"prompts for this pass are [{len(work.span)}, 1 or {num_rows}, 1 to {num_tokens}, "
+            f"{hidden_size}], not {shape}"
+        )
+
+
+def _add_prompt(
+    hidden_NH: Tensor, prompts_LBPH: Tensor | None, place: int, rows: PassRows
+) -> Tensor:
+    """Add a block's prompt to its input, in place."""
+    if prompts_LBPH is not None:
+        hidden_BTH = hidden_NH.unflatten(0, (rows.num_rows, rows.num_tokens))
+        hidden_BTH[:, : prompts_LBPH.shape[2]] += prompts_LBPH[place]
+    return hidden_NH
+
+
+def _take_prompt(grads_NH: Tensor, prompt_grads_BPH: Tensor, rows: PassRows) -> None:
+    """Note the gradients of a prompt, which are those of what it was added to."""
+    num_prompt_rows, num_prompt_tokens, _ = prompt_grads_BPH.shape
+    grads_BPH = grads_NH.unflatten(0, (rows.num_rows, rows.num_tokens))[:, :num_prompt_tokens]
+    if num_prompt_rows < rows.num_rows:
+        grads_BPH = grads_BPH.sum(dim=0, keepdim=True, dtype=torch.float32)
+    prompt_grads_BPH.copy_(grads_BPH)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory was lacking: torch has a type of error for devices alone."""
+    is_allocator = "DefaultCPUAllocator" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_allocator
