@@ -1,0 +1,188 @@
+"""A peer that can be dialled, `public`, and whoever offers it streams, on virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from announcements import describe_peer
+from service_scene import MODEL_ID, Talk
+
+from shoal.peer.door import Door
+from shoal.peer.neighbours import Neighbours
+from shoal.peer.parked_streams import ParkedStreams
+from shoal.peer.service import Service, ServiceFacts
+from shoal.protocol.announcements import Announcement, sign_announcement
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import ShoalError
+from shoal.protocol.fair_share import Holder
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import Capability, SessionId
+from shoal.protocol.messages import Hello, NextHop, Probe, Welcome
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.transport import Lane
+from shoal.protocol.offers import make_offer
+from shoal.protocol.spans import Span
+from shoal.protocol.versions import MAX_VERSION
+from shoal.protocol.wire import encode_frame
+
+PERIOD_SECONDS = 30.0
+NUM_BLOCKS = 8
+PUBLIC, HOME = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
+FRAME = encode_frame(Probe(SessionId(b"s" * 16), 0))
+HELLO = Hello(1, MAX_VERSION, "a test")
+
+
+class NoEngine:
+    """Enough of one for streams without sessions."""
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+
+
+@dataclass
+class Pusher:
+    """A session that pushes, and what it hears."""
+
+    holder: Holder = field(default_factory=lambda: Holder("192.0.2.1"))
+    num_bytes_left: int = 0
+    losses: list[str] = field(default_factory=list)
+
+    def pushes_to(self, following: NextHop) -> bool:
+        return not self.losses
+
+    def note_left(self, num_bytes: int) -> None:
+        self.num_bytes_left += num_bytes
+
+    def note_lost(self, following: NextHop, error: ShoalError) -> None:
+        self.losses.append(str(error))
+
+
+@dataclass
+class PublicPeer:
+    """A peer that others can dial, with real streams and no engine."""
+
+    identity: Identity
+    door: Door
+    transport: LoopbackTransport
+    neighbours: Neighbours
+    parked: ParkedStreams
+    endpoint: Endpoint
+    num_looks: int = 0
+
+    def open(self, span: Span) -> Service:
+        """Serve a span from now on."""
+        facts = ServiceFacts(self.identity.peer_id, MODEL_ID, 8, 600.0)
+        engine: Any = NoEngine(span)
+        compute: Any = None
+        service = Service(facts, engine, compute, VirtualClock(), self.neighbours)
+        self.door.open(service)
+        return service
+
+    def push(self, following: NextHop, lane: Lane = Lane.INTERACTIVE) -> Pusher:
+        """Push a frame to another peer; return who hears what becomes of it."""
+        pusher = Pusher()
+        self.neighbours.push(following, lane, FRAME, pusher)
+        return pusher
+
+
+@dataclass
+class Scene:
+    """The network, the directory, and the public peer."""
+
+    network: LoopbackNetwork
+    store: MemoryDirectoryStore
+    public: PublicPeer
+    transports: list[LoopbackTransport] = field(default_factory=list)
+
+    @property
+    def directory(self) -> MemoryDirectory:
+        return MemoryDirectory(self.store, VirtualClock())
+
+    def describe(self, identity: Identity, span: Span, **facts: Any) -> Announcement:
+        now = VirtualClock().wall()
+        usual: dict[str, Any] = {"max_version": MAX_VERSION, "sequence": int(1000 * now)}
+        return describe_peer(
+            peer_id=identity.peer_id,
+            model_id=MODEL_ID,
+            num_blocks=NUM_BLOCKS,
+            span=span,
+            issued_at=now,
+            expires_at=now + 600,
+            **(usual | facts),
+        )
+
+    async def announce(self, identity: Identity, span: Span, **facts: Any) -> Announcement:
+        """Have a peer say what it is, which it does not say again."""
+        announcement = self.describe(identity, span, **facts)
+        await self.directory.announce(sign_announcement(identity, announcement))
+        return announcement
+
+    async def announce_public(self, span: Span, **facts: Any) -> Announcement:
+        public = self.public
+        return await self.announce(public.identity, span, endpoints=(public.endpoint,), **facts)
+
+    def make_transport(self, host: str) -> LoopbackTransport:
+        self.transports.append(LoopbackTransport(self.network, host))
+        return self.transports[-1]
+
+    async def dial(self, host: str = "home", lane: Lane = Lane.INTERACTIVE) -> Talk:
+        """Return a stream from a host to the public peer."""
+        return Talk(await self.make_transport(host).open_stream(self.public.endpoint, lane))
+
+    async def offer(
+        self, identity: Identity = HOME, host: str = "home", is_bulk: bool = False, **changes: Any
+    ) -> Talk:
+        """Return a stream on which an offer was said; the answer is not heard."""
+        talk = await self.dial(host, Lane.BULK if is_bulk else Lane.INTERACTIVE)
+        welcome = await talk.ask(HELLO)
+        assert isinstance(welcome, Welcome)
+        offer = make_offer(identity, self.public.endpoint.fingerprint, welcome.nonce, is_bulk)
+        await talk.say(replace(offer, **changes))
+        return talk
+
+
+def name(identity: Identity = HOME, number: int = 1) -> NextHop:
+    """Return a session at a peer that cannot be dialled."""
+    session = SessionId(bytes([number]) * 16)
+    return NextHop(identity.peer_id, (), session, 1, Capability(b"k" * 16))
+
+
+def make_welcome(identity: Identity = HOME) -> Welcome:
+    return Welcome(MAX_VERSION, "home", identity.peer_id, MODEL_ID, Span(4, 8), 0.0)
+
+
+def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
+    """Run a story; in the end nothing is left of any stream."""
+
+    async def main() -> None:
+        network = LoopbackNetwork(link=Link(delay_seconds=0.01))
+        store = MemoryDirectoryStore()
+        transport, door = LoopbackTransport(network, "public"), Door()
+        listener = await transport.listen("public", 0, door.serve)
+        directory = MemoryDirectory(store, VirtualClock())
+
+        async def look() -> list[Announcement]:
+            public.num_looks += 1
+            return await directory.lookup(MODEL_ID)
+
+        fingerprint = listener.endpoint.fingerprint
+        parked = ParkedStreams(fingerprint, look, VirtualClock(), PERIOD_SECONDS)
+        neighbours = Neighbours(transport, VirtualClock(), parked=parked)
+        public = PublicPeer(PUBLIC, door, transport, neighbours, parked, listener.endpoint)
+        scene = Scene(network, store, public)
+        public.open(Span(0, 4))
+        await scene.announce_public(Span(0, 4))
+        await story(scene)
+        for opened in scene.transports:
+            await opened.close()
+        await neighbours.close()
+        await listener.close()
+        await transport.close()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtual(main())

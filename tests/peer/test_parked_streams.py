@@ -1,0 +1,348 @@
+"""What a peer that can be dialled does with streams that are offered to it, by whomever."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+from reverse_scene import FRAME, HELLO, HOME, PERIOD_SECONDS, Scene, in_scene, make_welcome, name
+from service_scene import Peer, Talk, assert_declined
+from service_scene import run as run_service
+
+from shoal.peer.engine.engine import Engine
+from shoal.protocol.errors import ErrorCode, UnavailableError
+from shoal.protocol.fair_share import Holder
+from shoal.protocol.identity import Identity
+from shoal.protocol.limits import MAX_PIECE_BYTES
+from shoal.protocol.messages import Attach, Hello, Parked, Probe, Welcome
+from shoal.protocol.net.transport import Lane
+from shoal.protocol.offers import make_offer
+from shoal.protocol.spans import Span
+from shoal.protocol.versions import MAX_VERSION
+
+HOME_SPAN = Span(4, 8)
+STRANGER = Identity(bytes([3]) * 32)
+
+
+async def park(scene: Scene, identity: Identity = HOME, host: str = "home") -> Talk:
+    talk = await scene.offer(identity, host)
+    assert isinstance(await talk.hear(), Parked)
+    await asyncio.sleep(0.1)
+    return talk
+
+
+async def answer_hello(talk: Talk) -> None:
+    assert isinstance(await talk.hear(), Hello)
+    await talk.say(make_welcome())
+
+
+async def is_over(talk: Talk) -> bool:
+    """Return whether the public peer has ended a stream on which nothing more was said."""
+    async with asyncio.timeout(60):
+        try:
+            return await talk.hear() is None
+        except UnavailableError:
+            return True
+
+
+# ---- the use of it
+
+
+@pytest.mark.parametrize("is_bulk", [False, True])
+def test_what_is_pushed_goes_over_the_stream_that_was_parked(is_bulk: bool) -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await scene.offer(is_bulk=is_bulk)
+        assert isinstance(await talk.hear(), Parked)
+        await asyncio.sleep(3600 / 8)  # it keeps
+
+        pusher = scene.public.push(name(), Lane.BULK if is_bulk else Lane.INTERACTIVE)
+        await answer_hello(talk)
+
+        assert isinstance(await talk.hear(), Attach)
+        assert isinstance(await talk.hear(), Probe)
+        assert pusher.num_bytes_left == len(FRAME)
+        assert pusher.losses == []
+
+    in_scene(story)
+
+
+def test_stream_of_the_other_lane_is_not_used() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        await park(scene)
+
+        pusher = scene.public.push(name(), Lane.BULK)
+        await asyncio.sleep(1)
+
+        assert "not connected" in pusher.losses[0]
+
+    in_scene(story)
+
+
+def test_peer_without_a_parked_stream_and_endpoints_cannot_be_reached() -> None:
+    async def story(scene: Scene) -> None:
+        pusher = scene.public.push(name())
+        await asyncio.sleep(1)
+
+        assert "not connected" in pusher.losses[0]
+
+    in_scene(story)
+
+
+def test_stream_that_is_parked_after_a_failure_is_used_at_once() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        scene.public.push(name())
+        await asyncio.sleep(1)
+        talk = await park(scene)
+
+        scene.public.push(name())
+
+        await answer_hello(talk)
+
+    in_scene(story)
+
+
+def test_peer_that_does_not_answer_on_its_newest_stream_may_on_the_other() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        older = await park(scene)
+        await park(scene)
+
+        pusher = scene.public.push(name())
+        await answer_hello(older)
+
+        assert isinstance(await older.hear(), Attach)
+        assert pusher.losses == []
+
+    in_scene(story)
+
+
+def test_another_peer_behind_the_stream_is_not_pushed_to() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await park(scene)
+
+        pusher = scene.public.push(name())
+        await talk.hear()
+        await talk.say(make_welcome(STRANGER))
+        await asyncio.sleep(1)
+
+        assert len(pusher.losses) == 1
+
+    in_scene(story)
+
+
+def test_stream_that_has_ended_is_forgotten() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await park(scene)
+        assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+
+        await talk.stream.close()
+        await asyncio.sleep(1)
+
+        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+
+    in_scene(story)
+
+
+def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing_of_it() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        scene.public.door.close()
+        service = scene.public.open(Span(0, 3))
+        talk = await park(scene)
+
+        scene.public.door.close()
+        await service.hang_up()
+        old, service = weakref.ref(service), scene.public.open(Span(0, 4))
+        gc.collect()
+
+        assert old() is None
+        scene.public.push(name())
+        await answer_hello(talk)
+
+    in_scene(story)
+
+
+# ---- what strangers may try
+
+
+def test_offer_of_another_peer_is_refused() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+
+        talk = await scene.offer(STRANGER, peer_id=HOME.peer_id)
+
+        assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
+        assert await is_over(talk)
+        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+
+    in_scene(story)
+
+
+def test_offer_that_was_made_on_another_stream_is_refused() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        heard, replayed = await scene.dial(), await scene.dial("thief")
+        welcomes = [await talk.ask(HELLO) for talk in (heard, replayed)]
+        assert isinstance(welcomes[0], Welcome)
+        fingerprint = scene.public.endpoint.fingerprint
+        offer = make_offer(HOME, fingerprint, welcomes[0].nonce, False)
+
+        assert isinstance(await heard.ask(offer), Parked)
+
+        assert_declined(await replayed.ask(offer), ErrorCode.BAD_FRAME)
+
+    in_scene(story)
+
+
+@pytest.mark.parametrize("max_version", [1, MAX_VERSION - 1])
+def test_who_speaks_an_older_version_has_nothing_to_sign(max_version: int) -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await scene.dial()
+        welcome = await talk.ask(Hello(1, max_version, "old"))
+        assert isinstance(welcome, Welcome)
+        assert welcome.nonce == b""
+
+        offer = make_offer(HOME, scene.public.endpoint.fingerprint, b"", False)
+
+        assert_declined(await talk.ask(offer), ErrorCode.BAD_FRAME)
+
+    in_scene(story)
+
+
+def test_peer_that_cannot_be_dialled_takes_no_offers(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.dial()
+        welcome = await talk.ask(HELLO)
+        assert isinstance(welcome, Welcome)
+        assert welcome.nonce == b""
+
+        offer = make_offer(HOME, peer.endpoint.fingerprint, b"", False)
+
+        assert_declined(await talk.ask(offer), ErrorCode.BAD_FRAME)
+
+    run_service(engine, test)
+
+
+def test_made_up_peer_is_not_kept_and_has_the_directory_read_once_in_a_while() -> None:
+    async def story(scene: Scene) -> None:
+        for number in range(20):
+            talk = await scene.offer(Identity(bytes([9, number]) * 16), f"host{number}")
+            refusal = assert_declined(await talk.hear(), ErrorCode.BUSY)
+            assert refusal.retry_after_seconds == PERIOD_SECONDS
+            assert await is_over(talk)
+        assert scene.public.num_looks == 1
+
+    in_scene(story)
+
+
+def test_peer_that_came_later_is_found_when_the_directory_is_read_again() -> None:
+    async def story(scene: Scene) -> None:
+        await (await scene.offer()).hear()
+        await scene.announce(HOME, HOME_SPAN)
+        assert_declined(await (await scene.offer()).hear(), ErrorCode.BUSY)
+        await asyncio.sleep(PERIOD_SECONDS)
+
+        await park(scene)
+
+    in_scene(story)
+
+
+def test_one_address_gets_its_share_whatever_peers_it_makes_up() -> None:
+    async def story(scene: Scene) -> None:
+        made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
+        for identity in (HOME, *made_up):
+            await scene.announce(identity, HOME_SPAN)
+        num_kept = 0
+        for number in range(400):
+            talk = await scene.offer(made_up[number % 200], "flood", is_bulk=number >= 200)
+            num_kept += isinstance(await talk.hear(), Parked)
+
+        await park(scene)
+
+        assert num_kept == 512 // 2 + 1
+
+    in_scene(story)
+
+
+def test_one_peer_has_two_streams_of_a_lane_and_the_newest_ones() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talks = [await park(scene) for _ in range(3)]
+
+        assert await is_over(talks[0])
+        scene.public.push(name())
+        await answer_hello(talks[2])
+
+    in_scene(story)
+
+
+def test_who_talks_on_a_parked_stream_is_hung_up_on() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await park(scene)
+
+        await talk.say(HELLO)
+
+        assert await is_over(talk)
+        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+
+    in_scene(story)
+
+
+def test_large_frame_on_a_parked_stream_takes_no_memory() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await park(scene)
+
+        await talk.stream.send(bytes(MAX_PIECE_BYTES + 1))
+
+        assert await is_over(talk)
+
+    in_scene(story)
+
+
+def test_what_is_said_behind_an_offer_ends_the_stream() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await scene.offer()
+        await talk.say(HELLO)
+
+        assert isinstance(await talk.hear(), Parked)
+        assert await is_over(talk)
+
+    in_scene(story)
+
+
+def test_parked_stream_has_to_be_offered_again_after_a_while() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await park(scene)
+
+        async with asyncio.timeout(1000):
+            assert await talk.hear() is None
+
+        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+
+    in_scene(story)
+
+
+def test_client_that_names_the_peer_again_and_again_uses_up_nothing_of_others() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await park(scene)
+        pushers = [scene.public.push(name(number=number)) for number in range(1, 200)]
+        await answer_hello(talk)
+        await asyncio.sleep(1)
+
+        assert not any(pusher.losses for pusher in pushers)
+        assert pushers[0].holder == Holder("192.0.2.1")
+
+    in_scene(story)
