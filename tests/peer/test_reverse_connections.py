@@ -1,0 +1,341 @@
+"""A peer that cannot be dialled keeps streams where others push from: which, and for how long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from reverse_scene import (
+    FRAME,
+    HOME,
+    PERIOD_SECONDS,
+    PUBLIC,
+    Scene,
+    in_scene,
+    make_welcome,
+    name,
+)
+
+from shoal.peer.reverse_connections import ReverseConnections, choose_hosts
+from shoal.protocol.announcements import Announcement, PeerState, shorten
+from shoal.protocol.coordinates import Coordinate
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import DirectoryError
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Attach, Hello, Parked, Welcome
+from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.spans import Span
+from shoal.protocol.versions import REVERSE_VERSION
+from shoal.protocol.wire import decode_frame, encode_frame
+
+HOME_SPAN = Span(4, 8)
+ENDPOINT = Endpoint("192.0.2.7", 4040, "f" * 64)
+OTHER = Identity(bytes([3]) * 32)
+
+
+@dataclass
+class Home:
+    """A peer that cannot be dialled, and what it was pushed."""
+
+    reverse: ReverseConnections
+    own: Announcement
+    num_changes: int = 0
+    streams: list[Stream] = field(default_factory=list)
+    heard: list[bytes] = field(default_factory=list)
+
+    async def serve(self, stream: Stream) -> None:
+        self.streams.append(stream)
+        while (frame := await stream.receive()) is not None:
+            message = decode_frame(frame)
+            if isinstance(message, Hello):
+                await stream.send(encode_frame(make_welcome()))
+            elif not isinstance(message, Attach):
+                self.heard.append(frame)
+
+    @property
+    def parked_at(self) -> tuple[str, ...]:
+        """What it would announce now."""
+        return self.reverse.describe(self.own).parked_at
+
+    def note_change(self) -> None:
+        self.num_changes += 1
+
+
+@asynccontextmanager
+async def run_home(scene: Scene, **facts: Any) -> AsyncGenerator[Home]:
+    """Run a peer at home, which has announced itself."""
+    homes: list[Home] = []
+
+    async def serve(stream: Stream) -> None:
+        await homes[0].serve(stream)
+
+    transport = scene.make_transport("home")
+    reverse = ReverseConnections(
+        HOME, transport, scene.directory, serve, VirtualClock(), PERIOD_SECONDS
+    )
+    home = Home(reverse, await scene.announce(HOME, HOME_SPAN, **facts))
+    homes.append(home)
+    reverse.describe(home.own)
+    running = asyncio.create_task(reverse.run(home.note_change))
+    await asyncio.sleep(1)
+    try:
+        yield home
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+
+
+def at_home(story: Callable[[Scene, Home], Awaitable[None]]) -> None:
+    async def run(scene: Scene) -> None:
+        async with run_home(scene) as home:
+            await story(scene, home)
+
+    in_scene(run)
+
+
+def has_parked(scene: Scene) -> bool:
+    return all(scene.public.parked.has(HOME.peer_id, lane) for lane in Lane)
+
+
+# ---- where
+
+
+def describe(scene: Scene, number: int, span: Span, **facts: Any) -> Announcement:
+    usual: dict[str, Any] = {"endpoints": (ENDPOINT,)}
+    return scene.describe(Identity(bytes([number]) * 32), span, **(usual | facts))
+
+
+def choose(scene: Scene, others: list[Announcement], kept: tuple[int, ...] = ()) -> list[int]:
+    """Return the places in a list of those where streams would be parked."""
+    own = scene.describe(HOME, HOME_SPAN, coordinate=Coordinate(0.0, 0.0, 0.0, 0.001, 0.1))
+    ids = [others[index].peer_id for index in kept]
+    return [others.index(host) for host in choose_hosts(own, others, ids)]
+
+
+def test_streams_are_parked_where_a_chain_may_come_from() -> None:
+    async def story(scene: Scene) -> None:
+        others = [
+            describe(scene, 10, Span(0, 4)),
+            describe(scene, 11, Span(2, 6)),
+            describe(scene, 12, Span(0, 3)),  # does not reach it
+            describe(scene, 13, Span(4, 8)),  # the same blocks
+            describe(scene, 14, Span(5, 8)),  # comes behind
+            describe(scene, 15, Span(0, 4), endpoints=()),  # cannot be dialled either
+            describe(scene, 16, Span(0, 4), max_version=REVERSE_VERSION - 1),
+            describe(scene, 17, Span(0, 4), state=PeerState.JOINING),
+            replace(describe(scene, 18, Span(0, 4)), peer_id=HOME.peer_id),
+        ]
+
+        assert set(choose(scene, others)) == {0, 1}
+
+    in_scene(story)
+
+
+def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay() -> None:
+    async def story(scene: Scene) -> None:
+        places = [Coordinate(0.01 * number, 0.0, 0.0, 0.001, 0.1) for number in range(12)]
+        others = [
+            describe(scene, 10 + number, Span(0, 4), coordinate=place)
+            for number, place in enumerate(places)
+        ]
+        others.append(describe(scene, 40, Span(0, 4)))  # nobody knows where
+
+        assert choose(scene, others) == list(range(8))
+        assert choose(scene, others, kept=(11, 12)) == [11, 12, 0, 1, 2, 3, 4, 5]
+
+    in_scene(story)
+
+
+def test_nothing_is_parked_before_the_peer_serves() -> None:
+    async def story(scene: Scene) -> None:
+        async with run_home(scene, state=PeerState.JOINING):
+            assert not has_parked(scene)
+
+    in_scene(story)
+
+
+# ---- and for how long
+
+
+def test_parked_streams_are_announced() -> None:
+    async def story(scene: Scene, home: Home) -> None:
+        await asyncio.sleep(5)
+
+        assert has_parked(scene)
+        assert home.num_changes > 0
+        assert home.parked_at == (shorten(PUBLIC.peer_id),)
+        assert replace(home.own, parked_at=home.parked_at).is_parked_at(PUBLIC.peer_id)
+
+    at_home(story)
+
+
+def test_stream_that_is_used_is_replaced_and_announced_meanwhile() -> None:
+    async def story(scene: Scene, home: Home) -> None:
+        scene.public.push(name())
+        await asyncio.sleep(0.5)
+        assert home.heard == [FRAME]
+        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+        assert home.parked_at == (shorten(PUBLIC.peer_id),)
+
+        await asyncio.sleep(2)
+
+        assert has_parked(scene)
+        assert len(home.streams) == 1
+
+    at_home(story)
+
+
+def test_pushes_go_on_over_a_new_stream_when_one_breaks() -> None:
+    async def story(scene: Scene, home: Home) -> None:
+        scene.public.push(name())
+        await asyncio.sleep(2)
+
+        await home.streams[0].close()
+        await asyncio.sleep(2)
+        scene.public.push(name())
+        await asyncio.sleep(1)
+
+        assert home.heard == [FRAME, FRAME]
+
+    at_home(story)
+
+
+def test_peer_that_is_killed_is_announced_no_more() -> None:
+    async def story(scene: Scene, home: Home) -> None:
+        home.reverse.describe(home.own)
+        num_before = home.num_changes
+
+        scene.network.kill("public")
+        await asyncio.sleep(10)
+
+        assert home.num_changes > num_before
+        assert home.parked_at == ()
+
+    at_home(story)
+
+
+def test_peer_behind_a_line_that_was_cut_gets_streams_again_when_it_is_whole() -> None:
+    async def story(scene: Scene, home: Home) -> None:
+        scene.network.partition("home", "public")
+        await asyncio.sleep(60)
+        assert home.parked_at == ()
+
+        scene.network.heal("home", "public")
+        await asyncio.sleep(130)
+
+        assert has_parked(scene)
+        assert home.parked_at == (shorten(PUBLIC.peer_id),)
+
+    at_home(story)
+
+
+def test_streams_are_taken_away_from_who_serves_something_else_now() -> None:
+    async def story(scene: Scene, home: Home) -> None:
+        await scene.announce_public(Span(4, 8))
+        await asyncio.sleep(PERIOD_SECONDS + 5)
+
+        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+        assert home.parked_at == ()
+
+    at_home(story)
+
+
+def test_streams_stay_while_the_directory_cannot_be_read() -> None:
+    async def story(scene: Scene, home: Home) -> None:
+        scene.store.is_reachable = False
+        with pytest.raises(DirectoryError):
+            await scene.directory.lookup(home.own.model_id)
+
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert has_parked(scene)
+
+    at_home(story)
+
+
+def test_end_leaves_nothing_behind_even_in_the_middle_of_a_push() -> None:
+    async def story(scene: Scene) -> None:
+        async with run_home(scene) as home:
+            pusher = scene.public.push(name())
+            await asyncio.sleep(2)
+            assert home.heard == [FRAME]
+        await asyncio.sleep(1)
+
+        assert not has_parked(scene)
+        assert len(pusher.losses) == 1
+
+    in_scene(story)
+
+
+# ---- peers that misbehave
+
+
+@dataclass
+class Rogue:
+    """A peer that says what it likes to an offer, and how often it was dialled."""
+
+    scene: Scene
+    welcome: Welcome
+    answer: bytes
+    num_dialled: int = 0
+
+    async def serve(self, stream: Stream) -> None:
+        self.num_dialled += 1
+        await stream.receive()
+        await stream.send(encode_frame(self.welcome))
+        await stream.receive()
+        await stream.send(self.answer)
+        await stream.send(encode_frame(Hello(1, 1, "got you")))
+        await asyncio.sleep(0.5)
+
+    async def listen(self) -> None:
+        listener = await self.scene.make_transport("rogue").listen("rogue", 0, self.serve)
+        await self.scene.announce(OTHER, Span(0, 4), endpoints=(listener.endpoint,))
+
+
+def make_rogue_welcome(**changes: Any) -> Welcome:
+    return replace(make_welcome(OTHER), **({"nonce": bytes(32)} | changes))
+
+
+@pytest.mark.parametrize(
+    ("welcome", "answer"),
+    [
+        (make_rogue_welcome(peer_id=PUBLIC.peer_id), encode_frame(Parked())),
+        (make_rogue_welcome(nonce=b""), encode_frame(Parked())),
+        (make_rogue_welcome(), encode_frame(Hello(1, 1, "no"))),
+        (make_rogue_welcome(), b"garbage"),
+        (make_rogue_welcome(), bytes(2**20)),
+    ],
+    ids=["another peer", "no nonce", "no answer", "garbage", "too much"],
+)
+def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
+    welcome: Welcome, answer: bytes
+) -> None:
+    async def story(scene: Scene) -> None:
+        rogue = Rogue(scene, welcome, answer)
+        await rogue.listen()
+        async with run_home(scene) as home:
+            await asyncio.sleep(500)
+
+            assert home.parked_at == (shorten(PUBLIC.peer_id),)
+            assert 2 <= rogue.num_dialled < 40
+            assert home.streams == []
+
+    in_scene(story)
+
+
+def test_peer_that_uses_up_every_stream_gets_them_later_and_later() -> None:
+    async def story(scene: Scene) -> None:
+        rogue = Rogue(scene, make_rogue_welcome(), encode_frame(Parked()))
+        await rogue.listen()
+        async with run_home(scene):
+            await asyncio.sleep(500)
+
+            assert 2 <= rogue.num_dialled < 40
+
+    in_scene(story)
