@@ -266,6 +266,9 @@ def _print_for_people(event: "PeerEvent") -> None:
         terminal.print("Others reach this peer through another relay now:")
         for relay in facts["relays"]:
             terminal.print(f"  {relay}")
+    elif event.name == "parked" and facts["parked_at"]:
+        endings = ", ".join(f"…{ending}" for ending in facts["parked_at"])
+        terminal.print(f"Others push to this peer over connections that it keeps open: {endings}.")
     elif event.name == "left":
         terminal.print("Left the swarm.")
 

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -80,7 +81,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
         chores.begin(delays.run())
         if reverse is not None:
             chores.begin(watch_relays(directory, model.model_id, description, announcer, report))
-            chores.begin(reverse.run(announcer.hurry))
+            chores.begin(reverse.run(partial(_note_parked, announcer, report)))
         parked = None if reverse else _make_parked(config, model, directory, endpoint)
         neighbours = Neighbours(transport, clock, delays.note_pushed, parked)
         stack.push_async_callback(neighbours.close)
@@ -179,6 +180,12 @@ def _make_reverse(
     return ReverseConnections(
         identity, transport, directory, door.serve, SystemClock(), period_seconds
     )
+
+
+def _note_parked(announcer: Announcer, report: Report, parked_at: Sequence[str]) -> None:
+    """Announce and report who can push to us over connections of ours (`parked`)."""
+    announcer.hurry()
+    report(PeerEvent("parked", {"parked_at": list(parked_at)}))
 
 
 def _make_parked(

@@ -7,7 +7,7 @@ served like one that was accepted, and another one is parked in its place.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -95,7 +95,6 @@ class ReverseConnections:
         self._clock = clock
         self._period_seconds = period_seconds
         self._own: Announcement | None = None
-        self._told: tuple[str, ...] = ()
         self._parked: set[_Key] = set()  # also while another stream takes the place of a used one
         self._parking: dict[_Key, asyncio.Task[None]] = {}
         self._serving: dict[asyncio.Task[None], Stream] = {}
@@ -105,8 +104,7 @@ class ReverseConnections:
 
     def describe(self, announcement: Announcement) -> Announcement:
         """Return an announcement of the peer itself that tells where its streams are parked."""
-        self._told = self._list_ready()
-        self._own = replace(announcement, parked_at=self._told)
+        self._own = replace(announcement, parked_at=self._list_ready())
         return self._own
 
     def _list_ready(self) -> tuple[str, ...]:
@@ -114,24 +112,26 @@ class ReverseConnections:
         of_lane = [{peer_id for peer_id, other in self._parked if other is lane} for lane in Lane]
         return tuple(sorted(map(shorten, set.intersection(*of_lane))))
 
-    async def run(self, note_change: Callable[[], None]) -> None:
-        """Keep streams parked until cancelled; `note_change` hears that others hold them now."""
-        looked_at = float("-inf")
+    async def run(self, note_change: Callable[[Sequence[str]], None]) -> None:
+        """Keep streams parked until cancelled; `note_change` hears how the ids end of those that
+        hold them, when these are others than before.
+        """
+        looked_at, noted = float("-inf"), self._list_ready()
         try:
             while True:
-                if self._own is not None and self._clock.now() - looked_at >= self._period_seconds:
+                is_due = self._clock.now() - looked_at >= self._period_seconds
+                if is_due and self._own is not None and self._own.state is not PeerState.JOINING:
                     looked_at = self._clock.now()
                     await self._look(self._own)
-                if self._own is not None and self._list_ready() != self._told:
-                    note_change()
+                if self._list_ready() != noted:
+                    noted = self._list_ready()
+                    note_change(noted)
                 await asyncio.sleep(min(_LOOK_SECONDS, self._period_seconds))
         finally:
             await self._end()
 
     async def _look(self, own: Announcement) -> None:
         """Follow the directory: park where it is of use, and take away what is elsewhere."""
-        if own.state is PeerState.JOINING:
-            return  # nothing is served yet
         try:
             others = await self._directory.lookup(own.model_id)
         except DirectoryError as error:

@@ -21,6 +21,12 @@ PROMPT = "Once upon a time"
 LONG_PROMPT = "Once upon a time there was a fox. " * 120
 """Its hidden states are more than the 128 KiB that relays of libp2p carry by default."""
 
+PROMPT_BYTES = 200 * 2**10
+"""What the hidden states of the long prompt have, at least; everything else has far less."""
+
+DECODED_BYTES = 20 * 2**10
+"""What the hidden states of some dozens of tokens have; connecting takes 3 KiB."""
+
 TEXT_TOKENS = 400
 
 RELAY_SECONDS = 30.0
@@ -56,6 +62,7 @@ def scene() -> Iterator[Scene]:
         public = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")
         join = ("--initial-peers", public.address)
         relayed = start_peer(networks, stack, "home-a", HOME_HOSTS["a"], "4:8", *join)
+        read_event(relayed.process, "parked")
         yield Scene(networks, public.address, public.facts, relayed.facts)
 
 
@@ -91,10 +98,10 @@ def read_event(peer: subprocess.Popen[bytes], name: str) -> dict[str, Any]:
     raise AssertionError(f"the peer did not say that it is {name}")
 
 
-def generate(scene: Scene, where: str, prompt: str = PROMPT) -> dict[str, Any]:
+def generate(scene: Scene, where: str, prompt: str = PROMPT, *more: str) -> dict[str, Any]:
     """Generate a text from somewhere, and return what is said of it."""
     command = (sys.executable, "-P", "-m", "shoal.cli", "generate", MODEL, prompt, "--json")
-    options = ("--initial-peers", scene.address, "--max-new-tokens", "24")
+    options = ("--initial-peers", scene.address, "--max-new-tokens", "24", *more)
     done = subprocess.run(
         scene.networks.command(where, *command, *options),
         capture_output=True,
@@ -139,7 +146,7 @@ def test_peer_behind_a_nat_serves_a_client_behind_another(scene: Scene) -> None:
 
 
 def test_long_prompt_goes_through_a_relay_in_one_go(scene: Scene) -> None:
-    done = generate(scene, "home-b", LONG_PROMPT)
+    done = generate(scene, "home-b", LONG_PROMPT, "--delivery", "star")
 
     assert done["failovers"] == []
     assert done["text"].endswith(generate_alone(24, LONG_PROMPT))
@@ -153,6 +160,23 @@ def test_doctor_finds_nothing_wrong_behind_a_nat(scene: Scene) -> None:
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert scene.relayed["endpoint"] in done.stdout
+
+
+def test_prompt_is_pushed_into_a_nat_without_a_relay(scene: Scene) -> None:
+    with scene.networks.count_bytes("a", scene.public["endpoint"]) as count_bytes:
+        done = generate(scene, "home-b", LONG_PROMPT)
+
+        assert done["failovers"] == []
+        assert done["text"].endswith(generate_alone(24, LONG_PROMPT))
+        assert count_bytes() > PROMPT_BYTES
+
+
+@pytest.mark.thorough
+def test_parked_streams_survive_a_nat_that_forgets_what_is_silent(scene: Scene) -> None:
+    scene.networks.forget_after("a", 20)
+    time.sleep(60)
+
+    test_prompt_is_pushed_into_a_nat_without_a_relay(scene)
 
 
 @pytest.mark.thorough
@@ -193,3 +217,37 @@ def write_text(
     stack.callback(writing.wait, 30)
     stack.callback(writing.terminate)
     return writing
+
+
+@pytest.mark.thorough
+def test_text_goes_on_when_either_end_of_a_parked_stream_dies() -> None:
+    with nat_networks() as networks, contextlib.ExitStack() as stack:
+        first = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")
+        join = ("--initial-peers", first.address)
+        second = start_peer(networks, stack, "router-b", ROUTER_HOSTS["b"], "0:4", *join)
+        addresses = (first.address, second.address)
+        join = ("--initial-peers", ",".join(addresses))
+        relayed = start_peer(networks, stack, "home-a", HOME_HOSTS["a"], "4:8", *join)
+        wait_until_parked(relayed, first, second)
+        writing = write_text(networks, stack, "public", *addresses)
+        assert writing.stdout is not None
+        begun = writing.stdout.read(40)
+
+        with networks.count_bytes("a", second.facts["endpoint"]) as count_bytes:
+            first.process.kill()
+            begun += writing.stdout.read(200)
+            assert count_bytes() > DECODED_BYTES
+        spare = start_peer(networks, stack, "home-b", HOME_HOSTS["b"], "4:8", *join)
+        wait_until_parked(spare, second)
+        relayed.process.kill()
+        text = begun + writing.stdout.read()
+
+        assert writing.wait(START_SECONDS) == 0
+        assert text.strip() == generate_alone(TEXT_TOKENS).strip()
+
+
+def wait_until_parked(peer: RunningPeer, *hosts: RunningPeer) -> None:
+    """Wait until a peer has parked streams at others, and nowhere else."""
+    endings = {host.facts["peer_id"][-8:] for host in hosts}
+    while set(read_event(peer.process, "parked")["parked_at"]) != endings:
+        pass

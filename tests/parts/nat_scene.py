@@ -14,7 +14,7 @@ import itertools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -48,6 +48,27 @@ class NatNetworks:
     def command(self, name: str, *command: str) -> list[str]:
         """Return a command as it runs inside a namespace; it replaces `ip`, under its pid."""
         return ["ip", "netns", "exec", self._prefix + name, *command]
+
+    @contextlib.contextmanager
+    def count_bytes(self, letter: str, endpoint: str) -> Iterator[Callable[[], int]]:
+        """Give what counts the bytes that come from an endpoint into a home."""
+        router, (host, port) = f"router-{letter}", endpoint.rsplit(":", 1)
+        rule = f"FORWARD -i wan -p tcp -s {host} --sport {port}".split()
+        _run(*self.command(router, "iptables", "-I", *rule))
+
+        def count() -> int:
+            listed = _run(*self.command(router, "iptables", "-L", "FORWARD", "1", "-v", "-n", "-x"))
+            return int(listed.split()[1])
+
+        try:
+            yield count
+        finally:
+            _run(*self.command(router, "iptables", "-D", *rule))
+
+    def forget_after(self, letter: str, seconds: int) -> None:
+        """Have a NAT forget connections over which nothing went for so long."""
+        path = "/proc/sys/net/netfilter/nf_conntrack_tcp_timeout_established"
+        _run(*self.command(f"router-{letter}", "sh", "-c", f"echo {seconds} > {path}"))
 
     def _make_home(self, letter: str) -> None:
         router, home = f"router-{letter}", f"home-{letter}"
@@ -93,5 +114,5 @@ def nat_networks() -> Iterator[NatNetworks]:
         networks.remove()
 
 
-def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True)
+def _run(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
