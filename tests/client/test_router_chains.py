@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +25,7 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.spans import Span
 from shoal.protocol.swarm_view import SwarmView
-from shoal.protocol.versions import CHAIN_VERSION
+from shoal.protocol.versions import CHAIN_VERSION, REVERSE_VERSION
 
 MODEL = ModelId("a" * 32)
 NOW = 1_800_000_000.0
@@ -106,8 +107,10 @@ def find_way_seconds(a: Announcement, b: Announcement, costs: RoutingCosts) -> f
         seconds = estimate_rtt_seconds(*settled)
     else:
         seconds = to_a + to_b
-    can_push = min(a.max_version, b.max_version) >= CHAIN_VERSION and b.endpoints
-    if not can_push or (a.peer_id, b.peer_id) in costs.cuts:
+    version = min(a.max_version, b.max_version)
+    can_dial = version >= CHAIN_VERSION and b.endpoints
+    has_parked = version >= REVERSE_VERSION and a.peer_id[-8:] in b.parked_at
+    if not (can_dial or has_parked) or (a.peer_id, b.peer_id) in costs.cuts:
         seconds = to_a + to_b
     return 0.5 * min(max(seconds, abs(to_a - to_b)), to_a + to_b)
 
@@ -155,10 +158,11 @@ def draw_swarm(rng: random.Random) -> tuple[list[Announcement], RoutingCosts, En
                 (PeerId(other), rng.choice((0.0, YEAR, rng.uniform(0.0, 0.2))))
                 for other in rng.sample(others, rng.randint(0, 3))
             ),
-            "max_version": rng.choice((CHAIN_VERSION - 1, *[CHAIN_VERSION] * 6)),
+            "max_version": rng.choice((CHAIN_VERSION - 1, CHAIN_VERSION, *[REVERSE_VERSION] * 5)),
         }
-        if rng.random() < 0.1:
+        if rng.random() < 0.3:
             facts["endpoints"] = ()
+            facts["parked_at"] = tuple(rng.sample(others, rng.randint(0, 3)))
         peers.append(make_peer(name, span, **facts))
     cuts = {(PeerId(rng.choice(others)), PeerId(rng.choice(others)))}
     rtts = {str(peer.peer_id): rng.uniform(0.0, 0.2) for peer in peers}
@@ -223,6 +227,24 @@ def test_two_peers_in_one_house_far_away_are_a_good_chain() -> None:
     assert show(plan(peers, make_costs(rtts, peers))) == "a[0:3] b[3:6]"
     star = RoutingCosts(make_costs(rtts, peers).rtt_seconds, 0.0)
     assert show(plan(peers, star, ends=None)) == "c[0:3] d[3:6]"
+
+
+def test_peer_that_has_parked_streams_is_pushed_to_like_one_that_can_be_dialled() -> None:
+    newest = {"max_version": REVERSE_VERSION}
+    before = make_peer("a", (0, 3), rtts=((PeerId("b"), 0.001),), **newest)
+    relayed = make_peer("b", (3, 6), endpoints=(), **newest)
+    near = make_peer("c", (3, 6), rtts=((PeerId("a"), 0.05),))
+    rtts = {"a": 0.1, "b": 0.1, "c": 0.1}
+
+    def choose(relayed: Announcement) -> str:
+        peers = [before, relayed, near]
+        return show(plan(peers, make_costs(rtts, peers)))
+
+    assert choose(relayed) == "a[0:3] c[3:6]"
+    assert choose(replace(relayed, parked_at=("a",))) == "a[0:3] b[3:6]"
+    assert choose(replace(relayed, parked_at=("d",))) == "a[0:3] c[3:6]"
+    older = replace(relayed, parked_at=("a",), max_version=REVERSE_VERSION - 1)
+    assert choose(older) == "a[0:3] c[3:6]"
 
 
 def test_replacement_is_near_to_those_around_it() -> None:

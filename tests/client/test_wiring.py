@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
@@ -16,6 +17,7 @@ from shoal.client.route_opening import LiveHop, RouteOpener, SessionFacts
 from shoal.client.router import Hop
 from shoal.client.swarm import Swarm
 from shoal.client.wiring import StartOverError, Wiring, cut_segments
+from shoal.protocol.announcements import shorten
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import NO_CAPABILITY, ModelId, PeerId, SessionId
@@ -119,6 +121,23 @@ def test_peer_that_cannot_be_dialled_is_pushed_nothing() -> None:
     make_wiring().plan(hops, make_place())
 
     assert [len(segment) for segment in cut_segments(hops)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("versions", "segments"), [("444", [2, 1]), ("344", [1, 1, 1]), ("434", [1, 1, 1])]
+)
+def test_peer_is_pushed_to_over_what_it_has_parked_by_who_understands_it(
+    versions: str, segments: list[int]
+) -> None:
+    hops = make_hops(versions, num_endpoints=0)
+    second = hops[1].hop
+    parked_at = (shorten(hops[0].hop.peer.peer_id),)
+    hops[1].hop = replace(second, peer=replace(second.peer, parked_at=parked_at))
+
+    make_wiring().plan(hops, make_place())
+
+    assert [len(segment) for segment in cut_segments(hops)] == segments
+    assert hops[0].next is None or hops[0].next.endpoints == ()
 
 
 def test_last_new_hop_pushes_to_the_one_behind_only_what_that_lacks() -> None:
