@@ -18,6 +18,9 @@ from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .config import ClientConfig, make_whole, read_kv_format
 from .farewells import Farewells
+from .finetune.autograd import PassRunner
+from .finetune.pass_asking import PassAsker
+from .finetune.remote_passes import RemotePasses
 from .inference_session import InferenceSession
 from .live_hops import LiveHops
 from .portal import Portal
@@ -68,6 +71,9 @@ class Client:
         self._config = config
         self._farewells = Farewells()
         self._secret = secrets.token_bytes(16)
+        asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
+        self._passes = RemotePasses(asker)
+        self.passes = PassRunner(self._passes, portal)
         portal.run_last(self._leave)
 
     def __repr__(self) -> str:
@@ -183,6 +189,7 @@ class Client:
     async def _leave(self) -> None:
         try:
             await self._farewells.finish()
+            await self._passes.close()
             await self._transport.close()
         finally:
             await self._directory.close()

@@ -13,7 +13,7 @@ from ..protocol.errors import (
     SilentError,
     UnavailableError,
 )
-from ..protocol.ids import NO_CAPABILITY, ClientToken
+from ..protocol.ids import NO_CAPABILITY, ClientToken, ModelId
 from ..protocol.limits import MAX_FRAME_BYTES
 from ..protocol.messages import (
     Attach,
@@ -109,7 +109,7 @@ class HopLink:
                     undo.push_async_callback(stream.close)
                     link = cls(transport, clock, hop, opening, client, stream)
                     welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
-                    _check_welcome(welcome, hop, opening)
+                    check_welcome(welcome, hop, opening.model_id)
                     opened = await receive(stream, link.name, opening.session)
                     if isinstance(opened, Queued) and opening.max_wait_seconds > 0:
                         on_queued(opened.wait_seconds)
@@ -241,7 +241,7 @@ class HopLink:
         if self._bulk is None:
             self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
             welcome, _ = await greet(self._bulk, self.name, self._clock, self._client)
-            _check_welcome(welcome, self.hop, self._opening)
+            check_welcome(welcome, self.hop, self._opening.model_id)
         if self._bulk_capability != self.capability:
             attach = Attach(self.session, self._opening.epoch, self.capability)
             await self._bulk.send(encode_frame(attach))
@@ -274,14 +274,15 @@ def _ignore(num_bytes: int) -> None:
     """Be told of a frame while nobody watches."""
 
 
-def _check_welcome(welcome: Welcome, hop: Hop, opening: Open) -> None:
+def check_welcome(welcome: Welcome, hop: Hop, model_id: ModelId) -> None:
+    """Raise StaleAnnouncementError or RemoteProtocolError unless the peer is what it announced."""
     if welcome.peer_id != hop.peer.peer_id:
         raise StaleAnnouncementError(f"another peer answers for …{hop.peer.peer_id[-6:]}")
     if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
         raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} chose a version of its own")
-    if welcome.model_id == opening.model_id and not welcome.span.covers(hop.span):
+    if welcome.model_id == model_id and not welcome.span.covers(hop.span):
         raise StaleAnnouncementError(
             f"peer …{hop.peer.peer_id[-6:]} announced blocks {hop.span} and serves {welcome.span}"
         )
-    if welcome.model_id != opening.model_id:
+    if welcome.model_id != model_id:
         raise StaleAnnouncementError(f"peer …{hop.peer.peer_id[-6:]} serves another model by now")

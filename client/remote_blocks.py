@@ -64,7 +64,6 @@ class RemoteSequential(nn.Module):
             span = Span(block, block + 1)
         return RemoteSequential(self._client, span, self._hidden_size)
 
-    @torch.no_grad()
     def forward(
         self,
         hidden_BTH: Tensor,
@@ -75,13 +74,42 @@ class RemoteSequential(nn.Module):
     ) -> Tensor:
         """Run hidden states through the blocks; with `last_token_only` the result is [B, 1, H].
 
-        Continues the active session, or opens one for this call alone. No gradients flow back.
+        Continues the active session, or opens one for this call alone. No gradients flow through
+        sessions: without one, where a gradient is asked for or `prompts` are given, all tokens go
+        through as one stateless pass. `prompts`, [L, B, P, H] or [L, 1, P, H], are added to the
+        first P inputs of each of the L blocks.
         """
         self.check_hidden(hidden_BTH)
-        active, num_tokens = self.active_session, hidden_BTH.shape[1]
-        if active is None and num_tokens == 0:
+        active = self.active_session
+        if active is None and hidden_BTH.shape[1] == 0:
             return hidden_BTH
-        with nullcontext(active) if active else self.open_session(num_tokens) as session:
+        wants_gradients = torch.is_grad_enabled() and (
+            hidden_BTH.requires_grad or (prompts is not None and prompts.requires_grad)
+        )
+        if active is None and (wants_gradients or prompts is not None):
+            output_BTH = self._run_pass(hidden_BTH, prompts, hypo_ids)
+            return output_BTH[:, -1:] if last_token_only else output_BTH
+        with torch.no_grad():
+            return self._step(hidden_BTH, prompts, hypo_ids, last_token_only)
+
+    def _run_pass(
+        self, hidden_BTH: Tensor, prompts: Tensor | None, hypo_ids: Tensor | None
+    ) -> Tensor:
+        if hypo_ids is not None:
+            raise UsageError("rows are moved within a session; open one to use hypo_ids")
+        if prompts is not None:
+            check_prompts(prompts, len(self._span), hidden_BTH)
+        return self._client.passes.run(self._span, hidden_BTH, prompts)
+
+    def _step(
+        self,
+        hidden_BTH: Tensor,
+        prompts: Tensor | None,
+        hypo_ids: Tensor | None,
+        last_token_only: bool,
+    ) -> Tensor:
+        active = self.active_session
+        with nullcontext(active) if active else self.open_session(hidden_BTH.shape[1]) as session:
             output = session.step(
                 hidden_BTH.to("cpu"), prompts, hypo_ids, last_token_only=last_token_only
             )
@@ -132,3 +160,21 @@ class RemoteSequential(nn.Module):
         if session is None:
             raise UsageError("no session is active; use `with model.inference_session(...)`")
         return session.position
+
+
+def check_prompts(prompts: Tensor, num_blocks: int, hidden_BTH: Tensor) -> None:
+    """Raise UsageError unless these can be deep prompts of so many blocks and these inputs."""
+    num_rows, num_tokens, hidden_size = hidden_BTH.shape
+    fits = (
+        prompts.ndim == 4
+        and prompts.is_floating_point()
+        and prompts.shape[0] == num_blocks
+        and prompts.shape[1] in (1, num_rows)
+        and 0 < prompts.shape[2] <= num_tokens
+        and prompts.shape[3] == hidden_size
+    )
+    if not fits:
+        raise UsageError(
+            f"prompts inside of blocks are floats [{num_blocks}, {num_rows} or 1, 1 to "
+            f"{num_tokens}, {hidden_size}] here, got {list(prompts.shape)} of {prompts.dtype}"
+        )

@@ -239,6 +239,20 @@ class Swarm:
             self._way_seconds[key] = expect_way_seconds(peers, self._measure_costs())
         return self._way_seconds[key]
 
+    def find_hosts(self, block: int, exclude: Collection[PeerId]) -> list[Announcement]:
+        """Return those of whom a block's hosts are least in doubt; liars are not among them."""
+        doubts = self._list_doubts()
+        hosts: dict[int, list[Announcement]] = {}
+        for peer in self.view.serving(block):
+            doubt = doubts.get(peer.peer_id, _NO_DOUBT)
+            if peer.peer_id not in exclude and doubt not in (Fault.STALE, Fault.LYING):
+                hosts.setdefault(doubt, []).append(peer)
+        return hosts[min(hosts)] if hosts else []
+
+    def note_pass(self, peer_id: PeerId) -> None:
+        """Note that a peer took a pass: forget what it did wrong."""
+        self._quarantines.pop(peer_id, None)
+
     def _list_doubts(self) -> dict[PeerId, int]:
         """Return whom to use only if nobody else is there, and how reluctantly.
 

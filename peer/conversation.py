@@ -27,6 +27,8 @@ from ..protocol.messages import (
     Offer,
     Open,
     Opened,
+    Pass,
+    PassPiece,
     Queued,
     Step,
 )
@@ -39,6 +41,7 @@ from .answers import conclude, encode_gap, encode_refusal
 from .engine.jobs import ComputedStep
 from .greeting import Greeting
 from .held_session import HeldSession
+from .pass_desk import PassDesk
 from .steering import Steering, check_attach, check_epoch, may_push, steer
 from .step_work import check_step_size, make_work
 
@@ -74,6 +77,7 @@ class Conversation:
         self._attached: dict[SessionId, Capability] = {}  # sessions that another peer pushes here
         self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
         self._answers = AnswerQueue(stream, service.pending, self.holder)
+        self._passes = PassDesk(service, self._answers)
         self._idle_seconds = service.facts.session_idle_seconds
         self._greeting = Greeting(service)
         self._active_at = service.clock.now()
@@ -112,6 +116,7 @@ class Conversation:
             self._stream.set_gate(open_gate)
             # What is in the engine still is somewhere in memory: it counts until it is done.
             self._answers.end()
+            self._passes.end()
             for session, held in self._opened.items():
                 self._service.close_session(session, held)
 
@@ -157,8 +162,7 @@ class Conversation:
         if service.has_hung_up:
             raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
         num_places = _STREAMS_PER_SESSION * service.facts.max_sessions
-        addresses = service.list_stream_addresses()
-        check_room_for(self.holder.address, addresses, num_places, "streams")
+        check_room_for(self.holder.address, service.list_stream_addresses(), num_places, "streams")
         service.streams.add(self)
 
     async def _receive(self) -> bytes | None:
@@ -183,6 +187,8 @@ class Conversation:
         if len(held) < len(self._used):
             self._used &= sessions.keys()
             self._attached = {s: shown for s, shown in self._attached.items() if s in self._used}
+            self._active_at = now
+        if self._passes.is_computing:
             self._active_at = now
         idle_seconds = self._idle_seconds
         if not self._used and not self._waiting:
@@ -221,6 +227,9 @@ class Conversation:
             self._take_step(message)
         elif isinstance(message, Open):
             await self._open(message)
+        elif isinstance(message, Pass | PassPiece):
+            self._active_at = self._service.clock.now()
+            self._passes.take(message, self.holder)
         elif isinstance(message, Close):
             self._close(message.session)
         elif isinstance(message, Steering):
@@ -246,8 +255,7 @@ class Conversation:
         waiting = self._waiting.get(session)
         if waiting is not None:
             waiting.cancel()
-        held = self._opened.pop(session, None)
-        if held is not None:
+        if (held := self._opened.pop(session, None)) is not None:
             self._service.close_session(session, held)
 
     def _welcome(self, hello: Hello) -> None:
@@ -375,7 +383,7 @@ class Conversation:
             self._count_step(held, answer, -num_bytes)
             return
         # The engine may be at it still, and has it in its queue until the next iteration.
-        dropped = self._service.compute.call(_do_nothing)
+        dropped = self._service.compute.call(bool)
         dropped.add_done_callback(lambda _: self._count_step(held, answer, -num_bytes))
 
     def _count_step(self, held: HeldSession, answer: Answer | None, num_bytes: int) -> None:
@@ -390,7 +398,3 @@ class Conversation:
         check_step_size(step, held.dtype, self._service.engine.spec.hidden_size, is_pushed)
         holder = held.holder if held.capability else self.holder
         self._service.pending.check_room_for(holder, len(step.hidden.data))
-
-
-def _do_nothing() -> None:
-    """Be called between two iterations."""

@@ -17,6 +17,7 @@ from .held_session import HeldSession
 from .neighbours import Neighbours
 from .outlet import Ways
 from .parked_streams import ParkedStreams
+from .pass_desk import MAX_PASS_BYTES
 from .shared_bytes import SharedBytes
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
@@ -26,6 +27,10 @@ wait for their reader."""
 MAX_LOGGED_BYTES = 256 * 2**20
 """Outputs of all sessions that were pushed to other peers and may have to be pushed again: 32,000
 tokens of a model of width 4096 in 16 bits. A session that finds no room is not logged."""
+
+
+MAX_BYTES_OF_PASSES = 4 * MAX_PASS_BYTES
+"""Tensors of passes that come in, wait or are computed."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class Service:
     is_draining: bool = False
     has_hung_up: bool = False
     pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
+    passes: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_BYTES_OF_PASSES, 3))
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
     streams: set[Conversation] = field(default_factory=set)
     admission: Admission = field(init=False)

@@ -1,5 +1,7 @@
 """Steps of the wire to work for the engine, and what the engine made of them back to the wire."""
 
+from torch import Tensor
+
 from ..kernels.compress import decode_as, encode_as, has_only_finite
 from ..protocol import limits
 from ..protocol.errors import ErrorCode, RefusedError
@@ -54,11 +56,7 @@ def make_work(step: Step, cache: SessionCache, span: Span, is_pushed: bool) -> S
 def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
     """Return the answer to a step; RefusedError when the session's dtype cannot hold it."""
     hidden_BTH = computed.hidden_BTH
-    if dtype is WireDtype.FP16 and not has_only_finite(hidden_BTH.half()):
-        raise RefusedError(
-            ErrorCode.BAD_VALUES,
-            "these hidden states are too large for fp16 on the wire; choose bf16 or fp32",
-        )
+    check_fits(hidden_BTH, dtype)
     rows, tokens, width = hidden_BTH.shape
     return Output(
         step.session,
@@ -70,6 +68,15 @@ def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
         computed.compute_seconds,
         step.before,
     )
+
+
+def check_fits(hidden: Tensor, dtype: WireDtype) -> None:
+    """Raise RefusedError when a dtype of the wire cannot hold these numbers."""
+    if dtype is WireDtype.FP16 and not has_only_finite(hidden.half()):
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            "these hidden states are too large for fp16 on the wire; choose bf16 or fp32",
+        )
 
 
 def take_last_token(hidden: WireTensor) -> WireTensor:

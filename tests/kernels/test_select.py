@@ -35,6 +35,7 @@ class TimedProduct:
     """Takes so many seconds for few rows and for many; other programs disturb all but one trial."""
 
     num_bytes = 0
+    scales_O = torch.ones(1)
 
     def __init__(
         self, clock: Clock, few: float, many: float, weight: Int8Weight, bias_O: Tensor | None
@@ -49,6 +50,9 @@ class TimedProduct:
 
     def multiply_roughly(self, hidden_NI: Tensor) -> tuple[Tensor, Tensor]:
         return hidden_NI, torch.zeros(len(hidden_NI), dtype=torch.int32)
+
+    def transpose(self, first_output: int, last_output: int) -> TimedProduct:
+        return self
 
     def _disturb(self) -> Iterator[float]:
         while True:

@@ -1,0 +1,1 @@
+"""Fine-tuning through a swarm: gradients through blocks that are on other machines."""

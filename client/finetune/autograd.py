@@ -1,0 +1,84 @@
+"""Remote blocks as one function that autograd knows how to differentiate.
+
+Tensor suffixes: B rows, T tokens, H hidden, L blocks of a span, P tokens of a deep prompt.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...protocol.spans import Span
+from ..portal import Portal
+from .microbatches import Texts
+from .remote_passes import RemotePasses, Trail
+
+
+class PassRunner:
+    """Runs passes for threads that know nothing of event loops."""
+
+    def __init__(self, passes: RemotePasses, portal: Portal) -> None:
+        self._passes = passes
+        self._portal = portal
+
+    def run(self, span: Span, hidden_BTH: Tensor, prompts_LBPH: Tensor | None = None) -> Tensor:
+        """Return hidden states behind the last block of a span, [B, T, H], in the dtype given.
+
+        Differentiable with respect to hidden states and deep prompts, which are [L, B, P, H] or
+        [L, 1, P, H] and added to the first P inputs of each block. Raises what
+        `RemotePasses.run_forward` does; so may the backward pass.
+        """
+        output: Tensor = _RemoteBlocks.apply(self, span, hidden_BTH, prompts_LBPH)  # pyright: ignore[reportAssignmentType]
+        return output
+
+    def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
+        """See `RemotePasses.run_forward`."""
+        return self._portal.run(self._passes.run_forward(span, texts))
+
+    def run_backward(self, trails: list[Trail], grads_BTH: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the gradients of hidden states and of deep prompts."""
+        gradients = self._portal.run(self._passes.run_backward(trails, grads_BTH))
+        return gradients.hidden_BTH, gradients.prompts_LBPH
+
+
+class _RemoteBlocks(torch.autograd.Function):
+    """Keeps what was sent to each hop, on the CPU, until autograd forgets the graph.
+
+    Nothing is used up on the way back, so it may be gone again (`retain_graph`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: PassRunner,
+        span: Span,
+        hidden_BTH: Tensor,
+        prompts_LBPH: Tensor | None,
+    ) -> Tensor:
+        # Copies: whoever changes the tensors later must not change what goes back through blocks.
+        texts = Texts(_copy(hidden_BTH), None if prompts_LBPH is None else _copy(prompts_LBPH))
+        output_BTH, trails = runner.run_forward(span, texts)
+        ctx.runner, ctx.trails = runner, trails
+        ctx.inputs = [(x.device, x.dtype) for x in (hidden_BTH, prompts_LBPH) if x is not None]
+        return output_BTH.to(hidden_BTH.device, hidden_BTH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grads_BTH: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        found = ctx.runner.run_backward(ctx.trails, _copy(grads_BTH))
+        wanted = ctx.needs_input_grad[2:]
+        places = [*ctx.inputs, *[(None, None)] * (2 - len(ctx.inputs))]
+        gradients = [
+            grad.to(*place) if is_wanted and grad is not None else None
+            for grad, place, is_wanted in zip(found, places, wanted, strict=True)
+        ]
+        return (None, None, *gradients)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -1,0 +1,107 @@
+"""A batch cut into microbatches, and what came of them put together.
+
+Tensor suffixes: B rows, T tokens, H hidden, L blocks of a span, P tokens of a deep prompt.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+MOST_TOKENS = 1024
+"""Rows times tokens of one microbatch, unless one row has more."""
+
+_FEW_TOKENS = 256
+"""Below that a microbatch is not worth its frames, and linears are slower for each token."""
+
+_MICROBATCHES_PER_HOP = 4
+"""So many keep all hops busy most of the time: while the first and the last are on their way, some
+wait. With 2 hops and 8 microbatches that is an eighth of the time."""
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Rows of equal length on their way into some blocks, and the deep prompts of each of these.
+
+    Deep prompts are [L, B, P, H], or [L, 1, P, H] for all rows the same.
+    """
+
+    hidden_BTH: Tensor
+    prompts_LBPH: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows, B."""
+        return self.hidden_BTH.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows times tokens."""
+        return self.hidden_BTH.shape[0] * self.hidden_BTH.shape[1]
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether several rows have the same deep prompts."""
+        return self.prompts_LBPH is not None and self.prompts_LBPH.shape[1] == 1
+
+    def take_rows(self, rows: slice) -> Texts:
+        """Return some of the rows."""
+        prompts = self.prompts_LBPH
+        if prompts is not None and not self.shares_prompts:
+            prompts = prompts[:, rows]
+        return Texts(self.hidden_BTH[rows], prompts)
+
+    def take_blocks(self, blocks: slice) -> Texts:
+        """Return the texts with the deep prompts of some of the blocks, counted from the first."""
+        prompts = self.prompts_LBPH
+        return Texts(self.hidden_BTH, None if prompts is None else prompts[blocks])
+
+    def move_to(self, hidden_BTH: Tensor) -> Texts:
+        """Return the same texts with other hidden states: those between other blocks."""
+        return Texts(hidden_BTH, self.prompts_LBPH)
+
+
+@dataclass(frozen=True)
+class TextGradients:
+    """Gradients of what went into some blocks, in the shapes of `Texts`."""
+
+    hidden_BTH: Tensor
+    prompts_LBPH: Tensor | None = None
+
+
+def cut_rows(num_rows: int, num_tokens: int, num_hops: int, most_tokens: int) -> list[slice]:
+    """Return the rows of each microbatch of rows of `num_tokens` each, as even as can be.
+
+    Rows are not cut: each attends to all of itself.
+
+    >>> cut_rows(8, 256, 2, 1024)
+    [slice(0, 1, None), slice(1, 2, None), slice(2, 3, None), slice(3, 4, None), \
+slice(4, 5, None), slice(5, 6, None), slice(6, 7, None), slice(7, 8, None)]
+    >>> cut_rows(5, 100, 2, 1024)
+    [slice(0, 3, None), slice(3, 5, None)]
+    >>> cut_rows(2, 5000, 1, 1024)
+    [slice(0, 1, None), slice(1, 2, None)]
+    """
+    needed = -(-num_rows * num_tokens // most_tokens)
+    worthwhile = num_rows * num_tokens // _FEW_TOKENS
+    wanted = min(num_hops * _MICROBATCHES_PER_HOP, worthwhile)
+    num_parts = min(num_rows, max(1, needed, wanted))
+    size, rest = divmod(num_rows, num_parts)
+    starts = [0]
+    for index in range(num_parts):
+        starts.append(starts[-1] + size + (index < rest))
+    return [slice(*pair) for pair in itertools.pairwise(starts)]
+
+
+def join_gradients(parts: Sequence[TextGradients], shares_prompts: bool) -> TextGradients:
+    """Return the gradients of a batch from those of its microbatches."""
+    hidden_BTH = torch.cat([part.hidden_BTH for part in parts])
+    prompts = [part.prompts_LBPH for part in parts if part.prompts_LBPH is not None]
+    if not prompts:
+        return TextGradients(hidden_BTH)
+    joined = torch.stack(prompts).sum(0) if shares_prompts else torch.cat(prompts, dim=1)
+    return TextGradients(hidden_BTH, joined)

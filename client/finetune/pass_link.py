@@ -1,0 +1,148 @@
+"""One stream to one peer that takes passes: send their tensors, check what comes back.
+
+Tensor suffixes: N vectors of all rows, H hidden.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...kernels.compress import decode_as, encode_as, has_only_finite
+from ...protocol.announcements import Announcement
+from ...protocol.errors import RemoteProtocolError, SilentError
+from ...protocol.ids import ClientToken, PassId
+from ...protocol.messages import Message, Pass, Passed, PassPiece, Queued, Slot
+from ...protocol.net.clock import Clock
+from ...protocol.net.dialling import dial, greet, receive
+from ...protocol.net.transport import Lane, Stream, Transport
+from ...protocol.passes import PiecesReader, cut_vectors, list_answer_slots, list_question_slots
+from ...protocol.tensors import WireCodec, WireDtype, WireTensor
+from ...protocol.wire import encode_frame
+from ..deadlines import WakefulTimeout
+from ..hop_link import check_welcome
+from ..router import Hop
+
+_SILENCE_SECONDS = 4.0
+"""A peer that waits or computes says so every second; without a word for so long it is given up."""
+
+
+@dataclass(frozen=True)
+class PassAnswer:
+    """The tensors of an answer, [N, H] each in float32, and how long the peer was at it."""
+
+    tensors: Mapping[Slot, Tensor]
+    queue_seconds: float
+    compute_seconds: float
+
+
+class PassLink:
+    """A stream for one pass at a time. Not to be used again after an error: close it."""
+
+    def __init__(self, clock: Clock, peer: Announcement, stream: Stream) -> None:
+        self._clock = clock
+        self._stream = stream
+        self.peer = peer
+        self.used_at = clock.now()
+
+    def __repr__(self) -> str:
+        return f"<PassLink {self._name}>"
+
+    @property
+    def _name(self) -> str:
+        return f"peer …{self.peer.peer_id[-6:]} (blocks {self.peer.span})"
+
+    @classmethod
+    async def open(
+        cls,
+        transport: Transport,
+        clock: Clock,
+        peer: Announcement,
+        client: ClientToken,
+        timeout_seconds: float,
+    ) -> "PassLink":
+        """Dial a peer. Raises UnavailableError, RefusedError or RemoteProtocolError."""
+        try:
+            async with WakefulTimeout(timeout_seconds):
+                stream = await dial(transport, peer.peer_id, peer.doors, Lane.BULK, timeout_seconds)
+                link = cls(clock, peer, stream)
+                try:
+                    welcome, _ = await greet(stream, link._name, clock, client)
+                    check_welcome(welcome, Hop(peer, peer.span), peer.model_id)
+                except BaseException:
+                    await stream.close()
+                    raise
+        except TimeoutError as error:
+            raise SilentError(f"peer …{peer.peer_id[-6:]} did not answer in time") from error
+        return link
+
+    async def ask(
+        self, asked: Pass, tensors: Mapping[Slot, Tensor], dtype: WireDtype, carrying_seconds: float
+    ) -> PassAnswer:
+        """Send the tensors [N, H] of a pass and return what came of them.
+
+        A frame may take `carrying_seconds` on its way. Raises SilentError when the peer neither
+        takes nor says anything for too long, UnavailableError when the stream broke, RefusedError
+        when the peer declined, RemoteProtocolError for any other answer.
+        """
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        await self._send(encode_frame(asked), timeout_seconds)
+        for slot, num_vectors in list_question_slots(asked).items():
+            vectors_NH = tensors[slot]
+            for part in cut_vectors(num_vectors, dtype, vectors_NH.shape[1]):
+                piece_NH = vectors_NH[part.start : part.stop]
+                await self._send(
+                    _encode(asked.pass_id, slot, part, piece_NH, dtype), timeout_seconds
+                )
+        answer = await self._receive_answer(asked, tensors[Slot.HIDDEN].shape[1], timeout_seconds)
+        self.used_at = self._clock.now()
+        return answer
+
+    async def close(self) -> None:
+        """Hang up: the peer drops what it has not answered. Never raises."""
+        await self._stream.close()
+
+    async def _send(self, frame: bytes, timeout_seconds: float) -> None:
+        try:
+            async with WakefulTimeout(timeout_seconds):
+                await self._stream.send(frame)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} does not read what is sent") from error
+
+    async def _receive_answer(self, asked: Pass, width: int, timeout_seconds: float) -> PassAnswer:
+        reader = PiecesReader(list_answer_slots(asked), width)
+        while True:
+            message = await self._receive(asked.pass_id, timeout_seconds)
+            if isinstance(message, PassPiece) and message.pass_id == asked.pass_id:
+                if message.tensor.dtype is not asked.dtype:
+                    raise RemoteProtocolError(f"{self._name} answers in {message.tensor.dtype!r}")
+                reader.take(message)
+            elif isinstance(message, Passed) and message.pass_id == asked.pass_id:
+                break
+            elif not isinstance(message, Queued) or message.session != asked.pass_id:
+                raise RemoteProtocolError(f"{self._name} answered a pass with {message!r:.80}")
+        if not reader.is_complete:
+            raise RemoteProtocolError(f"{self._name} left out a part of its answer")
+        joined = {slot: _join(pieces) for slot, pieces in reader.tensors.items()}
+        if not all(map(has_only_finite, joined.values())):
+            raise RemoteProtocolError(f"{self._name} answered with NaN or infinity")
+        return PassAnswer(joined, message.queue_seconds, message.compute_seconds)
+
+    async def _receive(self, pass_id: PassId, timeout_seconds: float) -> Message:
+        try:
+            async with WakefulTimeout(timeout_seconds):
+                return await receive(self._stream, self._name, pass_id)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} fell silent during a pass") from error
+
+
+def _encode(pass_id: PassId, slot: Slot, part: range, piece_NH: Tensor, dtype: WireDtype) -> bytes:
+    data = encode_as(dtype.name, piece_NH)
+    wire = WireTensor(dtype, WireCodec.RAW, 1, len(part), piece_NH.shape[1], data)
+    return encode_frame(PassPiece(pass_id, slot, part.start, wire))
+
+
+def _join(pieces: list[WireTensor]) -> Tensor:
+    decoded = [decode_as(piece.dtype.name, piece.data, piece.shape)[0] for piece in pieces]
+    return torch.cat(decoded).float()

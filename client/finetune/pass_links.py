@@ -1,0 +1,76 @@
+"""The streams for passes that a client has to its peers: a few to each, used again and again."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from ...protocol.announcements import Announcement
+from ...protocol.ids import PeerId, make_client_token
+from ...protocol.net.clock import Clock
+from ...protocol.net.transport import Transport
+from .pass_link import PassLink
+
+MAX_IN_FLIGHT = 2
+"""Passes under way at one peer: one is computed while the tensors of the other travel."""
+
+_KEEP_SECONDS = 10.0
+"""How long a stream that nobody uses is good for: peers end theirs after twice as long."""
+
+
+class PassLinks:
+    """Lends streams out. Owned by the client's loop; close it at the end."""
+
+    def __init__(
+        self, transport: Transport, clock: Clock, secret: bytes, timeout_seconds: float
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._secret = secret
+        self._timeout_seconds = timeout_seconds
+        self._idle: dict[PeerId, list[PassLink]] = {}
+        self._places: dict[PeerId, asyncio.Semaphore] = {}
+        self._lent: set[PassLink] = set()
+
+    def __repr__(self) -> str:
+        return f"<PassLinks, {len(self._lent)} in use>"
+
+    @asynccontextmanager
+    async def lend(self, peer: Announcement) -> AsyncIterator[PassLink]:
+        """Give a stream to a peer, when one of its places is free; an error ends the stream.
+
+        Raises what `PassLink.open` does.
+        """
+        places = self._places.setdefault(peer.peer_id, asyncio.Semaphore(MAX_IN_FLIGHT))
+        async with places:
+            link = await self._take(peer)
+            self._lent.add(link)
+            try:
+                yield link
+            except BaseException:
+                await self._close(link)
+                raise
+            finally:
+                self._lent.discard(link)
+            self._idle.setdefault(peer.peer_id, []).append(link)
+
+    async def close(self) -> None:
+        """Hang up on everybody."""
+        links = [*self._lent, *(link for idle in self._idle.values() for link in idle)]
+        self._idle.clear()
+        for link in links:
+            await link.close()
+
+    async def _take(self, peer: Announcement) -> PassLink:
+        idle = self._idle.get(peer.peer_id, [])
+        while idle:
+            link = idle.pop()
+            is_same = link.peer.span == peer.span and link.peer.endpoints == peer.endpoints
+            if is_same and self._clock.now() - link.used_at < _KEEP_SECONDS:
+                return link
+            await link.close()
+        token = make_client_token(self._secret, peer.peer_id)
+        return await PassLink.open(self._transport, self._clock, peer, token, self._timeout_seconds)
+
+    async def _close(self, link: PassLink) -> None:
+        """Close a link although the caller may be cancelled meanwhile."""
+        await asyncio.shield(asyncio.ensure_future(link.close()))

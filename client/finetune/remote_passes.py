@@ -1,0 +1,155 @@
+"""Batches on their way through the swarm, forward and back, whoever is lost meanwhile.
+
+Passes are stateless: a peer that is lost is replaced by any other that hosts the blocks, which gets
+the same tensors again. So the client keeps what it sent to each hop until the way back is over.
+
+Tensor suffixes: B rows, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.spans import Span
+from .microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, join_gradients
+from .pass_asking import PassAsker
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Texts as they went into one hop, for the way back."""
+
+    span: Span
+    texts: Texts
+
+
+@dataclass(frozen=True)
+class Trail:
+    """The way of one microbatch, which is some rows of a batch."""
+
+    rows: slice
+    stages: Sequence[Stage]
+
+
+class RemotePasses:
+    """Sends batches through frozen remote blocks. Owned by the client's loop."""
+
+    def __init__(self, asker: PassAsker) -> None:
+        self._asker = asker
+        self._most_tokens = MOST_TOKENS
+
+    async def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
+        """Return the hidden states behind the last block of a span, and the way they took.
+
+        Raises RouteError with the blocks that nobody serves in time, RefusedError when peers
+        decline the texts themselves, and what the last of many peers did that were found and lost.
+        """
+        num_tokens, num_hops = texts.hidden_BTH.shape[1], self._asker.guess_num_hops(span)
+        batches = cut_rows(texts.num_rows, num_tokens, num_hops, self._most_tokens)
+        done = await _run_all(self._forward_rows(span, texts, rows) for rows in batches)
+        ways = [way for ways in done for way in ways]
+        return torch.cat([output_BTH for output_BTH, _ in ways]), [trail for _, trail in ways]
+
+    async def run_backward(self, trails: Sequence[Trail], grads_BTH: Tensor) -> TextGradients:
+        """Return the gradients of what went into `run_forward`, given those of what came out.
+
+        May be called again for the same trails. Raises what `run_forward` does.
+        """
+        gradients = await _run_all(
+            self._backward(trail.stages, grads_BTH[trail.rows]) for trail in trails
+        )
+        return join_gradients(gradients, trails[0].stages[0].texts.shares_prompts)
+
+    async def close(self) -> None:
+        """Hang up on everybody."""
+        await self._asker.close()
+
+    async def _forward_rows(
+        self, span: Span, texts: Texts, rows: slice
+    ) -> list[tuple[Tensor, Trail]]:
+        """Take some rows through a span; in two halves if a peer has no memory for them."""
+        part = texts.take_rows(rows)
+        try:
+            output_BTH, stages = await self._forward(span, part)
+        except RefusedError as error:
+            self._take_less(error, part)
+        else:
+            return [(output_BTH, Trail(rows, stages))]
+        halves = _halve(rows)
+        done = await _run_all(self._forward_rows(span, texts, half) for half in halves)
+        return [way for ways in done for way in ways]
+
+    async def _forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Stage]]:
+        """Take one microbatch through a span, hop by hop."""
+        stages: list[Stage] = []
+        rest, start = texts, span.start
+        while start < span.stop:
+            done, output_BTH = await self._asker.ask_forward(Span(start, span.stop), rest)
+            stages.append(Stage(done, rest.take_blocks(slice(0, len(done)))))
+            rest = rest.take_blocks(slice(len(done), None)).move_to(output_BTH)
+            start = done.stop
+        return rest.hidden_BTH, stages
+
+    async def _backward(self, stages: Sequence[Stage], grads_BTH: Tensor) -> TextGradients:
+        """Take the gradients of one microbatch back along its way."""
+        prompts: list[Tensor] = []
+        for stage in reversed(stages):
+            gradients = await self._go_back(stage, grads_BTH)
+            grads_BTH = gradients.hidden_BTH
+            if gradients.prompts_LBPH is not None:
+                prompts.insert(0, gradients.prompts_LBPH)
+        return TextGradients(grads_BTH, torch.cat(prompts) if prompts else None)
+
+    async def _go_back(self, stage: Stage, grads_BTH: Tensor) -> TextGradients:
+        """Take gradients back through one hop; in two halves if a peer has no memory for them."""
+        span, texts = stage.span, stage.texts
+        try:
+            gradients = await self._asker.ask_backward(span, texts, grads_BTH)
+        except RefusedError as error:
+            self._take_less(error, texts)
+        else:
+            return gradients or await self._go_back_in_parts(stage, grads_BTH)
+        halves = _halve(slice(0, texts.num_rows))
+        parts = await _run_all(
+            self._go_back(Stage(span, texts.take_rows(half)), grads_BTH[half]) for half in halves
+        )
+        return join_gradients(parts, texts.shares_prompts)
+
+    async def _go_back_in_parts(self, stage: Stage, grads_BTH: Tensor) -> TextGradients:
+        """Take gradients back through blocks that one peer hosted and several do now.
+
+        What goes into the others has to be computed first.
+        """
+        _, stages = await self._forward(stage.span, stage.texts)
+        return await self._backward(stages, grads_BTH)
+
+    def _take_less(self, error: RefusedError, texts: Texts) -> None:
+        """Remember that a peer has no memory for so much at once; raises any other error."""
+        if error.code is not ErrorCode.OUT_OF_MEMORY or texts.num_rows == 1:
+            raise error
+        self._most_tokens = min(self._most_tokens, max(1, texts.num_tokens // 2))
+
+
+def _halve(rows: slice) -> tuple[slice, slice]:
+    middle = (rows.start + rows.stop) // 2
+    return slice(rows.start, middle), slice(middle, rows.stop)
+
+
+async def _run_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
+    """Return all results in order; the first failure ends the others."""
+    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

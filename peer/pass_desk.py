@@ -1,0 +1,161 @@
+"""The passes of one stream: tensors come in, are computed, and what came of them goes out."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
+from ..protocol.fair_share import BUSY_SECONDS, Holder
+from ..protocol.ids import PassId
+from ..protocol.messages import Pass, Passed, PassPiece, Queued
+from ..protocol.passes import PiecesReader, list_answer_slots, list_question_slots
+from ..protocol.wire import encode_frame
+from .answer_queue import AnswerQueue
+from .answers import encode_refusal
+from .engine.pass_queue import ComputedPass
+from .pass_work import run_pass
+
+if TYPE_CHECKING:
+    from .service import Service
+
+_SIGN_SECONDS = 1.0
+"""How often a client hears that its pass still waits or is computed."""
+
+MAX_PASS_BYTES = 2**28
+"""The tensors of one pass in float32: 2,000 tokens of a model of width 8192, there and back."""
+
+_FLOAT_BYTES = 4
+
+
+@dataclass
+class _Asked:
+    """The pass of a stream, from the first word until its answer is queued."""
+
+    message: Pass
+    holder: Holder
+    reader: PiecesReader
+    num_bytes: int
+    computing: asyncio.Future[ComputedPass] | None = None
+
+
+class PassDesk:
+    """Takes one pass at a time from a stream.
+
+    The memory that the pass needs on its way is counted as a whole when it is asked for.
+    """
+
+    def __init__(self, service: Service, answers: AnswerQueue) -> None:
+        self._service = service
+        self._answers = answers
+        self._asked: _Asked | None = None
+        self._refused: PassId | None = None
+        self._sign: asyncio.TimerHandle | None = None
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether a pass waits for the engine, or is in it."""
+        return self._asked is not None and self._asked.computing is not None
+
+    def take(self, message: Pass | PassPiece, holder: Holder) -> None:
+        """Begin a pass, or answer why not; or take the next piece of one.
+
+        Raises RemoteProtocolError where neither belongs there.
+        """
+        if isinstance(message, PassPiece):
+            self._take_piece(message)
+            return
+        if self._asked is not None:
+            raise RemoteProtocolError("a stream has one pass at a time")
+        try:
+            self._asked = self._admit(message, holder)
+        except RefusedError as error:
+            self._refused = message.pass_id  # whose pieces are on their way already
+            self._answers.put(encode_refusal(message.pass_id, 0, error))
+
+    def end(self) -> None:
+        """Drop the pass: nobody is left to read its answer."""
+        asked = self._asked
+        if asked is None:
+            return
+        if asked.computing is None:
+            self._forget(asked)
+        else:
+            asked.computing.cancel()
+
+    def _take_piece(self, piece: PassPiece) -> None:
+        asked = self._asked
+        if asked is None or piece.pass_id != asked.message.pass_id:
+            if piece.pass_id != self._refused:
+                raise RemoteProtocolError("a piece of a pass that was not asked for")
+            return
+        asked.reader.take(piece)
+        if asked.reader.is_complete:
+            self._compute(asked)
+
+    def _admit(self, message: Pass, holder: Holder) -> _Asked:
+        service, engine = self._service, self._service.engine
+        if service.is_draining:
+            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+        if message.model_id != service.facts.model_id:
+            raise RefusedError(ErrorCode.WRONG_MODEL, "this peer serves another model")
+        if not engine.span.covers(message.span):
+            raise RefusedError(
+                ErrorCode.WRONG_SPAN, f"this peer hosts blocks {engine.span}, not {message.span}"
+            )
+        if message.num_tokens > engine.spec.max_positions:
+            raise RefusedError(
+                ErrorCode.TOO_LONG,
+                f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
+            )
+        width = engine.spec.hidden_size
+        slots = list_question_slots(message)
+        num_vectors = sum(slots.values()) + sum(list_answer_slots(message).values())
+        num_bytes = num_vectors * width * _FLOAT_BYTES
+        if num_bytes > MAX_PASS_BYTES:
+            raise RefusedError(
+                ErrorCode.OUT_OF_MEMORY,
+                f"a pass of {num_bytes} bytes is more than this peer takes; send smaller "
+                "microbatches",
+            )
+        service.passes.check_room_for(holder, num_bytes)
+        service.passes.count(holder, num_bytes)
+        return _Asked(message, holder, PiecesReader(slots, width), num_bytes)
+
+    def _compute(self, asked: _Asked) -> None:
+        message = asked.message
+        run = partial(run_pass, self._service.engine, message, asked.reader.tensors)
+        num_tokens = message.num_rows * message.num_tokens * len(message.span)
+        asked.computing = self._service.compute.submit_pass(run, num_tokens, asked.holder)
+        asked.computing.add_done_callback(partial(self._answer, asked))
+        self._give_sign()
+
+    def _give_sign(self) -> None:
+        """Say that the pass is not forgotten, and again in a while."""
+        assert self._asked is not None
+        pass_id, queue_seconds = self._asked.message.pass_id, self._service.compute.queue_seconds
+        self._answers.put(encode_frame(Queued(pass_id, 0, queue_seconds)))
+        self._sign = asyncio.get_running_loop().call_later(_SIGN_SECONDS, self._give_sign)
+
+    def _answer(self, asked: _Asked, computing: asyncio.Future[ComputedPass]) -> None:
+        self._forget(asked)
+        if computing.cancelled():
+            return
+        pass_id, error = asked.message.pass_id, computing.exception()
+        if error is not None:
+            assert isinstance(error, RefusedError)
+            self._answers.put(encode_refusal(pass_id, 0, error))
+            return
+        computed = computing.result()
+        for frame in computed.result:
+            self._answers.post(frame)
+        passed = Passed(pass_id, computed.queue_seconds, computed.compute_seconds)
+        self._answers.put(encode_frame(passed))
+
+    def _forget(self, asked: _Asked) -> None:
+        self._asked = None
+        if self._sign is not None:
+            self._sign.cancel()
+        self._service.passes.count(asked.holder, -asked.num_bytes)

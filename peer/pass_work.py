@@ -1,0 +1,70 @@
+"""Passes of the wire to work for the engine, and what the engine made of them back to the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels.compress import decode_as, encode_as
+from ..protocol.messages import Pass, PassKind, PassPiece, Slot
+from ..protocol.passes import cut_vectors
+from ..protocol.tensors import WireCodec, WireTensor
+from ..protocol.wire import encode_frame
+from .engine.engine import Engine
+from .engine.pass_queue import GiveWay
+from .engine.passes import PassWork
+from .step_work import check_fits
+
+
+def run_pass(
+    engine: Engine, message: Pass, tensors: dict[Slot, list[WireTensor]], give_way: GiveWay
+) -> list[bytes]:
+    """Return the frames that answer a pass, but for the last; empties `tensors`.
+
+    On the compute thread: to decode and encode megabytes would hold up the event loop.
+    """
+    shape = (message.num_rows, message.num_tokens, engine.spec.hidden_size)
+    hidden_BTH = _join(tensors.pop(Slot.HIDDEN), give_way).view(shape)
+    work = PassWork(message.span, hidden_BTH, _read_prompts(message, tensors, give_way))
+    if message.kind is PassKind.FORWARD:
+        return _encode(message, Slot.HIDDEN, engine.run_forward(work, give_way), give_way)
+    grads_BTH = _join(tensors.pop(Slot.GRADIENTS), give_way).view(shape)
+    gradients = engine.run_backward(work, grads_BTH, give_way)
+    frames = _encode(message, Slot.HIDDEN, gradients.hidden_BTH, give_way)
+    if gradients.prompts_LBPH is not None:
+        frames += _encode(message, Slot.PROMPTS, gradients.prompts_LBPH, give_way)
+    return frames
+
+
+def _read_prompts(
+    message: Pass, tensors: dict[Slot, list[WireTensor]], give_way: GiveWay
+) -> Tensor | None:
+    if Slot.PROMPTS not in tensors:
+        return None
+    prompts = _join(tensors.pop(Slot.PROMPTS), give_way)
+    return prompts.view(len(message.span), message.prompt_rows, message.prompt_tokens, -1)
+
+
+def _join(pieces: Sequence[WireTensor], give_way: GiveWay) -> Tensor:
+    """Return all vectors of a slot, [vectors, H]."""
+    decoded: list[Tensor] = []
+    for piece in pieces:
+        give_way()
+        decoded.append(decode_as(piece.dtype.name, piece.data, piece.shape)[0])
+    return torch.cat(decoded)
+
+
+def _encode(message: Pass, slot: Slot, tensor: Tensor, give_way: GiveWay) -> list[bytes]:
+    """Return the frames of a slot's pieces."""
+    width = tensor.shape[-1]
+    vectors_NH, dtype = tensor.reshape(-1, width), message.dtype
+    check_fits(vectors_NH, dtype)
+    frames: list[bytes] = []
+    for part in cut_vectors(len(vectors_NH), dtype, width):
+        give_way()
+        data = encode_as(dtype.name, vectors_NH[part.start : part.stop])
+        wire = WireTensor(dtype, WireCodec.RAW, 1, len(part), width, data)
+        frames.append(encode_frame(PassPiece(message.pass_id, slot, part.start, wire)))
+    return frames

@@ -1,0 +1,217 @@
+"""Gradients through a swarm are those of transformers, whoever is lost on the way."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from shoal.client.model import DistributedCausalLM
+from shoal.client.remote_blocks import RemoteSequential
+from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.protocol.errors import RefusedError, UnavailableError, UsageError
+
+HIDDEN = 64
+ONE_HOP = ((0, 4),)
+FOUR_HOPS = ((0, 1), (1, 2), (2, 3), (3, 4))
+REPLICAS = ((0, 2), (0, 2), (2, 4), (2, 4))
+TOLERANCE = 1e-4
+
+
+@contextlib.contextmanager
+def swarm_of(
+    tiny_models: Any, spans: Sequence[tuple[int, int]] = FOUR_HOPS, **settings: Any
+) -> Iterator[tuple[LoopbackSwarm, DistributedCausalLM]]:
+    directory = tiny_models.get().directory
+    swarm = LoopbackSwarm(directory, spans, weights="fp32")
+    with DistributedCausalLM.from_pretrained(directory, connect=swarm.connect, **settings) as model:
+        yield swarm, model
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def run_reference(
+    tiny_model: Any, hidden: Tensor, prompts: Tensor | None = None, span: slice = slice(None)
+) -> Tensor:
+    """Run transformers' own blocks, and add the prompts to what each of them is given."""
+    decoder = tiny_model.decoder
+    positions = torch.arange(hidden.shape[1])[None]
+    rotations = decoder.rotary_emb(hidden, positions)
+    num_tokens = hidden.shape[1]
+    mask = torch.full((num_tokens, num_tokens), float("-inf")).triu(1)[None, None]
+    for place, layer in enumerate(decoder.layers[span]):
+        if prompts is not None:
+            rest = num_tokens - prompts.shape[2]
+            hidden = hidden + F.pad(prompts[place].expand(len(hidden), -1, -1), (0, 0, 0, rest))
+        output = layer(hidden, attention_mask=mask, position_embeddings=rotations)
+        hidden = output if isinstance(output, Tensor) else output[0]
+    return hidden
+
+
+def assert_close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert found.shape == expected.shape
+    found, expected = found.detach(), expected.detach()
+    error = float((found - expected).norm() / expected.norm())
+    assert error < TOLERANCE, error
+
+
+def compare(
+    blocks: RemoteSequential, tiny_model: Any, prompt_rows: int | None = None, num_rows: int = 3
+) -> None:
+    """Compare outputs and gradients of one pass there and back."""
+    inputs = [draw(num_rows, 20, HIDDEN)]
+    if prompt_rows is not None:
+        inputs.append(0.3 * draw(len(blocks), prompt_rows, 5, HIDDEN, seed=2))
+    grads = draw(num_rows, 20, HIDDEN, seed=3)
+    ours = [tensor.clone().requires_grad_() for tensor in inputs]
+    theirs = [tensor.clone().requires_grad_() for tensor in inputs]
+
+    output = blocks(*ours)
+    expected = run_reference(tiny_model, *theirs, span=slice(blocks.span.start, blocks.span.stop))
+    output.backward(grads)
+    expected.backward(grads)
+
+    assert_close(output, expected)
+    for mine, their in zip(ours, theirs, strict=True):
+        assert_close(mine.grad, their.grad)
+
+
+@pytest.mark.parametrize("spans", [ONE_HOP, FOUR_HOPS], ids=["one hop", "four hops"])
+@pytest.mark.parametrize("prompt_rows", [None, 1, 3])
+def test_gradients_are_those_of_transformers(
+    tiny_models: Any, spans: Sequence[tuple[int, int]], prompt_rows: int | None
+) -> None:
+    with swarm_of(tiny_models, spans) as (_, model):
+        compare(model.transformer.h, tiny_models.get(), prompt_rows)
+
+
+def test_slices_and_prompts_without_a_gradient(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, REPLICAS) as (_, model):
+        blocks = model.transformer.h[1:3]
+        compare(blocks, tiny_models.get(), prompt_rows=1)
+        hidden, prompts = draw(2, 9, HIDDEN), draw(2, 2, 4, HIDDEN, seed=2)
+        expected = run_reference(tiny_models.get(), hidden, prompts, slice(1, 3))
+        with torch.no_grad():
+            assert_close(blocks(hidden, prompts), expected)
+
+
+def test_graph_that_is_retained_can_be_gone_back_through_again(tiny_models: Any) -> None:
+    with swarm_of(tiny_models) as (_, model):
+        hidden = draw(2, 7, HIDDEN).requires_grad_()
+        output = model.transformer.h(hidden)
+        (once,) = torch.autograd.grad(output.sum(), hidden, retain_graph=True)
+        (twice,) = torch.autograd.grad(output.sum(), hidden)
+
+        assert torch.equal(once, twice)
+
+
+def test_gradients_accumulate_and_checkpoints_work(tiny_models: Any) -> None:
+    with swarm_of(tiny_models) as (_, model):
+        hidden = draw(2, 7, HIDDEN).requires_grad_()
+        model.transformer.h(hidden).sum().backward()
+        once = hidden.grad
+        assert once is not None
+        once = once.clone()
+        output = checkpoint(model.transformer.h, hidden, use_reentrant=False)
+        output.sum().backward()
+
+        assert_close(hidden.grad, 2 * once)
+
+
+def test_no_grad_keeps_nothing(tiny_models: Any) -> None:
+    with swarm_of(tiny_models) as (_, model), torch.no_grad():
+        output = model.transformer.h(draw(1, 5, HIDDEN).requires_grad_())
+
+        assert not output.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_outputs_and_gradients_have_the_dtype_of_the_inputs(
+    tiny_models: Any, dtype: torch.dtype
+) -> None:
+    with swarm_of(tiny_models) as (_, model):
+        hidden = draw(1, 5, HIDDEN).to(dtype).requires_grad_()
+        output = model.transformer.h(hidden)
+        output.sum().backward()
+
+        assert hidden.grad is not None
+        assert (output.dtype, hidden.grad.dtype) == (dtype, dtype)
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_lost_peer_is_replaced(tiny_models: Any, when: str) -> None:
+    """Its gradients come from another one, which gets what it was sent."""
+    with swarm_of(tiny_models, REPLICAS) as (swarm, model):
+        blocks, hidden = model.transformer.h, draw(4, 20, HIDDEN).requires_grad_()
+        expected = torch.autograd.grad(blocks(hidden).sum(), hidden)
+        if when == "before":
+            swarm.network.kill("peer0")
+            swarm.network.kill("peer3")
+        output = blocks(hidden)
+        if when == "between":
+            swarm.network.kill("peer0")
+            swarm.network.kill("peer3")
+        found = torch.autograd.grad(output.sum(), hidden)
+
+        assert_close(found[0], expected[0])
+
+
+def test_span_that_nobody_hosts_alone_any_more_is_gone_back_through_in_parts(
+    tiny_models: Any,
+) -> None:
+    with swarm_of(tiny_models, ((0, 4), (0, 1), (1, 3), (3, 4))) as (swarm, model):
+        swarm.network.pause("peer1")
+        swarm.network.pause("peer2")
+        hidden = draw(4, 20, HIDDEN).requires_grad_()
+        prompts = 0.3 * draw(4, 4, 3, HIDDEN)
+        prompts.requires_grad_()
+        output = model.transformer.h(hidden, prompts)
+        swarm.network.resume("peer1")
+        swarm.network.resume("peer2")
+        swarm.network.kill("peer0")
+        found = torch.autograd.grad(output.sum(), (hidden, prompts))
+
+        reference = run_reference(tiny_models.get(), hidden, prompts)
+        expected = torch.autograd.grad(reference.sum(), (hidden, prompts))
+        for mine, their in zip(found, expected, strict=True):
+            assert_close(mine, their)
+
+
+def test_blocks_that_nobody_serves_are_named_in_time(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4)), failover_timeout_seconds=0.5) as (swarm, model):
+        hidden = draw(1, 5, HIDDEN).requires_grad_()
+        output = model.transformer.h(hidden)
+        swarm.network.kill("peer1")
+
+        with pytest.raises(UnavailableError, match="blocks 2:4"):
+            output.sum().backward()
+
+
+def test_not_a_number_is_refused_and_nobody_is_blamed(tiny_models: Any) -> None:
+    with swarm_of(tiny_models) as (_, model):
+        hidden = draw(1, 5, HIDDEN).requires_grad_()
+        output = model.transformer.h(hidden)
+        with pytest.raises(RefusedError, match="not finite"):
+            output.backward(torch.full_like(output, float("nan")))
+        output.sum().backward()
+
+        assert hidden.grad is not None
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(3, 1, 2, HIDDEN), (4, 2, 2, HIDDEN), (4, 1, 6, HIDDEN), (4, 1, 2, 63), (1, 2, HIDDEN)],
+)
+def test_prompts_that_do_not_fit_are_named(tiny_models: Any, shape: tuple[int, ...]) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model), pytest.raises(UsageError, match="prompts"):
+        model.transformer.h(draw(1, 5, HIDDEN), draw(*shape))
