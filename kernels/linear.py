@@ -140,21 +140,37 @@ class _FloatLinear(Linear):
     def multiply_in_pieces(
         self, hidden_NI: Tensor, precision: RowPrecision, pauses: Pauses
     ) -> Tensor:
-        hidden_NO = self._multiply(hidden_NI, self._weight_OI.t(), pauses)
+        if not self._needs_conversion:
+            return _multiply(hidden_NI, self._weight_OI.t(), self._bias_O, pauses)
+        hidden_NO = _multiply(
+            hidden_NI.to(self._weight_OI.dtype), self._weight_OI.t(), None, pauses
+        )
+        hidden_NO = hidden_NO.to(hidden_NI.dtype)
         return hidden_NO if self._bias_O is None else hidden_NO.add_(self._bias_O)
 
     def open_gradient(self) -> InputGradient:
-        return lambda grads_NO, pauses: self._multiply(grads_NO, self._weight_OI, pauses)
+        weight_OI = self._weight_OI
 
-    def _multiply(self, rows_NK: Tensor, weight_KM: Tensor, pauses: Pauses) -> Tensor:
-        dtype, rows_NK = rows_NK.dtype, rows_NK.to(weight_KM.dtype)
-        num_inputs, num_outputs = weight_KM.shape
-        result_NM = rows_NK.new_empty(len(rows_NK), num_outputs)
-        for rows in pauses.cut(len(rows_NK), num_inputs * _OUTPUTS_AT_ONCE, _ROWS_AT_ONCE):
-            part_NK = rows_NK[rows]
-            for outputs in pauses.cut(num_outputs, num_inputs * len(part_NK), _OUTPUTS_AT_ONCE):
-                torch.mm(part_NK, weight_KM[:, outputs], out=result_NM[rows, outputs])
-        return result_NM.to(dtype)
+        def multiply(grads_NO: Tensor, pauses: Pauses) -> Tensor:
+            grads_NI = _multiply(grads_NO.to(weight_OI.dtype), weight_OI, None, pauses)
+            return grads_NI.to(grads_NO.dtype)
+
+        return multiply
+
+
+def _multiply(rows_NK: Tensor, weight_KM: Tensor, bias_M: Tensor | None, pauses: Pauses) -> Tensor:
+    """Return the product of matrices of one dtype, piece by piece."""
+    num_inputs, num_outputs = weight_KM.shape
+    result_NM = rows_NK.new_empty(len(rows_NK), num_outputs)
+    for rows in pauses.cut(len(rows_NK), num_inputs * _OUTPUTS_AT_ONCE, _ROWS_AT_ONCE):
+        part_NK = rows_NK[rows]
+        for outputs in pauses.cut(num_outputs, num_inputs * len(part_NK), _OUTPUTS_AT_ONCE):
+            target_NM, factor_KM = result_NM[rows, outputs], weight_KM[:, outputs]
+            if bias_M is None:
+                torch.mm(part_NK, factor_KM, out=target_NM)
+            else:
+                torch.addmm(bias_M[outputs], part_NK, factor_KM, out=target_NM)
+    return result_NM
 
 
 class _Int8Linear(Linear):

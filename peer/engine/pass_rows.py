@@ -13,6 +13,9 @@ from ...kernels.linear_gradient import GradientLinears
 from ...kernels.pauses import Pauses
 from .rows import Rotation, RowRange
 
+PRECISION = RowPrecision.ONE_DIGIT
+"""Texts are prompts to int8 weights."""
+
 
 @dataclass(frozen=True)
 class PassRows:
@@ -36,8 +39,7 @@ class PassRows:
         step = num_all if is_whole else self.tokens_at_once
         pieces = [slice(start, min(start + step, num_all)) for start in range(0, num_all, step)]
         return [
-            (piece, [RowRange(0, piece.stop - piece.start, RowPrecision.ONE_DIGIT, linears)])
-            for piece in pieces
+            (piece, [RowRange(0, piece.stop - piece.start, PRECISION, linears)]) for piece in pieces
         ]
 
 

@@ -10,6 +10,7 @@
 
 int32_t shoal_int8_has(int32_t instruction_set);
 void shoal_int8_pack(const int8_t *, int64_t, int64_t, uint8_t *);
+void shoal_int8_transpose(const uint8_t *, int64_t, int64_t, uint8_t *);
 int32_t shoal_int8_multiply(const Layer *, const void *, void *, int32_t *, int64_t, int32_t,
                             int32_t, int32_t, int32_t);
 
@@ -77,6 +78,23 @@ static int check_sets(const Layer *layer, const void *hidden, int64_t num_rows, 
     return is_wrong;
 }
 
+/* Whether what is transposed is what packing the transposed weights gives. */
+static int check_transposed(const int8_t *values, const uint8_t *packed, size_t in_features,
+                            size_t out_features) {
+    const size_t num_bytes =
+        divide_up(in_features, PANEL) * PANEL * divide_up(out_features, GROUP) * GROUP;
+    int8_t *turned = allocate(in_features * out_features);
+    uint8_t *expected = allocate(num_bytes), *transposed = allocate(num_bytes);
+    for (size_t i = 0; i < in_features * out_features; i++)
+        turned[i % in_features * out_features + i / in_features] = values[i];
+    shoal_int8_pack(turned, (int64_t)in_features, (int64_t)out_features, expected);
+    shoal_int8_transpose(packed, (int64_t)out_features, (int64_t)in_features, transposed);
+    const int is_wrong = memcmp(transposed, expected, num_bytes) != 0;
+    if (is_wrong) printf("wrong: transposed %zu -> %zu\n", in_features, out_features);
+    free(turned), free(expected), free(transposed);
+    return is_wrong;
+}
+
 static int check_shape(size_t in_features, size_t out_features, int64_t num_rows, int dtype) {
     const size_t num_groups = divide_up(in_features, GROUP);
     const size_t num_panels = divide_up(out_features, PANEL);
@@ -101,7 +119,8 @@ static int check_shape(size_t in_features, size_t out_features, int64_t num_rows
         const uint16_t half = (uint16_t)(bits >> 16);
         memcpy(hidden + i * size, dtype == FLOAT32 ? (void *)&bits : (void *)&half, size);
     }
-    const int is_wrong = check_sets(&layer, hidden, num_rows, dtype);
+    const int is_wrong = check_sets(&layer, hidden, num_rows, dtype)
+                         | check_transposed(values, packed, in_features, out_features);
     free(values), free(packed), free(scales), free(bias), free(hidden);
     return is_wrong;
 }

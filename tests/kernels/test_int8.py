@@ -176,6 +176,27 @@ def test_longest_sums_of_the_largest_numbers_are_exact(num_digits: int, kernel: 
 
 
 @every_kernel
+@every_num_digits
+@pytest.mark.parametrize(
+    ("in_features", "out_features", "first", "last"),
+    [(1, 1, 0, 1), (31, 3, 0, 3), (70, 33, 0, 33), (257, 100, 32, 99), (64, 96, 64, 96)],
+)
+def test_transposed_weights_have_the_bits_of_the_reference(
+    in_features: int, out_features: int, first: int, last: int, num_digits: int, kernel: Int8Kernel
+) -> None:
+    weight = make_weight(in_features, out_features)
+    weight.values_OI[0, 0] = -128  # which other quantizers make
+    gradients = make_rows(7, last - first)
+
+    product = kernel.pack(weight, torch.ones(out_features)).transpose(first, last)
+
+    values_IO = weight.values_OI[first:last].t().contiguous()
+    transposed = Int8Weight(values_IO, torch.ones(in_features))
+    result = product.multiply(gradients, num_digits)
+    assert_same_bits(result, reference.linear_int8(gradients, transposed, None, num_digits))
+
+
+@every_kernel
 @pytest.mark.parametrize("offset", [1, 3, 8, 13])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_may_lie_at_any_address_and_in_any_order(

@@ -42,6 +42,18 @@ def assert_same_bits(actual: Tensor, expected: Tensor) -> None:
 
 
 @every_device
+def test_transposed_weights_have_the_bits_of_the_reference(device: str) -> None:
+    weight = make_weight(70, 100)
+    gradients = make_rows(5, 67)
+
+    product = pack(weight, torch.ones(100), device).transpose(32, 99)
+
+    values_IO = weight.values_OI[32:99].t().contiguous()
+    expected = reference.linear_int8(gradients, Int8Weight(values_IO, torch.ones(70)), None, 2)
+    assert_same_bits(product.multiply(gradients.to(device), 2), expected)
+
+
+@every_device
 @every_num_digits
 @pytest.mark.parametrize("num_rows", NUMBERS_OF_ROWS)
 @pytest.mark.parametrize(

@@ -2,89 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from pass_scene import (
+    check_close,
+    differentiate_reference,
+    draw,
+    embed,
+    load_engine,
+    stay,
+)
+from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear import RowPrecision
+from shoal.kernels.quantize import WeightFormat, dequantize_int8, quantize_int8
+from shoal.peer.engine import pass_rows, passes
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
 from shoal.peer.engine.passes import PassWork
 from shoal.protocol.spans import Span
-
-TOLERANCE = 1e-4
-KV_BUDGET = 2**22
-
-
-def stay() -> None:
-    """Give way to nobody."""
-
-
-def load_engine(tiny_model, span: Span | None = None, weights=WeightFormat.FP32) -> Engine:
-    checkpoint = open_checkpoint(tiny_model.directory)
-    span = span or Span(0, tiny_model.num_blocks)
-    return Engine.load(checkpoint, span, weights, kv_budget_bytes=KV_BUDGET)
-
-
-def draw(*shape: int, seed: int = 1) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def check_close(
-    actual: Tensor | None, expected: Tensor | None, tolerance: float = TOLERANCE
-) -> None:
-    """Compare by length: single numbers may be near zero."""
-    assert actual is not None
-    assert expected is not None
-    assert actual.shape == expected.shape
-    actual, expected = actual.detach().double(), expected.detach().double()
-    error = float((actual - expected).norm() / expected.norm())
-    assert error < tolerance, error
-
-
-def embed(tiny_model, num_rows: int, num_tokens: int) -> Tensor:
-    vocabulary = tiny_model.reference.config.vocab_size
-    generator = torch.Generator().manual_seed(num_tokens)
-    tokens = torch.randint(0, vocabulary, (num_rows, num_tokens), generator=generator)
-    return tiny_model.embed(tokens)
-
-
-def run_reference(tiny_model, hidden: Tensor, prompts: Tensor | None) -> Tensor:
-    """Run transformers' own blocks on hidden states; prompts are added to what each is given."""
-    layers = next(
-        module
-        for module in tiny_model.decoder.children()
-        if isinstance(module, torch.nn.ModuleList)
-    )
-    outputs: list[Tensor] = [hidden]
-
-    def enter(place: int, inputs: tuple, options: dict) -> tuple[tuple, dict]:
-        # Not what the decoder made of its embeddings.
-        given = outputs[-1]
-        if prompts is not None:
-            rest = given.shape[1] - prompts.shape[2]
-            given = given + F.pad(prompts[place].expand(len(given), -1, -1), (0, 0, 0, rest))
-        return (given, *inputs[1:]), {k: v for k, v in options.items() if k != "hidden_states"}
-
-    def leave(output: Any) -> None:
-        outputs.append(output if isinstance(output, Tensor) else output[0])
-
-    handles = []
-    for place, layer in enumerate(layers):
-        handles += [
-            layer.register_forward_pre_hook(
-                lambda _, inputs, options, place=place: enter(place, inputs, options),
-                with_kwargs=True,
-            ),
-            layer.register_forward_hook(lambda _, inputs, output: leave(output)),
-        ]
-    tiny_model.decoder(inputs_embeds=hidden.detach(), use_cache=False)
-    for handle in handles:
-        handle.remove()
-    return outputs[-1]
 
 
 @pytest.mark.parametrize("prompt_rows", [None, 1, 3])
@@ -94,17 +33,209 @@ def test_passes_equal_transformers(any_tiny_model, prompt_rows: int | None) -> N
     size = hidden.shape[-1]
     prompts = None if prompt_rows is None else 0.3 * draw(4, prompt_rows, 5, size)
     grads = draw(3, 40, size, seed=2)
-    leaves = [tensor.clone().requires_grad_() for tensor in (hidden, prompts) if tensor is not None]
-    expected = run_reference(any_tiny_model, *leaves, *([None] if prompts is None else []))
-    expected_grads = torch.autograd.grad(expected, leaves, grads)
+    expected = differentiate_reference(any_tiny_model.decoder, hidden, prompts, grads)
 
     work = PassWork(engine.span, hidden, prompts)
     output = engine.run_forward(work, stay)
     found = engine.run_backward(work, grads, stay)
 
-    check_close(output, expected)
-    check_close(found.hidden_BTH, expected_grads[0])
+    check_close(output, expected[0])
+    check_close(found.hidden_BTH, expected[1])
     if prompts is None:
         assert found.prompts_LBPH is None
     else:
-        check_close(found.prompts_LBPH, expected_grads[1])
+        check_close(found.prompts_LBPH, expected[2])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 300])
+def test_short_and_long_texts_in_small_pieces_equal_transformers(
+    any_tiny_model, num_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(passes, "_PRODUCTS_BETWEEN_PAUSES", 2**16)
+    monkeypatch.setattr(passes, "_TOKENS_AT_ONCE", {"cpu": 70})
+    engine = load_engine(any_tiny_model)
+    hidden = embed(any_tiny_model, 2, num_tokens)
+    grads = draw(*hidden.shape, seed=2)
+    expected = differentiate_reference(any_tiny_model.decoder, hidden, None, grads)
+
+    work = PassWork(engine.span, hidden)
+
+    check_close(engine.run_forward(work, stay), expected[0])
+    check_close(engine.run_backward(work, grads, stay).hidden_BTH, expected[1])
+
+
+@pytest.mark.parametrize("num_hops", [2, 4])
+def test_hops_pass_on_what_one_peer_computes(tiny_family, num_hops: int) -> None:
+    whole = load_engine(tiny_family)
+    hidden = embed(tiny_family, 2, 20)
+    prompts, grads = 0.3 * draw(4, 1, 3, hidden.shape[-1]), draw(*hidden.shape, seed=2)
+    expected = whole.run_backward(PassWork(whole.span, hidden, prompts), grads, stay)
+    step = 4 // num_hops
+    spans = [Span(start, start + step) for start in range(0, 4, step)]
+    # The last hop hosts more than it is asked for.
+    engines = [load_engine(tiny_family, span=span) for span in spans[:-1]] + [whole]
+
+    works = []
+    for engine, span in zip(engines, spans, strict=True):
+        works.append(PassWork(span, hidden, prompts[span.start : span.stop]))
+        hidden = engine.run_forward(works[-1], stay)
+    prompt_grads = []
+    for engine, work in reversed(list(zip(engines, works, strict=True))):
+        found = engine.run_backward(work, grads, stay)
+        assert found.prompts_LBPH is not None
+        grads, prompt_grads = found.hidden_BTH, [found.prompts_LBPH, *prompt_grads]
+
+    check_close(grads, expected.hidden_BTH, 1e-6)
+    check_close(torch.cat(prompt_grads), expected.prompts_LBPH, 1e-6)
+
+
+def round_weights(decoder: Any) -> Any:
+    """Return a copy of a decoder with the weights that int8 blocks have."""
+    decoder = copy.deepcopy(decoder)
+    for layer in decoder.layers if hasattr(decoder, "layers") else decoder.h:
+        for name, weight in layer.named_parameters():
+            module = layer.get_submodule(name.rpartition(".")[0])
+            if isinstance(module, nn.Linear) and weight.dim() == 2:
+                weight.data = dequantize_int8(quantize_int8(weight.data))
+            elif isinstance(module, Conv1D) and weight.dim() == 2:
+                weight.data = dequantize_int8(quantize_int8(weight.data.t())).t().contiguous()
+    return decoder
+
+
+DENSE = ["llama", "qwen3", "gemma2", "falcon", "falcon-alibi", "bloom", "gpt2", "phi3"]
+
+
+@pytest.mark.parametrize("variant", DENSE)
+@pytest.mark.parametrize(
+    ("precision", "tolerance"),
+    # Gradients are those of the forward pass as it was: as far off as its activations are.
+    [(RowPrecision.ONE_DIGIT, 0.1), (RowPrecision.TWO_DIGITS, 1e-3)],
+)
+def test_int8_gradients_are_those_of_the_quantized_weights(
+    tiny_models,
+    variant: str,
+    precision: RowPrecision,
+    tolerance: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pass_rows, "PRECISION", precision)
+    tiny_model = tiny_models.get(variant)
+    engine = load_engine(tiny_model, WeightFormat.INT8)
+    hidden = embed(tiny_model, 2, 40)
+    prompts, grads = 0.3 * draw(4, 1, 5, hidden.shape[-1]), draw(*hidden.shape, seed=2)
+    decoder = round_weights(tiny_model.decoder)
+    expected = differentiate_reference(decoder, hidden, prompts, grads)
+
+    work = PassWork(engine.span, hidden, prompts)
+    found = engine.run_backward(work, grads, stay)
+
+    check_close(engine.run_forward(work, stay), expected[0], tolerance)
+    check_close(found.hidden_BTH, expected[1], tolerance)
+    check_close(found.prompts_LBPH, expected[2], tolerance)
+
+
+@pytest.mark.parametrize("variant", ["llama", "gemma2", "mixtral", "bloom", "wrapped-stablelm"])
+def test_bfloat16_gradients_are_close(tiny_models, variant: str) -> None:
+    tiny_model = tiny_models.get(variant)
+    engine = load_engine(tiny_model, WeightFormat.BF16)
+    hidden = embed(tiny_model, 2, 40)
+    prompts, grads = 0.3 * draw(4, 2, 5, hidden.shape[-1]), draw(*hidden.shape, seed=2)
+    expected = differentiate_reference(tiny_model.decoder, hidden, prompts, grads)
+
+    found = engine.run_backward(PassWork(engine.span, hidden, prompts), grads, stay)
+
+    assert found.hidden_BTH.dtype is torch.bfloat16
+    assert found.prompts_LBPH is not None
+    # Experts are chosen otherwise where two of them are equally good.
+    tolerance = 0.3 if variant == "mixtral" else 0.05
+    check_close(found.hidden_BTH, expected[1], tolerance)
+    check_close(found.prompts_LBPH, expected[2], tolerance)
+
+
+@pytest.mark.parametrize("variant", ["llama", "qwen3-moe", "gemma3"])
+def test_int8_rows_are_the_same_to_the_bit_in_any_microbatch(tiny_models, variant: str) -> None:
+    engine = load_engine(tiny_models.get(variant), WeightFormat.INT8)
+    hidden, grads = draw(4, 33, 64), draw(4, 33, 64, seed=2)
+    prompts = 0.3 * draw(4, 4, 5, 64, seed=3)
+    works = [
+        PassWork(engine.span, hidden[rows], prompts[:, rows])
+        for rows in (slice(0, 4), slice(0, 1), slice(1, 4))
+    ]
+
+    output, *parts = (engine.run_forward(work, stay) for work in works)
+    whole, first, rest = (
+        engine.run_backward(work, part, stay)
+        for work, part in zip(works, (grads, grads[:1], grads[1:]), strict=True)
+    )
+
+    assert torch.equal(torch.cat(parts), output)
+    assert torch.equal(torch.cat([first.hidden_BTH, rest.hidden_BTH]), whole.hidden_BTH)
+    assert whole.prompts_LBPH is not None
+    joined = torch.cat([part.prompts_LBPH for part in (first, rest)], dim=1)  # type: ignore[arg-type]
+    assert torch.equal(joined, whole.prompts_LBPH)
+
+
+def test_inputs_of_any_dtype_stay_as_they_were(tiny_models) -> None:
+    engine = load_engine(tiny_models.get())
+    work = PassWork(engine.span, draw(2, 9, 64).half(), draw(4, 1, 3, 64, seed=2).bfloat16())
+    grads = draw(2, 9, 64, seed=3)
+    before = [tensor.clone() for tensor in (work.hidden_BTH, work.prompts_LBPH, grads)]  # type: ignore[union-attr]
+
+    with torch.inference_mode():
+        engine.run_forward(work, stay)
+        found = engine.run_backward(work, grads, stay)
+
+    assert not found.hidden_BTH.requires_grad
+    for tensor, copied in zip((work.hidden_BTH, work.prompts_LBPH, grads), before, strict=True):
+        assert tensor is not None
+        assert torch.equal(tensor, copied)
+
+
+def list_weights(engine: Engine) -> list[Tensor]:
+    """Return every tensor that the blocks of an engine hold, wherever it is."""
+    found: dict[int, Tensor] = {}
+    seen: dict[int, object] = {}  # which keeps them, and so their ids
+
+    def visit(thing: object) -> None:
+        if id(thing) in seen:
+            return
+        seen[id(thing)] = thing
+        if isinstance(thing, Tensor):
+            found[id(thing)] = thing
+        elif isinstance(thing, nn.Module):
+            for weight in [*thing.parameters(), *thing.buffers()]:
+                visit(weight)
+        elif isinstance(thing, list | tuple | set):
+            for item in thing:
+                visit(item)
+        elif isinstance(thing, dict):
+            visit(list(thing.values()))
+        elif type(thing).__module__.startswith("shoal."):
+            names = getattr(type(thing), "__slots__", ())
+            visit([getattr(thing, name) for name in names])
+            visit(getattr(thing, "__dict__", {}))
+
+    visit(engine._blocks)
+    return [tensor for tensor in found.values() if not tensor.is_meta]
+
+
+@pytest.mark.parametrize("variant", ["llama", "mixtral", "bloom", "wrapped-stablelm"])
+@pytest.mark.parametrize("weights", list(WeightFormat))
+def test_passes_leave_every_weight_as_it_was(
+    tiny_models, variant: str, weights: WeightFormat
+) -> None:
+    if variant.startswith("wrapped") and weights is WeightFormat.INT8:
+        pytest.skip("wrapped blocks have float weights")
+    engine = load_engine(tiny_models.get(variant), weights)
+    held = list_weights(engine)
+    before = [tensor.clone() for tensor in held]
+    hidden, prompts = draw(2, 20, 64), draw(4, 1, 3, 64, seed=2)
+
+    for _ in range(3):
+        engine.run_backward(PassWork(engine.span, hidden, prompts), draw(2, 20, 64), stay)
+
+    assert sum(tensor.nbytes for tensor in held) >= engine.num_weight_bytes
+    for tensor, copied in zip(held, before, strict=True):
+        assert torch.equal(tensor, copied)
+        assert not tensor.requires_grad
+        assert tensor.grad is None

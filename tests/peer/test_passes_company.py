@@ -1,0 +1,104 @@
+"""Passes give way to the steps of sessions, and neither notices the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from pass_scene import draw, load_engine, stay
+from torch import Tensor
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine import passes
+from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.passes import PassWork
+
+VARIANTS = ["llama", "qwen3", "gemma2", "qwen3-moe", "falcon-alibi", "wrapped-stablelm"]
+
+
+@pytest.fixture(autouse=True)
+def many_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(passes, "_PRODUCTS_BETWEEN_PAUSES", 2**18)
+    monkeypatch.setattr(passes, "_TOKENS_AT_ONCE", {"cpu": 40})
+
+
+class Company:
+    """Two sessions, one with a prompt and one that decodes, which begin anew again and again."""
+
+    def __init__(self, engine: Engine, size: int) -> None:
+        self.outputs: list[list[Tensor]] = []
+        self._engine = engine
+        self._caches = [engine.open_cache(2, 40, engine.span) for _ in range(2)]
+        self._hidden = draw(2, 12, size, seed=9)
+
+    def step(self) -> None:
+        prompt, generator = self._caches
+        works = [
+            StepWork(prompt, self._engine.span, 0, self._hidden),
+            StepWork(
+                generator, self._engine.span, 0, self._hidden[:, :2], last_token_only=True,
+                decoded=True,
+            ),
+        ]  # fmt: skip
+        results = self._engine.execute(works)
+        outputs = [result for result in results if isinstance(result, Tensor)]
+        assert len(outputs) == 2, results
+        self.outputs.append(outputs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
+def test_steps_in_the_middle_of_a_pass_change_no_bit_of_either(
+    tiny_models, variant: str, weights: WeightFormat
+) -> None:
+    if variant.startswith("wrapped") and weights is WeightFormat.INT8:
+        pytest.skip("wrapped blocks have float weights")
+    engine = load_engine(tiny_models.get(variant), weights)
+    size = engine.spec.hidden_size
+    work = PassWork(engine.span, draw(2, 60, size), draw(4, 1, 5, size, seed=2))
+    grads = draw(2, 60, size, seed=3)
+    company = Company(engine, size)
+    company.step()
+
+    def run(give_way: Callable[[], object]) -> list[Tensor]:
+        found = engine.run_backward(work, grads, give_way)
+        assert found.prompts_LBPH is not None
+        return [engine.run_forward(work, give_way), found.hidden_BTH, found.prompts_LBPH]
+
+    quiet, disturbed = run(stay), run(company.step)
+
+    assert len(company.outputs) > 20
+    for expected, result in zip(quiet, disturbed, strict=True):
+        assert torch.equal(result, expected)
+    for outputs in company.outputs:
+        for expected, result in zip(company.outputs[0], outputs, strict=True):
+            assert torch.equal(result, expected)
+    engine.pool.check_integrity()
+
+
+def test_the_gradient_pauses_as_often_as_the_way_there(tiny_models) -> None:
+    engine = load_engine(tiny_models.get("llama"), WeightFormat.INT8)
+    work = PassWork(engine.span, draw(4, 120, 64))
+    turns: list[int] = []
+
+    engine.run_forward(work, lambda: turns.append(1))
+    forth = len(turns)
+    turns.clear()
+    engine.run_backward(work, draw(4, 120, 64), lambda: turns.append(1))
+
+    assert forth >= 4 * 4 * 120 * 64 * 400 / 2**18 / 4
+    # Blocks are computed once more, but for the last, and then with their gradients.
+    assert len(turns) >= 2.5 * forth
+
+
+def test_what_fails_in_the_turn_of_others_ends_the_pass_as_it_is(tiny_models) -> None:
+    engine = load_engine(tiny_models.get("llama"))
+
+    def fail() -> None:
+        raise LookupError("somebody else's fault")
+
+    with pytest.raises(LookupError, match="somebody else's"):
+        engine.run_backward(PassWork(engine.span, draw(1, 5, 64)), draw(1, 5, 64), fail)
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
