@@ -161,10 +161,11 @@ class _FloatLinear(Linear):
 def _multiply(rows_NK: Tensor, weight_KM: Tensor, bias_M: Tensor | None, pauses: Pauses) -> Tensor:
     """Return the product of matrices of one dtype, piece by piece."""
     num_inputs, num_outputs = weight_KM.shape
+    row_bytes = num_inputs * weight_KM.itemsize
     result_NM = rows_NK.new_empty(len(rows_NK), num_outputs)
-    for rows in pauses.cut(len(rows_NK), num_inputs * _OUTPUTS_AT_ONCE, _ROWS_AT_ONCE):
+    for rows in pauses.cut(len(rows_NK), row_bytes * _OUTPUTS_AT_ONCE, _ROWS_AT_ONCE):
         part_NK = rows_NK[rows]
-        for outputs in pauses.cut(num_outputs, num_inputs * len(part_NK), _OUTPUTS_AT_ONCE):
+        for outputs in pauses.cut(num_outputs, row_bytes * len(part_NK), _OUTPUTS_AT_ONCE):
             target_NM, factor_KM = result_NM[rows, outputs], weight_KM[:, outputs]
             if bias_M is None:
                 torch.mm(part_NK, factor_KM, out=target_NM)
@@ -202,10 +203,10 @@ class _Int8Linear(Linear):
     def multiply_in_pieces(
         self, hidden_NI: Tensor, precision: RowPrecision, pauses: Pauses
     ) -> Tensor:
-        products_each = self.in_features * self.out_features * precision.value
+        cost_each = self.in_features * self.out_features * precision.value
         parts = [
             self(hidden_NI[rows], precision)
-            for rows in pauses.cut(len(hidden_NI), products_each, _ROWS_AT_ONCE)
+            for rows in pauses.cut(len(hidden_NI), cost_each, _ROWS_AT_ONCE)
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -229,8 +230,8 @@ class _Int8Linear(Linear):
             return sum(results[1:], results[0]).to(grads_NO.dtype)
 
         def multiply_in_pieces(grads_NO: Tensor, pauses: Pauses) -> Tensor:
-            products_each = self.in_features * self.out_features * 2
-            rows = pauses.cut(len(grads_NO), products_each, _ROWS_AT_ONCE)
+            cost_each = self.in_features * self.out_features * 2
+            rows = pauses.cut(len(grads_NO), cost_each, _ROWS_AT_ONCE)
             return torch.cat([multiply(grads_NO[part]) for part in rows])
 
         return multiply_in_pieces

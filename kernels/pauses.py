@@ -10,25 +10,26 @@ _ENDLESS = 2**62
 class Pauses:
     """Calls `give_way` between pieces of work.
 
-    A piece has about `max_products` multiplications and additions. How work is cut never follows
-    from how fast it goes: sums would be rounded otherwise each time.
+    A piece costs about `max_cost`, where each multiplication costs as much as the bytes of the
+    numbers that are multiplied: about what it takes on a CPU. How work is cut never follows from
+    how fast it goes: sums would be rounded otherwise each time.
     """
 
     give_way: Callable[[], object]
-    max_products: int
+    max_cost: int
 
-    def cut(self, length: int, products_each: int, multiple: int = 1) -> Iterator[slice]:
+    def cut(self, length: int, cost_each: int, multiple: int = 1) -> Iterator[slice]:
         """Yield ranges that cover `length` in order, giving way before each of them.
 
-        Each but the last has a `multiple` of elements, for which so many products are done each.
+        Each but the last has a `multiple` of elements, which cost so much each.
 
-        >>> list(Pauses(print, max_products=100).cut(70, products_each=5, multiple=16))
+        >>> list(Pauses(print, max_cost=100).cut(70, cost_each=5, multiple=16))
         <BLANKLINE>
         <BLANKLINE>
         <BLANKLINE>
         [slice(0, 32, None), slice(32, 64, None), slice(64, 70, None)]
         """
-        step = max(1, -(-self.max_products // (products_each * multiple))) * multiple
+        step = max(1, -(-self.max_cost // (cost_each * multiple))) * multiple
         for start in range(0, length, step):
             self.give_way()
             yield slice(start, min(start + step, length))

@@ -157,6 +157,14 @@ class Engine:
         """Return gradients of what went into such a pass, given those of its result."""
         return self._passes.run_backward(work, grads_BTH, give_way)
 
+    def estimate_pass_bytes(
+        self, num_blocks: int, num_rows: int, num_tokens: int, *, is_backward: bool
+    ) -> int:
+        """Return about the most memory that a pass of this size takes, before it is begun."""
+        return self._passes.estimate_bytes(
+            num_blocks, num_rows, num_tokens, is_backward=is_backward
+        )
+
     @torch.inference_mode()
     def execute(
         self, batch: Sequence[StepWork], before_block: Callable[[], object] | None = None

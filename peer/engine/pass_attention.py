@@ -58,8 +58,9 @@ def _attend_row(
 
 def _choose_piece(options: AttentionOptions, rows: PassRows) -> tuple[int, int]:
     """Return how many heads of a group, and queries, attend between two pauses."""
-    products_per_query = 2 * rows.num_tokens * options.head_dim
-    most_queries = max(rows.pauses.max_products // products_per_query, _LEAST_QUERIES)
+    # On the way back, which takes as long as two and a half times the way there.
+    query_cost = 5 * rows.num_tokens * options.head_dim * options.dtype.itemsize
+    most_queries = max(rows.pauses.max_cost // query_cost, _LEAST_QUERIES)
     group_size = options.num_heads // options.num_kv_heads
     most_heads = max(1, most_queries // rows.num_tokens)
     num_heads = max(n for n in range(1, group_size + 1) if group_size % n == 0 and n <= most_heads)

@@ -18,21 +18,25 @@ from torch import Tensor
 
 from ...kernels.compress import has_only_finite
 from ...kernels.pauses import NO_PAUSES, Pauses
+from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.spans import Span
 from .loader import HostedBlock
 from .numerics import Numerics
+from .pass_memory import estimate_pass_bytes
 from .pass_rows import PassRows
 from .spec import ModelShape
 
 GiveWay = Callable[[], object]
 Result = TypeVar("Result")
 
-_PRODUCTS_BETWEEN_PAUSES = 2**27
-"""What one core does in 1 to 3 milliseconds, from int8 to float32."""
+_COST_BETWEEN_PAUSES = 2**29
+"""What one core does in about 3 milliseconds, see `Pauses`."""
 
-_TOKENS_AT_ONCE = {"cpu": 256}
+_TOKENS_AT_ONCE = {WeightFormat.INT8: 128, WeightFormat.BF16: 256, WeightFormat.FP32: 256}
+"""As few as make products no slower, on the CPU: what they become stays in its caches."""
+
 _TOKENS_AT_ONCE_ON_DEVICES = 4096
 
 
@@ -83,6 +87,7 @@ class Passes:
         self._rotary = rotary
         self._device = numerics.device
         self._dtype = numerics.dtype
+        self._weights = numerics.weights
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
         """Return the hidden states behind the last block of the work's span, [B, T, H]."""
@@ -99,6 +104,15 @@ class Passes:
             )
         _check_floats(grads_BTH, "the gradients")
         return self._guard(work, lambda: self._run_backward(work, grads_BTH, give_way))
+
+    def estimate_bytes(
+        self, num_blocks: int, num_rows: int, num_tokens: int, *, is_backward: bool
+    ) -> int:
+        """Return about the most memory that a pass of this size takes."""
+        return estimate_pass_bytes(
+            self._spec, self._weights, num_blocks, num_rows, num_tokens,
+            tokens_at_once=self._tokens_at_once, is_backward=is_backward,
+        )  # fmt: skip
 
     def _check(self, work: PassWork) -> None:
         if not self._span.covers(work.span):
@@ -173,12 +187,18 @@ class Passes:
 
     def _lay_out(self, work: PassWork, give_way: GiveWay) -> PassRows:
         num_rows, num_tokens, _ = work.hidden_BTH.shape
-        kind = self._device.place.type
-        # On other devices nothing waits for the pieces: they are queued at once.
-        pauses = Pauses(give_way, _PRODUCTS_BETWEEN_PAUSES) if kind == "cpu" else NO_PAUSES
         rotations = tuple(table.rows(0, num_tokens) for table in self._rotary)
-        at_once = _TOKENS_AT_ONCE.get(kind, _TOKENS_AT_ONCE_ON_DEVICES)
-        return PassRows(num_rows, num_tokens, rotations, pauses, at_once)
+        # On other devices nobody waits for less than a block: its pieces are queued at once.
+        pauses = Pauses(give_way, _COST_BETWEEN_PAUSES) if self._is_on_cpu else NO_PAUSES
+        return PassRows(num_rows, num_tokens, rotations, pauses, self._tokens_at_once)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._device.place.type == "cpu"
+
+    @property
+    def _tokens_at_once(self) -> int:
+        return _TOKENS_AT_ONCE[self._weights] if self._is_on_cpu else _TOKENS_AT_ONCE_ON_DEVICES
 
     def _bring(self, hidden_BTH: Tensor) -> Tensor:
         """Return a copy on the device, [N, H], which autograd may use."""

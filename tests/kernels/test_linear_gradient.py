@@ -39,12 +39,12 @@ def make_stored(weights: WeightFormat, weight: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("weights", "dtype", "tolerance"), FORMATS)
-@pytest.mark.parametrize("max_products", [1, 10**6, 2**62])
+@pytest.mark.parametrize("max_cost", [1, 10**6, 2**62])
 @pytest.mark.parametrize(("in_features", "out_features"), [(70, 33), (64, 300), (1, 1)])
 def test_gradient_is_that_of_the_stored_weights(
     in_features: int,
     out_features: int,
-    max_products: int,
+    max_cost: int,
     weights: WeightFormat,
     dtype: torch.dtype,
     tolerance: float,
@@ -52,7 +52,7 @@ def test_gradient_is_that_of_the_stored_weights(
     weight, bias = 0.1 * draw(out_features, in_features), draw(out_features, seed=2)
     linear = make_linear(weight, bias, weights, dtype)
     hidden, grads = draw(67, in_features).to(dtype), draw(67, out_features, seed=3).to(dtype)
-    run = GradientLinears(Pauses(lambda: None, max_products), is_keeping=True)
+    run = GradientLinears(Pauses(lambda: None, max_cost), is_keeping=True)
 
     output, found = differentiate(run, linear, hidden, grads)
 

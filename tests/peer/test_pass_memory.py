@@ -1,0 +1,86 @@
+"""What a pass takes of memory is what was estimated, and does not grow with the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pass_scene import draw, load_engine, stay
+from torch.profiler import ProfilerActivity, profile
+
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine import pass_memory
+from shoal.peer.engine.passes import PassWork
+from shoal.protocol.spans import Span
+
+
+def measure_peak(run: Callable[[], object]) -> int:
+    """Return the most bytes that torch held at a time while this ran, beyond what it had."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as record:
+        result = run()
+    assert record.profiler is not None
+    assert record.profiler.kineto_results is not None
+    events: list[Any] = [
+        event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    del result
+    held = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        held += event.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize("shape", [(1, 400), (8, 60)])
+@pytest.mark.parametrize(
+    ("variant", "weights"),
+    [
+        *((name, WeightFormat.FP32) for name in ("qwen3", "gemma2", "falcon-alibi", "bloom")),
+        ("qwen3-moe", WeightFormat.FP32),
+        ("wrapped-stablelm", WeightFormat.FP32),
+        ("llama", WeightFormat.INT8),
+        ("llama", WeightFormat.BF16),
+    ],
+)
+def test_a_pass_stays_below_its_estimate_and_not_far_below(
+    tiny_models,
+    variant: str,
+    weights: WeightFormat,
+    shape: tuple[int, int],
+    is_backward: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The pieces of these models are smaller.
+    monkeypatch.setattr(pass_memory, "_PIECE_BYTES", 2**20)
+    engine = load_engine(tiny_models.get(variant), weights)
+    size = engine.spec.hidden_size
+    work, grads = PassWork(engine.span, draw(*shape, size)), draw(*shape, size, seed=2)
+
+    def run() -> object:
+        if is_backward:
+            return engine.run_backward(work, grads, stay)
+        return engine.run_forward(work, stay)
+
+    peak = measure_peak(run)
+
+    estimate = engine.estimate_pass_bytes(4, *shape, is_backward=is_backward)
+    assert peak <= estimate <= 4 * peak + 2**20, (peak, estimate)
+
+
+def test_a_block_more_costs_its_input_alone(tiny_models) -> None:
+    engine = load_engine(tiny_models.get("llama"))
+    hidden, grads = draw(4, 200, 64), draw(4, 200, 64, seed=2)
+
+    peaks = [
+        measure_peak(lambda stop=stop: engine.run_backward(
+            PassWork(Span(0, stop), hidden), grads, stay
+        ))
+        for stop in (2, 4)
+    ]  # fmt: skip
+
+    assert peaks[1] - peaks[0] <= 2 * hidden.nbytes + 2**10
+    assert torch.is_grad_enabled()
