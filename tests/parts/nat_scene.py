@@ -57,8 +57,9 @@ class NatNetworks:
         _run(*self.command(router, "iptables", "-I", *rule))
 
         def count() -> int:
-            listed = _run(*self.command(router, "iptables", "-L", "FORWARD", "1", "-v", "-n", "-x"))
-            return int(listed.split()[1])
+            listed = _run(*self.command(router, "iptables", "-L", "FORWARD", "-v", "-n", "-x"))
+            (line,) = (line for line in listed.splitlines() if line.endswith(f"spt:{port}"))
+            return int(line.split()[1])
 
         try:
             yield count

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
 from typing import Any
 
-from virtual_swarm import Scene, draw
+from virtual_swarm import RelayedTransport, Scene, draw
 
 from shoal.client.config import ClientConfig
 from shoal.client.session import RemoteSession
 from shoal.peer.service import Service
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link, LoopbackTransport
+from shoal.protocol.net.loopback import Link
 from shoal.protocol.spans import Span
 
 LINK = Link(delay_seconds=0.002)
+PARKING_SECONDS = 10.0
 SPANS = (Span(0, 1), Span(1, 3), Span(3, 4))
 
 
@@ -43,17 +44,28 @@ class World:
         return VirtualClock().now() - asked_at
 
 
-def run(directory: Any, story: Callable[[World], Awaitable[None]], delivery: str = "chain") -> None:
+def run(
+    directory: Any,
+    story: Callable[[World], Awaitable[None]],
+    delivery: str = "chain",
+    relayed: Collection[int] = (),
+    **settings: Any,
+) -> None:
+    """Run a story; hops whose numbers are in `relayed` cannot be dialled, nor their replicas."""
+
     async def main() -> None:
-        scene = Scene(str(directory), ClientConfig(seed=0, delivery=delivery), LINK)
+        scene = Scene(str(directory), ClientConfig(seed=0, delivery=delivery, **settings), LINK)
         async with AsyncExitStack() as stack:
             services = {
                 f"peer{number}": await stack.enter_async_context(
-                    scene.serve(f"peer{number}", SPANS[number // 2])
+                    scene.serve(
+                        f"peer{number}", SPANS[number // 2], is_relayed=number // 2 in relayed
+                    )
                 )
                 for number in range(2 * len(SPANS))
             }
-            transport = LoopbackTransport(scene.network, "client")
+            await asyncio.sleep(PARKING_SECONDS if relayed else 0.0)
+            transport = RelayedTransport(scene.network, "client")
             stack.push_async_callback(transport.close)
             session = await scene.open_session(transport, max_length=512)
             stack.push_async_callback(session.close)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 
 import torch
 from service_scene import HoldingComputeThread
@@ -17,22 +20,44 @@ from shoal.client.route_opening import SessionFacts
 from shoal.client.session import RemoteSession
 from shoal.client.swarm import Swarm
 from shoal.kernels.quantize import WeightFormat
+from shoal.peer.door import Door
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
 from shoal.peer.neighbours import Neighbours
+from shoal.peer.parked_streams import ParkedStreams
+from shoal.peer.reverse_connections import ReverseConnections
 from shoal.peer.service import Service, ServiceFacts
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.loopback_wire import LoopbackStream
 from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.transport import Lane
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION, MIN_VERSION
 
 HIDDEN = 64
 MODEL_ID = ModelId("a" * 32)
 WHOLE = Span(0, 4)
+PERIOD_SECONDS = 30.0
+
+
+class RelayedTransport(LoopbackTransport):
+    """Reaches those behind relays, too, and tells how often."""
+
+    num_relayed = 0
+
+    async def open_stream(
+        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
+    ) -> LoopbackStream:
+        if isinstance(endpoint, Libp2pEndpoint):
+            self.num_relayed += 1
+            fingerprint = self._network.fingerprint_of(endpoint.host, endpoint.port)
+            endpoint = Endpoint(endpoint.host, endpoint.port, fingerprint)
+        return await super().open_stream(endpoint, lane, timeout_seconds)
 
 
 class Scene:
@@ -47,18 +72,24 @@ class Scene:
 
     @asynccontextmanager
     async def serve(
-        self, host: str, span: Span = WHOLE, max_sessions: int = 8
+        self, host: str, span: Span = WHOLE, max_sessions: int = 8, *, is_relayed: bool = False
     ) -> AsyncGenerator[Service]:
-        """Be a peer, from its announcement to its end."""
+        """Be a peer, from its announcement to its end; one that is relayed parks streams."""
         checkpoint = open_checkpoint(self._model)
         engine = Engine.load(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=2**22)
         identity = Identity(host.encode().ljust(32))
         async with HoldingComputeThread(engine) as compute:
             facts = ServiceFacts(identity.peer_id, MODEL_ID, max_sessions, 600.0)
             transport = LoopbackTransport(self.network, host)
-            neighbours = Neighbours(transport, VirtualClock())
+            door, directory = Door(), self._open_directory()
+            endpoint = (await transport.listen(host, 0, door.serve)).endpoint
+            look = partial(directory.lookup, MODEL_ID)
+            parked = ParkedStreams(endpoint.fingerprint, look, VirtualClock(), PERIOD_SECONDS)
+            neighbours = Neighbours(
+                transport, VirtualClock(), parked=None if is_relayed else parked
+            )
             service = Service(facts, engine, compute, VirtualClock(), neighbours)
-            listener = await transport.listen(host, 0, service.serve)
+            door.open(service)
             now = VirtualClock().wall()
             announcement = Announcement(
                 peer_id=identity.peer_id,
@@ -66,7 +97,8 @@ class Scene:
                 num_blocks=WHOLE.stop,
                 span=span,
                 state=PeerState.ONLINE,
-                endpoints=(listener.endpoint,),
+                endpoints=() if is_relayed else (endpoint,),
+                relays=(Relay(host, endpoint.port, identity.peer_id),) if is_relayed else (),
                 min_version=MIN_VERSION,
                 max_version=MAX_VERSION,
                 weights="fp32",
@@ -75,13 +107,42 @@ class Scene:
                 issued_at=now,
                 expires_at=now + 600,
             )
-            await self._open_directory().announce(sign_announcement(identity, announcement))
+            await directory.announce(sign_announcement(identity, announcement))
+            reverse = ReverseConnections(
+                identity, transport, directory, door.serve, VirtualClock(), PERIOD_SECONDS
+            )
+            chore = None
+            if is_relayed:
+                chore = asyncio.create_task(self._park(identity, announcement, reverse))
             try:
                 yield service
             finally:
                 self.network.resume(host)
+                if chore is not None:
+                    chore.cancel()
+                    await asyncio.wait([chore])
                 await neighbours.close()
                 await transport.close()
+
+    async def _park(
+        self, identity: Identity, announcement: Announcement, reverse: ReverseConnections
+    ) -> None:
+        """Keep streams parked, and announce it."""
+        announcing: list[asyncio.Task[None]] = []
+
+        def announce(_: Sequence[str]) -> None:
+            nonlocal announcement
+            later = replace(
+                announcement,
+                sequence=announcement.sequence + 1,
+                expires_at=announcement.expires_at + 0.001,
+            )
+            announcement = reverse.describe(later)
+            record = sign_announcement(identity, announcement)
+            announcing.append(asyncio.create_task(self._open_directory().announce(record)))
+
+        reverse.describe(announcement)
+        await reverse.run(announce)
 
     def _open_directory(self) -> MemoryDirectory:
         return MemoryDirectory(self._store, VirtualClock())
