@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from virtual_swarm import RelayedTransport, Scene, draw
@@ -23,6 +24,9 @@ SPANS = (Span(0, 1), Span(1, 3), Span(3, 4))
 
 class World:
     """Three hops with a replica each, and one session in a chain over them."""
+
+    open_session: Callable[[], Awaitable[RemoteSession]]
+    """Returns another one, which has not begun, and which is to be closed."""
 
     def __init__(self, scene: Scene, session: RemoteSession, services: dict[str, Service]) -> None:
         self.network = scene.network
@@ -70,7 +74,9 @@ def run(
             session = await scene.open_session(transport, max_length=512)
             stack.push_async_callback(session.close)
             await session.step(draw(0, 5))
-            await story(World(scene, session, services))
+            world = World(scene, session, services)
+            world.open_session = partial(scene.open_session, transport, max_length=512)
+            await story(world)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(main())

@@ -135,7 +135,8 @@ class Scene:
             later = replace(
                 announcement,
                 sequence=announcement.sequence + 1,
-                expires_at=announcement.expires_at + 0.001,
+                issued_at=VirtualClock().wall(),
+                expires_at=VirtualClock().wall() + 600,
             )
             announcement = reverse.describe(later)
             record = sign_announcement(identity, announcement)
