@@ -19,6 +19,7 @@ from shoal.protocol.spans import Span
 
 LINK = Link(delay_seconds=0.002)
 PARKING_SECONDS = 10.0
+CLIENT = b"the only client."
 SPANS = (Span(0, 1), Span(1, 3), Span(3, 4))
 
 
@@ -26,7 +27,7 @@ class World:
     """Three hops with a replica each, and one session in a chain over them."""
 
     open_session: Callable[[], Awaitable[RemoteSession]]
-    """Returns another one, which has not begun, and which is to be closed."""
+    """Returns another one of the same client, which has not begun and is to be closed."""
 
     def __init__(self, scene: Scene, session: RemoteSession, services: dict[str, Service]) -> None:
         self.network = scene.network
@@ -71,11 +72,12 @@ def run(
             await asyncio.sleep(PARKING_SECONDS if relayed else 0.0)
             transport = RelayedTransport(scene.network, "client")
             stack.push_async_callback(transport.close)
-            session = await scene.open_session(transport, max_length=512)
+            open_session = partial(scene.open_session, transport, 512, CLIENT)
+            session = await open_session()
             stack.push_async_callback(session.close)
             await session.step(draw(0, 5))
             world = World(scene, session, services)
-            world.open_session = partial(scene.open_session, transport, max_length=512)
+            world.open_session = open_session
             await story(world)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -149,9 +149,9 @@ class Scene:
         return MemoryDirectory(self._store, VirtualClock())
 
     async def open_session(
-        self, transport: LoopbackTransport, max_length: int = 64
+        self, transport: LoopbackTransport, max_length: int = 64, client: bytes = b""
     ) -> RemoteSession:
-        """Return a session over all blocks."""
+        """Return a session over all blocks, of a client of its own unless one is named."""
         swarm = Swarm(
             self._open_directory(), MODEL_ID, WHOLE.stop, VirtualClock(), random.Random(0)
         )
@@ -159,7 +159,7 @@ class Scene:
         self._num_sessions += 1
         name = self._num_sessions.to_bytes(16, "big")
         facts = SessionFacts(
-            SessionId(name), MODEL_ID, WHOLE, HIDDEN, max_length, client_secret=name
+            SessionId(name), MODEL_ID, WHOLE, HIDDEN, max_length, client_secret=client or name
         )
         return RemoteSession(
             LiveHops(facts, swarm, transport, VirtualClock(), self._config, Farewells())
