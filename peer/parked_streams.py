@@ -28,8 +28,8 @@ _MAX_STREAMS = 512
 _MAX_STREAMS_PER_LANE = 2
 """Of one peer. Behind a NAT that was restarted it parks a new one before the old one is missed."""
 
-_MOST_SECONDS = 900.0
-"""How long one is kept; then it has to be offered again, by a peer that is still announced."""
+_CHECK_SECONDS = 900.0
+"""How often to see whether a peer that parks streams is announced still."""
 
 
 @dataclass(eq=False)
@@ -108,7 +108,10 @@ class ParkedStreams:
         parked = _ParkedStream(offer.peer_id, _name_lane(offer), address, stream)
         self._parked.append(parked)
         try:
-            await asyncio.wait({parked.hearing}, timeout=_MOST_SECONDS)
+            while not parked.hearing.done() and offer.peer_id in self._announced:
+                await asyncio.wait({parked.hearing}, timeout=_CHECK_SECONDS)
+                if not parked.hearing.done():
+                    await self._look_again()
         finally:
             if parked in self._parked:
                 self._parked.remove(parked)
@@ -125,21 +128,21 @@ class ParkedStreams:
     async def _check_is_announced(self, peer_id: PeerId) -> None:
         """Raise RefusedError for who is no peer of this model, as far as the directory says."""
         if peer_id not in self._announced:
-            async with self._looking:
-                await self._look_again()
+            await self._look_again()
         if peer_id not in self._announced:
             detail = "streams are kept for peers only, and you have not announced yourself"
             raise RefusedError(ErrorCode.BUSY, detail, self._period_seconds)
 
     async def _look_again(self) -> None:
         """See who is announced, unless that was done a moment ago: strangers ask for it."""
-        if self._clock.now() - self._looked_at < self._period_seconds:
-            return
-        self._looked_at = self._clock.now()
-        try:
-            self._announced = frozenset(peer.peer_id for peer in await self._look())
-        except DirectoryError as error:
-            _logger.debug("cannot see who is a peer: %s", error)
+        async with self._looking:
+            if self._clock.now() - self._looked_at < self._period_seconds:
+                return
+            self._looked_at = self._clock.now()
+            try:
+                self._announced = frozenset(peer.peer_id for peer in await self._look())
+            except DirectoryError as error:
+                _logger.debug("cannot see who is a peer: %s", error)
 
     def _make_room(self, offer: Offer, address: str) -> None:
         """End the oldest stream of a peer that has enough of them. Raises RefusedError when there

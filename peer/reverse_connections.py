@@ -47,10 +47,14 @@ _Key = tuple[PeerId, Lane]
 
 
 def choose_hosts(
-    own: Announcement, others: Iterable[Announcement], kept: Collection[PeerId]
+    own: Announcement,
+    others: Iterable[Announcement],
+    kept: Collection[PeerId] = (),
+    failing: Collection[PeerId] = (),
 ) -> list[Announcement]:
     """Return the peers to park streams at: those that a chain may lead from to the own span, can be
-    dialled and understand it. The `kept` ones come first, then the nearest.
+    dialled and understand it. Those that have `kept` streams come first, then the nearest, and last
+    those `failing` to.
 
     All who may push dial a next hop in the same way, for steps, replays and mirrors, and they
     stand before it in a chain; so there are no others.
@@ -66,11 +70,11 @@ def choose_hosts(
         and is_likely_neighbour(own.span, peer.span)
     ]
 
-    def rank(peer: Announcement) -> tuple[bool, float, PeerId]:
+    def rank(peer: Announcement) -> tuple[bool, bool, float, PeerId]:
         here, there = own.coordinate or ORIGIN, peer.coordinate or ORIGIN
         is_known = here.is_settled and there.is_settled
         seconds = estimate_rtt_seconds(here, there) if is_known else float("inf")
-        return peer.peer_id not in kept, seconds, peer.peer_id
+        return peer.peer_id not in kept, peer.peer_id in failing, seconds, peer.peer_id
 
     return sorted(fitting, key=rank)[:MAX_PARKED_AT]
 
@@ -138,7 +142,8 @@ class ReverseConnections:
             _logger.debug("cannot see where to park streams: %s", error)
             return
         kept = {peer_id for peer_id, _ in self._parked}
-        hosts = {host.peer_id: host for host in choose_hosts(own, others, kept)}
+        failing = {peer_id for peer_id, _ in self._parking} - kept
+        hosts = {host.peer_id: host for host in choose_hosts(own, others, kept, failing)}
         for (peer_id, lane), parking in list(self._parking.items()):
             if peer_id not in hosts:
                 await _cancel([parking])

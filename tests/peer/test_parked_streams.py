@@ -321,10 +321,14 @@ def test_what_is_said_behind_an_offer_ends_the_stream() -> None:
     in_scene(story)
 
 
-def test_parked_stream_has_to_be_offered_again_after_a_while() -> None:
+def test_stream_of_a_peer_that_is_announced_no_more_is_ended() -> None:
     async def story(scene: Scene) -> None:
         await scene.announce(HOME, HOME_SPAN)
         talk = await park(scene)
+        await asyncio.sleep(500)
+        await scene.announce(HOME, HOME_SPAN)
+        await asyncio.sleep(500)  # longer than the first announcement held
+        assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
         async with asyncio.timeout(1000):
             assert await talk.hear() is None

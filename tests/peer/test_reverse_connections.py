@@ -110,11 +110,16 @@ def describe(scene: Scene, number: int, span: Span, **facts: Any) -> Announcemen
     return scene.describe(Identity(bytes([number]) * 32), span, **(usual | facts))
 
 
-def choose(scene: Scene, others: list[Announcement], kept: tuple[int, ...] = ()) -> list[int]:
+def choose(
+    scene: Scene,
+    others: list[Announcement],
+    kept: tuple[int, ...] = (),
+    failing: tuple[int, ...] = (),
+) -> list[int]:
     """Return the places in a list of those where streams would be parked."""
     own = scene.describe(HOME, HOME_SPAN, coordinate=Coordinate(0.0, 0.0, 0.0, 0.001, 0.1))
-    ids = [others[index].peer_id for index in kept]
-    return [others.index(host) for host in choose_hosts(own, others, ids)]
+    of_kept, of_failing = ([others[index].peer_id for index in some] for some in (kept, failing))
+    return [others.index(host) for host in choose_hosts(own, others, of_kept, of_failing)]
 
 
 def test_streams_are_parked_where_a_chain_may_come_from() -> None:
@@ -147,6 +152,8 @@ def test_nearest_are_chosen_of_many_and_those_that_hold_streams_stay() -> None:
 
         assert choose(scene, others) == list(range(8))
         assert choose(scene, others, kept=(11, 12)) == [11, 12, 0, 1, 2, 3, 4, 5]
+        assert choose(scene, others, failing=(0, 1)) == [2, 3, 4, 5, 6, 7, 8, 9]
+        assert choose(scene, others[:3], failing=(0, 1)) == [2, 0, 1]
 
     in_scene(story)
 
