@@ -8,6 +8,7 @@ import random
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import torch
 from hostile_strangers import (
@@ -25,8 +26,10 @@ from raw_connection import dial_raw
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.frames import HEADER_BYTES
-from shoal.protocol.messages import Close, Declined, Hello, Message
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Close, Declined, Hello, Message, Welcome
 from shoal.protocol.net.frame_cutter import pack_frame
+from shoal.protocol.offers import make_offer
 from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire import decode_frame, encode_frame
 
@@ -269,6 +272,29 @@ async def hold_half_open_connections(gang: Gang) -> None:
         connection.close()
 
 
+async def offer_streams(gang: Gang) -> None:
+    """As peers that nobody has announced, as others, in half a frame, and with more behind it."""
+    fingerprint = gang.target.endpoint.fingerprint
+    for number in range(100):
+        stranger, identity = await gang.dial(), Identity(bytes([SEED, number]) * 16)
+        welcome = await stranger.ask(Hello(1, MAX_VERSION, "a stranger"))
+        assert isinstance(welcome, Welcome)
+        offer = make_offer(identity, fingerprint, welcome.nonce, is_bulk=number % 2 == 0)
+        if number % 4 == 0:
+            await stranger.say(offer)
+            await stranger.expect_end(ErrorCode.BUSY)
+        elif number % 4 == 1:
+            await stranger.say(replace(offer, peer_id=welcome.peer_id))
+            await stranger.expect_end(ErrorCode.BAD_FRAME)
+        elif number % 4 == 2:
+            await stranger.say(encode_frame(offer)[:-1])
+            await stranger.expect_end(ErrorCode.BAD_FRAME)
+        else:
+            await stranger.say(offer)
+            await stranger.say(make_step(make_session()))
+            await stranger.expect_end(ErrorCode.BUSY)
+
+
 Attack = Callable[[Gang], Awaitable[None]]
 ATTACKS: tuple[Attack, ...] = (
     send_random_frames,
@@ -287,6 +313,7 @@ ATTACKS: tuple[Attack, ...] = (
     send_values_that_are_none,
     drop_a_thousand_sessions,
     never_say_hello,
+    offer_streams,
     send_raw_bytes,
     hold_half_open_connections,
 )
