@@ -1,8 +1,8 @@
 """A peer's own connections to other peers: one for each and lane, shared by all sessions.
 
 Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, there is a
-budget for each address that asks, and what failed is left alone for a while. A peer that has parked
-streams here need not be dialled.
+budget for each address that asks, and what failed is left alone for a while. A peer without any
+endpoint is not dialled, but reached over streams that it has parked here.
 """
 
 import asyncio
@@ -171,9 +171,8 @@ class Neighbours:
                 known.askers.add(holder.address)
                 self._budget.look_again()
             return known
-        is_parked = self.parked is not None and self.parked.has(following.peer_id, lane)
         age_seconds = self._clock.now() - self._failed_at.get(key, float("-inf"))
-        if age_seconds < _AGAIN_SECONDS and not is_parked:
+        if age_seconds < _AGAIN_SECONDS and not self._has_parked(following, lane):
             raise RefusedError(ErrorCode.BUSY, "it could not be reached a moment ago", BUSY_SECONDS)
         self._budget.count(holder.address)
         neighbour = self._known[key] = _Neighbour(following, lane, holder.address)
@@ -204,9 +203,18 @@ class Neighbours:
         if self._known.get(key) is neighbour:
             del self._known[key]
 
+    def _has_parked(self, following: NextHop, lane: Lane) -> bool:
+        if self.parked is None or following.endpoints:
+            return False
+        return self.parked.has(following.peer_id, lane)
+
     async def _use_parked(self, neighbour: "_Neighbour") -> Stream | None:
-        """Return a stream that the neighbour has parked here; None if there is none that works."""
-        if self.parked is None:
+        """Return a stream that the neighbour has parked here; None if there is none that works.
+
+        One with endpoints is dialled: those are made up easily, and each set of them is a neighbour
+        of its own, which would take a stream away.
+        """
+        if self.parked is None or neighbour.following.endpoints:
             return None
         peer_id, lane = neighbour.following.peer_id, neighbour.lane
         while (stream := await self.parked.take(peer_id, lane)) is not None:

@@ -39,7 +39,8 @@ _SETTLED_SECONDS = 5.0
 """Who keeps a stream for less, or does not take it, is offered one later and later."""
 
 _FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 120.0
+_LONGEST_PAUSE_SECONDS = 30.0
+"""Not more: whoever has a peer break a stream that it uses keeps others from the edge as well."""
 
 _LAST_WORDS_SECONDS = 1.0
 

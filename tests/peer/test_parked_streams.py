@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import weakref
+from dataclasses import replace
 
 import pytest
 from reverse_scene import FRAME, HELLO, HOME, PERIOD_SECONDS, Scene, in_scene, make_welcome, name
@@ -12,6 +13,7 @@ from service_scene import Peer, Talk, assert_declined
 from service_scene import run as run_service
 
 from shoal.peer.engine.engine import Engine
+from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.identity import Identity
@@ -334,6 +336,20 @@ def test_stream_of_a_peer_that_is_announced_no_more_is_ended() -> None:
             assert await talk.hear() is None
 
         assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
+
+    in_scene(story)
+
+
+def test_client_that_makes_endpoints_up_takes_no_stream_away() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        await park(scene)
+        for number in range(1, 20):
+            made_up = Endpoint("nowhere", number, "a" * 64)
+            scene.public.push(replace(name(number=number), endpoints=(made_up,)))
+        await asyncio.sleep(30)
+
+        assert scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
     in_scene(story)
 

@@ -330,7 +330,7 @@ def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
             await asyncio.sleep(500)
 
             assert home.parked_at == (shorten(PUBLIC.peer_id),)
-            assert 2 <= rogue.num_dialled < 40
+            assert 2 <= rogue.num_dialled < 50
             assert home.streams == []
 
     in_scene(story)
@@ -343,6 +343,6 @@ def test_peer_that_uses_up_every_stream_gets_them_later_and_later() -> None:
         async with run_home(scene):
             await asyncio.sleep(500)
 
-            assert 2 <= rogue.num_dialled < 40
+            assert 2 <= rogue.num_dialled < 50
 
     in_scene(story)
