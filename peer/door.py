@@ -48,10 +48,13 @@ class Door:
         service = await self._wait_for_service(stream)
         if service is None:
             raise RefusedError(ErrorCode.BUSY, "the peer is loading its blocks", _RETRY_SECONDS)
-        parked, offer = service.parked, await service.serve(stream)
+        offer = await service.serve(stream)
+        if offer is None:
+            return
+        parked = service.parked
         del service
-        if parked is not None and offer is not None:
-            await parked.keep(offer, stream)
+        assert parked is not None  # or it would not have been taken
+        await parked.keep(offer, stream)
 
     async def _wait_for_service(self, stream: Stream) -> Service | None:
         """Return the service that a stream is for; None once its end or its time has come."""

@@ -21,8 +21,6 @@ LONG_SECONDS = 60.0
 class EchoService:
     """Sends back what it hears."""
 
-    parked: None = None
-
     async def serve(self, stream: Stream) -> None:
         while (frame := await stream.receive()) is not None:
             await stream.send(frame)
