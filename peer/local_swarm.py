@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from ..protocol.errors import UnavailableError, UsageError
 from ..protocol.ids import PeerId
@@ -40,6 +40,9 @@ class PeerProcessError(UnavailableError):
 class LocalPeer:
     """One `shoal serve` process. Made by `LocalSwarm`."""
 
+    Popen: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen
+    """What starts the process. Tests start hundreds, with one that does so without imports."""
+
     def __init__(
         self,
         model: str,
@@ -59,7 +62,7 @@ class LocalPeer:
         command += ["--end-with-stdin", *arguments]
         # A process group of its own: Ctrl-C in a terminal goes to the parent only, who then ends
         # the peers in good order.
-        self._process = subprocess.Popen(
+        self._process = self.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

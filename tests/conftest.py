@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,9 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
+
+from shoal.peer.local_swarm import LocalPeer
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and every process that
 # they start. Some of them are about Ctrl-C.
@@ -21,6 +25,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # transformers imports it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def warm_peers() -> Iterator[None]:
+    """Peers of local swarms start without imports, but for those of tests about the start."""
+    LocalPeer.Popen = warm_python.Popen
+    yield
+    warm_python.forge.stop()
+
+
+@pytest.fixture(scope="module")
+def plain_peers(warm_peers: None) -> Iterator[None]:
+    """Peers of this file start as they do elsewhere."""
+    LocalPeer.Popen = subprocess.Popen
+    yield
+    LocalPeer.Popen = warm_python.Popen
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

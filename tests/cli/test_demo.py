@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from typing import Any
 
 import pytest
+import warm_python
 
 from shoal.cli.bundled_model import find_model
 from shoal.cli.demo import DemoResult
@@ -51,7 +51,7 @@ def test_demo_survives_its_kill() -> None:
         pytest.skip("the bundled model is not here")
     command = [sys.executable, "-P", "-m", "shoal.cli", "demo", "--json"]
 
-    process = subprocess.run(
+    process = warm_python.run(
         [*command, "--tokens", "18"],
         capture_output=True,
         text=True,

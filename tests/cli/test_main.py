@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 
 from shoal.cli.bundled_model import BUNDLED_NAME, count_blocks, find_model
 from shoal.cli.main import _in_one_line, _parse, main
@@ -284,7 +285,7 @@ def test_output_that_takes_no_more_is_named(
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 
     with Path("/dev/full").open("w") as pipes[full]:
-        process = subprocess.run(
+        process = warm_python.run(
             [*program, "doctor", str(byte_model), "--initial-peers", PEER, *options],
             **pipes,
             text=True,
@@ -312,7 +313,7 @@ def test_error_that_has_no_place_on_stdout_is_told_on_stderr_alone() -> None:
         "--json",
     ]
     with Path("/dev/full").open("w") as full:
-        process = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+        process = warm_python.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
 
     assert process.returncode == 1
     assert process.stderr.startswith("shoal serve: there is no model directory")
@@ -353,7 +354,7 @@ def test_closed_streams_are_no_reason_to_fail(arguments: list[str], closed: str)
 def test_unknown_name_is_one_line_where_there_is_no_network() -> None:
     command = ["-m", "shoal.cli", "generate", "nobody/nothing", "p", "--initial-peers", PEER]
 
-    process = subprocess.run(
+    process = warm_python.run(
         [sys.executable, "-P", *command],
         capture_output=True,
         text=True,
@@ -368,7 +369,7 @@ def test_unknown_name_is_one_line_where_there_is_no_network() -> None:
 
 @pytest.mark.slow
 def test_level_of_logging_that_does_not_exist_is_ignored() -> None:
-    process = subprocess.run(
+    process = warm_python.run(
         [sys.executable, "-P", "-m", "shoal.cli", "serve", "m"],
         capture_output=True,
         text=True,

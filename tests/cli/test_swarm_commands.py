@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 
 from shoal.cli.main import main
 from shoal.peer.local_swarm import LocalSwarm
@@ -155,7 +156,7 @@ def test_generate_shows_its_text_before_it_says_that_the_trace_cannot_be_written
 def test_generate_says_at_once_which_blocks_it_waits_for(byte_model: Path) -> None:
     with LocalSwarm(byte_model, spans=[(0, 2)], weights="fp32") as swarm:
         command = ["generate", str(byte_model), PROMPT, "--wait", "1", "--json", "--initial-peers"]
-        process = subprocess.run(
+        process = warm_python.run(
             [sys.executable, "-P", "-m", "shoal.cli", *command, *swarm.initial_peers],
             capture_output=True,
             text=True,
@@ -248,7 +249,7 @@ def test_doctor_names_a_killed_peer_and_its_blocks(
 
 def test_swarm_reports_a_death_and_leaves_nothing_behind(byte_model: Path) -> None:
     command = [sys.executable, "-P", "-m", "shoal.cli", "swarm", str(byte_model)]
-    process = subprocess.Popen(
+    process = warm_python.Popen(
         [*command, "--peers", "2", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )
     with process:

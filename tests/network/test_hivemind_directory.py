@@ -7,13 +7,13 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from directory_processes import (
     CLOCK,
     MODEL,
@@ -156,8 +156,8 @@ def test_join_says_how_far_the_clock_is_off(peers: contextlib.ExitStack) -> None
         "        print(error)\n"
     )
 
-    ahead, behind = subprocess.run(
-        [sys.executable, "-P", "-W", "ignore", "-c", code], capture_output=True, text=True
+    ahead, behind = warm_python.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True
     ).stdout.splitlines()
 
     for message in (ahead, behind):

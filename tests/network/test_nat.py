@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import warm_python
 from nat_scene import HOME_HOSTS, PUBLIC_HOST, ROUTER_HOSTS, NatNetworks, nat_networks
 
 MODEL = str(Path(__file__).resolve().parents[2] / "models" / "shoal-stories")
@@ -79,7 +80,7 @@ def start_peer(
     settings = ("--listen", host, "--blocks", blocks, "--weights", "fp32", "--block-cache", "0")
     # Unbuffered, or `select` would not see what was read ahead.
     command = networks.command(where, *serve, *settings)
-    peer = subprocess.Popen(command, stdout=subprocess.PIPE, bufsize=0)
+    peer = warm_python.Popen(command, stdout=subprocess.PIPE, bufsize=0)
     stack.callback(peer.wait, 30)
     stack.callback(peer.terminate)
     assert peer.stdout is not None
@@ -102,7 +103,7 @@ def generate(scene: Scene, where: str, prompt: str = PROMPT, *more: str) -> dict
     """Generate a text from somewhere, and return what is said of it."""
     command = (sys.executable, "-P", "-m", "shoal.cli", "generate", MODEL, prompt, "--json")
     options = ("--initial-peers", scene.address, "--max-new-tokens", "24", *more)
-    done = subprocess.run(
+    done = warm_python.run(
         scene.networks.command(where, *command, *options),
         capture_output=True,
         text=True,
@@ -156,7 +157,7 @@ def test_doctor_finds_nothing_wrong_behind_a_nat(scene: Scene) -> None:
     doctor = (sys.executable, "-P", "-m", "shoal.cli", "doctor", MODEL, "--json")
     command = scene.networks.command("home-b", *doctor, "--initial-peers", scene.address)
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS)
+    done = warm_python.run(command, capture_output=True, text=True, timeout=START_SECONDS)
 
     assert done.returncode == 0, done.stdout + done.stderr
     assert scene.relayed["endpoint"] in done.stdout
@@ -207,7 +208,7 @@ def write_text(
     """Begin to generate a text that takes some seconds; what is done of it can be read."""
     command = (sys.executable, "-P", "-m", "shoal.cli", "generate", MODEL, PROMPT)
     options = ("--initial-peers", *addresses, "--max-new-tokens", str(TEXT_TOKENS))
-    writing = subprocess.Popen(
+    writing = warm_python.Popen(
         networks.command(where, *command, *options),
         stdout=subprocess.PIPE,
         text=True,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm_python
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm import LocalSwarm
@@ -56,7 +57,7 @@ def generate(tiny: Any, **settings: Any) -> list[int]:
 
 
 def run_shoal(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return warm_python.run(
         [sys.executable, "-P", "-m", "shoal.cli", *arguments],
         capture_output=True,
         text=True,

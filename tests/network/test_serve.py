@@ -27,7 +27,7 @@ from shoal.protocol.net.hivemind_directory import HivemindDirectory
 
 UNKNOWN_PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.usefixtures("plain_peers")]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import warm_python
 from processes import children_of
 
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
@@ -70,7 +71,7 @@ class Peer:
     """A process that runs `serve`."""
 
     def __init__(self, number: int, *initial_peers: str, port: int = 0) -> None:
-        self._process = subprocess.Popen(
+        self._process = warm_python.Popen(
             # Without -P: this file needs those beside it.
             [sys.executable, str(HERE), str(number), str(port), *initial_peers],
             stdin=subprocess.PIPE,

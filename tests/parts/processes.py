@@ -9,15 +9,21 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from warm_python import forge
+
 
 def children_of(parent: int) -> list[int]:
-    """Return the living children of a process, from Linux's /proc/PID/stat."""
+    """Return the living children of a process, from Linux's /proc/PID/stat.
+
+    Without that which the tests fork others from.
+    """
     children: list[int] = []
     for file in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             state, parent_text = file.read_text().rpartition(")")[2].split()[:2]
-            if int(parent_text) == parent and state != "Z":
-                children.append(int(file.parent.name))
+            pid = int(file.parent.name)
+            if int(parent_text) == parent and state != "Z" and pid != forge.pid:
+                children.append(pid)
     return children
 
 

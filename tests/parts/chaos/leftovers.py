@@ -31,12 +31,13 @@ class Leftovers:
         self._settle_seconds = settle_seconds
         self._descriptors = _list_descriptors()
         self._threads = set(threading.enumerate())
+        self._known = _list_descendants(os.getpid())
         self._processes: dict[int, str] = {}
         self._sockets: set[Path] = set()
 
     def note_processes(self) -> None:
         """Remember every process that descends from this one; a killed one loses its children."""
-        for pid in _list_descendants(os.getpid()):
+        for pid in _list_descendants(os.getpid()) - self._known:
             self._processes[pid] = _find_start(pid)
             with contextlib.suppress(OSError):
                 command = Path(f"/proc/{pid}/cmdline").read_bytes()
