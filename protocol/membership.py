@@ -50,8 +50,8 @@ class Role(StrEnum):
 class Membership:
     """What one process knows of its swarm. Secrets and keys are empty where it has none.
 
-    Made by `make_public`, `make_owner`, `make_server` and `make_user`, which see to it that the
-    parts fit together. `repr` shows nothing secret.
+    Made by `make_public`, `begin_public`, `make_owner`, `make_server` and `make_user`, which see
+    to it that the parts fit together. `repr` shows nothing secret.
     """
 
     swarm_id: bytes
@@ -196,6 +196,15 @@ def make_public(swarm_id: bytes) -> Membership:
     """Return membership in a public swarm."""
     _check_length("the id of a swarm", swarm_id, SWARM_ID_BYTES)
     return Membership(swarm_id)
+
+
+def begin_public(first_peer: PeerId) -> Membership:
+    """Return membership in the public swarm that a peer begins.
+
+    The same one each time, so that codes of it survive a restart of that peer.
+    """
+    digest = hashlib.sha256(b"shoal public swarm 1\0" + first_peer.encode()).digest()
+    return make_public(digest[:SWARM_ID_BYTES])
 
 
 def make_owner(owner_secret: bytes) -> Membership:

@@ -33,6 +33,7 @@ DOORS = {
         "protocol/net/dial_back.py",
         "protocol/net/reachability.py",
         "protocol/net/libp2p_transport.py",
+        "protocol/net/neighbourhood.py",
         "protocol/net/p2p_daemon.py",
         "protocol/net/p2p_streams.py",
     },

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-import secrets
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -23,16 +22,16 @@ from ..errors import DirectoryError, LocalProtocolError, RemoteProtocolError, Us
 from ..identity import Identity
 from ..ids import ModelId, PeerId
 from ..limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
-from ..membership import SWARM_ID_BYTES, Membership, make_public
+from ..membership import Membership, begin_public
 from ..revocations import Revocations, sign_revocations
 from .addresses import is_loopback
 from .clock import Clock
 from .dht_validator import GateValidator
 from .dial_back import DialBack
 from .libp2p_transport import Libp2pTransport
-from .multiaddrs import PeerAddress, find_listening, list_relay_addresses
+from .multiaddrs import PeerAddress, list_relay_addresses
+from .neighbourhood import Neighbourhood
 from .p2p_daemon import (
-    PROBE_SECONDS,
     answer_questions,
     child_of,
     make_ask,
@@ -51,11 +50,9 @@ with warnings.catch_warnings():
     from hivemind.dht.node import DHTNode
     from hivemind.dht.protocol import ValidationError
     from hivemind.dht.routing import DHTID
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+    from hivemind.p2p import P2P
     from hivemind.utils import MSGPackSerializer
     from hivemind.utils.logging import use_hivemind_log_handler
-    from hivemind.utils.multiaddr import Multiaddr
 
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
 
@@ -102,7 +99,7 @@ class HivemindDirectory:
         self._node = node
         self._p2p = p2p
         self._gate = gate
-        self._initial_peers = initial_peers
+        self._neighbourhood = Neighbourhood(node, p2p, initial_peers)
         self._relay_addresses: Sequence[PeerAddress] = ()
         self._addresses = tuple(addresses)
         self._keeper = keeper
@@ -125,8 +122,8 @@ class HivemindDirectory:
 
         With an identity, the node has its peer id. With `client_mode`, the node reads, and
         neither listens nor stores. `port` 0 takes any free one. Without a membership the swarm is
-        the public one of the initial peers, or a new one. With an `endpoint`, others are asked to
-        dial it; if they cannot, initial peers become our relays (see `relays`).
+        the public one of the initial peers, or the one that this node begins. With an `endpoint`,
+        others are asked to dial it; if they cannot, initial peers become our relays (see `relays`).
 
         Raises UsageError for a malformed address and when it cannot listen there, WrongSwarmError
         when the membership does not fit the initial peers, DirectoryError when no initial peer
@@ -141,7 +138,7 @@ class HivemindDirectory:
         try:
             if peers:
                 membership, peers = await find_swarm(peers, membership, make_ask(p2p))
-            membership = membership or make_public(secrets.token_bytes(SWARM_ID_BYTES))
+            membership = membership or begin_public(_id_of(p2p))
             relays: Sequence[Relay] = ()  # that may be ours
             if endpoint is not None and not is_loopback(listen_host):
                 p2p, relays = await make_reachable(
@@ -166,8 +163,7 @@ class HivemindDirectory:
         return cls(node, p2p, gate, peers, [str(address) for address in addresses], keeper)
 
     def __repr__(self) -> str:
-        num_neighbours = len(self._node.protocol.routing_table.uid_to_peer_id)
-        return f"<HivemindDirectory {self._p2p.peer_id}, {num_neighbours} neighbours>"
+        return f"<HivemindDirectory {self._p2p.peer_id}, {len(self._neighbourhood)} neighbours>"
 
     @property
     def membership(self) -> Membership:
@@ -210,21 +206,22 @@ class HivemindDirectory:
             self._gate.add_own(announcement.model_id, record)
         except RemoteProtocolError as error:
             raise DirectoryError(f"the directory did not take our announcement: {error}") from error
-        await self._find_neighbours()
+        await self._neighbourhood.restore(self._relay_addresses)
         key, value = self._gate.key_of(announcement.model_id), self._gate.wrap(record)
         expires_at = float(announcement.expires_at)
         if not await self._store(key, announcement.peer_id, value, expires_at):
             raise DirectoryError("no replica of the directory took our announcement")
         if self.membership.is_private:
             await self._hand_on_revocations()
+        await self._neighbourhood.look_for_lost()
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
         """See Directory.lookup."""
         self._check_is_running()
         for _ in range(2):  # the first search may find out that every known neighbour is gone
-            await self._find_neighbours()
+            await self._neighbourhood.restore(self._relay_addresses)
             await self._search(self._gate.watch(model_id), *self._other_keys)
-            if self._has_neighbours:
+            if len(self._neighbourhood):
                 break
         else:
             if self._is_reader:
@@ -240,7 +237,7 @@ class HivemindDirectory:
         DirectoryError when nobody took it.
         """
         self._check_is_running()
-        await self._find_neighbours()
+        await self._neighbourhood.restore(self._relay_addresses)
         await self._search(self._gate.revocations_key)
         known = self._gate.revocations
         if not set(peer_ids) - known.peer_ids:
@@ -287,44 +284,14 @@ class HivemindDirectory:
         return not self._addresses
 
     @property
-    def _has_neighbours(self) -> bool:
-        return bool(self._node.protocol.routing_table.uid_to_peer_id)
-
-    @property
     def _initial_texts(self) -> str:
-        return ", ".join(peer.text for peer in self._initial_peers)
+        return ", ".join(peer.text for peer in self._neighbourhood.initial_peers)
 
     def _check_is_running(self) -> None:
         if self._is_closed:
             raise DirectoryError("the directory was closed")
         if child_of(self._p2p).returncode is not None:
             raise DirectoryError("the p2pd process has ended; join the directory again")
-
-    async def _find_neighbours(self) -> None:
-        """Go back to the initial peers, and to relays, after losing every neighbour: hivemind
-        never does.
-        """
-        if self._has_neighbours:
-            return
-        self._node.blacklist.clear()
-        # After a failed dial, libp2p refuses that address for 5 s, and longer each time.
-        with suppress(DirectoryError):
-            known = [*self._initial_peers, *self._relay_addresses]
-            listening = await find_listening(known, PROBE_SECONDS)
-            await asyncio.gather(*map(self._greet, listening))
-        await asyncio.sleep(0)  # the answers enter the routing table in tasks of their own
-
-    async def _greet(self, peer: PeerAddress) -> None:
-        peer_id = PeerID.from_base58(peer.peer_id)
-        transport_address = Multiaddr(peer.text.rpartition("/p2p/")[0])
-        try:
-            # A ping alone would need p2pd to remember an address, which it does for a while.
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                await cast(Any, self._p2p)._client.connect(peer_id, [transport_address])
-        except (ControlFailure, OSError, EOFError, TimeoutError) as error:
-            _logger.debug("%s does not answer: %r", peer.text, error)
-        else:
-            await self._node.protocol.call_ping(peer_id)
 
     async def _store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Return whether at least one replica holds the value now."""
@@ -348,6 +315,10 @@ class HivemindDirectory:
                 entries = found[key].value if found[key] is not None else {}
                 return {subkey: entry.value for subkey, entry in entries.items()}
         return {}
+
+
+def _id_of(p2p: P2P) -> PeerId:
+    return PeerId(cast(Any, p2p).peer_id.to_base58())
 
 
 async def _start_node(

@@ -35,12 +35,10 @@ async def find_swarm(
 ) -> tuple[Membership, list[PeerAddress]]:
     """Return the swarm to join and the peers to join it through.
 
-    With a private membership, peers of other swarms are left out. Without any, the swarm is the
-    public one that the peers belong to. Raises WrongSwarmError when that cannot be, DirectoryError
+    With a membership, peers of other swarms are left out. Without any, the swarm is the public one
+    that the peers belong to. Raises WrongSwarmError when that cannot be, DirectoryError
     when nobody answers.
     """
-    if membership is not None and not membership.is_private:
-        return membership, list(peers)  # public swarms may share a DHT
     nonce = secrets.token_bytes(GREETING_NONCE_BYTES)
     answers = await asyncio.gather(*(_ask(ask, peer, nonce) for peer in peers))
     heard = [(peer, said) for peer, said in zip(peers, answers, strict=True) if said is not None]
@@ -52,8 +50,9 @@ async def find_swarm(
         peer for peer, said in heard if not membership.is_same_swarm(said, nonce, peer.peer_id)
     ]
     if len(wrong) == len(heard):
+        reason = "wrong secret" if membership.is_private else "wrong swarm"
         raise WrongSwarmError(
-            f"wrong secret: {_list(wrong)} belongs to another swarm than this join code; ask for "
+            f"{reason}: {_list(wrong)} belongs to another swarm than this join code; ask for "
             "a new code"
         )
     return membership, [peer for peer in peers if peer not in wrong]

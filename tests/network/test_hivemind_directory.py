@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from directory_processes import (
     CLOCK,
     MODEL,
     identity_of,
+    intrude,
     look_up,
     make_announcement,
     sign,
@@ -25,8 +27,8 @@ from directory_processes import (
 )
 from processes import children_of, is_running, kill_if_running
 
-from shoal.protocol.errors import DirectoryError, UsageError
-from shoal.protocol.membership import Membership, make_public
+from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
+from shoal.protocol.membership import Membership
 from shoal.protocol.net import p2p_daemon
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
 
@@ -167,24 +169,72 @@ def test_join_says_how_far_the_clock_is_off(peers: contextlib.ExitStack) -> None
     assert "seconds behind" in behind
 
 
-def test_public_swarms_share_a_dht_without_mixing() -> None:
+def test_public_swarms_in_one_dht_do_not_mix() -> None:
     async def main() -> None:
-        apart = make_public(bytes(range(16)))
-        main_swarm = await HivemindDirectory.join([], identity=None, clock=CLOCK)
-        other = await HivemindDirectory.join(
-            main_swarm.addresses, identity=None, clock=CLOCK, membership=apart
-        )
-        await other.announce(sign(make_announcement(1), 1))
+        first = await HivemindDirectory.join([], identity=identity_of(1), clock=CLOCK)
+        second = await HivemindDirectory.join([], identity=identity_of(2), clock=CLOCK)
+        await intrude(second, first.addresses)
+        for number, directory in ((1, first), (2, second)):
+            await directory.announce(sign(make_announcement(number), number))
         reader = await HivemindDirectory.join(
-            main_swarm.addresses, identity=None, clock=CLOCK, membership=apart, client_mode=True
+            second.addresses, identity=None, clock=CLOCK, client_mode=True
         )
 
-        assert await main_swarm.lookup(MODEL) == []
-        assert [a.peer_id for a in await reader.lookup(MODEL)] == [identity_of(1).peer_id]
-        for directory in (reader, other, main_swarm):
+        assert await find_ids(first) == {identity_of(1).peer_id}
+        assert await find_ids(second) == await find_ids(reader) == {identity_of(2).peer_id}
+        with pytest.raises(WrongSwarmError, match="wrong swarm"):
+            await HivemindDirectory.join(
+                first.addresses, identity=None, clock=CLOCK, membership=second.membership
+            )
+        for directory in (reader, second, first):
             await directory.close()
 
     asyncio.run(main())
+
+
+def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again() -> None:
+    """The others have forgotten it, and know each other; it knows nobody."""
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+        everyone = {identity_of(number).peer_id for number in (1, 2, 3)}
+
+        async def begin() -> HivemindDirectory:
+            return await HivemindDirectory.join([], identity=identity_of(1), clock=CLOCK, port=port)
+
+        first = await begin()
+        code = first.membership
+        others = {
+            number: await HivemindDirectory.join(
+                first.addresses, identity=identity_of(number), clock=CLOCK
+            )
+            for number in (2, 3)
+        }
+        await announce_all(others)
+        await first.close()
+        await announce_all(others)
+
+        first = await begin()
+        everywhere = {1: first, **others}
+        async with asyncio.timeout(60):
+            while any([await find_ids(one) != everyone for one in everywhere.values()]):
+                await announce_all(everywhere)
+
+        assert first.membership == code
+        for directory in everywhere.values():
+            await directory.close()
+
+    asyncio.run(main())
+
+
+async def announce_all(directories: Mapping[int, HivemindDirectory]) -> None:
+    for number, directory in directories.items():
+        await directory.announce(sign(make_announcement(number), number))
+
+
+async def find_ids(directory: HivemindDirectory) -> set[str]:
+    return {announcement.peer_id for announcement in await directory.lookup(MODEL)}
 
 
 def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.ExitStack) -> None:
@@ -194,7 +244,8 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.Ex
     async def main() -> None:
         honest = await HivemindDirectory.join([], identity=None, clock=CLOCK)
         (p2pd,) = children_of(os.getpid())
-        liar = await DHTNode.create(initial_peers=list(honest.addresses), nat_port_map=False)
+        liar: Any = await DHTNode.create(initial_peers=list(honest.addresses), nat_port_map=False)
+        await p2p_daemon.answer_questions(liar.p2p, honest.membership)
         victim, bystander = make_announcement(1), make_announcement(2)
         everyone = {victim.peer_id, bystander.peer_id}
         await honest.announce(sign(victim, 1))

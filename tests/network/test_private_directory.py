@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from directory_processes import CLOCK, MODEL, identity_of, make_announcement, sign
+from directory_processes import CLOCK, MODEL, identity_of, intrude, make_announcement, sign
 
 from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
-from shoal.protocol.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.membership import Membership, Role, make_owner
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
 
 OWNER, STRANGER = make_owner(bytes(range(16))), make_owner(bytes(16))
@@ -85,9 +85,8 @@ def test_members_find_each_other_and_others_are_told_that_they_are_none() -> Non
 def test_stranger_who_joins_the_dht_all_the_same_finds_nobody_and_is_not_found() -> None:
     async def story(swarms: Swarms) -> None:
         first = await swarms.join([], SERVER, 1)
-        outsider = await HivemindDirectory.join(
-            first.addresses, identity=identity_of(3), clock=CLOCK, membership=make_public(bytes(16))
-        )
+        outsider = await HivemindDirectory.join([], identity=identity_of(3), clock=CLOCK)
+        await intrude(outsider, first.addresses)
         try:
             await swarms.announce(outsider, 3)
             user = await swarms.join(first.addresses, USER)

@@ -7,6 +7,7 @@ import contextlib
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,8 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.multiaddrs import split_multiaddr
+from shoal.protocol.net.multiaddrs import PeerAddress, split_multiaddr
+from shoal.protocol.net.neighbourhood import Neighbourhood
 from shoal.protocol.spans import Span
 
 MODEL = ModelId("a" * 32)
@@ -110,6 +112,12 @@ def start(peers: contextlib.ExitStack, number: int, *initial_peers: str, port: i
     peer = Peer(number, *initial_peers, port=port)
     peers.callback(peer.close)
     return peer
+
+
+async def intrude(directory: HivemindDirectory, addresses: Sequence[str]) -> None:
+    """Enter the DHT at some addresses, without asking which swarm it is of."""
+    peers = [PeerAddress.parse(address) for address in addresses]
+    await Neighbourhood(directory._node, directory._p2p, peers).restore(())
 
 
 async def look_up(directory: HivemindDirectory) -> tuple[set[str], float]:

@@ -11,6 +11,7 @@ from shoal.protocol.membership import (
     NONCE_BYTES,
     Membership,
     Role,
+    begin_public,
     make_owner,
     make_public,
     make_user,
@@ -104,6 +105,13 @@ def test_greeting_tells_members_the_swarm_and_outsiders_no_more_than_they_may_kn
 def test_answers_that_make_no_sense_are_refused(answer: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         read_public_greeting(answer, GREETING, PEER)
+
+
+def test_peer_begins_the_same_public_swarm_every_time() -> None:
+    begun = begin_public(PEER)
+
+    assert begun == begin_public(PEER) != begin_public(OTHER_PEER)
+    assert not begun.is_private
 
 
 def test_revocations_come_back_and_are_the_owners_alone() -> None:

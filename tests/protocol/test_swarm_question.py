@@ -57,6 +57,13 @@ def test_swarm_of_others_is_called_a_wrong_secret(theirs: Membership | bytes) ->
         find(USER, theirs)
 
 
+def test_code_of_another_public_swarm_is_called_that() -> None:
+    assert find(PUBLIC, PUBLIC, OTHER_PUBLIC, None) == (PUBLIC, 2)
+    for theirs in (OTHER_PUBLIC, OWNER):
+        with pytest.raises(WrongSwarmError, match=r"wrong swarm: .* belongs to another swarm"):
+            find(PUBLIC, theirs, None)
+
+
 def test_without_a_code_only_public_swarms_are_open() -> None:
     assert find(None, PUBLIC, None) == (PUBLIC, 2)
     with pytest.raises(WrongSwarmError, match="not a member"):
@@ -67,14 +74,10 @@ def test_without_a_code_only_public_swarms_are_open() -> None:
         find(None, b"junk")
 
 
-@pytest.mark.parametrize("ours", [None, USER], ids=str)
+@pytest.mark.parametrize("ours", [None, USER, PUBLIC], ids=str)
 def test_silence_is_no_swarm(ours: Membership | None) -> None:
     with pytest.raises(DirectoryError, match="no initial peer answers"):
         find(ours, None, b"hung up")
-
-
-def test_public_swarms_share_a_directory_so_nobody_is_asked() -> None:
-    assert find(PUBLIC, None, OTHER_PUBLIC) == (PUBLIC, 2)
 
 
 def test_question_of_another_length_is_refused() -> None:
