@@ -9,10 +9,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain, takewhile
 
 from ..protocol.messages import HopSeconds, Output
 from ..protocol.net.clock import Clock
 from ..protocol.spans import Span
+from .intervals import measure_covered
 from .router import Hop
 
 
@@ -123,6 +125,14 @@ Event = StepTaken | Exchange | UnansweredQuestion | Opening | Replacement | Move
 
 
 @dataclass(frozen=True)
+class Outage:
+    """How long a question waited for hops that were lost, and who took their places."""
+
+    seconds: float
+    replacements: tuple[Hop, ...]
+
+
+@dataclass(frozen=True)
 class Trace:
     """Everything that was taken down, in the order in which it ended."""
 
@@ -184,7 +194,8 @@ class QuestionWatch:
         """Note that the answer to a question was read that some hops passed along.
 
         The time that they do not tell of is what it took to get from one to the next. It is shared
-        out among them as the ways there and back were expected to be (`way_seconds`).
+        out among them as the ways there and back were expected to be (`way_seconds`). While hops
+        behind the first were lost and replaced, the question waited, at none of them.
         """
         times = (*output.before, HopSeconds(output.queue_seconds, output.compute_seconds))
         if len(times) != len(hops):  # one was replaced meanwhile: the others' times are lost
@@ -192,10 +203,16 @@ class QuestionWatch:
         there_seconds = self._answered_at - self._sent_at
         said_seconds = sum(map(sum, times))
         scale = min(1.0, there_seconds / said_seconds) if said_seconds > 0 else 0.0
-        network_seconds = max(0.0, there_seconds - scale * said_seconds)
+        outage = self._recorder.find_outage(self._kind, self._sent_at, self._answered_at)
+        network_seconds = max(0.0, there_seconds - scale * said_seconds - outage.seconds)
+        idle_seconds = there_seconds - scale * said_seconds - network_seconds
+        resumed_at = next((hop for hop in hops if hop in outage.replacements), hops[-1])
         expected = [*way_seconds[:-2], way_seconds[-2] + way_seconds[-1]]
         started_at, sent_at = self._started_at, self._sent_at
         for hop, own, part in zip(hops, times, expected, strict=True):
+            if hop is resumed_at and idle_seconds > 0:
+                sent_at += idle_seconds
+                started_at = sent_at
             is_last = hop is hops[-1]
             queue_seconds, compute_seconds = own
             share = part / sum(expected) if sum(expected) > 0 else 1.0 / len(hops)
@@ -269,6 +286,19 @@ class Recorder:
         ended_at = max([ended_at, *(event.ended_at for event in events)])
         return Trace(self._started_at, ended_at, events)
 
+    def find_outage(self, kind: Kind, started_at: float, ended_at: float) -> "Outage":
+        """Return what the step under way lost of the time between two moments."""
+        lost = [
+            event
+            for event in takewhile(lambda event: event.step == self.step, reversed(self._events))
+            if is_waiting_for_lost(event, kind)
+        ]
+        seconds = measure_covered(
+            (max(event.started_at, started_at), min(event.ended_at, ended_at)) for event in lost
+        )
+        replaced = (event.replacements for event in lost if isinstance(event, Replacement))
+        return Outage(seconds, tuple(chain.from_iterable(replaced)))
+
     @contextmanager
     def taking_step(self, kind: Kind, position: int, num_tokens: int) -> Iterator[None]:
         """Take down what happens inside as the session's next step."""
@@ -298,6 +328,16 @@ class Recorder:
     def watch(self, hop: Hop, kind: Kind, position: int, num_tokens: int) -> QuestionWatch:
         """Begin to watch a question, before it is made a frame."""
         return QuestionWatch(self, hop, kind, position, num_tokens, self.now())
+
+
+def is_waiting_for_lost(event: Event, kind: Kind) -> bool:
+    """Return whether an event is a part of an outage, as questions of that kind see it.
+
+    Replays that were lost are part of their failover.
+    """
+    if isinstance(event, UnansweredQuestion):
+        return event.kind is kind
+    return isinstance(event, Replacement)
 
 
 def choose_kind(is_decoded: bool) -> Kind:

@@ -5,8 +5,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..protocol.spans import Span
+from .intervals import measure_covered
 from .router import Hop
-from .trace import Exchange, Kind, Replacement, StepTaken, Trace, UnansweredQuestion
+from .trace import (
+    Exchange,
+    Kind,
+    Replacement,
+    StepTaken,
+    Trace,
+    UnansweredQuestion,
+    is_waiting_for_lost,
+)
 
 
 @dataclass(frozen=True)
@@ -83,25 +92,24 @@ def summarize(trace: Trace) -> Summary:
     failovers = tuple(event for event in trace.events if isinstance(event, Replacement))
     in_steps_seconds = sum(step.seconds for step in steps if step.step in decoded)
     client_seconds = sum(after_seconds[step] for step in decoded)
-    failover_seconds = sum(event.seconds for event in failovers if event.step in decoded)
-    failover_seconds += sum(
-        event.seconds
+    asked = [(event.started_at, event.ended_at) for event in exchanges]
+    lost = [
+        (event.started_at, event.ended_at)
         for event in trace.events
-        # Replays that were lost are part of their failover.
-        if isinstance(event, UnansweredQuestion)
-        and event.kind is Kind.DECODE
-        and event.step in decoded
-    )
+        if is_waiting_for_lost(event, Kind.DECODE) and event.step in decoded
+    ]
+    # Hops that are lost together share one failover, and others may have gone on meanwhile.
+    asked_or_lost_seconds = measure_covered([*asked, *lost])
+    failover_seconds = asked_or_lost_seconds - measure_covered(asked)
     failed_seconds = sum(
         step.seconds + after_seconds[step.step] for step in decoding if step.error is not None
     )
-    asked_seconds = sum(event.seconds for event in exchanges)
     return Summary(
         len(decoded),
         in_steps_seconds + client_seconds + failed_seconds,
         tuple(_share_by_hop(exchanges)),
         client_seconds,
-        max(0.0, in_steps_seconds - asked_seconds - failover_seconds),
+        max(0.0, in_steps_seconds - asked_or_lost_seconds),  # below 0 by rounding only
         failover_seconds + failed_seconds,
         sum(event.expected_seconds or 0.0 for event in exchanges),
         _sum_prefill(trace, steps, after_seconds),
@@ -187,7 +195,7 @@ def describe_summary(summary: Summary) -> list[str]:
     lines.append(_row("from token to token", summary.seconds / num_tokens))
     if summary.failovers:
         num_replayed = sum(failover.num_replayed_tokens for failover in summary.failovers)
-        seconds = sum(failover.seconds for failover in summary.failovers)
+        seconds = measure_covered((one.started_at, one.ended_at) for one in summary.failovers)
         lines.append(
             f"failovers: {len(summary.failovers)}, {_count(num_replayed)} replayed, {seconds:.2f} s"
         )

@@ -120,6 +120,16 @@ def test_summary_says_where_the_time_of_every_token_went() -> None:
     assert known_seconds + summary.other_seconds == pytest.approx(summary.seconds)
 
 
+def test_hops_that_are_lost_together_share_one_failover() -> None:
+    failover = Replacement(3, START + 92 * MS, START + 107 * MS, FIRST, (SPARE,), "broke", 7, 6)
+
+    summary, before = summarize(replace(TEXT, events=(*TEXT.events, failover))), summarize(TEXT)
+
+    assert summary.failover_seconds == before.failover_seconds
+    assert summary.other_seconds == before.other_seconds
+    assert describe_summary(summary)[-1] == "failovers: 2, 12 tokens replayed, 0.02 s"
+
+
 def test_steps_that_failed_decoded_nothing() -> None:
     failed = replace(take(4, 150, 170), error="nobody serves them")
     again = (ask(5, 172, FIRST), ask(5, 182, SPARE), take(5, 172, 192))

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from virtual_route import World, run
 
-from shoal.client.trace import Exchange, Recorder
+from shoal.client.trace import Exchange, Kind, Recorder
 from shoal.client.trace_summary import describe_summary, make_summary_json, summarize
 from shoal.protocol.net.clock import VirtualClock
 
 NUM_TOKENS = 3
 
 
-def record_tokens(directory: Any, delivery: str) -> Recorder:
+def record_tokens(directory: Any, delivery: str, lost: Sequence[int] = ()) -> Recorder:
+    """Take down some tokens; before the last one, hops fall silent."""
     recorders: list[Recorder] = []
 
     async def story(world: World) -> None:
         recorders.append(Recorder(VirtualClock()))
         world.session.record(recorders[0])
         await world.generate(NUM_TOKENS)
+        if lost:
+            for index in lost:
+                world.network.pause(world.host_of(index))
+            await world.generate(1)
         recorders[0].end()
 
     run(directory, story, delivery)
@@ -47,6 +53,26 @@ def test_trace_of_a_chain_says_what_was_expected_of_its_ways(tiny_models: Any) -
     (line,) = [line for line in describe_summary(summary) if "expected" in line]
     assert line.split()[-1] == "12.00"
     assert all(len(line) <= 80 for line in describe_summary(summary))
+
+
+@pytest.mark.parametrize("delivery", ["chain", "star"])
+@pytest.mark.parametrize("lost", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 1, 2)], ids=str)
+def test_time_of_an_outage_counts_once(
+    delivery: str, lost: Sequence[int], tiny_models: Any
+) -> None:
+    recorder = record_tokens(tiny_models.get().directory, delivery, lost)
+
+    trace = recorder.make_trace()
+    summary = summarize(trace)
+    hops_seconds = sum(part.shares.seconds for part in summary.hops)
+    rest_seconds = summary.client_seconds + summary.other_seconds + summary.failover_seconds
+    assert len(summary.failovers) == len(lost)
+    assert hops_seconds + rest_seconds == pytest.approx(summary.seconds)
+    # It is the wait for peers that say nothing: no way takes longer for it.
+    assert summary.failover_seconds > 0.9 * summary.seconds > 0.5
+    for event in trace.events:
+        if isinstance(event, Exchange) and event.kind is Kind.DECODE:
+            assert event.network_seconds < 0.02
 
 
 def test_trace_of_a_star_expects_nothing(tiny_models: Any) -> None:
