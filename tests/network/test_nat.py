@@ -30,6 +30,9 @@ DECODED_BYTES = 8 * 2**10
 
 TEXT_TOKENS = 400
 
+FORGETTING_SECONDS = 20
+"""How long NAT a remembers a connection over which nothing goes."""
+
 RELAY_SECONDS = 30.0
 """Within how long a relay that was killed is not announced any more; mostly three."""
 
@@ -60,6 +63,7 @@ class Scene(NamedTuple):
 @pytest.fixture(scope="module")
 def scene() -> Iterator[Scene]:
     with nat_networks() as networks, contextlib.ExitStack() as stack:
+        networks.forget_after("a", FORGETTING_SECONDS)
         public = start_peer(networks, stack, "public", PUBLIC_HOST, "0:4", "--new-swarm")
         join = ("--initial-peers", public.address)
         relayed = start_peer(networks, stack, "home-a", HOME_HOSTS["a"], "4:8", *join)
@@ -174,8 +178,7 @@ def test_prompt_is_pushed_into_a_nat_without_a_relay(scene: Scene) -> None:
 
 @pytest.mark.thorough
 def test_parked_streams_survive_a_nat_that_forgets_what_is_silent(scene: Scene) -> None:
-    scene.networks.forget_after("a", 20)
-    time.sleep(60)
+    time.sleep(3 * FORGETTING_SECONDS)
 
     test_prompt_is_pushed_into_a_nat_without_a_relay(scene)
 
