@@ -51,8 +51,7 @@ _IS_ASSISTED = "is_assisted"
 class DistributedCausalLM(PreTrainedModel, GenerationMixin):
     """A causal language model over a swarm.
 
-    Owns its client: close() it, or use it in a `with`. Blocks are frozen and no gradient flows
-    through them, so outputs never require one.
+    Owns its client: close() it, or use it in a `with`. All weights are frozen.
     """
 
     base_model_prefix = "transformer"
@@ -165,7 +164,6 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         """The session that calls continue in this thread or task, or None."""
         return self.transformer.h.active_session
 
-    @torch.no_grad()
     def forward(
         self,
         input_ids: Tensor | None = None,
@@ -179,8 +177,9 @@ class DistributedCausalLM(PreTrainedModel, GenerationMixin):
         """Return float32 logits [B, T, V] of token ids [B, T] or embeddings [B, T, H].
 
         Continues `past_key_values` or the active session; otherwise this is one stateless pass.
-        `logits_to_keep` n > 0 returns the last n tokens' only. Nothing is sent if an input is
-        refused with UsageError.
+        `logits_to_keep` n > 0 returns the last n tokens' only. Gradients flow back to embeddings
+        that ask for them, in a stateless pass. Nothing is sent if an input is refused with
+        UsageError.
         """
         hidden_BTH = self._embed(input_ids, inputs_embeds)
         check_attention_mask(attention_mask)

@@ -20,6 +20,10 @@ class DistributedTransformer(nn.Module):
         self.h = blocks
         self.ln_f = layers.norm
 
+    def get_input_embeddings(self) -> nn.Module:
+        """Return what makes vectors of tokens; transformers asks by this name."""
+        return self.word_embeddings
+
     def add_positions(self, hidden_BTH: Tensor, position: int) -> Tensor:
         """Add learned positions from `position` on; most families have none."""
         if self.position_embeddings is None:

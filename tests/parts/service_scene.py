@@ -254,6 +254,7 @@ def run(
             assert service.ways.logged.used_bytes == 0
             await neighbours.close()
             assert service.pending.used_bytes == 0
+            assert service.passes.used_bytes == 0
             await server.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 

@@ -215,3 +215,23 @@ def test_not_a_number_is_refused_and_nobody_is_blamed(tiny_models: Any) -> None:
 def test_prompts_that_do_not_fit_are_named(tiny_models: Any, shape: tuple[int, ...]) -> None:
     with swarm_of(tiny_models, ONE_HOP) as (_, model), pytest.raises(UsageError, match="prompts"):
         model.transformer.h(draw(1, 5, HIDDEN), draw(*shape))
+
+
+def test_soft_prompt_before_the_text_gets_its_gradient(tiny_models: Any) -> None:
+    """Through embeddings, remote blocks, final norm and head, as in transformers."""
+    tiny = tiny_models.get()
+    with swarm_of(tiny_models, REPLICAS) as (_, model):
+        tokens = torch.arange(24).view(2, 12) + 5
+        ours = draw(1, 3, HIDDEN).requires_grad_()
+        theirs = ours.detach().clone().requires_grad_()
+        losses: list[Tensor] = []
+        for soft_prompt, causal_lm in ((ours, model), (theirs, tiny.reference)):
+            text = causal_lm.get_input_embeddings()(tokens)
+            embeddings = torch.cat([soft_prompt.expand(2, -1, -1), text], dim=1)
+            logits = causal_lm(inputs_embeds=embeddings).logits[:, 2:-1]
+            losses.append(F.cross_entropy(logits.flatten(0, 1), tokens.flatten()))
+            losses[-1].backward()
+
+        assert torch.allclose(losses[0], losses[1], rtol=1e-5)
+        assert_close(ours.grad, theirs.grad)
+        assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,315 @@
+"""Passes at a peer's door: what is honest is computed, what is not is refused, nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from service_scene import (
+    HIDDEN,
+    MODEL_ID,
+    SPAN,
+    Peer,
+    Talk,
+    assert_declined,
+    draw_hidden,
+    expect_output,
+    make_step,
+    run,
+)
+from torch import Tensor
+
+from shoal.kernels.compress import DTYPES, decode_tensor, encode_tensor
+from shoal.peer import pass_desk
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.pass_queue import GiveWay
+from shoal.peer.engine.passes import PassWork
+from shoal.protocol import limits
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.ids import ModelId, PassId, SessionId
+from shoal.protocol.messages import Pass, Passed, PassKind, PassPiece, Queued, Slot
+from shoal.protocol.passes import cut_vectors
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+
+ROWS, TOKENS = 2, 7
+TEXTS = draw_hidden(1, ROWS, TOKENS)
+GRADIENTS = draw_hidden(2, ROWS, TOKENS)
+PROMPTS = draw_hidden(3, 2, 3)[:, None]  # for two blocks, all rows the same
+
+
+def make_pass(number: int = 1, **changes: Any) -> Pass:
+    pass_id = PassId(SessionId(bytes([number]) * 16))
+    asked = Pass(pass_id, PassKind.FORWARD, MODEL_ID, SPAN, ROWS, TOKENS, WireDtype.FP32)
+    return replace(asked, **changes)
+
+
+def cut(asked: Pass, slot: Slot, tensor: Tensor) -> Iterator[PassPiece]:
+    vectors = tensor.reshape(-1, HIDDEN)
+    for part in cut_vectors(len(vectors), WireDtype.FP32, HIDDEN):
+        data = encode_tensor(vectors[part.start : part.stop])
+        wire = WireTensor(WireDtype.FP32, WireCodec.RAW, 1, len(part), HIDDEN, data)
+        yield PassPiece(asked.pass_id, slot, part.start, wire)
+
+
+async def ask(talk: Talk, asked: Pass, **tensors: Tensor) -> list[Any]:
+    """Send a whole pass; return everything that is answered, without the signs of life."""
+    await talk.say(asked)
+    for name, tensor in tensors.items():
+        await talk.say(*cut(asked, Slot[name], tensor))
+    answers: list[Any] = []
+    while not answers or isinstance(answers[-1], PassPiece):
+        message = await talk.hear()
+        if not isinstance(message, Queued):
+            answers.append(message)
+    return answers
+
+
+def join(answers: list[Any], slot: Slot, *shape: int) -> Tensor:
+    pieces = [one for one in answers if isinstance(one, PassPiece) and one.slot is slot]
+    tensors = [one.tensor for one in pieces]
+    decoded = [decode_tensor(t.data, DTYPES[t.dtype.name], t.shape)[0] for t in tensors]
+    return torch.cat(decoded).view(*shape)
+
+
+async def assert_still_serves(peer: Peer) -> None:
+    talk = await peer.open(9)
+    expect_output(await talk.ask(make_step(1, 0, draw_hidden(5, 1, 3), 9)))
+    await talk.stream.close()
+    assert peer.service.passes.used_bytes == 0
+
+
+def test_forward_and_backward_are_those_of_the_engine(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        work = PassWork(SPAN, TEXTS, PROMPTS)
+        prompts = {"prompt_rows": 1, "prompt_tokens": 3}
+        there = await ask(talk, make_pass(**prompts), HIDDEN=TEXTS, PROMPTS=PROMPTS)
+        back = await ask(
+            talk,
+            make_pass(2, kind=PassKind.BACKWARD, **prompts),
+            HIDDEN=TEXTS,
+            GRADIENTS=GRADIENTS,
+            PROMPTS=PROMPTS,
+        )
+
+        expected = engine.run_backward(work, GRADIENTS, lambda: None)
+        assert expected.prompts_LBPH is not None
+        output = engine.run_forward(work, lambda: None)
+        assert torch.equal(join(there, Slot.HIDDEN, ROWS, TOKENS, HIDDEN), output)
+        assert torch.equal(join(back, Slot.HIDDEN, ROWS, TOKENS, HIDDEN), expected.hidden_BTH)
+        assert torch.equal(join(back, Slot.PROMPTS, 2, 1, 3, HIDDEN), expected.prompts_LBPH)
+        assert isinstance(there[-1], Passed)
+        assert isinstance(back[-1], Passed)
+        await assert_still_serves(peer)
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("dtype", [WireDtype.BF16, WireDtype.FP16, WireDtype.INT8])
+def test_answer_is_in_the_dtype_that_was_asked_for(engine: Engine, dtype: WireDtype) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        first, *_ = await ask(talk, make_pass(dtype=dtype), HIDDEN=TEXTS)
+        assert first.tensor.dtype is dtype
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"model_id": ModelId("b" * 32)}, ErrorCode.WRONG_MODEL),
+        ({"span": Span(0, 3)}, ErrorCode.WRONG_SPAN),
+        ({"span": Span(1, 4)}, ErrorCode.WRONG_SPAN),
+        ({"num_rows": 1, "num_tokens": 513}, ErrorCode.TOO_LONG),
+    ],
+    ids=str,
+)
+def test_pass_that_cannot_be_is_refused_and_its_pieces_are_passed_over(
+    engine: Engine, changes: dict[str, Any], code: ErrorCode
+) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        (refusal,) = await ask(talk, make_pass(**changes), HIDDEN=TEXTS)
+        assert assert_declined(refusal, code).session == make_pass().pass_id
+        answers = await ask(talk, make_pass(2), HIDDEN=TEXTS)
+        assert isinstance(answers[-1], Passed)
+        await assert_still_serves(peer)
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("slot", ["HIDDEN", "GRADIENTS", "PROMPTS"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_numbers_that_are_none_are_refused(engine: Engine, slot: str, number: float) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        asked = make_pass(kind=PassKind.BACKWARD, prompt_rows=1, prompt_tokens=3)
+        tensors = {"HIDDEN": TEXTS, "GRADIENTS": GRADIENTS, "PROMPTS": PROMPTS}
+        bad = tensors[slot].clone()
+        bad.view(-1)[3] = number
+        (refusal,) = await ask(talk, asked, **{**tensors, slot: bad})
+        assert_declined(refusal, ErrorCode.BAD_VALUES)
+        assert isinstance(
+            (await ask(talk, replace(asked, pass_id=make_pass(2).pass_id), **tensors))[-1], Passed
+        )
+        await assert_still_serves(peer)
+
+    run(engine, test)
+
+
+PIECE = next(cut(make_pass(), Slot.HIDDEN, TEXTS))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [PIECE],
+        [make_pass(), replace(PIECE, pass_id=make_pass(2).pass_id)],
+        [make_pass(), replace(PIECE, slot=Slot.GRADIENTS)],
+        [make_pass(), replace(PIECE, offset=1)],
+        [make_pass(), make_pass(2)],
+        [make_pass(num_rows=1), PIECE],
+    ],
+    ids=["unasked", "of another", "wrong slot", "wrong place", "two at once", "too many"],
+)
+def test_disorder_ends_the_stream(engine: Engine, messages: list[Any]) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(*messages)
+        refusal = assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
+        assert refusal.session is None
+        assert await talk.hear() is None
+        await assert_still_serves(peer)
+
+    run(engine, test)
+
+
+def test_pass_that_never_comes_is_given_up_and_its_memory_is_free(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_pass())
+        assert_declined(await talk.hear(), ErrorCode.UNKNOWN_SESSION)
+        await assert_still_serves(peer)
+
+    run(engine, test)
+
+
+def test_stranger_may_ask_for_a_part_of_the_memory_only(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        room = peer.service.passes
+        num_bytes = 2 * ROWS * TOKENS * HIDDEN * 4
+        room._budget_bytes = 4 * num_bytes  # pyright: ignore[reportPrivateUsage]
+        talks = [await peer.greet() for _ in range(3)]
+        for number, talk in enumerate(talks, 1):
+            await talk.say(make_pass(number))
+        refusal = assert_declined(await talks[2].hear(), ErrorCode.BUSY)
+        assert refusal.retry_after_seconds
+        stranger = await peer.at_host("another").greet()
+        await stranger.say(make_pass(4))
+        await stranger.say(*cut(make_pass(4), Slot.HIDDEN, TEXTS))
+        for talk in talks:
+            await talk.stream.close()
+
+    run(engine, test)
+
+
+def test_pass_that_is_more_than_a_peer_takes_is_told_to_be_cut(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_desk, "MAX_PASS_BYTES", 1000)
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        (refusal,) = await ask(talk, make_pass(), HIDDEN=TEXTS)
+        assert "smaller" in assert_declined(refusal, ErrorCode.OUT_OF_MEMORY).detail
+
+    run(engine, test)
+
+
+class SlowEngine:
+    """An engine whose passes go on until they are dropped, or let go."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.entered = threading.Event()
+        self.leave = threading.Event()
+        self.dropped = threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
+        self.entered.set()
+        try:
+            while not self.leave.wait(0.001):
+                give_way()
+        except BaseException:
+            self.dropped.set()
+            raise
+        return self._engine.run_forward(work, give_way)
+
+    async def wait(self, event: Callable[[SlowEngine], threading.Event]) -> None:
+        assert await asyncio.to_thread(event(self).wait, 30)
+
+
+def test_client_that_disappears_has_its_pass_dropped(engine: Engine) -> None:
+    slow = SlowEngine(engine)
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
+        await slow.wait(lambda slow: slow.entered)
+        assert peer.service.passes.used_bytes > 0
+        await talk.stream.close()
+        await slow.wait(lambda slow: slow.dropped)
+        await assert_still_serves(peer)
+
+    run(slow, test)
+
+
+def test_sessions_go_on_and_the_client_hears_every_second_that_its_pass_does(
+    engine: Engine,
+) -> None:
+    slow = SlowEngine(engine)
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
+        await slow.wait(lambda slow: slow.entered)
+        signs = [await talk.hear() for _ in range(45)]
+        assert all(isinstance(sign, Queued) for sign in signs)
+        other = await peer.open(9)
+        expect_output(await other.ask(make_step(1, 0, draw_hidden(5, 1, 3), 9)))
+        slow.leave.set()
+        answer = await talk.hear()
+        while isinstance(answer, Queued):
+            answer = await talk.hear()
+        assert isinstance(answer, PassPiece)
+        assert isinstance(await talk.hear(), Passed)
+        await other.stream.close()
+
+    run(slow, test)
+
+
+def test_largest_pass_is_counted_before_anything_of_it_comes(engine: Engine) -> None:
+    """A stranger may say anything; nothing is allocated for it."""
+
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        asked = make_pass(
+            kind=PassKind.BACKWARD, num_rows=limits.MAX_BATCH_ROWS, num_tokens=64,
+            prompt_rows=limits.MAX_BATCH_ROWS, prompt_tokens=64,
+        )  # fmt: skip
+        await talk.say(asked)
+        await talk.wait_until_read()
+        assert peer.service.passes.used_bytes == (3 + 2 * len(SPAN)) * 16384 * HIDDEN * 4
+        await talk.stream.close()
+
+    run(engine, test)
