@@ -1,0 +1,231 @@
+"""LoRA adapters in the format of PEFT: read from a stranger's bytes, and laid beside our linears.
+
+Only `adapter_config.json` and safetensors are read; whatever does not fit the model is refused by
+name. Dropout is not applied here.
+
+Tensor suffixes: R rank, I input and O output features of the linear that PEFT knows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.spans import Span
+from .families.family import Family, FusedOrder
+from .spec import MlpKind, ModelSpec
+
+MAX_RANK = 1024
+MAX_CONFIG_BYTES = 2**16
+
+_PREFIX = "base_model.model."
+_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_PLAIN_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "bias": (None, "none"),
+    "use_dora": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "target_parameters": (None, [], ()),
+    "layer_replication": (None,),
+    "modules_to_save": (None, []),
+}
+"""What changes how an adapter is applied, with the values that change nothing."""
+
+Place = tuple[int, str]
+"""A block, and the name of one of our linears in it: "query_key_value", "gate_up", …"""
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """What is added to some outputs of a linear: `up_OR @ (down_RI @ input) * scale`.
+
+    `module` is what the checkpoint calls the linear that PEFT knows. Its outputs are those of ours
+    in `outputs`, in the order of `order_O` if that is not the same.
+    """
+
+    module: str
+    outputs: slice
+    down_RI: Tensor
+    up_OR: Tensor
+    scale: float
+    order_O: Tensor | None
+
+    def compute(self, hidden_NI: Tensor) -> Tensor:
+        """Return what is added for these rows."""
+        up_OR = self.up_OR if self.order_O is None else self.up_OR[self.order_O]
+        down_RI, up_OR = self.down_RI.to(hidden_NI.dtype), up_OR.to(hidden_NI.dtype)
+        return (hidden_NI @ down_RI.t()) @ up_OR.t() * self.scale
+
+    def open_gradients(self) -> AdapterPart:
+        """Return the same part with matrices of its own, in float32, that autograd follows."""
+        down_RI, up_OR = (
+            matrix.to(torch.float32, copy=True).requires_grad_()
+            for matrix in (self.down_RI, self.up_OR)
+        )
+        return replace(self, down_RI=down_RI, up_OR=up_OR)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """The part of an adapter that belongs to the blocks of a span."""
+
+    rank: int
+    parts: Mapping[Place, tuple[AdapterPart, ...]]
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its matrices."""
+        parts = [part for place in self.parts.values() for part in place]
+        return sum(part.down_RI.nbytes + part.up_OR.nbytes for part in parts)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """A linear as the checkpoint knows it, and where it is in ours."""
+
+    place: Place
+    outputs: slice
+    num_inputs: int
+    order_O: Tensor | None
+
+
+def read_adapter(
+    config: bytes, tensors: bytes, spec: ModelSpec, family: Family, span: Span, max_bytes: int
+) -> Adapter:
+    """Return what an adapter has for a span; raises RefusedError that says what does not fit.
+
+    `max_bytes` bounds both files together, before either is looked into.
+    """
+    if len(config) > MAX_CONFIG_BYTES or len(config) + len(tensors) > max_bytes:
+        raise RefusedError(
+            ErrorCode.OUT_OF_MEMORY,
+            f"the adapter has {len(config) + len(tensors)} bytes, and {max_bytes} are allowed",
+        )
+    rank, scale = _read_config(config)
+    known = _list_targets(spec, family)
+    parts: dict[Place, list[AdapterPart]] = {}
+    for module, (down_RI, up_OR) in _read_matrices(tensors).items():
+        target = known.get(module)
+        if target is None:
+            raise _refuse(f"this model has no linear {module} that an adapter could change")
+        num_outputs = target.outputs.stop - target.outputs.start
+        for name, matrix, shape in (
+            (module + _DOWN, down_RI, (rank, target.num_inputs)),
+            (module + _UP, up_OR, (num_outputs, rank)),
+        ):
+            if tuple(matrix.shape) != shape:
+                raise _refuse(f"{name} has shape {tuple(matrix.shape)}, this model needs {shape}")
+        if target.place[0] in span:
+            part = AdapterPart(module, target.outputs, down_RI, up_OR, scale, target.order_O)
+            parts.setdefault(target.place, []).append(part)
+    return Adapter(rank, {place: tuple(found) for place, found in parts.items()})
+
+
+def _refuse(detail: str) -> RefusedError:
+    return RefusedError(ErrorCode.BAD_VALUES, f"the adapter cannot be used: {detail}")
+
+
+def _read_config(config: bytes) -> tuple[int, float]:
+    """Return the rank and what the product of both matrices is multiplied by."""
+    try:
+        fields: Any = json.loads(config)
+    except (ValueError, RecursionError):
+        raise _refuse("adapter_config.json is no JSON") from None
+    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
+        raise _refuse("adapter_config.json is not that of a LoRA adapter of PEFT")
+    for name, plain in _PLAIN_FIELDS.items():
+        if fields.get(name) not in plain:
+            raise _refuse(f"{name} = {fields[name]!r:.60} is not supported")
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise _refuse(f"its rank r must be a number from 1 to {MAX_RANK}, not {rank!r:.60}")
+    if type(alpha) not in (int, float) or not abs(alpha) <= 1e6:
+        raise _refuse(f"lora_alpha must be a number, not {alpha!r:.60}")
+    return rank, alpha / (rank**0.5 if fields.get("use_rslora") else rank)
+
+
+def _read_matrices(tensors: bytes) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return both matrices of each linear by the linear's name in the checkpoint."""
+    try:
+        loaded = safetensors.torch.load(tensors)
+    except (SafetensorError, ValueError, KeyError):
+        raise _refuse("its weights are no safetensors file") from None
+    modules: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in loaded.items():
+        ending = next((end for end in (_DOWN, _UP) if name.endswith(end)), None)
+        if ending is None or not name.startswith(_PREFIX):
+            raise _refuse(f"{name:.200} is no matrix of LoRA as PEFT names them")
+        if tensor.dtype not in _DTYPES or not bool(tensor.isfinite().all()):
+            raise _refuse(f"{name:.200} does not hold finite floats")
+        modules.setdefault(name[len(_PREFIX) : -len(ending)], {})[ending] = tensor
+    for module, found in modules.items():
+        if len(found) != 2:
+            raise _refuse(f"{module:.200} has only one of lora_A and lora_B")
+    if not modules:
+        raise _refuse("it has no matrices")
+    return {module: (found[_DOWN], found[_UP]) for module, found in modules.items()}
+
+
+def _list_targets(spec: ModelSpec, family: Family) -> dict[str, _Target]:
+    """Return every linear of the model's blocks by what its checkpoint may call it."""
+    targets: dict[str, _Target] = {}
+    for block in range(spec.num_blocks):
+        shapes = spec.tensor_shapes(block)
+        for slot, members in _list_slots(spec).items():
+            if not all(member in shapes for member in members):
+                continue  # experts
+            start = 0
+            is_fused = len(members) > 1 and slot in family.tensor_names
+            for member in members:
+                num_outputs, num_inputs = shapes[member]
+                stop = start + num_outputs
+                if not is_fused:
+                    target = _Target((block, slot), slice(start, stop), num_inputs, None)
+                    _add(targets, family, block, member, target)
+                start = stop
+            if is_fused:
+                order_O = _find_order(spec, family) if slot == "query_key_value" else None
+                target = _Target((block, slot), slice(0, start), shapes[members[0]][1], order_O)
+                _add(targets, family, block, slot, target)
+    return targets
+
+
+def _add(
+    targets: dict[str, _Target], family: Family, block: int, name: str, target: _Target
+) -> None:
+    for stored in family.checkpoint_names(block, name):
+        targets[stored.removesuffix(".weight")] = target
+
+
+def _list_slots(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return our linears with the block-local names of what is stacked in each."""
+    slots: dict[str, tuple[str, ...]] = {
+        "query_key_value": ("query", "key", "value"),
+        "output": ("output",),
+        "down": ("down",),
+    }
+    if spec.mlp is MlpKind.GATED:
+        return slots | {"gate_up": ("gate", "up")}
+    return slots | {"up": ("up",)}
+
+
+def _find_order(spec: ModelSpec, family: Family) -> Tensor | None:
+    """Return where each of our outputs is among those that are stored head by head."""
+    if family.fused_order is not FusedOrder.BY_GROUP:
+        return None
+    group_size = spec.num_heads // spec.num_kv_heads + 2
+    places_GXD = torch.arange(spec.query_size + 2 * spec.kv_size).view(
+        spec.num_kv_heads, group_size, spec.head_dim
+    )
+    parts = places_GXD[:, :-2], places_GXD[:, -2], places_GXD[:, -1]
+    return torch.cat([part.reshape(-1) for part in parts])

@@ -1,0 +1,144 @@
+"""Adapters in PEFT's format are read for the blocks that they change, or refused by name."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from pass_scene import draw
+from torch import Tensor
+
+from shoal.peer.engine.adapters import Adapter, read_adapter
+from shoal.peer.engine.families import find_family, read_spec
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.spec import ModelSpec
+from shoal.protocol.errors import ErrorCode, RefusedError
+from shoal.protocol.spans import Span
+
+CONFIG = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
+PATH = "base_model.model.model.layers.{}.self_attn.{}.lora_{}.weight"
+
+
+def make_matrices(rank: int = 4, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    tensors = {}
+    for block in range(4):
+        for name, outputs in (("q_proj", 64), ("v_proj", 32)):
+            seed = 10 * block + outputs
+            tensors[PATH.format(block, name, "A")] = draw(rank, 64, seed=seed).to(dtype)
+            tensors[PATH.format(block, name, "B")] = draw(outputs, rank, seed=seed + 1).to(dtype)
+    return tensors
+
+
+def read(
+    tiny_models: Any,
+    config: Any = CONFIG,
+    tensors: dict[str, Tensor] | bytes | None = None,
+    max_bytes: int = 2**20,
+    variant: str = "llama",
+) -> Adapter:
+    settings = open_checkpoint(tiny_models.get(variant).directory).config
+    spec, family = read_spec(settings), find_family(settings)
+    assert isinstance(spec, ModelSpec)
+    assert family is not None
+    data = tensors if isinstance(tensors, bytes) else safetensors.torch.save(
+        make_matrices() if tensors is None else tensors
+    )  # fmt: skip
+    written = config if isinstance(config, bytes) else json.dumps(config).encode()
+    return read_adapter(written, data, spec, family, Span(1, 3), max_bytes)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_parts_lie_where_the_model_has_them(tiny_models, dtype: torch.dtype) -> None:
+    tensors = make_matrices(dtype=dtype)
+
+    adapter = read(tiny_models, tensors=tensors)
+
+    assert set(adapter.parts) == {(1, "query_key_value"), (2, "query_key_value")}
+    query, value = sorted(adapter.parts[1, "query_key_value"], key=lambda part: part.outputs.start)
+    assert (query.outputs, value.outputs) == (slice(0, 64), slice(96, 128))
+    assert query.module == "model.layers.1.self_attn.q_proj"
+    assert torch.equal(query.down_RI, tensors[PATH.format(1, "q_proj", "A")])
+    assert torch.equal(value.up_OR, tensors[PATH.format(1, "v_proj", "B")])
+    assert adapter.num_bytes == 2 * 4 * (64 + 64 + 64 + 32) * dtype.itemsize
+
+
+@pytest.mark.parametrize(("changes", "scale"), [({}, 2.0), ({"use_rslora": True}, 4.0)])
+def test_scale_is_that_of_peft(tiny_models, changes: dict, scale: float) -> None:
+    adapter = read(tiny_models, {**CONFIG, **changes})
+
+    assert {part.scale for parts in adapter.parts.values() for part in parts} == {scale}
+
+
+@pytest.mark.parametrize(
+    ("config", "complaint"),
+    [
+        (b"\x80\x04", "no JSON"),
+        (b"[" * 50_000, "no JSON"),
+        ([], "not that of a LoRA adapter"),
+        ({**CONFIG, "peft_type": "IA3"}, "not that of a LoRA adapter"),
+        ({**CONFIG, "r": 0}, "its rank r must be a number from 1 to 1024, not 0"),
+        ({**CONFIG, "r": True}, "its rank r must be"),
+        ({**CONFIG, "r": 2**40}, "its rank r must be"),
+        ({**CONFIG, "r": 8}, r"lora_A.weight has shape \(4, 64\), this model needs \(8, 64\)"),
+        ({**CONFIG, "lora_alpha": None}, "lora_alpha must be a number"),
+        ({**CONFIG, "lora_alpha": float("nan")}, "lora_alpha must be a number"),
+        ({**CONFIG, "use_dora": True}, "use_dora = True is not supported"),
+        ({**CONFIG, "bias": "all"}, "bias = 'all' is not supported"),
+        ({**CONFIG, "rank_pattern": {"q_proj": 2}}, "rank_pattern = .* is not supported"),
+    ],
+)
+def test_unusable_configurations_are_refused(tiny_models, config: Any, complaint: str) -> None:
+    with pytest.raises(RefusedError, match=complaint) as refusal:
+        read(tiny_models, config)
+    assert refusal.value.code is ErrorCode.BAD_VALUES
+
+
+@pytest.mark.parametrize(
+    ("changes", "complaint"),
+    [
+        ({PATH.format(9, "q_proj", "A"): draw(4, 64)}, "9.self_attn.q_proj has only one of"),
+        ({PATH.format(0, "q_proj", "A"): draw(4, 63)}, r"\(4, 63\), this model needs \(4, 64\)"),
+        ({PATH.format(3, "v_proj", "B"): draw(64, 4)}, r"\(64, 4\), this model needs \(32, 4\)"),
+        ({PATH.format(0, "q_proj", "A"): draw(4, 64) / 0}, "does not hold finite floats"),
+        ({PATH.format(0, "q_proj", "A"): draw(4, 64).int()}, "does not hold finite floats"),
+        ({"model.layers.0.weight": draw(4, 64)}, "is no matrix of LoRA as PEFT names them"),
+        (
+            {
+                PATH.format(0, "qkv_proj", "A"): draw(4, 64),
+                PATH.format(0, "qkv_proj", "B"): draw(64, 4),
+            },
+            "no linear model.layers.0.self_attn.qkv_proj that an adapter could change",
+        ),
+    ],
+)
+def test_matrices_of_another_model_are_refused(tiny_models, changes: dict, complaint: str) -> None:
+    with pytest.raises(RefusedError, match=complaint) as refusal:
+        read(tiny_models, tensors={**make_matrices(), **changes})
+    assert refusal.value.code is ErrorCode.BAD_VALUES
+
+
+@pytest.mark.parametrize("data", [b"", pickle.dumps({"a": 1}), b"\xff" * 100, b"PK\x03\x04" * 9])
+def test_what_is_no_safetensors_file_is_refused(tiny_models, data: bytes) -> None:
+    with pytest.raises(RefusedError, match="no safetensors file"):
+        read(tiny_models, tensors=data)
+    with pytest.raises(RefusedError, match="it has no matrices"):
+        read(tiny_models, tensors={})
+
+
+def test_an_adapter_larger_than_its_quota_is_refused_before_it_is_read(tiny_models) -> None:
+    with pytest.raises(RefusedError, match="and 5000 are allowed") as refusal:
+        read(tiny_models, tensors=b"\x00" * 5000, max_bytes=5000)
+    assert refusal.value.code is ErrorCode.OUT_OF_MEMORY
+
+
+@pytest.mark.parametrize("variant", ["mixtral", "qwen3-moe"])
+def test_adapters_of_experts_are_refused(tiny_models, variant: str) -> None:
+    name = "base_model.model.model.layers.0.mlp.experts.0.down_proj.lora_{}.weight"
+    tensors = {name.format("A"): draw(4, 40), name.format("B"): draw(64, 4)}
+
+    with pytest.raises(RefusedError, match="no linear model"):
+        read(tiny_models, tensors=tensors, variant=variant)
