@@ -232,6 +232,7 @@ class _Int8Linear(Linear):
         def multiply_in_pieces(grads_NO: Tensor, pauses: Pauses) -> Tensor:
             cost_each = self.in_features * self.out_features * 2
             rows = pauses.cut(len(grads_NO), cost_each, _ROWS_AT_ONCE)
-            return torch.cat([multiply(grads_NO[part]) for part in rows])
+            results = [multiply(grads_NO[part]) for part in rows]
+            return results[0] if len(results) == 1 else torch.cat(results)
 
         return multiply_in_pieces

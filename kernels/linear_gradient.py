@@ -15,11 +15,13 @@ class GradientLinears:
     """Computes linears in pieces, and lets autograd differentiate them.
 
     With `is_keeping`, what a weight's gradient needs is made once and kept as long as this is: for
-    linears that see the rows of a batch in several calls.
+    linears that see the rows of a batch in several calls. An `unread` linear is only there for its
+    gradient, and returns zeros.
     """
 
-    def __init__(self, pauses: Pauses, *, is_keeping: bool) -> None:
+    def __init__(self, pauses: Pauses, *, is_keeping: bool, unread: Linear | None = None) -> None:
         self.pauses = pauses
+        self.unread = unread
         self._is_keeping = is_keeping
         self._kept: dict[Linear, InputGradient] = {}
 
@@ -46,6 +48,8 @@ class _LinearFunction(torch.autograd.Function):
         ctx: Any, hidden_NI: Tensor, linear: Linear, precision: RowPrecision, run: GradientLinears
     ) -> Tensor:
         ctx.linear, ctx.run = linear, run
+        if linear is run.unread:
+            return hidden_NI.new_zeros(1, 1).expand(len(hidden_NI), linear.out_features)
         return linear.multiply_in_pieces(hidden_NI, precision, run.pauses)
 
     @staticmethod

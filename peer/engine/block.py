@@ -63,7 +63,9 @@ class Block:
         self, hidden_NH: torch.Tensor, grads_NH: torch.Tensor, rows: PassRows
     ) -> torch.Tensor:
         """Return the gradients of the block's input, given those of its output."""
-        pieces = rows.cut(is_whole=self._is_whole)
+        # Its output is added to the block's, which nobody reads on the way back.
+        last = None if "mlp_output_norm" in self._norms else self._mlp.last
+        pieces = rows.cut(is_whole=self._is_whole, unread=last)
         fused_NO = self._project_all(hidden_NH, pieces).requires_grad_()
         with torch.enable_grad():
             attended_NO = self._attention.attend_without_cache(fused_NO, rows)

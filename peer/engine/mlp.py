@@ -27,6 +27,8 @@ class Mlp(ABC):
     num_parameters: int
     has_fixed_shapes = True
     """Whether what is done follows from the number of rows alone."""
+    last: Linear | None = None
+    """The linear whose output is that of the MLP, if it is one."""
 
     @abstractmethod
     def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
@@ -40,7 +42,7 @@ class GatedMlp(Mlp):
         self.num_bytes = gate_up.num_bytes + down.num_bytes
         self.num_parameters = gate_up.num_parameters + down.num_parameters
         self._gate_up = gate_up
-        self._down = down
+        self._down = self.last = down
         self._activation = activation
 
     def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
@@ -58,7 +60,7 @@ class PlainMlp(Mlp):
         self.num_bytes = up.num_bytes + down.num_bytes
         self.num_parameters = up.num_parameters + down.num_parameters
         self._up = up
-        self._down = down
+        self._down = self.last = down
         self._activation = activation
 
     def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:

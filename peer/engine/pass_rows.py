@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...kernels.linear import RowPrecision
+from ...kernels.linear import Linear, RowPrecision
 from ...kernels.linear_gradient import GradientLinears
 from ...kernels.pauses import Pauses
 from .rows import Rotation, RowRange
@@ -32,9 +32,14 @@ class PassRows:
     pauses: Pauses
     tokens_at_once: int
 
-    def cut(self, *, is_whole: bool = False) -> list[tuple[slice, list[RowRange]]]:
-        """Return ranges of N, with what linears have to know about each; or one of all N."""
-        linears = GradientLinears(self.pauses, is_keeping=not is_whole)
+    def cut(
+        self, *, is_whole: bool = False, unread: Linear | None = None
+    ) -> list[tuple[slice, list[RowRange]]]:
+        """Return ranges of N, with what linears have to know about each; or one of all N.
+
+        The output of a linear that is `unread` need not be computed.
+        """
+        linears = GradientLinears(self.pauses, is_keeping=not is_whole, unread=unread)
         num_all = self.num_rows * self.num_tokens
         step = num_all if is_whole else self.tokens_at_once
         pieces = [slice(start, min(start + step, num_all)) for start in range(0, num_all, step)]
