@@ -66,13 +66,20 @@ class AdapterPart:
         down_RI, up_OR = self.down_RI.to(hidden_NI.dtype), up_OR.to(hidden_NI.dtype)
         return (hidden_NI @ down_RI.t()) @ up_OR.t() * self.scale
 
-    def open_gradients(self) -> AdapterPart:
-        """Return the same part with matrices of its own, in float32, that autograd follows."""
+    def open(self, place: torch.device, has_gradients: bool) -> AdapterPart:
+        """Return the part on a device; for gradients with copies in float32 that gather them."""
+        if not has_gradients:
+            return replace(self, down_RI=self.down_RI.to(place), up_OR=self.up_OR.to(place))
         down_RI, up_OR = (
-            matrix.to(torch.float32, copy=True).requires_grad_()
+            matrix.to(place, torch.float32, copy=True).requires_grad_()
             for matrix in (self.down_RI, self.up_OR)
         )
         return replace(self, down_RI=down_RI, up_OR=up_OR)
+
+    def named_matrices(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
+        """Return both matrices by what PEFT calls them."""
+        name = _PREFIX + self.module
+        return (name + _DOWN, self.down_RI), (name + _UP, self.up_OR)
 
 
 @dataclass(frozen=True, eq=False)

@@ -33,6 +33,7 @@ class Block:
         self.is_cut_anywhere = attention.is_cut_anywhere
         self.attention_kernels = attention.kernels
         self.has_fixed_shapes = attention.has_fixed_shapes and mlp.has_fixed_shapes
+        self.linears = {**attention.linears, **mlp.linears}
         self._residual = residual
         self._norms = norms
         self._attention = attention

@@ -5,8 +5,9 @@ K chosen experts of a row.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +30,8 @@ class Mlp(ABC):
     """Whether what is done follows from the number of rows alone."""
     last: Linear | None = None
     """The linear whose output is that of the MLP, if it is one."""
+    linears: Mapping[str, Linear] = MappingProxyType({})
+    """Those that adapters may change, by the names that adapters have for their places."""
 
     @abstractmethod
     def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
@@ -41,6 +44,7 @@ class GatedMlp(Mlp):
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
         self.num_bytes = gate_up.num_bytes + down.num_bytes
         self.num_parameters = gate_up.num_parameters + down.num_parameters
+        self.linears = {"gate_up": gate_up, "down": down}
         self._gate_up = gate_up
         self._down = self.last = down
         self._activation = activation
@@ -59,6 +63,7 @@ class PlainMlp(Mlp):
     def __init__(self, up: Linear, down: Linear, activation: Activation) -> None:
         self.num_bytes = up.num_bytes + down.num_bytes
         self.num_parameters = up.num_parameters + down.num_parameters
+        self.linears = {"up": up, "down": down}
         self._up = up
         self._down = self.last = down
         self._activation = activation

@@ -11,7 +11,7 @@ import torch
 from ...kernels.linear import Linear, RowPrecision
 from ...kernels.linear_gradient import GradientLinears
 from ...kernels.pauses import Pauses
-from .rows import Rotation, RowRange
+from .rows import AdaptedRows, Rotation, RowRange
 
 PRECISION = RowPrecision.ONE_DIGIT
 """Texts are prompts to int8 weights."""
@@ -31,6 +31,8 @@ class PassRows:
     rotations: tuple[Rotation, ...]
     pauses: Pauses
     tokens_at_once: int
+    adapters: tuple[AdaptedRows, ...] = ()
+    """Of the block that computes them."""
 
     def cut(
         self, *, is_whole: bool = False, unread: Linear | None = None
@@ -44,15 +46,33 @@ class PassRows:
         step = num_all if is_whole else self.tokens_at_once
         pieces = [slice(start, min(start + step, num_all)) for start in range(0, num_all, step)]
         return [
-            (piece, [RowRange(0, piece.stop - piece.start, PRECISION, linears)]) for piece in pieces
+            (
+                piece,
+                [RowRange(0, piece.stop - piece.start, PRECISION, linears, self._adapt(piece))],
+            )
+            for piece in pieces
         ]
+
+    def _adapt(self, piece: slice) -> tuple[AdaptedRows, ...]:
+        """Return the adapters of some of the rows, which are counted from the first of these."""
+        found = []
+        for adapted in self.adapters:
+            start = max(adapted.rows.start, piece.start) - piece.start
+            stop = min(adapted.rows.stop, piece.stop) - piece.start
+            if start < stop:
+                found.append(AdaptedRows(slice(start, stop), adapted.parts))
+        return tuple(found)
 
 
 def differentiate(
     function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grads: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of the inputs, given those of what a function makes of them."""
+    """Return the gradients of the inputs, given those of what a function makes of them.
+
+    Those of adapters are added up in their matrices.
+    """
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     with torch.enable_grad():
         output = function(*leaves)
-    return torch.autograd.grad(output, leaves, grads)
+    torch.autograd.backward(output, grads)
+    return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)

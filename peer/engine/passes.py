@@ -1,7 +1,8 @@
 """Passes through the blocks of an engine: texts from their beginning, without a KV cache, and back.
 
-Weights are frozen: gradients are those of the hidden states that go in, and of the deep prompts
-that are added to them. Nothing is kept between two passes, so that any peer can run either.
+Weights are frozen: gradients are those of the hidden states that go in, of the deep prompts that
+are added to them, and of adapters. Nothing is kept between two passes, so that any peer can run
+either.
 
 Tensor suffixes: B rows and T tokens of a pass, N rows times tokens, L blocks of a span, P tokens
 of a prompt, H hidden.
@@ -9,8 +10,8 @@ of a prompt, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import torch
@@ -22,11 +23,13 @@ from ...kernels.quantize import WeightFormat
 from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.spans import Span
+from .adapters import Adapter
 from .loader import HostedBlock
 from .numerics import Numerics
+from .pass_adapters import PassAdapters
 from .pass_memory import estimate_pass_bytes
 from .pass_rows import PassRows
-from .spec import ModelShape
+from .spec import ModelShape, WrappedShape
 
 GiveWay = Callable[[], object]
 Result = TypeVar("Result")
@@ -45,20 +48,26 @@ class PassWork:
     """Texts of equal length on their way through some hosted blocks.
 
     `prompts_LBPH[l]` is added to the first P tokens of the input of block `l` of the span; a B of
-    one stands for all rows. Tensors may be of any float dtype.
+    one stands for all rows. Tensors may be of any float dtype. `adapters` has one for each row, or
+    None, or is empty for rows without.
     """
 
     span: Span
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None
+    adapters: tuple[Adapter | None, ...] = ()
 
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of the hidden states and the prompts of a pass, in their shapes."""
+    """Of the hidden states and the prompts of a pass, in their shapes.
+
+    Those of each adapter's matrices are in float32, by the names that PEFT stores them by.
+    """
 
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None
+    adapters: Mapping[Adapter, Mapping[str, Tensor]]
 
 
 class Passes:
@@ -130,6 +139,13 @@ class Passes:
                 f"the model handles {self._spec.max_positions} tokens, not {shape[1]}",
             )
         _check_floats(work.hidden_BTH, "the hidden states")
+        if len(work.adapters) not in (0, shape[0]):
+            raise _make_refusal(f"{len(work.adapters)} adapters for {shape[0]} rows")
+        if any(work.adapters) and isinstance(self._spec, WrappedShape):
+            raise _make_refusal(
+                f"models of type {self._spec.family!r} run through transformers here, where "
+                "adapters are not applied"
+            )
         if work.prompts_LBPH is not None:
             _check_prompts(work.prompts_LBPH, work)
             _check_floats(work.prompts_LBPH, "the prompts")
@@ -154,33 +170,49 @@ class Passes:
     def _run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
         rows = self._lay_out(work, give_way)
         hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH), self._bring_prompts(work)
+        adapters = self._open_adapters(work, has_gradients=False)
         for place, block in enumerate(self._find_blocks(work)):
             give_way()
-            hidden_NH = block.run_pass(_add_prompt(hidden_NH, prompts_LBPH, place, rows), rows)
+            input_NH = _add_prompt(hidden_NH, prompts_LBPH, place, rows)
+            adapted = adapters.bind(work.span.start + place, block.linears)
+            hidden_NH = block.run_pass(input_NH, replace(rows, adapters=adapted))
         return self._fetch(hidden_NH, work.hidden_BTH.shape)
 
     def _run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
         rows = self._lay_out(work, give_way)
         hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH), self._bring_prompts(work)
         blocks = self._find_blocks(work)
+        adapters = self._open_adapters(work, has_gradients=True)
+        adapted = [
+            replace(rows, adapters=adapters.bind(index, block.linears))
+            for index, block in enumerate(blocks, work.span.start)
+        ]
         inputs: list[Tensor] = []
         for place, block in enumerate(blocks):
             give_way()
             inputs.append(_add_prompt(hidden_NH, prompts_LBPH, place, rows))
             if place < len(blocks) - 1:
-                hidden_NH = block.run_pass(inputs[-1], rows)
+                hidden_NH = block.run_pass(inputs[-1], adapted[place])
         del hidden_NH
         grads_NH = self._bring(grads_BTH)
         prompt_grads_LBPH = None if prompts_LBPH is None else torch.empty_like(prompts_LBPH)
         for place, block in reversed(list(enumerate(blocks))):
             give_way()
-            grads_NH = block.run_pass_back(inputs.pop(), grads_NH, rows)
+            grads_NH = block.run_pass_back(inputs.pop(), grads_NH, adapted[place])
             if prompt_grads_LBPH is not None:
                 _take_prompt(grads_NH, prompt_grads_LBPH[place], rows)
         hidden_grads_BTH = self._fetch(grads_NH, grads_BTH.shape)
         if prompt_grads_LBPH is not None:
             prompt_grads_LBPH = self._fetch(prompt_grads_LBPH, prompt_grads_LBPH.shape)
-        return Gradients(hidden_grads_BTH, prompt_grads_LBPH)
+        adapter_grads = {
+            adapter: {name: self._fetch(grad, grad.shape) for name, grad in grads.items()}
+            for adapter, grads in adapters.collect().items()
+        }
+        return Gradients(hidden_grads_BTH, prompt_grads_LBPH, adapter_grads)
+
+    def _open_adapters(self, work: PassWork, *, has_gradients: bool) -> PassAdapters:
+        num_tokens, place = work.hidden_BTH.shape[1], self._device.place
+        return PassAdapters(work.adapters, num_tokens, place, has_gradients=has_gradients)
 
     def _find_blocks(self, work: PassWork) -> Sequence[HostedBlock]:
         return self._blocks[work.span.start - self._span.start :][: len(work.span)]

@@ -3,7 +3,7 @@
 Tensor suffixes: N rows of all segments (batch times tokens), I input and O output features.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,6 +13,7 @@ from ...kernels.linear import Linear, RowPrecision
 from ...kernels.linear_gradient import GradientLinears
 from ...kernels.rotary import RotaryTable
 from ...kernels.token_attention import TokenBatch, TokenSegment
+from .adapters import AdapterPart
 from .kv_cache import SessionCache
 from .lazy_memory import LazyMemory
 from .paged_rows import PagedRows, lay_out_in_pages
@@ -92,22 +93,42 @@ def _address(segment: Segment, rope: int) -> TokenSegment:
 
 
 @dataclass(frozen=True, slots=True)
+class AdaptedRows:
+    """Some rows of a range, and what an adapter adds to linears for them."""
+
+    rows: slice
+    parts: Mapping[Linear, Sequence[AdapterPart]]
+
+
+@dataclass(frozen=True, slots=True)
 class RowRange:
     """The rows `[start, stop)` of N that linears take in one precision.
 
-    Those of a pass are computed by its `linears`.
+    Those of a pass are computed by its `linears`, and changed by its `adapters`.
     """
 
     start: int
     stop: int
     precision: RowPrecision
     linears: GradientLinears | None = None
+    adapters: tuple[AdaptedRows, ...] = ()
 
     def apply(self, linear: Linear, rows_NI: torch.Tensor) -> torch.Tensor:
         """Return what a linear makes of these rows."""
         if self.linears is None:
             return linear(rows_NI, self.precision)
-        return self.linears(linear, rows_NI, self.precision)
+        rows_NO = self.linears(linear, rows_NI, self.precision)
+        changes = [
+            (adapted.rows, part)
+            for adapted in self.adapters
+            for part in adapted.parts.get(linear, ())
+        ]
+        if not changes:
+            return rows_NO
+        added_NO = torch.zeros_like(rows_NO)
+        for rows, part in changes:
+            added_NO[rows, part.outputs] += part.compute(rows_NI[rows])
+        return rows_NO + added_NO
 
 
 def apply_linear(

@@ -10,6 +10,7 @@ H hidden.
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 
 from ...kernels.checkpoint import Checkpoint, CheckpointError
 from ...kernels.conversion import ConvertedCheckpoint
+from ...kernels.linear import Linear
 from ...kernels.shell import Shell, ShellError, StepCache, open_shell
 from ...protocol.errors import ModelError
 from .config_reader import MAX_POSITIONS, ConfigReader, limit_to_exact_positions
@@ -53,6 +55,7 @@ class WrappedBlock:
     is_cut_anywhere = False
     has_fixed_shapes = False
     attention_kernels = ("torch",)
+    linears: Mapping[str, Linear] = MappingProxyType({})
 
     def __init__(self, decoder: PreTrainedModel, index: int) -> None:
         weights = [weight for weight in decoder.parameters() if not weight.is_meta]
