@@ -156,7 +156,7 @@ def _read_config(config: bytes) -> tuple[int, float]:
     rank, alpha = fields.get("r"), fields.get("lora_alpha")
     if type(rank) is not int or not 1 <= rank <= MAX_RANK:
         raise _refuse(f"its rank r must be a number from 1 to {MAX_RANK}, not {rank!r:.60}")
-    if type(alpha) not in (int, float) or not abs(alpha) <= 1e6:
+    if not isinstance(alpha, int | float) or not abs(alpha) <= 1e6:
         raise _refuse(f"lora_alpha must be a number, not {alpha!r:.60}")
     return rank, alpha / (rank**0.5 if fields.get("use_rslora") else rank)
 
@@ -191,7 +191,7 @@ def _list_targets(spec: ModelSpec, family: Family) -> dict[str, _Target]:
         for slot, members in _list_slots(spec).items():
             if not all(member in shapes for member in members):
                 continue  # experts
-            start = 0
+            start, num_shared_inputs = 0, shapes[members[0]][1]
             is_fused = len(members) > 1 and slot in family.tensor_names
             for member in members:
                 num_outputs, num_inputs = shapes[member]
@@ -202,7 +202,7 @@ def _list_targets(spec: ModelSpec, family: Family) -> dict[str, _Target]:
                 start = stop
             if is_fused:
                 order_O = _find_order(spec, family) if slot == "query_key_value" else None
-                target = _Target((block, slot), slice(0, start), shapes[members[0]][1], order_O)
+                target = _Target((block, slot), slice(0, start), num_shared_inputs, order_O)
                 _add(targets, family, block, slot, target)
     return targets
 
