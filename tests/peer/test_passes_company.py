@@ -75,7 +75,8 @@ def test_steps_in_the_middle_of_a_pass_change_no_bit_of_either(
 
     quiet, disturbed = run(stay), run(company.take_turn)
 
-    assert len(company.outputs) > 20
+    # Wrapped blocks pause between their rows alone.
+    assert len(company.outputs) > (5 if variant.startswith("wrapped") else 20)
     for expected, result in zip(quiet, disturbed, strict=True):
         assert torch.equal(result, expected)
     for outputs in company.outputs:
