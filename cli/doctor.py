@@ -69,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
         async def examine() -> "Diagnosis":
             probes = peer_check.make_network_probes(joining.membership)
-            diagnosis = diagnosis_module.Diagnosis(probes, report)
+            diagnosis = diagnosis_module.Diagnosis(probes, report, joining.membership)
             door = reach_check.Door(*place) if place else None
             try:
                 await diagnosis.run(read_model, joining.addresses, door)

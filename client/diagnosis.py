@@ -6,6 +6,8 @@ network comes in as `Probes`, so that all of it runs without one.
 
 import asyncio
 import importlib
+import re
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -22,8 +24,10 @@ from ..protocol.errors import (
 )
 from ..protocol.ids import ModelId, make_model_id
 from ..protocol.limits import MAX_CLOCK_SKEW_SECONDS
+from ..protocol.membership import Membership, Role
 from ..protocol.net.directory import Directory
 from ..protocol.net.multiaddrs import PeerAddress
+from ..protocol.net.tls import explain
 from ..protocol.spans import Span, find_gaps
 from ..protocol.swarm_view import SwarmView
 from .finding import Finding, Status
@@ -42,6 +46,8 @@ MAX_PEERS_ASKED = 64
 _PEERS_AT_ONCE = 8
 _WARNING_SKEW_SECONDS = 1.0
 
+
+_NUMBER = re.compile(r"\[Errno -?[0-9]+\] ")  # of the system, which says nothing to people
 
 _JOIN_FIXES = {
     "clock": "switch on time synchronisation (timedatectl set-ntp true)",
@@ -83,6 +89,8 @@ class Diagnosis:
 
     probes: Probes
     report: Callable[[Finding], None] = lambda finding: None
+    membership: Membership | None = None
+    """The swarm of the join code; None without one."""
     findings: list[Finding] = field(default_factory=list)
     checks: list[PeerCheck] = field(default_factory=list)
     view: SwarmView | None = None
@@ -168,10 +176,13 @@ class Diagnosis:
                 "check the address and that a firewall lets the port through",
             )  # fmt: skip
         except OSError as error:
-            return Finding(
-                "address", Status.BROKEN, f"{name} cannot be reached: {_explain_os_error(error)}",
-                "check that this peer still runs and that the address is the one it printed last",
-            )  # fmt: skip
+            if isinstance(error, socket.gaierror):
+                fix = "check how the name is written, and that it can be looked up on this machine"
+            else:
+                fix = "check that this peer still runs and that the address is the one it "
+                fix += "printed last"
+            detail = f"{name} cannot be reached: {_explain_os_error(error)}"
+            return Finding("address", Status.BROKEN, detail, fix)
         seconds = self.probes.clock.now() - started_at
         return await self._hail(name, address.host, port) or Finding(
             "address", Status.OK, f"{name} accepts connections, {_show(seconds)}"
@@ -209,11 +220,11 @@ class Diagnosis:
             self._note_directory(f"joining took longer than {JOIN_SECONDS:g} s")
             return None
         except WrongSwarmError as error:
-            self._note(
-                "membership", Status.BROKEN, str(error),
-                "join codes come from whoever began the swarm: `shoal swarm-new --from CODE` makes "
-                "them",
-            )  # fmt: skip
+            fix = "give one address only: whoever runs there is in one swarm"
+            if "different swarms" not in str(error):
+                fix = "join codes come from whoever began the swarm: "
+                fix += "`shoal swarm-new --from CODE` makes them"
+            self._note("membership", Status.BROKEN, str(error), fix)
             return None
         except (UnavailableError, UsageError) as error:
             self._note_directory(str(error))
@@ -262,8 +273,8 @@ class Diagnosis:
         detail = f"no peer is online for model id {_short(model.model_id)}"
         detail += f" ({', '.join(counts)})" if counts else ""
         fix = (
-            f"start one with `shoal serve {model.name} --initial-peers …`; if one runs, its "
-            "weights are not exactly yours, which is what the id stands for"
+            f"start one with `shoal serve {model.name} {self._way_in}`{self._condition}; if one "
+            "runs, its weights are not exactly yours, which is what the id stands for"
         )
         self._note("announcements", Status.BROKEN, detail, fix)
 
@@ -343,16 +354,30 @@ class Diagnosis:
             return
         names = ", ".join(map(str, self.missing))
         commands = " and ".join(
-            f"`shoal serve {model.name} --blocks {gap} --initial-peers …`" for gap in self.missing
+            f"`shoal serve {model.name} --blocks {gap} {self._way_in}`" for gap in self.missing
         )
         detail = f"blocks {names} are missing: no peer that answers serves them"
-        self._note("blocks", Status.BROKEN, detail, f"start {commands}")
+        self._note("blocks", Status.BROKEN, detail, f"start {commands}{self._condition}")
+
+    @property
+    def _way_in(self) -> str:
+        """The option that lets a peer into this swarm."""
+        return "--initial-peers …" if self.membership is None else "--join CODE"
+
+    @property
+    def _condition(self) -> str:
+        """What else that takes."""
+        if self.membership is None or self.membership.role is not Role.USE:
+            return ""
+        return ", with a code that may serve, from the owner of the swarm: yours may only use it"
 
 
 def _explain_os_error(error: OSError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens on that port"
-    return " ".join(str(error).split())
+    if isinstance(error, socket.gaierror):
+        return f"the name of this host is unknown here ({explain(error)})"
+    return _NUMBER.sub("", " ".join(explain(error).split()))
 
 
 def _short(model_id: ModelId) -> str:

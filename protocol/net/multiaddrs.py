@@ -29,7 +29,7 @@ _CODES = {
 }
 # No comma above all: p2pd takes its initial peers as a list with commas.
 _MAX_RELAYS = 16  # that are dialled at once when all neighbours are gone
-_CHARACTERS = re.compile(r"/[0-9A-Za-z._:/-]+")
+_UNEXPECTED = re.compile(r"[^0-9A-Za-z._:/-]")
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,10 @@ class PeerAddress:
 
     @classmethod
     def _parse(cls, text: str) -> PeerAddress:
-        if not _CHARACTERS.fullmatch(text):
-            raise ValueError("it has characters that no address has")
+        if not text.startswith("/"):
+            raise ValueError("it does not begin with /")
+        if unexpected := _UNEXPECTED.search(text):
+            raise ValueError(f"no address has {unexpected[0]!r} in it")
         words = text.split("/")[1:]
         parts: list[tuple[str, str]] = []
         while words:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 from diagnosis_scene import ADDRESS, Swarm, examine, find
 
 from shoal.protocol.announcements import PeerState
 from shoal.protocol.errors import DirectoryError, WrongSwarmError
+from shoal.protocol.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.spans import Span
 
 
@@ -135,6 +138,59 @@ def test_nobody_online_is_said_with_those_who_left() -> None:
     assert "1 offline" in find(diagnosis, "announcements").detail
     assert diagnosis.missing == (Span(0, 8),)
     assert not diagnosis.checks
+
+
+@pytest.mark.parametrize(
+    ("membership", "option", "takes_another_code"),
+    [
+        (None, "--initial-peers …", False),
+        (make_public(bytes(16)), "--join CODE", False),
+        (make_owner(bytes(16)).as_role(Role.SERVE), "--join CODE", False),
+        (make_owner(bytes(16)).as_role(Role.USE), "--join CODE", True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("is_somebody_online", [False, True])
+def test_peers_to_start_are_told_how_they_get_in(
+    membership: Membership | None,
+    option: str,
+    takes_another_code: bool,
+    is_somebody_online: bool,
+) -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.membership = membership
+        if is_somebody_online:
+            await swarm.add(Span(0, 4), membership=membership)
+
+    finding = find(examine(build), "blocks" if is_somebody_online else "announcements")
+
+    assert f"shoal serve stories {'--blocks 4:8 ' * is_somebody_online}{option}`" in finding.fix
+    assert ("with a code that may serve" in finding.fix) == takes_another_code
+
+
+def test_unknown_name_is_told_from_a_closed_port_and_without_numbers() -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.dial_error = socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    finding = find(examine(build), "address")
+
+    assert "the name of this host is unknown here" in finding.detail
+    assert "Errno" not in finding.detail
+    assert "how the name is written" in finding.fix
+
+
+def test_several_failures_of_one_dial_are_shown_without_numbers() -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.dial_error = OSError("Multiple exceptions: [Errno 111] refused, [Errno 113] no route")
+
+    assert find(examine(build), "address").detail.endswith(": refused, no route")
+
+
+def test_addresses_of_two_swarms_are_not_a_matter_of_codes() -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.join_error = WrongSwarmError("the addresses belong to different swarms; give one")
+
+    assert "give one address only" in find(examine(build), "membership").fix
 
 
 @pytest.mark.parametrize("detail", ["wrong secret: another swarm", "not a member: it is private"])

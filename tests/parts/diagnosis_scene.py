@@ -106,7 +106,7 @@ class Swarm:
             self._check_certificate,
             self._reach,
         )
-        diagnosis = Diagnosis(probes, self.heard.append)
+        diagnosis = Diagnosis(probes, self.heard.append, self.membership)
 
         def read_model() -> ModelFacts:
             if model is None:
