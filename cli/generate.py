@@ -12,8 +12,9 @@ from ..protocol.spans import Span
 from .bundled_model import BUNDLED_NAME, find_model
 from .interrupts import quitting_at_once
 from .joining import add_join_arguments, read_joining
+from .outage_notices import OutageNotices
 from .quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
-from .terminal import Progress, Terminal, WordWrapper
+from .terminal import Progress, Terminal
 from .text_generation import (
     Generation,
     Sampling,
@@ -25,6 +26,7 @@ from .text_generation import (
     read_prompt,
     route_facts,
 )
+from .text_printer import TextPrinter
 from .tracing import (
     TraceFile,
     describe_cut_trace,
@@ -154,20 +156,26 @@ def _generate(
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []
         _wait(waiting, notices, model, sessions, options.wait)
-        printer = None if options.json else _Printer(output, prompt)
+        printer = TextPrinter(None if options.json else output, notices, prompt)
 
         def on_token(piece: str) -> None:
-            waiting.close()
-            if printer:
-                printer.add(piece)
+            if printer.is_fresh:
+                waiting.close()
+                if options.standby:
+                    _warn_of_missing_standbys(notices, sessions[0])
+            printer.add(piece)
 
         def on_session(session: Any) -> None:
             sessions.append(session)
             trace_file.watch(session)
 
-        generation = model.generate(prompt, sampling, on_token, on_session)
-        if printer:
-            printer.end()
+        def describe_outage() -> str:
+            sought = None if printer.is_fresh else sessions[0].sought
+            return _describe_wait([sought], options.wait) if sought else ""
+
+        with OutageNotices(describe_outage, printer.interrupt):
+            generation = model.generate(prompt, sampling, on_token, on_session)
+        printer.end()
     return generation
 
 
@@ -215,29 +223,13 @@ def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
     return f"Waiting for blocks {names}, at most {seconds:g} s"
 
 
-class _Printer:
-    """Shows text as it comes: wrapped behind its prompt on a terminal, as it is in a pipe."""
-
-    def __init__(self, terminal: Terminal, prompt: str) -> None:
-        self._terminal = terminal
-        self._wrapper = WordWrapper(terminal.width) if terminal.is_terminal else None
-        self._prompt = prompt
-
-    def add(self, piece: str) -> None:
-        """Show a piece of text, as far as its words are complete."""
-        self._begin()
-        self._terminal.write(self._wrapper.feed(piece) if self._wrapper else piece)
-
-    def end(self) -> None:
-        """Show what is left."""
-        self._begin()
-        self._terminal.print(self._wrapper.flush() if self._wrapper else "")
-
-    def _begin(self) -> None:
-        """Repeat the prompt where a person reads along."""
-        prompt, self._prompt = self._prompt, ""
-        if self._wrapper:
-            self._terminal.write(self._terminal.paint(self._wrapper.feed(prompt), "dim"))
+def _warn_of_missing_standbys(notices: Terminal, session: Any) -> None:
+    """Say which parts of the model a lost peer leaves without anybody who could go on at once."""
+    names = ", ".join(map(str, session.spans_without_replica))
+    if names:
+        notices.print(
+            f"No standby for blocks {names}: no other peer serves them with the same weights"
+        )
 
 
 def _report(terminal: Terminal, generation: Generation) -> None:
@@ -252,7 +244,8 @@ def _report(terminal: Terminal, generation: Generation) -> None:
         )
     )
     for failover in generation.failovers:
-        terminal.print(terminal.paint(describe_failover(failover), "yellow"))
+        for line in terminal.wrap(describe_failover(failover)):
+            terminal.print(terminal.paint(line, "yellow"))
 
 
 def _make_json(generation: Generation) -> dict[str, object]:

@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import sys
+import textwrap
 import threading
 import time
 import unicodedata
@@ -76,6 +77,12 @@ class Terminal:
             return text
         codes = ";".join(_STYLES[style] for style in styles)
         return f"\x1b[{codes}m{text}\x1b[0m"
+
+    def wrap(self, text: str) -> list[str]:
+        """Return the lines of a sentence: as many as it needs on a terminal, elsewhere one."""
+        if not self.is_terminal:
+            return [text]
+        return textwrap.wrap(text, self.width, subsequent_indent="  ", break_on_hyphens=False)
 
     def fit(self, text: str) -> str:
         """Return the text in characters that the stream can take."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..protocol.errors import UsageError
+from ..protocol.spans import Span
 from .config import make_whole
 from .handoff import Handoff
 from .live_hops import Waiting
@@ -126,6 +127,19 @@ class InferenceSession:
     def waiting(self) -> Waiting | None:
         """The peer in whose queue the session is at this moment, with its estimate, or None."""
         return self._remote.waiting
+
+    @property
+    def sought(self) -> Span | None:
+        """The blocks that a peer is looked for at this moment, since theirs was lost, or None."""
+        return self._remote.sought
+
+    @property
+    def spans_without_replica(self) -> tuple[Span, ...]:
+        """The blocks that no other peer with the same weights serves, as far as was heard last.
+
+        They have no standby, and must wait for another peer when theirs is lost.
+        """
+        return self._remote.spans_without_replica
 
     @property
     def hops(self) -> tuple[Hop, ...]:

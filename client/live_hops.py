@@ -90,6 +90,8 @@ class LiveHops:
         self._opener = RouteOpener(facts, swarm, transport, clock, config)
         self.asking = Asking(self._opener, swarm, clock, farewells)
         self.wiring = Wiring(self._opener, self.asking, swarm, config)
+        self.sought: Span | None = None
+        """The blocks that the session has lost and looks for a peer for, for whoever watches."""
         self._sequence = 0
         self._num_rows = 0
 
@@ -150,6 +152,15 @@ class LiveHops:
         if len(route.hops) != 1:
             raise RouteError(f"no single peer serves blocks {hop.span}", (hop.span,))
         return route.hops[0]
+
+    def has_replica(self, hop: Hop, others: Collection[PeerId]) -> bool:
+        """Return whether a peer beside those could take a hop's place alone, by what was heard."""
+        return any(
+            peer.span.covers(hop.span)
+            and peer.weights == hop.peer.weights
+            and peer.peer_id not in others
+            for peer in self._swarm.view.online
+        )
 
     def make_deadline(self) -> float:
         """Return until when lost hops may be replaced, from now."""

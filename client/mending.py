@@ -118,13 +118,17 @@ class Mender:
         replacements = await self._find_standby(lost, place)
         num_tokens = 0
         if not replacements:
-            replacements = await self._driver.cover(
-                place,
-                self._num_rows,
-                trouble.deadline,
-                trouble.refusals,
-                lost[0].hop.peer.weights,
-            )
+            self._driver.sought = place.span
+            try:
+                replacements = await self._driver.cover(
+                    place,
+                    self._num_rows,
+                    trouble.deadline,
+                    trouble.refusals,
+                    lost[0].hop.peer.weights,
+                )
+            finally:
+                self._driver.sought = None
             num_tokens = place.log.length if start == 0 else place.position
         self._pipeline.replace(stretch, start, stop, replacements)
         reasons = {reason.hop: reason for reason in error.lost}

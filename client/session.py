@@ -19,6 +19,7 @@ from ..kernels.compress import has_only_finite
 from ..protocol.errors import UnavailableError, UsageError
 from ..protocol.limits import MAX_BATCH_ROWS
 from ..protocol.recovery_log import RecoveryLog
+from ..protocol.spans import Span
 from .asking import Question
 from .blame import Refusals
 from .handoff import Handoff, Mover
@@ -74,6 +75,17 @@ class RemoteSession:
     def waiting(self) -> Waiting | None:
         """The peer that has no room for the session yet, and how long it expects that to last."""
         return self._driver.waiting
+
+    @property
+    def sought(self) -> Span | None:
+        """The blocks that were lost and that no peer has taken over yet."""
+        return self._driver.sought
+
+    @property
+    def spans_without_replica(self) -> tuple[Span, ...]:
+        """The blocks for which a hop cannot have a standby."""
+        used = {hop.peer.peer_id for hop in self.hops}
+        return tuple(hop.span for hop in self.hops if not self._driver.has_replica(hop, used))
 
     @property
     def hops(self) -> tuple[Hop, ...]:

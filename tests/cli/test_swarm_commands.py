@@ -169,6 +169,28 @@ def test_generate_says_at_once_which_blocks_it_waits_for(byte_model: Path) -> No
     assert "blocks 2:4" in error
 
 
+def test_generate_says_in_the_middle_of_a_text_which_blocks_it_waits_for(byte_model: Path) -> None:
+    """It has said before that nobody could stand by for them."""
+    with LocalSwarm(byte_model, spans=[(0, 2), (2, 4)], weights="fp32") as swarm:
+        command = ["generate", str(byte_model), PROMPT, "--standby", "--wait", "4"]
+        command += ["--max-new-tokens", "480", "--initial-peers", *swarm.initial_peers]
+        with subprocess.Popen(
+            [sys.executable, "-P", "-m", "shoal.cli", *command],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process:
+            assert process.stdout is not None
+            assert process.stdout.read(1)
+            swarm.peers[1].kill()
+            _, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 1
+    warning, notice, error = errors.decode().splitlines()
+    assert warning.startswith("No standby for blocks 0:2, 2:4: no other peer serves them")
+    assert notice == "Waiting for blocks 2:4, at most 4 s"
+    assert "blocks 2:4" in error
+
+
 @pytest.mark.thorough  # twenty seconds
 def test_generate_takes_any_text_in_a_locale_without_letters_beyond_ascii(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import io
 import random
 import textwrap
 
 import pytest
+from screens import Screen
 
 from shoal.cli.terminal import Progress, Terminal, WordWrapper
 
 SEED = 7
-
-
-class Screen(io.TextIOWrapper):
-    """A text stream in memory that says it is a terminal, or not."""
-
-    def __init__(self, encoding: str = "utf-8", is_terminal: bool = True) -> None:
-        super().__init__(io.BytesIO(), encoding=encoding, write_through=True)
-        self._is_terminal = is_terminal
-
-    def isatty(self) -> bool:
-        return self._is_terminal
-
-    @property
-    def text(self) -> str:
-        buffer = self.buffer
-        assert isinstance(buffer, io.BytesIO)
-        return buffer.getvalue().decode(self.encoding)
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +82,13 @@ def test_width_is_at_most_eighty(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setenv("COLUMNS", "60")
     assert Terminal(Screen()).width == 60
+
+
+def test_sentence_is_wrapped_for_people_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+
+    assert Terminal(Screen()).wrap("one two three four five") == ["one two three four", "  five"]
+    assert Terminal(Screen(is_terminal=False)).wrap("one two " * 20) == ["one two " * 20]
 
 
 def test_progress_leaves_a_pipe_alone() -> None:

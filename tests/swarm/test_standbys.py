@@ -54,6 +54,16 @@ def test_standby_goes_on_without_a_replay(run_story: Any, hop: int, lose: str) -
     run(run_story, story)
 
 
+def test_blocks_that_can_have_no_standby_are_known(run_story: Any) -> None:
+    async def story(world: Any) -> None:
+        session = world.open()
+        assert session.spans_without_replica == ()
+        await world.take_all(session, world.make_turns(num_decoded=1))
+        assert [(span.start, span.stop) for span in session.spans_without_replica] == [(2, 4)]
+
+    run(run_story, story, ((0, 2), (0, 2), (2, 4)))
+
+
 @pytest.mark.parametrize("hop", [0, 1, 2, 3])
 def test_beams_and_rollbacks_reach_the_standby(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
