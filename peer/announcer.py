@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..protocol import limits
 from ..protocol.announcements import Announcement, PeerState, sign_announcement
-from ..protocol.errors import DirectoryError
+from ..protocol.errors import DirectoryError, RevokedError
 from ..protocol.identity import Identity
 from ..protocol.net.clock import Clock
 from ..protocol.net.directory import Directory
@@ -83,7 +83,10 @@ class Announcer:
         self._has_read_back = True
 
     async def run(self) -> None:
-        """Renew the announcement until cancelled; a directory in trouble is asked again sooner."""
+        """Renew the announcement until cancelled; a directory in trouble is asked again sooner.
+
+        Raises RevokedError when the owner of the swarm has shut the peer out.
+        """
         pause_periods = 1.0
         while True:
             with contextlib.suppress(TimeoutError):
@@ -93,6 +96,9 @@ class Announcer:
             pause_periods = 1.0
             try:
                 await self.announce(self.state)
+            except RevokedError:
+                self.state = PeerState.OFFLINE  # nobody would hear a goodbye
+                raise
             except DirectoryError as error:
                 pause_periods = _RETRY_PERIODS
                 _logger.warning("could not renew the announcement: %s", error)

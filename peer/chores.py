@@ -39,6 +39,7 @@ class Chores:
             await asyncio.wait((running, *self._tasks), return_when=asyncio.FIRST_COMPLETED)
             for task in self._tasks:
                 if task.done():
+                    self._tasks.remove(task)  # what it raised is told here, and once
                     task.result()
             return running.result()
         finally:

@@ -13,6 +13,7 @@
         RouteError             ... no peer serves some of the blocks; names them
         DirectoryError         ... the directory cannot be reached or refuses us
           WrongSwarmError        ... what we hold does not open the swarm that was found there
+          RevokedError           ... the owner of the swarm has shut us out
 
 Only the layer that can do something about an error catches it. Errors of other libraries are
 translated at the seam that calls them and keep the original as `__cause__`.
@@ -114,6 +115,10 @@ class DirectoryError(UnavailableError):
 
 class WrongSwarmError(DirectoryError):
     """The directory belongs to another swarm than the one that was looked for."""
+
+
+class RevokedError(DirectoryError):
+    """The owner of the swarm has shut us out: whatever we announce, nobody believes it."""
 
 
 class RouteError(UnavailableError):

@@ -11,7 +11,7 @@ from functools import lru_cache
 from .. import limits
 from ..announcement_book import AnnouncementBook
 from ..announcements import Announcement
-from ..errors import RemoteProtocolError
+from ..errors import RemoteProtocolError, RevokedError
 from ..ids import ModelId, PeerId
 from ..membership import NONCE_BYTES, SWARM_ID_BYTES, Membership, make_public
 from ..revocations import Revocations, read_revocations
@@ -77,11 +77,17 @@ class RecordGate:
         return self._clock.wall()
 
     def add_own(self, model_id: ModelId, record: bytes) -> None:
-        """Remember a record of ours; raises RemoteProtocolError when a newer one is known.
+        """Remember a record of ours.
 
-        Also when the owner has revoked us.
+        Raises RemoteProtocolError when a newer one is known, RevokedError when the owner has
+        revoked us.
         """
-        self._check_not_revoked(self.read(record).peer_id)
+        peer_id = self.read(record).peer_id
+        if peer_id in self.revocations.peer_ids:
+            raise RevokedError(
+                f"the owner of the swarm has revoked this peer, {peer_id}: its members ignore it "
+                "from now on; ask the owner"
+            )
         self._book.add_own(self.key_of(model_id), record, self._clock.wall())
 
     def watch(self, model_id: ModelId) -> str:

@@ -13,7 +13,7 @@ import pytest
 from shoal.peer.announcer import LIFETIME_PERIODS, Announcer
 from shoal.protocol import limits
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
-from shoal.protocol.errors import DirectoryError
+from shoal.protocol.errors import DirectoryError, RevokedError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import VirtualClock, run_virtual
@@ -359,6 +359,24 @@ def test_directory_that_is_away_for_long_is_survived() -> None:
             scene.store.is_reachable = True
             await asyncio.sleep(PERIOD_SECONDS + 1)
             await expect_known(scene, 100)
+
+    run(test)
+
+
+def test_peer_that_was_revoked_ends_and_says_no_goodbye() -> None:
+    class RevokingDirectory(MemoryDirectory):
+        async def announce(self, record: bytes) -> None:
+            raise RevokedError("the owner has revoked this peer")
+
+    async def test(scene: Scene) -> None:
+        announcer = scene.make_announcer()
+        await announcer.announce(PeerState.ONLINE)
+        announcer._directory = RevokingDirectory(scene.store, VirtualClock())
+
+        with pytest.raises(RevokedError):
+            await announcer.run()
+
+        assert announcer.state is PeerState.OFFLINE
 
     run(test)
 

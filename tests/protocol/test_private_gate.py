@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from shoal.protocol.announcements import Announcement, sign_announcement
-from shoal.protocol.errors import RemoteProtocolError, UsageError
+from shoal.protocol.errors import RevokedError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.membership import Membership, Role, make_owner, make_public
@@ -170,7 +170,7 @@ def test_revoked_peer_cannot_announce_itself(scene: Scene) -> None:
     gate = scene.gate(SERVER)
     scene.publish(gate, Revocations(1, frozenset({scene.peer_id(1)})))
 
-    with pytest.raises(RemoteProtocolError, match="has revoked"):
+    with pytest.raises(RevokedError, match="has revoked"):
         gate.add_own(MODEL, scene.sign(1))
 
 
