@@ -6,6 +6,7 @@ The decisions are those of `peer/placement.py` and `client/router.py`; the simul
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from statistics import mean, median
 from typing import Any
 
 from shoal.cli.benchmarks.plot import check_can_plot
+from shoal.cli.quantities import parse_count, parse_non_negative
 from shoal.cli.simulation.churn import read_churn
 from shoal.cli.simulation.distances import Chosen, run_distances
 from shoal.cli.simulation.halves import run_halves
@@ -34,6 +36,12 @@ from shoal.cli.simulation.world import WorldConfig
 from shoal.protocol.errors import ShoalError
 
 PERIOD_SECONDS = WorldConfig().period_seconds
+
+TARGET_PEERS = 1000
+"""Smaller swarms have less to choose from, and may miss targets that are for so many peers."""
+
+_LEAST_HOURS = 0.01
+"""A shorter time has no sample of the swarm."""
 
 
 @dataclass
@@ -208,14 +216,36 @@ def read_options() -> argparse.Namespace:
     parser.add_argument(
         "scenarios", nargs="*", choices=[[], *SCENARIOS], help=f"of {', '.join(SCENARIOS)}"
     )
-    parser.add_argument("--peers", type=int, default=1000, help="default: %(default)s")
-    parser.add_argument("--hours", type=float, default=2.0, help="of churn (default: %(default)s)")
-    parser.add_argument("--churn", type=float, default=0.3, help="part replaced in an hour")
+    parser.add_argument(
+        "--peers", type=parse_count, default=TARGET_PEERS, metavar="N",
+        help="default: %(default)s, for which the targets are",
+    )  # fmt: skip
+    parser.add_argument(
+        "--hours", type=_parse_hours, default=2.0, help="of churn (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--churn", type=parse_non_negative, default=0.3, help="part replaced in an hour"
+    )
     parser.add_argument("--trace", type=Path, help="lines of `seconds,join|leave|kill,name`")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw churn and recovery")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    parser.add_argument("--json", type=_parse_file, metavar="FILE", help="write all figures")
     return parser.parse_args()
+
+
+def _parse_hours(text: str) -> float:
+    hours = parse_non_negative(text)
+    if hours < _LEAST_HOURS:
+        raise argparse.ArgumentTypeError(f"{text} is too short; {_LEAST_HOURS:g} is the least")
+    return hours
+
+
+def _parse_file(text: str) -> Path:
+    """Refuse a file that cannot be written, before minutes of computing."""
+    path = Path(text)
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
 
 
 def main() -> int:
@@ -233,6 +263,8 @@ def main() -> int:
         draw_outcome(run.churn, run.recoveries, PERIOD_SECONDS, options.plot)
     if options.json is not None:
         options.json.write_text(json.dumps(run.figures, indent=2), encoding="utf-8")
+    if run.missed and options.peers != TARGET_PEERS:
+        print(f"The targets are for {TARGET_PEERS} peers, not for {options.peers}.")
     return len(run.missed)
 
 

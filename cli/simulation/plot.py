@@ -26,11 +26,11 @@ def draw_outcome(
         (coverage, speed), (moves, recovery) = figure.subplots(2, 2)
         _draw_coverage(coverage, churn.samples)
         _draw_speed(speed, churn.samples)
-        _draw_moves(moves, churn)
+        draw_moves(moves, churn)
         _draw_recovery(recovery, recoveries, period_seconds)
         for axes in (coverage, speed, moves):
             axes.set_xlabel("minutes")
-            axes.axvspan(WARM_UP_SECONDS / 60, setting.end_seconds / 60, color="0.95", linewidth=0)
+            shade_churn(axes, churn)
         figure.supxlabel(
             f"{setting.num_peers} peers, {100 * setting.per_hour:.0f} % replaced an hour where "
             f"grey, seed {setting.seed}",
@@ -38,6 +38,12 @@ def draw_outcome(
             color="0.4",
         )
         return save_figure(figure, folder, "simulation")
+
+
+def shade_churn(axes: Any, churn: ChurnOutcome) -> Any:
+    """Mark when peers come and go, behind all that is drawn; return the mark."""
+    begin, end = WARM_UP_SECONDS / 60, churn.setting.end_seconds / 60
+    return axes.axvspan(begin, end, color="0.95", linewidth=0, zorder=0)
 
 
 def _minutes(samples: list[Sample]) -> list[float]:
@@ -60,7 +66,8 @@ def _draw_speed(axes: Any, samples: list[Sample]) -> None:
     axes.set_ylim(0, 100)
 
 
-def _draw_moves(axes: Any, churn: ChurnOutcome) -> None:
+def draw_moves(axes: Any, churn: ChurnOutcome) -> None:
+    """Draw as bars how often peers move."""
     times = [move.seconds / 60 for move in churn.moves]
     end = churn.samples[-1].seconds / 60
     edges = [_BIN_MINUTES * index for index in range(int(end // _BIN_MINUTES) + 2)]

@@ -4,6 +4,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,7 +12,9 @@ from shoal.cli.simulation.churn import Churn, ChurnEvent, draw_churn, read_churn
 from shoal.cli.simulation.distances import run_distances
 from shoal.cli.simulation.halves import run_halves
 from shoal.cli.simulation.machines import Machine, draw_machine
+from shoal.cli.simulation.plot import draw_moves, shade_churn
 from shoal.cli.simulation.recorder import (
+    Sample,
     count_returns,
     find_bound,
     find_most_moves_of_a_peer,
@@ -240,6 +243,56 @@ def test_peer_of_a_trace_joins_serves_and_is_gone() -> None:
     assert [str(peer.span) for peer in world.take_view().online] == ["0:16"]
     world.run_until(502.0)
     assert world.take_view().online == ()
+
+
+def test_moves_stand_before_the_mark_of_the_time_in_which_they_happen() -> None:
+    figures: Any = pytest.importorskip("matplotlib.figure")
+    axes: Any = figures.Figure().subplots()
+    sample = Sample(7200.0, 1, 16, 1, 1.0, 1.0)
+    move = Move(3000.0, PeerId("a"), Span(0, 4), Span(4, 8))
+    churn = ChurnOutcome(ChurnSetting(1, 1.0), [sample], [move], [])
+
+    draw_moves(axes, churn)
+    bars = list(axes.patches)
+    mark = shade_churn(axes, churn)
+
+    assert any(bar.get_height() > 0 for bar in bars)
+    assert all(bar.zorder > mark.zorder for bar in bars)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ("churn --peers 0", "--peers"),
+        ("churn --peers -5", "--peers"),
+        ("churn --hours 0", "--hours: 0 is too short"),
+        ("churn --churn -1", "--churn"),
+        ("published --json /no/such/folder/x", "/no/such/folder/x cannot be written"),
+    ],
+)
+def test_script_refuses_what_it_cannot_do_before_it_begins(options: str, complaint: str) -> None:
+    script = ROOT / "benchmarks" / "simulate.py"
+    process = subprocess.run(
+        [sys.executable, "-P", str(script), *options.split()], capture_output=True, text=True
+    )
+
+    assert process.returncode == 2
+    assert process.stdout == ""
+    assert complaint in process.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_small_swarm_that_misses_a_target_is_told_whose_targets_they_are() -> None:
+    script = ROOT / "benchmarks" / "simulate.py"
+    process = subprocess.run(
+        [sys.executable, "-P", str(script), *"churn --peers 1 --hours 0.01".split()],
+        capture_output=True,
+        text=True,
+    )
+
+    assert process.returncode > 0
+    assert process.stdout.endswith("The targets are for 1000 peers, not for 1.\n")
 
 
 @pytest.mark.slow
