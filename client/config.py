@@ -120,7 +120,11 @@ def make_client_config(initial_peers: object, options: dict[str, Any]) -> Client
             f"from_pretrained() does not know {', '.join(unknown)}; client settings are "
             f"{', '.join(known)}"
         )
-    return ClientConfig(initial_peers=make_initial_peers(initial_peers), **options)
+    # A caller may pass on what nobody gave it.
+    if options.get("join", "") is None:
+        options = {**options, "join": ""}
+    addresses = () if initial_peers is None else make_initial_peers(initial_peers)
+    return ClientConfig(initial_peers=addresses, **options)
 
 
 def make_initial_peers(given: object) -> tuple[str, ...]:

@@ -26,6 +26,9 @@ from .local_swarm_config import Place, make_config, make_place, make_places
 
 _LOG_TAIL_BYTES = 2000
 
+_LEAVING_SECONDS = 30.0
+"""How long a peer may take to leave once its sessions are gone; generous for busy machines."""
+
 _ERROR_LEAD = "shoal serve: "
 """What the sentence begins with that a peer ends with."""
 
@@ -46,11 +49,13 @@ class LocalPeer:
     def __init__(
         self,
         model: str,
-        place: Place,
+        place: Place | None,
         arguments: Sequence[str],
         program: Sequence[str] = SHOAL_PROGRAM,
+        drain_seconds: float = 0.0,
     ) -> None:
         self.model = model
+        self._drain_seconds = drain_seconds
         self.facts: dict[str, Any] = {}
         # Without a name: whatever ends this program, the log is gone with its last user.
         self._log_file = tempfile.TemporaryFile()  # noqa: SIM115 - see close
@@ -58,8 +63,9 @@ class LocalPeer:
         self._events: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
         command = [sys.executable, "-P", *program, "serve", model, "--json"]
         self._place = place
-        command += ["--blocks" if isinstance(place, Span) else "--num-blocks", str(place)]
-        command += ["--end-with-stdin", *arguments]
+        if place is not None:
+            command += ["--blocks" if isinstance(place, Span) else "--num-blocks", str(place)]
+        command += ["--drain", str(drain_seconds), "--end-with-stdin", *arguments]
         # A process group of its own: Ctrl-C in a terminal goes to the parent only, who then ends
         # the peers in good order.
         self._process = self.Popen(
@@ -79,7 +85,9 @@ class LocalPeer:
     @property
     def _name(self) -> str:
         place = self._place
-        return f"blocks {place}" if isinstance(place, Span) else f"{place} blocks of its choice"
+        if isinstance(place, Span):
+            return f"blocks {place}"
+        return "blocks of its choice" if place is None else f"{place} blocks of its choice"
 
     @property
     def span(self) -> Span:
@@ -168,6 +176,16 @@ class LocalPeer:
         """Ask the process to leave in good order; does not wait."""
         if self.is_running:
             self._process.send_signal(signal_number)
+
+    def drain(self) -> int:
+        """Have the process move its sessions to other peers and leave; return its exit code.
+
+        Raises UsageError where the swarm gives it no time for that.
+        """
+        if self._drain_seconds == 0:
+            raise UsageError("make the swarm with drain_seconds=… to have sessions move")
+        self.terminate()
+        return self.wait(self._drain_seconds + _LEAVING_SECONDS)
 
     def wait(self, timeout_seconds: float) -> int:
         """Wait for the end of the process and return its exit code."""
@@ -267,14 +285,18 @@ class LocalSwarm:
 
     def add(
         self,
-        span: tuple[int, int] | Place,
+        span: tuple[int, int] | Place | None = None,
         identity: Path | None = None,
         wait: bool = True,
         program: Sequence[str] = SHOAL_PROGRAM,
     ) -> LocalPeer:
-        """Start one more peer; return it when it is announced (or at once, with `wait=False`)."""
+        """Start one more peer; return it when it is announced (or at once, with `wait=False`).
+
+        Without a span it serves what the swarm needs most, as much as memory holds.
+        """
         arguments = ("--identity", str(identity)) if identity else ()
-        peer = self._start(make_place(span), self.initial_peers, arguments, program)
+        place = None if span is None else make_place(span)
+        peer = self._start(place, self.initial_peers, arguments, program)
         if wait:
             peer.wait_for("online", self._make_deadline())
         return peer
@@ -303,7 +325,7 @@ class LocalSwarm:
 
     def _start(
         self,
-        place: Place,
+        place: Place | None,
         initial_peers: Sequence[str],
         more: Sequence[str] = (),
         program: Sequence[str] = SHOAL_PROGRAM,
@@ -313,10 +335,10 @@ class LocalSwarm:
         config = self.config
         arguments = ["--weights", config.weights, "--threads", str(config.num_threads)]
         arguments += ["--kv-memory", str(config.kv_budget_bytes)]
-        arguments += ["--announce-period", str(config.announce_period_seconds), "--drain", "0"]
+        arguments += ["--announce-period", str(config.announce_period_seconds)]
         arguments += [*config.serve_arguments, *more]
         arguments += ["--initial-peers", *initial_peers] if initial_peers else ["--new-swarm"]
-        peer = LocalPeer(self.model, place, arguments, program)
+        peer = LocalPeer(self.model, place, arguments, program, config.drain_seconds)
         self.peers.append(peer)
         return peer
 

@@ -32,6 +32,9 @@ class LocalSwarmConfig:
     ready_timeout_seconds: float = 120.0
     """How long one peer may take until it is online; generous for busy machines."""
 
+    drain_seconds: float = 0.0
+    """How long `terminate` and `drain` give sessions to move to other peers."""
+
     serve_arguments: Sequence[str] = ()
     """More arguments for every `shoal serve`."""
 
@@ -45,6 +48,10 @@ class LocalSwarmConfig:
                 raise UsageError(
                     f"{name} is a number of seconds above 0, not {getattr(self, name)!r}"
                 )
+        if self.drain_seconds != 0 and not _is_positive(self.drain_seconds):
+            raise UsageError(
+                f"drain_seconds is a number of seconds of at least 0, not {self.drain_seconds!r}"
+            )
         if not _is_list_of_words(self.serve_arguments):
             raise UsageError(
                 "serve_arguments are words, one by one, such as ('--drain', '5'), not "

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from shoal.client.client import Client
-from shoal.client.config import ClientConfig
+from shoal.client.config import ClientConfig, make_client_config
 from shoal.client.model import AutoDistributedModelForCausalLM
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.ids import ModelId
@@ -80,7 +80,7 @@ def test_impossible_position_is_refused_and_changes_nothing(client: Client, posi
         assert session.position == 0
 
 
-@pytest.mark.parametrize("initial_peers", [5, None, [5], b"/ip4/...", {"/ip4/..."}, 0.5])
+@pytest.mark.parametrize("initial_peers", [5, [5], b"/ip4/...", {"/ip4/..."}, 0.5])
 def test_initial_peers_that_are_no_addresses_are_refused(
     tmp_path: Path, initial_peers: Any
 ) -> None:
@@ -119,6 +119,12 @@ def test_setting_that_cannot_be_is_named_before_anything_is_opened(
 ) -> None:
     with pytest.raises(UsageError, match=f"^{name} is .*{choices}"):
         AutoDistributedModelForCausalLM.from_pretrained("no/such/model", **{name: value})
+
+
+def test_none_is_no_code_and_no_address() -> None:
+    for given in ({"join": None}, {}):
+        assert make_client_config(None, given) == make_client_config((), {})
+    assert make_client_config("/ip4/…", {"join": None}).initial_peers == ("/ip4/…",)
 
 
 def test_network_without_initial_peers_says_how_to_give_them() -> None:

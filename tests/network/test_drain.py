@@ -19,6 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm import LocalSwarm
+from shoal.protocol.spans import Span
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
@@ -68,10 +69,9 @@ def test_peer_that_is_asked_to_stop_is_left_by_all_its_clients(
     tiny_models: Any, delivery: str, index: int
 ) -> None:
     tiny = tiny_models.get("llama")
-    serve_arguments = ("--drain", str(DRAIN_SECONDS))
     with (
         LocalSwarm(
-            tiny.directory, spans=SPANS, weights="fp32", serve_arguments=serve_arguments
+            tiny.directory, spans=SPANS, weights="fp32", drain_seconds=DRAIN_SECONDS
         ) as swarm,
         ExitStack() as stack,
         ThreadPoolExecutor(NUM_CLIENTS) as threads,
@@ -108,6 +108,15 @@ def test_peer_that_is_asked_to_stop_is_left_by_all_its_clients(
         assert [session.failovers for session in sessions] == [()] * NUM_CLIENTS
     for number, text in enumerate(texts):
         assert torch.equal(text, generate(tiny.reference, draw_prompt(number)))
+
+
+def test_peer_without_a_span_takes_what_is_needed_and_can_be_drained(tiny_models: Any) -> None:
+    tiny = tiny_models.get("llama")
+    with LocalSwarm(tiny.directory, spans=[(0, 2)], weights="fp32", drain_seconds=5.0) as swarm:
+        peer = swarm.add()
+
+        assert peer.span == Span(0, 4)
+        assert peer.drain() == 0
 
 
 def test_who_asks_twice_does_not_wait_for_sessions(tiny_models: Any) -> None:

@@ -53,6 +53,7 @@ def test_spans_that_cannot_be_are_refused(spans: Any, words: str) -> None:
         ("ready_timeout_seconds", "a", "number of seconds above 0, not 'a'"),
         ("ready_timeout_seconds", math.nan, "number of seconds above 0"),
         ("announce_period_seconds", True, "number of seconds above 0"),
+        ("drain_seconds", -1, "number of seconds of at least 0, not -1"),
         ("num_threads", "x", "num_threads is a whole number, not 'x'"),
         ("num_threads", 1.0, "whole number"),
         ("kv_budget_bytes", True, "whole number"),
@@ -90,6 +91,15 @@ def test_end_of_a_peer_is_told_in_its_own_words(said: str, sentence: str, event:
         peer.close(time.monotonic() + 60)
 
     assert str(refusal.value) == sentence
+
+
+def test_draining_takes_a_swarm_that_gives_time_for_it() -> None:
+    peer = LocalPeer("m", None, (), program=("-c", "pass"))
+    try:
+        with pytest.raises(UsageError, match="drain_seconds="):
+            peer.drain()
+    finally:
+        peer.close(time.monotonic())
 
 
 def test_peer_that_has_ended_can_be_neither_paused_nor_resumed() -> None:
