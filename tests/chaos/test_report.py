@@ -30,6 +30,14 @@ def test_summary_tells_what_was_done_in_80_columns() -> None:
     assert all(len(line) <= 80 for line in text.splitlines())
 
 
+def test_summary_says_when_there_was_no_time_for_all_of_the_plan() -> None:
+    outcome = make_outcome()
+    assert "left out" not in describe_outcome(outcome)
+    outcome.num_left_out = 3
+
+    assert "  left out       3 actions: the swarm was not ready" in describe_outcome(outcome)
+
+
 def test_failure_tells_the_plan_so_far_and_the_seed() -> None:
     outcome = make_outcome()
     outcome.failures.append("token 5 is 1 instead of 2")

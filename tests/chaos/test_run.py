@@ -16,9 +16,11 @@ SEED = 471
 
 
 def test_every_answer_of_a_short_chaos_is_as_undisturbed() -> None:
-    outcome = run_chaos(Setting(SEED, seconds=12.5, spans=SPANS, num_clients=3), print)
+    setting = Setting(SEED, seconds=12.5, spans=SPANS, num_clients=3)
+    outcome = run_chaos(setting, print)
 
     assert not outcome.failures, describe_failure(outcome)
     assert outcome.tally.num_texts > 0
     assert len(outcome.done) > 5
+    assert len(outcome.done) + outcome.num_left_out == len(setting.plan())
     assert all(len(line) <= 80 for line in describe_outcome(outcome).splitlines())

@@ -15,11 +15,13 @@ def describe_outcome(outcome: Outcome) -> str:
     counts, stall = outcome.counts, tally.longest_stall
     verdict = "FAILED" if outcome.failures else "every answer is as if nothing had happened"
     done = ", ".join(f"{kind} {counts[kind]}" for kind in sorted(set(CHOSEN)))
+    left_out = f"  left out       {outcome.num_left_out} actions: the swarm was not ready in time"
     return "\n".join(
         [
             f"Chaos of seed {setting.seed}, {setting.weights} weights: {verdict}.",
             "",
             f"  done           {done}",
+            *([left_out] if outcome.num_left_out else []),
             f"  clients        {setting.num_clients}, which joined {tally.num_visits} times",
             f"  generations    {tally.num_texts}, with {tally.num_tokens} tokens",
             f"  failovers      {tally.num_failovers}",

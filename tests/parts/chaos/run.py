@@ -63,6 +63,8 @@ class Outcome:
     tally: Tally = field(default_factory=Tally)
     failures: list[str] = field(default_factory=list)
     """With all that helps to find the cause; empty when everything is as undisturbed."""
+    num_left_out: int = 0
+    """Actions that a swarm which was late had no time left for."""
 
     @property
     def counts(self) -> Counter[str]:
@@ -138,6 +140,7 @@ class _Run:
             if action.at + late > setting.seconds:
                 end = min(end, action.at)
             if (action.at if action.begun_at is None else action.begun_at) >= end:
+                self._outcome.num_left_out += 1
                 continue
             if self._stop.wait(max(0.0, first + late + action.at - time.monotonic())):
                 return
