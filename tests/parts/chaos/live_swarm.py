@@ -145,7 +145,7 @@ class LiveSwarm(LocalSwarm):
 
     def _start(
         self,
-        place: Place,
+        place: Place | None,
         initial_peers: Sequence[str],
         more: Sequence[str] = (),
         program: Sequence[str] = SHOAL_PROGRAM,
