@@ -35,9 +35,9 @@ def warm_peers() -> Iterator[None]:
     warm_python.forge.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def plain_peers(warm_peers: None) -> Iterator[None]:
-    """Peers of this file start as they do elsewhere."""
+    """Peers that this test starts start as they do elsewhere."""
     LocalPeer.Popen = subprocess.Popen
     yield
     LocalPeer.Popen = warm_python.Popen

@@ -11,11 +11,12 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm_python
 from processes import children_of, wait_until_dead
 
 from shoal.peer.local_swarm import LocalSwarm, PeerProcessError
@@ -27,7 +28,10 @@ from shoal.protocol.net.hivemind_directory import HivemindDirectory
 
 UNKNOWN_PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
-pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.usefixtures("plain_peers")]
+pytestmark = [pytest.mark.network, pytest.mark.slow]
+
+plain = pytest.mark.usefixtures("plain_peers")
+"""For what depends on how a process starts and ends."""
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +40,13 @@ def swarm(tiny_models: Any) -> Iterator[LocalSwarm]:
         yield swarm
 
 
-def run_shoal(*arguments: str, program: Sequence[str] = ("-m", "shoal.cli")) -> tuple[int, str]:
-    """Run a command that should fail by itself; return its exit code and stderr."""
-    done = subprocess.run(
+def run_shoal(
+    *arguments: str,
+    program: Sequence[str] = ("-m", "shoal.cli"),
+    run: Callable[..., Any] = warm_python.run,
+) -> tuple[int, str]:
+    """Run a command that should end by itself; return its exit code and stderr."""
+    done = run(
         [sys.executable, "-P", *program, *arguments],
         capture_output=True,
         text=True,
@@ -58,6 +66,7 @@ async def look_up(swarm: LocalSwarm, model_id: str) -> list[Announcement]:
         await directory.close()
 
 
+@plain
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm, number: int) -> None:
     peer = swarm.add((2, 4))
@@ -87,6 +96,7 @@ def test_peer_that_is_stopped_before_it_says_it_is_online_says_goodbye(swarm: Lo
     assert states[peer.peer_id] is PeerState.OFFLINE
 
 
+@plain
 def test_interrupt_from_a_terminal_spares_p2pd_and_is_quiet(swarm: LocalSwarm) -> None:
     """Ctrl-C goes to the whole process group that owns the terminal."""
     peer = swarm.add((2, 4))
@@ -118,6 +128,7 @@ def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any
         assert process.stderr.read() == ""
 
 
+@plain
 @pytest.mark.parametrize("paused", [False, True])
 def test_p2pd_ends_with_its_peer(swarm: LocalSwarm, paused: bool) -> None:
     peer = swarm.add((2, 4))
@@ -195,6 +206,7 @@ def test_port_in_use_is_named(tiny_models: Any) -> None:
             "--new-swarm",
             "--listen",
             f"127.0.0.1:{port}",
+            run=subprocess.run,
         )
 
     expect_one_line(result, f"port {port}", "in use")
@@ -258,6 +270,7 @@ def test_clock_that_is_off_is_named(swarm: LocalSwarm, tiny_models: Any) -> None
         "--initial-peers",
         *swarm.initial_peers,
         program=program,
+        run=subprocess.run,  # hivemind keeps the clock that it finds when it is imported
     )
 
     expect_one_line(result, "clock")
@@ -273,6 +286,7 @@ def test_swarm_that_runs_is_not_started_again(swarm: LocalSwarm) -> None:
     assert swarm.peers[0].is_running
 
 
+@plain
 def test_swarm_whose_peer_cannot_start_says_why_and_leaves_nothing(tiny_models: Any) -> None:
     children = children_of(os.getpid())
 
@@ -302,7 +316,10 @@ def test_script_that_never_closes_its_client_ends_quietly(
     )
 
     code, error = run_shoal(
-        str(tiny_models.get().directory), *swarm.initial_peers, program=("-c", program)
+        str(tiny_models.get().directory),
+        *swarm.initial_peers,
+        program=("-c", program),
+        run=subprocess.run,
     )
 
     assert (code, error) == (0, "")

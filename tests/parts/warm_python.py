@@ -83,6 +83,11 @@ class _Forge:
         self._socket: socket.socket | None = None
         self.pid = 0
 
+    def start(self) -> None:
+        """Start it, unless it runs; for who compares what there is before and after."""
+        with self._lock:
+            self._connect()
+
     def fork(self, request: _Request, streams: Sequence[int]) -> int:
         """Return the id of a new child of this process."""
         with self._lock:

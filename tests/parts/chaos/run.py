@@ -47,6 +47,8 @@ class Setting:
     num_clients: int = 4
     weights: str = "fp32"
     kind: str = "mixed"
+    token_seconds: float = 0.0
+    """How long a client takes to read a token; 0 writes as fast as it can."""
     model: str = field(default_factory=find_model)
 
     def plan(self) -> list[Action]:
@@ -113,6 +115,7 @@ class _Run:
                 swarm.name_of,
                 lambda: f"behind action {len(self._outcome.done)}",
                 self._stop,
+                setting.token_seconds,
             )
             writers = [
                 Writer(number, setting.seed, task, self._outcome.tally)

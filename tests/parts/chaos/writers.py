@@ -101,6 +101,8 @@ class Task:
     tell_time: Callable[[], str]
     stop: threading.Event
     """Set at the end, or by the first failure."""
+    token_seconds: float = 0.0
+    """How long to wait behind each token."""
 
 
 class Writer(threading.Thread):
@@ -149,7 +151,7 @@ class Writer(threading.Thread):
         prompt = self._task.prompts[index]
         expected = self._task.expected[index][:, : prompt.shape[1] + num_tokens]
         self._begun_at = time.monotonic()
-        watch = _Watch()
+        watch = _Watch(self._task.token_seconds)
         max_length = prompt.shape[1] + LONGEST_TEXT
         with self._model.inference_session(max_length=max_length) as self._session:
             try:
@@ -222,11 +224,13 @@ def _compare(prompt: Tensor, text: Tensor, expected: Tensor) -> str:
 class _Watch(BaseStreamer):
     """Notes when tokens come. A prompt comes before them, at once, and counts as one."""
 
-    def __init__(self) -> None:
+    def __init__(self, token_seconds: float) -> None:
+        self._token_seconds = token_seconds
         self._times = [time.monotonic()]
 
     def put(self, value: Tensor) -> None:
         self._times.append(time.monotonic())
+        time.sleep(self._token_seconds)
 
     def find_stall(self, context: str) -> Stall:
         gaps = [(end - begin) for begin, end in pairwise(self._times)]
