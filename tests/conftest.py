@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -25,6 +26,17 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # transformers imports it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def old_objects() -> None:
+    """What was there before the tests of a file, modules above all, is no garbage of theirs.
+
+    Many tests look for garbage when they end; among half a million objects that takes longer than
+    the test.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
