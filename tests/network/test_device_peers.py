@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm import LocalSwarm
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
+pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.usefixtures("plain_peers")]
 
 NUM_NEW_TOKENS = 24
 KILL_AFTER = 8

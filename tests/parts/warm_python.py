@@ -47,6 +47,15 @@ _MODULES = (
     "transformers.generation.utils",
 )
 
+_SETTINGS = {
+    "HF_HUB_OFFLINE": "1",
+    # The other way to ask whether there is a CUDA device spoils it for forked processes.
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+}
+"""What imports ask the environment for, beside what is there already."""
+
+_NOT_SUPPORTED = ("preexec_fn", "pass_fds", "shell", "start_new_session")
+
 _START_PEERS = frozenset({"demo", "swarm", "bench"})
 """Subcommands that start peers of their own."""
 
@@ -118,7 +127,7 @@ class _Forge:
                     stdin=subprocess.DEVNULL,
                     pass_fds=[theirs.fileno()],
                     process_group=0,
-                    env={**os.environ, "HF_HUB_OFFLINE": "1"},  # asked for by an import
+                    env={**os.environ, **_SETTINGS},
                 )
             assert control.recv(64) == b"ready", "it could not import everything"
             process.returncode = 0  # it is ours to wait for
@@ -137,6 +146,7 @@ class Popen(subprocess.Popen[Any]):
         """Take the place of fork and exec; all that subprocess does around them stays."""
         names = inspect.signature(super()._execute_child).parameters  # type: ignore[misc]
         given = dict(zip(names, arguments, strict=True))
+        assert not any(given[name] for name in _NOT_SUPPORTED)
         program, *command = given["args"]
         network = ""
         if program == "ip":  # netns exec NAME COMMAND
