@@ -49,6 +49,7 @@ _MODULES = (
 
 _SETTINGS = {
     "HF_HUB_OFFLINE": "1",
+    "OPENBLAS_NUM_THREADS": "1",  # numpy would start one for each core, and none survives a fork
     # The other way to ask whether there is a CUDA device spoils it for forked processes.
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
 }
