@@ -43,6 +43,11 @@ _Failure = UnavailableError | RemoteProtocolError | RefusedError
 
 _PAUSE_SECONDS = 0.1
 
+_PATIENCE = 20.0
+_LEAST_PATIENCE_SECONDS = 60.0
+"""A peer that goes on saying that it is at a pass is left after so many times what it should take:
+others may be waiting there as well, or it lies."""
+
 
 class _Trouble:
     """What went wrong with one pass so far: there is a deadline from the first failure on."""
@@ -172,11 +177,16 @@ class PassAsker:
         width = texts.hidden_BTH.shape[-1]
         num_bytes = compute_num_bytes(asked.dtype, 1, sum(slots), width)
         line, num_tokens = self._swarm.line, texts.num_tokens
+        patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * self._speeds.expect_seconds(
+            hop, num_tokens, asked.kind
+        )
         with self._speeds.counting(hop, num_tokens, asked.kind):
             async with self._links.lend(hop.peer) as link:
                 asked_at = self._clock.now()
                 with line.carry(num_bytes) as carrying_seconds:
-                    answer = await link.ask(asked, tensors, asked.dtype, carrying_seconds)
+                    answer = await link.ask(
+                        asked, tensors, carrying_seconds, patience_seconds + carrying_seconds
+                    )
         own_seconds = answer.queue_seconds + answer.compute_seconds
         way_seconds = max(self._clock.now() - asked_at - own_seconds, 0.0)
         line.note_answer(num_bytes, way_seconds)

@@ -18,7 +18,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet, receive
 from ...protocol.net.transport import Lane, Stream, Transport
 from ...protocol.passes import PiecesReader, cut_vectors, list_answer_slots, list_question_slots
-from ...protocol.tensors import WireCodec, WireDtype, WireTensor
+from ...protocol.tensors import WireCodec, WireTensor
 from ...protocol.wire import encode_frame
 from ..deadlines import WakefulTimeout
 from ..hop_link import check_welcome
@@ -78,23 +78,34 @@ class PassLink:
         return link
 
     async def ask(
-        self, asked: Pass, tensors: Mapping[Slot, Tensor], dtype: WireDtype, carrying_seconds: float
+        self,
+        asked: Pass,
+        tensors: Mapping[Slot, Tensor],
+        carrying_seconds: float,
+        patience_seconds: float,
     ) -> PassAnswer:
-        """Send the tensors [N, H] of a pass and return what came of them.
+        """Send the tensors [N, H] of a pass, in the dtype of the answer; return what came of them.
 
-        A frame may take `carrying_seconds` on its way. Raises SilentError when the peer neither
-        takes nor says anything for too long, UnavailableError when the stream broke, RefusedError
-        when the peer declined, RemoteProtocolError for any other answer.
+        A frame may take `carrying_seconds` on its way, and everything `patience_seconds`, whatever
+        the peer says meanwhile. Raises SilentError after that, and when the peer neither takes nor
+        says anything for too long, UnavailableError when the stream broke, RefusedError when the
+        peer declined, RemoteProtocolError for any other answer.
         """
-        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        try:
+            async with WakefulTimeout(patience_seconds):
+                return await self._ask(asked, tensors, _SILENCE_SECONDS + carrying_seconds)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} takes too long for a pass") from error
+
+    async def _ask(
+        self, asked: Pass, tensors: Mapping[Slot, Tensor], timeout_seconds: float
+    ) -> PassAnswer:
         await self._send(encode_frame(asked), timeout_seconds)
         for slot, num_vectors in list_question_slots(asked).items():
             vectors_NH = tensors[slot]
-            for part in cut_vectors(num_vectors, dtype, vectors_NH.shape[1]):
-                piece_NH = vectors_NH[part.start : part.stop]
-                await self._send(
-                    _encode(asked.pass_id, slot, part, piece_NH, dtype), timeout_seconds
-                )
+            for part in cut_vectors(num_vectors, asked.dtype, vectors_NH.shape[1]):
+                frame = _encode(asked, slot, part, vectors_NH[part.start : part.stop])
+                await self._send(frame, timeout_seconds)
         answer = await self._receive_answer(asked, tensors[Slot.HIDDEN].shape[1], timeout_seconds)
         self.used_at = self._clock.now()
         return answer
@@ -137,10 +148,10 @@ class PassLink:
             raise SilentError(f"{self._name} fell silent during a pass") from error
 
 
-def _encode(pass_id: PassId, slot: Slot, part: range, piece_NH: Tensor, dtype: WireDtype) -> bytes:
-    data = encode_as(dtype.name, piece_NH)
-    wire = WireTensor(dtype, WireCodec.RAW, 1, len(part), piece_NH.shape[1], data)
-    return encode_frame(PassPiece(pass_id, slot, part.start, wire))
+def _encode(asked: Pass, slot: Slot, part: range, piece_NH: Tensor) -> bytes:
+    data = encode_as(asked.dtype.name, piece_NH)
+    wire = WireTensor(asked.dtype, WireCodec.RAW, 1, len(part), piece_NH.shape[1], data)
+    return encode_frame(PassPiece(asked.pass_id, slot, part.start, wire))
 
 
 def _join(pieces: list[WireTensor]) -> Tensor:

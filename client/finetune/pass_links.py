@@ -30,6 +30,7 @@ class PassLinks:
         self._idle: dict[PeerId, list[PassLink]] = {}
         self._places: dict[PeerId, asyncio.Semaphore] = {}
         self._lent: set[PassLink] = set()
+        self._closing: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<PassLinks, {len(self._lent)} in use>"
@@ -47,7 +48,7 @@ class PassLinks:
             try:
                 yield link
             except BaseException:
-                await self._close(link)
+                self._hang_up(link)
                 raise
             finally:
                 self._lent.discard(link)
@@ -58,7 +59,9 @@ class PassLinks:
         links = [*self._lent, *(link for idle in self._idle.values() for link in idle)]
         self._idle.clear()
         for link in links:
-            await link.close()
+            self._hang_up(link)
+        if self._closing:
+            await asyncio.wait(self._closing)
 
     async def _take(self, peer: Announcement) -> PassLink:
         idle = self._idle.get(peer.peer_id, [])
@@ -67,10 +70,12 @@ class PassLinks:
             is_same = link.peer.span == peer.span and link.peer.endpoints == peer.endpoints
             if is_same and self._clock.now() - link.used_at < _KEEP_SECONDS:
                 return link
-            await link.close()
+            self._hang_up(link)
         token = make_client_token(self._secret, peer.peer_id)
         return await PassLink.open(self._transport, self._clock, peer, token, self._timeout_seconds)
 
-    async def _close(self, link: PassLink) -> None:
-        """Close a link although the caller may be cancelled meanwhile."""
-        await asyncio.shield(asyncio.ensure_future(link.close()))
+    def _hang_up(self, link: PassLink) -> None:
+        """Close a link in a task of its own: whoever used it may be cancelled at any moment."""
+        closing = asyncio.create_task(link.close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)

@@ -58,7 +58,7 @@ class ComputeThread:
         self._wake = threading.Condition()
         self._jobs: Final[deque[Job]] = deque()
         self._calls: Final[deque[_Call]] = deque()
-        self._passes: Final = PassQueue(now, self._compute_beside_a_pass)
+        self._passes: Final = PassQueue(now)
         self._is_decoding_new = False
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="compute", daemon=True)
@@ -168,7 +168,7 @@ class ComputeThread:
 
     def _run_pass(self, job: PassJob) -> None:
         try:
-            self._answer(job.future, self._passes.run(job))
+            self._answer(job.future, self._passes.run(job, self._compute_beside_a_pass))
         except BaseException:
             self._passes.append(job)  # like in `_compute`
             raise

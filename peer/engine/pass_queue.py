@@ -47,10 +47,8 @@ class PassQueue:
     that took: so it gets half of the time at least, and so do the others.
     """
 
-    def __init__(self, now: Callable[[], float], compute_others: Callable[[], bool]) -> None:
-        """`compute_others` returns whether there was something to compute."""
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._compute_others = compute_others
         self._jobs: list[PassJob] = []
         self._usage: Usage = {}
 
@@ -79,9 +77,14 @@ class PassQueue:
         self._usage = renew_usage(self._usage, waiting, [Take(index, waiting[index].num_tokens)])
         return self._jobs.pop(index)
 
-    def run(self, job: PassJob) -> ComputedPass | ShoalError | None:
-        """Run a pass to its end; None if nobody waits for it any more."""
-        turn = _Turn(job, self._now, self._compute_others)
+    def run(
+        self, job: PassJob, compute_others: Callable[[], bool]
+    ) -> ComputedPass | ShoalError | None:
+        """Run a pass to its end; None if nobody waits for it any more.
+
+        `compute_others` returns whether there was something to compute.
+        """
+        turn = _Turn(job, self._now, compute_others)
         try:
             result = job.run(turn.give_way)
         except PassDroppedError:

@@ -63,8 +63,7 @@ def test_pass_has_as_much_time_as_others_took() -> None:
         return "done"
 
     def test() -> None:
-        queue = PassQueue(clock.now, compute_others)
-        done = queue.run(make_job(compute))
+        done = PassQueue(clock.now).run(make_job(compute), compute_others)
 
         assert isinstance(done, ComputedPass)
         assert done.result == "done"
@@ -88,7 +87,7 @@ def test_pass_beside_which_nothing_waits_is_not_held_up() -> None:
             give_way()
 
     def test() -> None:
-        done = PassQueue(clock.now, compute_others).run(make_job(compute))
+        done = PassQueue(clock.now).run(make_job(compute), compute_others)
         assert isinstance(done, ComputedPass)
         assert done.queue_seconds == 0
         assert asked == [1, 2, 3, 4, 5]
@@ -98,7 +97,7 @@ def test_pass_beside_which_nothing_waits_is_not_held_up() -> None:
 
 def test_holders_take_turns_by_the_tokens_they_had() -> None:
     def test() -> None:
-        queue = PassQueue(float, bool)
+        queue = PassQueue(float)
         for name, sizes in {"greedy": [100] * 3, "modest": [10] * 12}.items():
             for size in sizes:
                 queue.append(make_job(bool, name, size))
@@ -113,7 +112,7 @@ def test_holders_take_turns_by_the_tokens_they_had() -> None:
 
 def test_cancelled_pass_is_never_begun() -> None:
     def test() -> None:
-        queue = PassQueue(float, bool)
+        queue = PassQueue(float)
         dropped, other = make_job(bool), make_job(bool)
         queue.append(dropped)
         queue.append(other)
@@ -131,6 +130,7 @@ def test_cancelled_pass_is_never_begun() -> None:
 def test_steps_are_computed_while_a_pass_goes_on() -> None:
     engine = NotingEngine()
     order: list[str] = []
+    engine.inside = lambda: order.append("step")
 
     async def test() -> None:
         async with make_thread(engine) as compute:
@@ -145,9 +145,7 @@ def test_steps_are_computed_while_a_pass_goes_on() -> None:
                 return "done"
 
             async def submit() -> asyncio.Future[Any]:
-                future = compute.submit(make_work(FakeCache()))
-                future.add_done_callback(lambda _: order.append("step"))
-                return future
+                return compute.submit(make_work(FakeCache()))
 
             done = await compute.submit_pass(compute_pass, 1)
             assert done.result == "done"
