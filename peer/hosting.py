@@ -133,6 +133,7 @@ class Hosting:
             )
             throughput = await self._measure(compute, engine, missing)
             service = Service(self._facts, engine, compute, self._clock, self._neighbours)
+            service.read_free_bytes = self._model.read_free_bytes
             stack.push_async_callback(service.hang_up)
             work = sum(self._model.sizes.work[span.start : span.stop])
             yield Stay(engine, service, throughput, work, load_seconds, self._clock.now())

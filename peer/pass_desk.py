@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.ids import PassId
-from ..protocol.messages import Pass, Passed, PassPiece, Queued
+from ..protocol.messages import Pass, Passed, PassKind, PassPiece, Queued
 from ..protocol.passes import PiecesReader, list_answer_slots, list_question_slots
 from ..protocol.wire import encode_frame
 from .answer_queue import AnswerQueue
@@ -114,11 +114,17 @@ class PassDesk:
         slots = list_question_slots(message)
         num_vectors = sum(slots.values()) + sum(list_answer_slots(message).values())
         num_bytes = num_vectors * width * _FLOAT_BYTES
-        if num_bytes > MAX_PASS_BYTES:
+        needed_bytes = engine.estimate_pass_bytes(
+            len(message.span),
+            message.num_rows,
+            message.num_tokens,
+            is_backward=message.kind is PassKind.BACKWARD,
+        )
+        if num_bytes > MAX_PASS_BYTES or needed_bytes > service.read_free_bytes():
             raise RefusedError(
                 ErrorCode.OUT_OF_MEMORY,
-                f"a pass of {num_bytes} bytes is more than this peer takes; send smaller "
-                "microbatches",
+                f"a pass of {message.num_rows} x {message.num_tokens} tokens is more than this "
+                "peer has memory for; send smaller microbatches",
             )
         service.passes.check_room_for(holder, num_bytes)
         service.passes.count(holder, num_bytes)

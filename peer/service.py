@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..protocol import limits
@@ -14,6 +15,7 @@ from .conversation import Conversation
 from .engine.compute_thread import ComputeThread
 from .engine.engine import Engine
 from .held_session import HeldSession
+from .memory import read_free_bytes
 from .neighbours import Neighbours
 from .outlet import Ways
 from .parked_streams import ParkedStreams
@@ -54,6 +56,7 @@ class Service:
     neighbours: Neighbours | None = None
     is_draining: bool = False
     has_hung_up: bool = False
+    read_free_bytes: Callable[[], int] = read_free_bytes
     pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
     passes: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_BYTES_OF_PASSES, 3))
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)

@@ -233,6 +233,21 @@ def test_pass_that_is_more_than_a_peer_takes_is_told_to_be_cut(
     run(engine, test)
 
 
+def test_pass_that_finds_no_memory_is_told_to_be_cut(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        asked = make_pass(kind=PassKind.BACKWARD)
+        needed = engine.estimate_pass_bytes(len(SPAN), ROWS, TOKENS, is_backward=True)
+        peer.service.read_free_bytes = lambda: needed - 1
+        (refusal,) = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
+        assert_declined(refusal, ErrorCode.OUT_OF_MEMORY)
+        peer.service.read_free_bytes = lambda: needed
+        asked = make_pass(2, kind=PassKind.BACKWARD)
+        assert isinstance((await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS))[-1], Passed)
+
+    run(engine, test)
+
+
 class SlowEngine:
     """An engine whose passes go on until they are dropped, or let go."""
 

@@ -235,3 +235,23 @@ def test_soft_prompt_before_the_text_gets_its_gradient(tiny_models: Any) -> None
         assert torch.allclose(losses[0], losses[1], rtol=1e-5)
         assert_close(ours.grad, theirs.grad)
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("prompt_rows", [1, 4])
+def test_microbatches_are_halved_until_a_peer_has_memory_for_them(
+    tiny_models: Any, prompt_rows: int
+) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
+        service = swarm.peers[1].service
+        enough = service.engine.estimate_pass_bytes(2, 1, 20, is_backward=True)
+        service.read_free_bytes = lambda: enough
+
+        compare(model.transformer.h, tiny_models.get(), prompt_rows, num_rows=4)
+
+
+def test_row_that_no_peer_has_memory_for_is_refused(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (swarm, model):
+        swarm.peers[0].service.read_free_bytes = lambda: 1
+
+        with pytest.raises(RefusedError, match="smaller microbatches"):
+            model.transformer.h(draw(2, 5, HIDDEN).requires_grad_())
