@@ -81,7 +81,7 @@ class RemoteSequential(nn.Module):
         """
         self.check_hidden(hidden_BTH)
         active = self.active_session
-        if active is None and hidden_BTH.shape[1] == 0:
+        if active is None and hidden_BTH.numel() == 0:
             return hidden_BTH
         wants_gradients = torch.is_grad_enabled() and (
             hidden_BTH.requires_grad or (prompts is not None and prompts.requires_grad)

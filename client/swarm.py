@@ -89,6 +89,7 @@ class Swarm:
         self._times: dict[PeerId, AnswerTimes] = {}
         self._rtt_seconds: dict[PeerId, float] = {}
         self._seen_at: dict[PeerId, float] = {}
+        self._taking_passes: set[PeerId] = set()
         self._surveyed_at = float("-inf")
         self._coordinate: Coordinate | None = None  # until there is more to find it from
         self._way_seconds: dict[tuple[PeerId, ...], list[float]] = {}
@@ -118,7 +119,7 @@ class Swarm:
         """Drop what is known of peers that left long ago: identities are free and many."""
         now = self._clock.now()
         self._seen_at |= {peer.peer_id: now for peer in self.view.peers}
-        for peer_id in {*self._times, *self._rtt_seconds, *self._quarantines}:
+        for peer_id in {*self._times, *self._rtt_seconds, *self._quarantines, *self._taking_passes}:
             self._seen_at.setdefault(peer_id, now)
         absent = [p for p, at in self._seen_at.items() if now - at > _MEMORY_SECONDS]
         self.links.forget(absent)
@@ -127,6 +128,7 @@ class Swarm:
             self._times.pop(peer_id, None)
             self._rtt_seconds.pop(peer_id, None)
             self._quarantines.pop(peer_id, None)
+            self._taking_passes.discard(peer_id)
 
     def _forget_ways(self) -> None:
         """Find out anew where everybody stands: something was measured, here or elsewhere."""
@@ -251,6 +253,7 @@ class Swarm:
 
     def note_pass(self, peer_id: PeerId) -> None:
         """Note that a peer took a pass: forget what it did wrong."""
+        self._taking_passes.add(peer_id)
         self._quarantines.pop(peer_id, None)
 
     def _list_doubts(self) -> dict[PeerId, int]:
@@ -270,7 +273,7 @@ class Swarm:
 
     def _has_worked(self, peer_id: PeerId) -> bool:
         times = self._times.get(peer_id)
-        return times is not None and times.has_answered
+        return peer_id in self._taking_passes or (times is not None and times.has_answered)
 
     def is_quarantined(self, peer: Announcement) -> bool:
         """Return whether a peer is to be avoided: not for ever, and not once it has come back."""

@@ -188,12 +188,10 @@ class Conversation:
             self._used &= sessions.keys()
             self._attached = {s: shown for s, shown in self._attached.items() if s in self._used}
             self._active_at = now
-        if self._passes.is_computing:
-            self._active_at = now
         idle_seconds = self._idle_seconds
         if not self._used and not self._waiting:
             idle_seconds = min(idle_seconds, _HELLO_SECONDS)
-        active_at = max([self._active_at, *(session.used_at for session in held)])
+        active_at = max([self._active_at, self._passes.active_at, *(one.used_at for one in held)])
         arrives_until = min(self._frame_arrives_until, now + _LOOK_AGAIN_SECONDS)
         return max(active_at + idle_seconds, arrives_until)
 
@@ -228,7 +226,6 @@ class Conversation:
         elif isinstance(message, Open):
             await self._open(message)
         elif isinstance(message, Pass | PassPiece):
-            self._active_at = self._service.clock.now()
             self._passes.take(message, self.holder)
         elif isinstance(message, Close):
             self._close(message.session)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,6 +21,8 @@ from .pass_work import run_pass
 
 if TYPE_CHECKING:
     from .service import Service
+
+_logger = logging.getLogger(__name__)
 
 _SIGN_SECONDS = 1.0
 """How often a client hears that its pass still waits or is computed."""
@@ -53,11 +56,14 @@ class PassDesk:
         self._asked: _Asked | None = None
         self._refused: PassId | None = None
         self._sign: asyncio.TimerHandle | None = None
+        self._active_at = service.clock.now()
 
     @property
-    def is_computing(self) -> bool:
-        """Whether a pass waits for the engine, or is in it."""
-        return self._asked is not None and self._asked.computing is not None
+    def active_at(self) -> float:
+        """When a pass was last begun, came further or was over; now, while one is computed."""
+        if self._asked is not None and self._asked.computing is not None:
+            return self._service.clock.now()
+        return self._active_at
 
     def take(self, message: Pass | PassPiece, holder: Holder) -> None:
         """Begin a pass, or answer why not; or take the next piece of one.
@@ -71,6 +77,7 @@ class PassDesk:
             raise RemoteProtocolError("a stream has one pass at a time")
         try:
             self._asked = self._admit(message, holder)
+            self._active_at = self._service.clock.now()
         except RefusedError as error:
             self._refused = message.pass_id  # whose pieces are on their way already
             self._answers.put(encode_refusal(message.pass_id, 0, error))
@@ -78,6 +85,8 @@ class PassDesk:
     def end(self) -> None:
         """Drop the pass: nobody is left to read its answer."""
         asked = self._asked
+        if self._sign is not None:
+            self._sign.cancel()
         if asked is None:
             return
         if asked.computing is None:
@@ -92,6 +101,7 @@ class PassDesk:
                 raise RemoteProtocolError("a piece of a pass that was not asked for")
             return
         asked.reader.take(piece)
+        self._active_at = self._service.clock.now()
         if asked.reader.is_complete:
             self._compute(asked)
 
@@ -146,12 +156,17 @@ class PassDesk:
         self._sign = asyncio.get_running_loop().call_later(_SIGN_SECONDS, self._give_sign)
 
     def _answer(self, asked: _Asked, computing: asyncio.Future[ComputedPass]) -> None:
-        self._forget(asked)
         if computing.cancelled():
+            # Its tensors are in memory until the compute thread has let go of it.
+            dropped = self._service.compute.call(self._service.compute.drop_cancelled_passes)
+            dropped.add_done_callback(lambda _: self._forget(asked))
             return
+        self._forget(asked)
         pass_id, error = asked.message.pass_id, computing.exception()
         if error is not None:
-            assert isinstance(error, RefusedError)
+            if not isinstance(error, RefusedError):
+                _logger.error("a pass has no answer: %r", error)
+                error = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the pass")
             self._answers.put(encode_refusal(pass_id, 0, error))
             return
         computed = computing.result()
@@ -161,7 +176,7 @@ class PassDesk:
         self._answers.put(encode_frame(passed))
 
     def _forget(self, asked: _Asked) -> None:
-        self._asked = None
+        self._asked, self._active_at = None, self._service.clock.now()
         if self._sign is not None:
             self._sign.cancel()
         self._service.passes.count(asked.holder, -asked.num_bytes)

@@ -59,7 +59,9 @@ class _RemoteBlocks(torch.autograd.Function):
         prompts_LBPH: Tensor | None,
     ) -> Tensor:
         # Copies: whoever changes the tensors later must not change what goes back through blocks.
-        texts = Texts(_copy(hidden_BTH), None if prompts_LBPH is None else _copy(prompts_LBPH))
+        prompts = None if prompts_LBPH is None else _copy(prompts_LBPH)
+        is_shared = prompts is not None and prompts.shape[1] == 1
+        texts = Texts(_copy(hidden_BTH), prompts, is_shared)
         output_BTH, trails = runner.run_forward(span, texts)
         ctx.runner, ctx.trails = runner, trails
         ctx.inputs = [(x.device, x.dtype) for x in (hidden_BTH, prompts_LBPH) if x is not None]

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+
+from ...protocol.limits import MAX_BATCH_ROWS
 
 MOST_TOKENS = 1024
 """Rows times tokens of one microbatch, unless one row has more."""
@@ -27,11 +29,13 @@ wait. With 2 hops and 8 microbatches that is an eighth of the time."""
 class Texts:
     """Rows of equal length on their way into some blocks, and the deep prompts of each of these.
 
-    Deep prompts are [L, B, P, H], or [L, 1, P, H] for all rows the same.
+    Deep prompts are [L, B, P, H], or, where all rows of the batch share them, [L, 1, P, H]. That
+    does not follow from the shape: a microbatch may have one row.
     """
 
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None
+    shares_prompts: bool = False
 
     @property
     def num_rows(self) -> int:
@@ -43,26 +47,21 @@ class Texts:
         """Rows times tokens."""
         return self.hidden_BTH.shape[0] * self.hidden_BTH.shape[1]
 
-    @property
-    def shares_prompts(self) -> bool:
-        """Whether several rows have the same deep prompts."""
-        return self.prompts_LBPH is not None and self.prompts_LBPH.shape[1] == 1
-
     def take_rows(self, rows: slice) -> Texts:
         """Return some of the rows."""
         prompts = self.prompts_LBPH
         if prompts is not None and not self.shares_prompts:
             prompts = prompts[:, rows]
-        return Texts(self.hidden_BTH[rows], prompts)
+        return replace(self, hidden_BTH=self.hidden_BTH[rows], prompts_LBPH=prompts)
 
     def take_blocks(self, blocks: slice) -> Texts:
         """Return the texts with the deep prompts of some of the blocks, counted from the first."""
         prompts = self.prompts_LBPH
-        return Texts(self.hidden_BTH, None if prompts is None else prompts[blocks])
+        return replace(self, prompts_LBPH=None if prompts is None else prompts[blocks])
 
     def move_to(self, hidden_BTH: Tensor) -> Texts:
         """Return the same texts with other hidden states: those between other blocks."""
-        return Texts(hidden_BTH, self.prompts_LBPH)
+        return replace(self, hidden_BTH=hidden_BTH)
 
 
 @dataclass(frozen=True)
@@ -88,6 +87,7 @@ def cut_rows(num_rows: int, num_tokens: int, num_hops: int, most_tokens: int) ->
     needed = -(-num_rows * num_tokens // most_tokens)
     worthwhile = num_rows * num_tokens // _FEW_TOKENS
     wanted = min(num_hops * _MICROBATCHES_PER_HOP, worthwhile)
+    needed = max(needed, -(-num_rows // MAX_BATCH_ROWS))
     num_parts = min(num_rows, max(1, needed, wanted))
     size, rest = divmod(num_rows, num_parts)
     starts = [0]

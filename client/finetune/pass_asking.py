@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import secrets
+from functools import partial
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from ..router import Hop
 from ..swarm import Fault, Swarm
 from .microbatches import TextGradients, Texts
 from .pass_link import PassAnswer
-from .pass_links import PassLinks
+from .pass_links import NotWantedError, PassLinks
 from .pass_speeds import PassSpeeds
 
 _logger = logging.getLogger(__name__)
@@ -42,6 +43,9 @@ _logger = logging.getLogger(__name__)
 _Failure = UnavailableError | RemoteProtocolError | RefusedError
 
 _PAUSE_SECONDS = 0.1
+
+_DIRECTORY_SECONDS = 5.0
+"""How long the directory may take before the last view has to do."""
 
 _PATIENCE = 20.0
 _LEAST_PATIENCE_SECONDS = 60.0
@@ -54,6 +58,8 @@ class _Trouble:
 
     def __init__(self, span: Span, clock: Clock, timeout_seconds: float) -> None:
         self.refusals = Refusals()
+        self.too_small: set[PeerId] = set()
+        """Peers that have no memory for it."""
         self._span = span
         self._clock = clock
         self._timeout_seconds = timeout_seconds
@@ -72,6 +78,13 @@ class _Trouble:
             self._deadline = self._clock.now() + self._timeout_seconds
         self._num_failures += 1
         self._error = error
+
+    def raise_refusal(self) -> None:
+        """Raise what a peer said against the texts, if one did: nobody else is left to ask."""
+        if self.refusals.first is not None:
+            raise self.refusals.first
+        if self.too_small and self._error is not None:
+            raise self._error
 
     async def pause(self) -> None:
         """Wait before the next try, longer each time; not at all before the first two.
@@ -101,6 +114,7 @@ class PassAsker:
         self._speeds = PassSpeeds(random.Random(config.seed))
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
         self._forgiven: set[PeerId] = set()
+        self._refreshing = asyncio.Lock()
 
     def guess_num_hops(self, span: Span) -> int:
         """Return how many hops a way through a span has at least."""
@@ -153,10 +167,14 @@ class PassAsker:
     ) -> PassAnswer | None:
         """Ask one peer; None when it failed, for which it is blamed."""
         try:
-            answer = await self._ask(hop, texts, grads_BTH)
+            answer = await self._ask(hop, texts, grads_BTH, trouble)
+        except NotWantedError:
+            return None
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             if isinstance(error, RefusedError) and error.code is ErrorCode.OUT_OF_MEMORY:
-                raise
+                trouble.too_small.add(hop.peer.peer_id)
+                trouble.note(error)
+                return None
             lost = blame(self._swarm, hop, error, self._forgiven)
             lost.__cause__ = error
             trouble.refusals.note(lost)
@@ -170,7 +188,9 @@ class PassAsker:
     def _make_trouble(self, span: Span) -> _Trouble:
         return _Trouble(span, self._clock, self._config.failover_timeout_seconds)
 
-    async def _ask(self, hop: Hop, texts: Texts, grads_BTH: Tensor | None) -> PassAnswer:
+    async def _ask(
+        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: _Trouble
+    ) -> PassAnswer:
         asked = self._make_pass(hop, texts, grads_BTH is not None)
         tensors = _list_tensors(texts, grads_BTH)
         slots = (*list_question_slots(asked).values(), *list_answer_slots(asked).values())
@@ -181,7 +201,9 @@ class PassAsker:
             hop, num_tokens, asked.kind
         )
         with self._speeds.counting(hop, num_tokens, asked.kind):
-            async with self._links.lend(hop.peer) as link:
+            # Others may have found out meanwhile that the peer is dead.
+            is_wanted = partial(self._is_wanted, hop, trouble)
+            async with self._links.lend(hop.peer, is_wanted) as link:
                 asked_at = self._clock.now()
                 with line.carry(num_bytes) as carrying_seconds:
                     answer = await link.ask(
@@ -192,6 +214,10 @@ class PassAsker:
         line.note_answer(num_bytes, way_seconds)
         self._speeds.note(hop, num_tokens, asked.kind, answer.compute_seconds, way_seconds)
         return answer
+
+    def _is_wanted(self, hop: Hop, trouble: _Trouble) -> bool:
+        hosts = self._find_hosts(hop.span.start, trouble)
+        return any(peer.peer_id == hop.peer.peer_id for peer in hosts)
 
     def _make_pass(self, hop: Hop, texts: Texts, is_backward: bool) -> Pass:
         num_rows, num_tokens, _ = texts.hidden_BTH.shape
@@ -218,22 +244,28 @@ class PassAsker:
         """Return the least doubtful peers that take passes through the first block of a span."""
         while True:
             await trouble.pause()
-            try:
-                await self._swarm.refresh(self._config.refresh_seconds)
-            except DirectoryError as error:
-                _logger.debug("the last view has to do: %s", error)
-            hosts = self._find_hosts(span.start, trouble.refusals)
-            if not hosts and trouble.refusals.first is None:
-                await self._swarm.refresh()
-                hosts = self._find_hosts(span.start, trouble.refusals)
+            await self._refresh(self._config.refresh_seconds)
+            hosts = self._find_hosts(span.start, trouble)
             if hosts:
                 return hosts
-            if trouble.refusals.first is not None:
-                raise trouble.refusals.first
+            trouble.raise_refusal()
+            await self._refresh(0.0)
+            hosts = self._find_hosts(span.start, trouble)
+            if hosts:
+                return hosts
             trouble.note(_make_route_error(span, self._swarm.view))
 
-    def _find_hosts(self, block: int, refusals: Refusals) -> list[Announcement]:
-        hosts = self._swarm.find_hosts(block, refusals.peer_ids)
+    async def _refresh(self, max_age_seconds: float) -> None:
+        """Read the directory, one for all that ask; where that fails, the last view has to do."""
+        async with self._refreshing:
+            try:
+                async with asyncio.timeout(_DIRECTORY_SECONDS):
+                    await self._swarm.refresh(max_age_seconds)
+            except (DirectoryError, TimeoutError) as error:
+                _logger.debug("the last view has to do: %r", error)
+
+    def _find_hosts(self, block: int, trouble: _Trouble) -> list[Announcement]:
+        hosts = self._swarm.find_hosts(block, {*trouble.refusals.peer_ids, *trouble.too_small})
         weights = self._config.weights
         return [
             peer

@@ -1,7 +1,7 @@
 """The streams for passes that a client has to its peers: a few to each, used again and again."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from ...protocol.announcements import Announcement
@@ -15,6 +15,10 @@ MAX_IN_FLIGHT = 2
 
 _KEEP_SECONDS = 10.0
 """How long a stream that nobody uses is good for: peers end theirs after twice as long."""
+
+
+class NotWantedError(Exception):
+    """Whoever waited for a peer has to ask somebody else."""
 
 
 class PassLinks:
@@ -36,13 +40,17 @@ class PassLinks:
         return f"<PassLinks, {len(self._lent)} in use>"
 
     @asynccontextmanager
-    async def lend(self, peer: Announcement) -> AsyncIterator[PassLink]:
+    async def lend(
+        self, peer: Announcement, is_wanted: Callable[[], bool]
+    ) -> AsyncIterator[PassLink]:
         """Give a stream to a peer, when one of its places is free; an error ends the stream.
 
-        Raises what `PassLink.open` does.
+        Raises what `PassLink.open` does, and NotWantedError where the peer is not wanted by then.
         """
         places = self._places.setdefault(peer.peer_id, asyncio.Semaphore(MAX_IN_FLIGHT))
         async with places:
+            if not is_wanted():
+                raise NotWantedError
             link = await self._take(peer)
             self._lent.add(link)
             try:

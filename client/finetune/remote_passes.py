@@ -114,10 +114,9 @@ class RemotePasses:
         span, texts = stage.span, stage.texts
         try:
             gradients = await self._asker.ask_backward(span, texts, grads_BTH)
+            return gradients or await self._go_back_in_parts(stage, grads_BTH)
         except RefusedError as error:
             self._take_less(error, texts)
-        else:
-            return gradients or await self._go_back_in_parts(stage, grads_BTH)
         halves = _halve(slice(0, texts.num_rows))
         parts = await _run_all(
             self._go_back(Stage(span, texts.take_rows(half)), grads_BTH[half]) for half in halves

@@ -114,6 +114,11 @@ class ComputeThread:
         self._enqueue(self._passes.append, PassJob(run, num_tokens, holder, future, self._now()))
         return future
 
+    def drop_cancelled_passes(self) -> None:
+        """Let go of passes that nobody waits for; to be called on the thread."""
+        with self._wake:
+            self._passes.drop_cancelled()
+
     def call(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
         """Run a function on the thread between two iterations, in order of the calls."""
         future: asyncio.Future[Result] = self._loop.create_future()

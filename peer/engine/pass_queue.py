@@ -64,9 +64,13 @@ class PassQueue:
         jobs, self._jobs = self._jobs, []
         return jobs
 
+    def drop_cancelled(self) -> None:
+        """Forget the passes for which nobody waits any more."""
+        self._jobs = [job for job in self._jobs if not job.future.cancelled()]
+
     def choose(self) -> PassJob | None:
         """Take the pass whose turn it is out of the queue; None where none waits."""
-        self._jobs = [job for job in self._jobs if not job.future.cancelled()]
+        self.drop_cancelled()
         waiting = [
             WaitingStep(id(job), job.holder, 1, job.num_tokens, is_decoding=False)
             for job in self._jobs

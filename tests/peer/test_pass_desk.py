@@ -289,6 +289,29 @@ def test_client_that_disappears_has_its_pass_dropped(engine: Engine) -> None:
     run(slow, test)
 
 
+def test_passes_that_are_dropped_while_another_one_runs_leave_nothing(engine: Engine) -> None:
+    slow = SlowEngine(engine)
+
+    async def test(peer: Peer) -> None:
+        running = await peer.greet()
+        await running.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
+        await slow.wait(lambda slow: slow.entered)
+        of_one = peer.service.passes.used_bytes
+        for number in range(2, 12):
+            talk = await peer.greet()
+            asked = make_pass(number)
+            await talk.say(asked, *cut(asked, Slot.HIDDEN, TEXTS))
+            assert isinstance(await talk.hear(), Queued)
+            await talk.stream.close()
+        while peer.service.passes.used_bytes > of_one:  # noqa: ASYNC110 - the thread lets go of them
+            await asyncio.sleep(0.1)
+        assert len(peer.compute._passes) == 0  # pyright: ignore[reportPrivateUsage]
+        slow.leave.set()
+        await running.stream.close()
+
+    run(slow, test)
+
+
 def test_sessions_go_on_and_the_client_hears_every_second_that_its_pass_does(
     engine: Engine,
 ) -> None:

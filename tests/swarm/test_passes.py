@@ -12,6 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shoal.client.finetune import remote_passes
+from shoal.client.finetune.pass_link import PassLink
+from shoal.client.finetune.pass_links import MAX_IN_FLIGHT
 from shoal.client.model import DistributedCausalLM
 from shoal.client.remote_blocks import RemoteSequential
 from shoal.peer.loopback_swarm import LoopbackSwarm
@@ -66,13 +69,17 @@ def assert_close(found: Tensor | None, expected: Tensor | None) -> None:
 
 
 def compare(
-    blocks: RemoteSequential, tiny_model: Any, prompt_rows: int | None = None, num_rows: int = 3
+    blocks: RemoteSequential,
+    tiny_model: Any,
+    prompt_rows: int | None = None,
+    num_rows: int = 3,
+    num_tokens: int = 20,
 ) -> None:
-    """Compare outputs and gradients of one pass there and back."""
-    inputs = [draw(num_rows, 20, HIDDEN)]
+    """Compare outputs and gradients of one batch there and back."""
+    inputs = [draw(num_rows, num_tokens, HIDDEN)]
     if prompt_rows is not None:
         inputs.append(0.3 * draw(len(blocks), prompt_rows, 5, HIDDEN, seed=2))
-    grads = draw(num_rows, 20, HIDDEN, seed=3)
+    grads = draw(num_rows, num_tokens, HIDDEN, seed=3)
     ours = [tensor.clone().requires_grad_() for tensor in inputs]
     theirs = [tensor.clone().requires_grad_() for tensor in inputs]
 
@@ -93,6 +100,52 @@ def test_gradients_are_those_of_transformers(
 ) -> None:
     with swarm_of(tiny_models, spans) as (_, model):
         compare(model.transformer.h, tiny_models.get(), prompt_rows)
+
+
+@pytest.mark.parametrize("prompt_rows", [1, 4])
+def test_microbatches_of_one_row_share_prompts_only_where_the_batch_does(
+    tiny_models: Any, prompt_rows: int
+) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        compare(model.transformer.h, tiny_models.get(), prompt_rows, num_rows=4, num_tokens=256)
+
+
+def test_batch_of_more_rows_than_a_message_has_is_cut(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        compare(model.transformer.h, tiny_models.get(), num_rows=300, num_tokens=2)
+        empty = torch.empty(0, 5, HIDDEN).requires_grad_()
+        assert model.transformer.h(empty).shape == (0, 5, HIDDEN)
+
+
+def test_replica_with_memory_takes_what_another_one_has_none_for(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, REPLICAS) as (swarm, model):
+        swarm.peers[0].service.read_free_bytes = lambda: 1
+        for _ in range(5):
+            compare(model.transformer.h, tiny_models.get())
+
+
+def test_peer_that_stands_still_is_waited_for_once_and_not_by_every_microbatch(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With more waiting for its places, most of them have to ask somebody else at once."""
+    monkeypatch.setattr(remote_passes, "MOST_TOKENS", 64)
+    asked: list[str] = []
+    ask = PassLink.ask
+
+    async def note_and_ask(link: PassLink, *arguments: Any) -> Any:
+        asked.append(link.peer.peer_id)
+        return await ask(link, *arguments)
+
+    monkeypatch.setattr(PassLink, "ask", note_and_ask)
+    with swarm_of(tiny_models, ((0, 4), (0, 4)), connect_timeout_seconds=1.0) as (swarm, model):
+        hidden = draw(32, 64, HIDDEN).requires_grad_()
+        model.transformer.h(hidden).sum().backward()  # both are known to work
+        assert len(set(asked)) == 2
+        asked.clear()
+        swarm.network.pause("peer0")
+        model.transformer.h(hidden).sum().backward()
+
+        assert asked.count(swarm.peers[0].peer_id) <= MAX_IN_FLIGHT
 
 
 def test_slices_and_prompts_without_a_gradient(tiny_models: Any) -> None:
