@@ -1,19 +1,24 @@
-"""`shoal bench`: measure swarms on this machine, beside plain transformers in the same run."""
+"""`shoal bench`: measure swarms on this machine, beside plain transformers in the same run, or one
+that runs already.
+"""
 
 import argparse
 import importlib
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import UsageError
 from .benchmarks.effort import FULL, QUICK
 from .benchmarks.figures import describe_machine
-from .benchmarks.parts import PARTS
+from .benchmarks.parts import JOINED, PARTS
 from .benchmarks.plot import check_can_plot, draw_curve
-from .benchmarks.report import BenchReport, PartReport, measure_part
+from .benchmarks.report import BenchReport, Findings, PartReport, measure_part
+from .bundled_model import find_model
 from .interrupts import end_in_good_order, quitting_at_once
+from .joining import add_join_arguments, read_joining
 from .terminal import Progress, Terminal
 
 if TYPE_CHECKING:
@@ -38,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="draw the part `sessions` into FOLDER, as sessions.svg and sessions.png",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    joined = parser.add_argument_group("to measure a swarm that runs already")
+    joined.add_argument(
+        "--model", metavar="MODEL", help="what it serves: a model directory, or an id on the Hub"
+    )
+    add_join_arguments(joined, "address of any of its peers, instead of a code")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -47,9 +57,12 @@ def run(options: argparse.Namespace) -> int:
         check_can_plot()
         if "sessions" not in names:
             raise UsageError("--plot draws the part `sessions`; measure that too")
+    is_joined = bool(options.join or options.initial_peers or options.model)
+    if is_joined and (options.parts or options.plot is not None):
+        raise UsageError("parts and --plot are for swarms that bench starts; leave them out")
     bench = _Bench(options.quick, None if options.json else Terminal(sys.stdout))
     with end_in_good_order():
-        report = bench.measure(names)
+        report = bench.measure_joined(options) if is_joined else bench.measure(names)
         if options.plot is not None and report.curve is not None:
             files = draw_curve(report.curve, report.machine, options.plot)
             print(f"Drew {' and '.join(map(str, files))}.", file=sys.stderr)
@@ -89,11 +102,28 @@ class _Bench:
             parts = [self._measure_part(setting, name) for name in names]
         return BenchReport(machine, self._is_quick, tuple(parts))
 
+    def measure_joined(self, options: argparse.Namespace) -> BenchReport:
+        """Measure a swarm that runs already."""
+        if options.model is None:
+            raise UsageError("say what the swarm serves: --model MODEL")
+        model, joining = find_model(options.model), read_joining(options)
+        machine = describe_machine()
+        self._show(f"{machine}\n")
+        effort = QUICK if self._is_quick else FULL
+        part = self._report_part(
+            JOINED, lambda module: module.measure(model, joining, effort, self._say)
+        )
+        return BenchReport(machine, self._is_quick, (part,))
+
     def _measure_part(self, setting: "Setting", name: str) -> PartReport:
+        return self._report_part(name, lambda module: module.measure(setting))
+
+    def _report_part(self, name: str, measure: Callable[[Any], Findings]) -> PartReport:
+        """Let the module of a part measure, and show what it found."""
         self._status = name
         with Progress(Terminal(sys.stderr), lambda: f"{name}: {self._status}"):
-            part = importlib.import_module(f".benchmarks.{name}", __package__)
-            report = measure_part(name, lambda: part.measure(setting))
+            module = importlib.import_module(f".benchmarks.{name}", __package__)
+            report = measure_part(name, lambda: measure(module))
         if self._is_quick:
             report = report.without_targets()
         self._show(report.to_text())

@@ -28,7 +28,7 @@ class Joining:
 
 
 def add_join_arguments(
-    parser: argparse.ArgumentParser,
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
     addresses_help: str,
     addresses_group: argparse._ActionsContainer | None = None,  # pyright: ignore[reportPrivateUsage]
 ) -> None:

@@ -16,3 +16,8 @@ PARTS = {
     "accuracy": "int8 against fp32",
 }
 """Titles by name, in the order in which they are measured."""
+
+JOINED = "joined"
+"""The part that a swarm elsewhere is measured by, instead of the others."""
+
+TITLES = {**PARTS, JOINED: "A swarm that runs already, from here"}

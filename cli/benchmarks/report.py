@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ...protocol.errors import ShoalError
 from .curve import SessionsCurve
 from .figures import Figure
-from .parts import PARTS
+from .parts import TITLES
 
 _SECONDS_DIGITS = 1
 
@@ -63,7 +63,7 @@ def measure_part(name: str, measure: Callable[[], Findings]) -> PartReport:
     except (OSError, ShoalError) as failure:
         error = " ".join(str(failure).split())
     seconds = time.monotonic() - started_at
-    return PartReport(name, PARTS[name], seconds, tuple(findings.figures), findings.curve, error)
+    return PartReport(name, TITLES[name], seconds, tuple(findings.figures), findings.curve, error)
 
 
 @dataclass(frozen=True)
@@ -113,6 +113,8 @@ class BenchReport:
         """Return which targets were missed, one line each behind the first."""
         if self.is_quick:
             return "A quick run: these numbers mean nothing, and have no targets."
+        if not self.num_targets:
+            return "Nothing here has a target."
         lines = [f"{self.num_targets - len(self.missed)} of {self.num_targets} targets are met."]
         for part, figure in self.missed:
             value = figure.to_json()["value"]

@@ -247,6 +247,23 @@ def test_plot_without_its_part_is_refused(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["hop", "--model", "shoal-stories"], "parts and --plot are for swarms that bench starts"),
+        (["--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/x"], "say what the swarm serves"),
+        (["--model", "shoal-stories"], "say which swarm"),
+    ],
+)
+def test_swarm_elsewhere_has_to_be_named_whole(
+    arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["bench", *arguments])
+
+    assert code == 1
+    assert reason in capsys.readouterr().err
+
+
 @pytest.mark.network
 @pytest.mark.slow
 def test_helper_process_that_ends_too_soon_is_unavailable() -> None:

@@ -65,6 +65,19 @@ def test_generate_reports_what_transformers_would_say(
     assert result["tokens_per_second"] > 0
 
 
+def test_bench_measures_a_swarm_that_runs(
+    swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["bench", "--quick", "--model", str(byte_model), "--initial-peers"]
+    code, result = run_json([*command, *swarm.initial_peers], capsys)
+
+    assert code == 0
+    (part,) = result["parts"]
+    figures = {figure["name"]: figure["value"] for figure in part["figures"]}
+    assert (figures["peers on the way"], figures["peers lost meanwhile"]) == (2, 0)
+    assert figures["steps"] > 0
+
+
 def test_generate_over_int8_caches_tells_a_text(
     swarm: LocalSwarm, byte_model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
