@@ -8,10 +8,8 @@ Tensor suffixes: R rank, I input and O output features of the linear that PEFT k
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import safetensors.torch
 import torch
@@ -19,27 +17,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.lora_config import parse_lora_config
 from ...protocol.spans import Span
 from .families.family import Family, FusedOrder
 from .spec import MlpKind, ModelSpec
 
-MAX_RANK = 1024
 MAX_CONFIG_BYTES = 2**16
 
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_PLAIN_FIELDS: Mapping[str, tuple[object, ...]] = {
-    "bias": (None, "none"),
-    "use_dora": (None, False),
-    "rank_pattern": (None, {}),
-    "alpha_pattern": (None, {}),
-    "target_parameters": (None, [], ()),
-    "layer_replication": (None,),
-    "modules_to_save": (None, []),
-}
-"""What changes how an adapter is applied, with the values that change nothing."""
 
 Place = tuple[int, str]
 """A block, and the name of one of our linears in it: "query_key_value", "gate_up", …"""
@@ -145,20 +132,10 @@ def _refuse(detail: str) -> RefusedError:
 def _read_config(config: bytes) -> tuple[int, float]:
     """Return the rank and what the product of both matrices is multiplied by."""
     try:
-        fields: Any = json.loads(config)
-    except (ValueError, RecursionError):
-        raise _refuse("adapter_config.json is no JSON") from None
-    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
-        raise _refuse("adapter_config.json is not that of a LoRA adapter of PEFT")
-    for name, plain in _PLAIN_FIELDS.items():
-        if fields.get(name) not in plain:
-            raise _refuse(f"{name} = {fields[name]!r:.60} is not supported")
-    rank, alpha = fields.get("r"), fields.get("lora_alpha")
-    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
-        raise _refuse(f"its rank r must be a number from 1 to {MAX_RANK}, not {rank!r:.60}")
-    if not isinstance(alpha, int | float) or not abs(alpha) <= 1e6:
-        raise _refuse(f"lora_alpha must be a number, not {alpha!r:.60}")
-    return rank, alpha / (rank**0.5 if fields.get("use_rslora") else rank)
+        known, _ = parse_lora_config(config)
+    except ValueError as error:
+        raise _refuse(str(error)) from None
+    return known.rank, known.scale
 
 
 def _read_matrices(tensors: bytes) -> dict[str, tuple[Tensor, Tensor]]:

@@ -1,0 +1,142 @@
+"""A LoRA adapter that a client trains, and peers apply.
+
+Tensor suffixes: R rank, I input and O output features of a linear.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ...protocol.errors import UsageError
+from ...protocol.lora_config import MAX_RANK, LoraConfig
+from .peft_files import (
+    DOWN,
+    HEAD,
+    PREFIX,
+    UP,
+    PeftFiles,
+    check_fit,
+    list_linears,
+    make_fields,
+    match_targets,
+    read_folder,
+    write_folder,
+)
+
+_ROUTERS = (".gate", ".router")
+"""Linears that choose experts: peers have them in another form."""
+
+
+class HasConfig(Protocol):
+    """A model, here or over a swarm."""
+
+    config: Any
+
+
+class LoraAdapter(nn.Module):
+    """The matrices of an adapter in float32, under the names that PEFT gives them.
+
+    Its parameters are for an optimizer at the client; `state_dict()` is what PEFT stores. Where it
+    is active, autograd gives them gradients. It is never called.
+    """
+
+    def __init__(self, files: PeftFiles) -> None:
+        super().__init__()
+        self.lora_config = files.config
+        self._fields = files.fields
+        for name, matrix in files.matrices.items():
+            _register(self, name.split("."), nn.Parameter(matrix.detach().clone()))
+
+    @classmethod
+    def create(
+        cls,
+        model: HasConfig,
+        *,
+        rank: int = 8,
+        alpha: float = 16,
+        target_modules: str | Sequence[str] = "all-linear",
+        seed: int = 0,
+    ) -> Self:
+        """Return a new adapter for a model, which changes nothing before it is trained.
+
+        `target_modules` are as in PEFT: ends of names, a pattern, or "all-linear" for all linears
+        of the blocks. Raises UsageError for what the model does not have.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            raise UsageError(f"rank is a number from 1 to {MAX_RANK}, not {rank!r}")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1e6:
+            raise UsageError(f"alpha is a number above 0, not {alpha!r}")
+        model_config: PreTrainedConfig = model.config
+        linears = list_linears(model_config)
+        if target_modules == "all-linear":
+            chosen = [name for name in linears if name != HEAD and not name.endswith(_ROUTERS)]
+            written = sorted({name.rpartition(".")[2] for name in chosen})
+        else:
+            known = target_modules if isinstance(target_modules, str) else list(target_modules)
+            chosen = match_targets(linears, known)
+            written = known
+        if not chosen:
+            raise UsageError(f"this model has no linear that target_modules {written} means")
+        generator = torch.Generator().manual_seed(seed)
+        matrices: dict[str, Tensor] = {}
+        for name in chosen:
+            linear = linears[name]
+            down_RI = torch.empty(rank, linear.num_inputs)
+            nn.init.kaiming_uniform_(down_RI, a=math.sqrt(5), generator=generator)
+            matrices[PREFIX + name + DOWN] = down_RI
+            matrices[PREFIX + name + UP] = torch.zeros(linear.num_outputs, rank)
+        config = LoraConfig(rank, alpha)
+        is_transposed = any(linears[name].is_transposed for name in chosen)
+        fields = make_fields(config, written, model_config, is_transposed)
+        return cls(PeftFiles(config, fields, matrices))
+
+    @classmethod
+    def load(cls, folder: str | Path, model: HasConfig) -> Self:
+        """Read an adapter that was saved here or by PEFT.
+
+        Raises UsageError that names the matrix which does not fit the model.
+        """
+        files = read_folder(folder)
+        check_fit(files.matrices, files.config.rank, model.config)
+        return cls(files)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `adapter_config.json` and `adapter_model.safetensors`, as PEFT reads them."""
+        write_folder(folder, PeftFiles(self.lora_config, self._fields, self.copy_matrices()))
+
+    save_pretrained = save
+
+    def extra_repr(self) -> str:
+        """Return what `print(adapter)` shows of this module."""
+        return f"rank {self.lora_config.rank}, {len(self.named_matrices()) // 2} linears"
+
+    def named_matrices(self) -> Mapping[str, nn.Parameter]:
+        """Return all matrices by PEFT's names."""
+        return dict(self.named_parameters())
+
+    def copy_matrices(self) -> dict[str, Tensor]:
+        """Return the matrices as they are now, on the CPU in float32."""
+        return {
+            name: matrix.detach().to("cpu", torch.float32, copy=True)
+            for name, matrix in self.named_parameters()
+        }
+
+    def forward(self, *inputs: object) -> None:
+        """Refuse: peers apply an adapter."""
+        raise UsageError("an adapter is not called; make it active in a model over a swarm")
+
+
+def _register(module: nn.Module, path: Sequence[str], matrix: nn.Parameter) -> None:
+    """Put a matrix where its name says, below modules that are nothing but names."""
+    for name in path[:-1]:
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    module.register_parameter(path[-1], matrix)

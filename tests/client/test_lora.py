@@ -1,0 +1,176 @@
+"""Adapters that clients train: PEFT reads what we save, and we read what PEFT saves."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from shoal.client.finetune.lora import LoraAdapter
+from shoal.protocol.errors import UsageError
+
+peft = pytest.importorskip("peft")
+
+# peft's own affair.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning"),
+]
+
+QUERY = "base_model.model.model.layers.1.self_attn.q_proj.lora_{}.weight"
+
+
+def draw_matrices(adapter: LoraAdapter) -> None:
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for matrix in adapter.parameters():
+            matrix.copy_(0.2 * torch.randn(matrix.shape, generator=generator))
+
+
+def compute_logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(torch.arange(20)[None]).logits
+
+
+@pytest.mark.parametrize(
+    ("variant", "targets"),
+    [
+        ("llama", "all-linear"),
+        ("llama", ["q_proj", "lm_head"]),
+        ("llama", r".*layers\.[12]\.mlp\.up_proj"),
+        ("gpt2", "all-linear"),
+        ("phi3", "all-linear"),
+        ("bloom", ["query_key_value"]),
+    ],
+)
+def test_peft_opens_what_we_save_and_we_what_peft_saves(
+    tiny_models: Any, variant: str, targets: Any, tmp_path: Path
+) -> None:
+    reference = tiny_models.get(variant).reference
+    adapter = LoraAdapter.create(reference, rank=3, alpha=5, target_modules=targets)
+    draw_matrices(adapter)
+    adapter.save(tmp_path / "ours")
+
+    theirs = peft.PeftModel.from_pretrained(copy.deepcopy(reference), tmp_path / "ours")
+    stored = {
+        name: matrix
+        for name, matrix in peft.get_peft_model_state_dict(theirs).items()
+        if ".base_layer." not in name
+    }
+    assert stored.keys() == adapter.state_dict().keys()
+    for name, matrix in adapter.state_dict().items():
+        assert torch.equal(stored[name], matrix)
+    assert not torch.allclose(compute_logits(theirs), compute_logits(reference), atol=1e-3)
+
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = LoraAdapter.load(tmp_path / "theirs", reference)
+    again.save(tmp_path / "again")
+    written, read = (
+        json.loads((tmp_path / name / "adapter_config.json").read_text())
+        for name in ("again", "theirs")
+    )
+    assert written == read
+    reopened = peft.PeftModel.from_pretrained(copy.deepcopy(reference), tmp_path / "again")
+    assert torch.equal(compute_logits(reopened), compute_logits(theirs))
+
+
+def test_new_adapter_changes_nothing_and_is_the_same_for_a_seed(tiny_models: Any) -> None:
+    reference = tiny_models.get().reference
+    adapter = LoraAdapter.create(reference, rank=2)
+    same = LoraAdapter.create(reference, rank=2)
+    other = LoraAdapter.create(reference, rank=2, seed=1)
+
+    name = QUERY.format("A")
+    assert torch.equal(adapter.state_dict()[name], same.state_dict()[name])
+    assert not torch.equal(adapter.state_dict()[name], other.state_dict()[name])
+    assert not adapter.state_dict()[QUERY.format("B")].any()
+    assert all(matrix.requires_grad for matrix in adapter.parameters())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ({"rank": 0}, "rank is a number from 1 to 1024, not 0"),
+        ({"rank": True}, "rank is a number"),
+        ({"alpha": float("nan")}, "alpha is a number above 0"),
+        ({"target_modules": ["c_attn"]}, "no linear that target_modules"),
+        ({"target_modules": "("}, "is no pattern"),
+    ],
+)
+def test_adapter_that_cannot_be_made_is_refused(
+    tiny_models: Any, arguments: dict[str, Any], complaint: str
+) -> None:
+    with pytest.raises(UsageError, match=complaint):
+        LoraAdapter.create(tiny_models.get().reference, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"bias": "all"}, "bias = 'all' is not supported"),
+        ({"peft_type": "IA3"}, "not that of a LoRA adapter"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported"),
+        ({"r": 5}, r"has shape \(4, 96\), this model needs \(5, 96\)"),
+    ],
+)
+def test_configuration_that_is_not_understood_is_refused(
+    tiny_models: Any, change: dict[str, Any], complaint: str, tmp_path: Path
+) -> None:
+    reference = tiny_models.get().reference
+    LoraAdapter.create(reference, rank=4).save(tmp_path)
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+
+    with pytest.raises(UsageError, match=complaint):
+        LoraAdapter.load(tmp_path, reference)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({QUERY.format("A"): torch.full((4, 64), float("nan"))}, "does not hold finite floats"),
+        ({QUERY.format("B"): None}, "q_proj has only one of lora_A and lora_B"),
+        ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 128)}, "embedding"),
+        ({"base_model.model.model.layers.1.gate.lora_A.weight": torch.ones(4, 64)}, "no linear"),
+        ({"layers.1.weight": torch.ones(4, 64)}, "is no matrix of LoRA"),
+    ],
+)
+def test_matrices_that_do_not_fit_are_refused_by_name(
+    tiny_models: Any, change: dict[str, Tensor | None], complaint: str, tmp_path: Path
+) -> None:
+    reference = tiny_models.get().reference
+    adapter = LoraAdapter.create(reference, rank=4)
+    adapter.save(tmp_path)
+    changed = {**adapter.state_dict(), **change}
+    left = {name: matrix for name, matrix in changed.items() if matrix is not None}
+    safetensors.torch.save_file(left, tmp_path / "adapter_model.safetensors")
+
+    with pytest.raises(UsageError, match=complaint):
+        LoraAdapter.load(tmp_path, reference)
+
+
+def test_pickled_and_missing_files_are_not_opened(tiny_models: Any, tmp_path: Path) -> None:
+    reference = tiny_models.get().reference
+    with pytest.raises(UsageError, match="is no folder of an adapter"):
+        LoraAdapter.load(tmp_path, reference)
+    LoraAdapter.create(reference).save(tmp_path)
+    tensors = tmp_path / "adapter_model.safetensors"
+    tensors.write_bytes(pickle.dumps({"a": 1}))
+    with pytest.raises(UsageError, match="is no safetensors file"):
+        LoraAdapter.load(tmp_path, reference)
+    tensors.rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(UsageError, match=r"adapter_model.bin is pickled"):
+        LoraAdapter.load(tmp_path, reference)
+
+
+def test_adapter_of_another_model_is_refused(tiny_models: Any, tmp_path: Path) -> None:
+    LoraAdapter.create(tiny_models.get("gpt2").reference).save(tmp_path)
+    with pytest.raises(UsageError, match=r"does not fit: .* no linear transformer"):
+        LoraAdapter.load(tmp_path, tiny_models.get().reference)
