@@ -18,6 +18,7 @@ from typing import Any
 from shoal.cli.benchmarks.plot import check_can_plot
 from shoal.cli.quantities import parse_count, parse_non_negative
 from shoal.cli.simulation.churn import read_churn
+from shoal.cli.simulation.decisions import time_decisions
 from shoal.cli.simulation.distances import Chosen, run_distances
 from shoal.cli.simulation.halves import run_halves
 from shoal.cli.simulation.plot import TARGET_RATIO, draw_outcome
@@ -190,6 +191,14 @@ def _show_chosen(chosen: Chosen) -> str:
     )
 
 
+def simulate_decisions(run: Run) -> None:
+    """Print what choosing a route takes over ten thousand peers, which is real time."""
+    times = time_decisions(run.options.seed, 10_000, 80, num_calls=40)
+    for name, seconds in asdict(times).items():
+        run.check(f"{name}, ms", 1000 * seconds, seconds <= 0.02, "<= 20")
+    run.figures["decisions"] = asdict(times)
+
+
 def simulate_large(run: Run) -> None:
     """Print the figures of churn for ten thousand peers."""
     setting = ChurnSetting(10_000, 0.25, run.options.churn, quiet_hours=0.1, seed=run.options.seed)
@@ -207,6 +216,7 @@ SCENARIOS: dict[str, Callable[[Run], None]] = {
     "liars": simulate_liars,
     "traffic": simulate_traffic,
     "distances": simulate_distances,
+    "decisions": simulate_decisions,
     "large": simulate_large,
 }
 

@@ -87,7 +87,7 @@ def run_distances(
     rng = random.Random(seed)
     world = _World(rng)
     machines = {PeerId(f"peer {n}"): draw_machine(rng, _NUM_BLOCKS) for n in range(num_peers)}
-    peers = _place(machines)
+    peers = place_peers(machines, _NUM_BLOCKS)
     clients = [f"client {n}" for n in range(num_clients)]
     for name in (*machines, *clients):
         world.settle(name)
@@ -112,12 +112,12 @@ def _compare(seconds: Sequence[float], best: Sequence[float]) -> Chosen:
     return Chosen(median(seconds), median(ratios) - 1.0)
 
 
-def _place(machines: Mapping[PeerId, Machine]) -> list[Announcement]:
+def place_peers(machines: Mapping[PeerId, Machine], num_blocks: int) -> list[Announcement]:
     """Return peers that serve as many blocks as they can hold, each where the fewest others are."""
-    num_hosts = np.zeros(_NUM_BLOCKS, dtype=int)
+    num_hosts = np.zeros(num_blocks, dtype=int)
     peers: list[Announcement] = []
     for peer_id, machine in machines.items():
-        start = min(int(num_hosts.argmin()), _NUM_BLOCKS - machine.max_blocks)
+        start = min(int(num_hosts.argmin()), num_blocks - machine.max_blocks)
         span = Span(start, start + machine.max_blocks)
         num_hosts[span.start : span.stop] += 1
         announcement = make_announcement(
@@ -125,7 +125,7 @@ def _place(machines: Mapping[PeerId, Machine]) -> list[Announcement]:
             machine,
             span,
             PeerState.ONLINE,
-            num_blocks=_NUM_BLOCKS,
+            num_blocks=num_blocks,
             sequence=1,
             issued_at=0.0,
             expires_at=90.0,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shoal.cli.simulation.churn import Churn, ChurnEvent, draw_churn, read_churn
+from shoal.cli.simulation.decisions import time_decisions
 from shoal.cli.simulation.distances import run_distances
 from shoal.cli.simulation.halves import run_halves
 from shoal.cli.simulation.machines import Machine, draw_machine
@@ -304,3 +305,10 @@ def test_script_prints_the_published_table() -> None:
 
     assert process.returncode == 0, process.stderr
     assert "12 hops,  100 Mbit/s, 100.0 ms" in process.stdout
+
+
+def test_decisions_are_timed_over_peers_that_cover_everything() -> None:
+    times = time_decisions(seed=1, num_peers=50, num_blocks=16, num_calls=2)
+
+    assert times.star > 0
+    assert times.chain > 0
