@@ -6,6 +6,7 @@ Run as `python -m shoal.cli.benchmarks.grpc_echo`; prints where it listens and e
 import asyncio
 import importlib
 import json
+import os
 import sys
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
@@ -20,7 +21,8 @@ _SERVICE, _METHOD = "Echo", "Exchange"
 
 
 def _import_grpc() -> Any:
-    # Not above: shoal itself does without it.
+    # Not above: shoal itself does without it. It writes to the terminal when the echo ends.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     try:
         return importlib.import_module("grpc")
     except ImportError as error:
