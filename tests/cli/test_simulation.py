@@ -1,6 +1,7 @@
 """Whole swarms in simulated time: what they are measured by, and that they run themselves."""
 
 import random
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -261,7 +262,6 @@ def test_moves_stand_before_the_mark_of_the_time_in_which_they_happen() -> None:
     assert all(bar.zorder > mark.zorder for bar in bars)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
@@ -272,15 +272,22 @@ def test_moves_stand_before_the_mark_of_the_time_in_which_they_happen() -> None:
         ("published --json /no/such/folder/x", "/no/such/folder/x cannot be written"),
     ],
 )
-def test_script_refuses_what_it_cannot_do_before_it_begins(options: str, complaint: str) -> None:
-    script = ROOT / "benchmarks" / "simulate.py"
-    process = subprocess.run(
-        [sys.executable, "-P", str(script), *options.split()], capture_output=True, text=True
-    )
+def test_script_refuses_what_it_cannot_do_before_it_begins(
+    options: str,
+    complaint: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    script = str(ROOT / "benchmarks" / "simulate.py")
+    monkeypatch.setattr(sys, "argv", [script, *options.split()])
 
-    assert process.returncode == 2
-    assert process.stdout == ""
-    assert complaint in process.stderr.splitlines()[-1]
+    with pytest.raises(SystemExit) as exit_info:
+        runpy.run_path(script, run_name="__main__")
+
+    output = capsys.readouterr()
+    assert exit_info.value.code == 2
+    assert output.out == ""
+    assert complaint in output.err.splitlines()[-1]
 
 
 @pytest.mark.slow
