@@ -100,6 +100,7 @@ class ReverseConnections:
         self._clock = clock
         self._period_seconds = period_seconds
         self._own: Announcement | None = None
+        self._hosts: dict[PeerId, Announcement] = {}
         self._parked: set[_Key] = set()  # also while another stream takes the place of a used one
         self._parking: dict[_Key, asyncio.Task[None]] = {}
         self._serving: dict[asyncio.Task[None], Stream] = {}
@@ -146,10 +147,12 @@ class ReverseConnections:
         failing = {peer_id for peer_id, _ in self._parking} - kept
         hosts = {host.peer_id: host for host in choose_hosts(own, others, kept, failing)}
         for (peer_id, lane), parking in list(self._parking.items()):
-            if peer_id not in hosts:
+            # Who was restarted listens elsewhere, and nothing is left of the stream there.
+            if peer_id not in hosts or hosts[peer_id].endpoints != self._hosts[peer_id].endpoints:
                 await _cancel([parking])
                 del self._parking[peer_id, lane]
                 self._parked.discard((peer_id, lane))
+        self._hosts = hosts
         for host in hosts.values():
             for lane in Lane:
                 if (host.peer_id, lane) not in self._parking:
@@ -164,8 +167,11 @@ class ReverseConnections:
             try:
                 await self._park(host, lane)
             except ShoalError as error:
-                _logger.info("no stream is parked at …%s: %s", host.peer_id[-6:], error)
                 self._parked.discard((host.peer_id, lane))
+                _logger.info("no stream is parked at …%s: %s", host.peer_id[-6:], error)
+            except Exception:
+                self._parked.discard((host.peer_id, lane))
+                _logger.exception("parking a stream at …%s failed", host.peer_id[-6:])
             if self._clock.now() - began_at >= _SETTLED_SECONDS:
                 pause_seconds = _FIRST_PAUSE_SECONDS
             await asyncio.sleep(pause_seconds)

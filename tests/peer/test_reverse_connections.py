@@ -28,6 +28,7 @@ from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Attach, Hello, Parked, Welcome
 from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.loopback import LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import REVERSE_VERSION
@@ -67,14 +68,16 @@ class Home:
 
 
 @asynccontextmanager
-async def run_home(scene: Scene, **facts: Any) -> AsyncGenerator[Home]:
+async def run_home(
+    scene: Scene, transport: LoopbackTransport | None = None, **facts: Any
+) -> AsyncGenerator[Home]:
     """Run a peer at home, which has announced itself."""
     homes: list[Home] = []
 
     async def serve(stream: Stream) -> None:
         await homes[0].serve(stream)
 
-    transport = scene.make_transport("home")
+    transport = transport or scene.make_transport("home")
     reverse = ReverseConnections(
         HOME, transport, scene.directory, serve, VirtualClock(), PERIOD_SECONDS
     )
@@ -300,9 +303,9 @@ class Rogue:
         await stream.send(encode_frame(Hello(1, 1, "got you")))
         await asyncio.sleep(0.5)
 
-    async def listen(self) -> None:
+    async def listen(self, identity: Identity = OTHER) -> None:
         listener = await self.scene.make_transport("rogue").listen("rogue", 0, self.serve)
-        await self.scene.announce(OTHER, Span(0, 4), endpoints=(listener.endpoint,))
+        await self.scene.announce(identity, Span(0, 4), endpoints=(listener.endpoint,))
 
 
 def make_rogue_welcome(**changes: Any) -> Welcome:
@@ -334,6 +337,43 @@ def test_peer_that_does_not_keep_to_the_protocol_is_left_alone(
             assert home.streams == []
 
     in_scene(story)
+
+
+def test_peer_that_listens_elsewhere_now_is_dialled_there() -> None:
+    async def story(scene: Scene, home: Home) -> None:
+        restarted = Rogue(scene, make_rogue_welcome(peer_id=PUBLIC.peer_id), encode_frame(Parked()))
+
+        await restarted.listen(PUBLIC)
+        await asyncio.sleep(PERIOD_SECONDS + 5)
+
+        assert restarted.num_dialled >= len(Lane)
+        assert not has_parked(scene)
+
+    at_home(story)
+
+
+class FailingTransport(LoopbackTransport):
+    """A transport whose first streams fail with something nobody foresaw."""
+
+    num_failures = 2
+
+    async def open_stream(self, *arguments: Any) -> Stream:
+        if self.num_failures:
+            self.num_failures -= 1
+            raise ZeroDivisionError("on purpose")
+        return await super().open_stream(*arguments)
+
+
+def test_streams_are_kept_after_an_error_that_nobody_foresaw(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def story(scene: Scene) -> None:
+        async with run_home(scene, FailingTransport(scene.network, "home")):
+            await asyncio.sleep(5)
+            assert has_parked(scene)
+
+    in_scene(story)
+    assert "on purpose" in caplog.text
 
 
 def test_peer_that_uses_up_every_stream_gets_them_later_and_later() -> None:
