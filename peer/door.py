@@ -41,8 +41,9 @@ class Door:
         try:
             await self._serve_or_park(stream)
         except RefusedError as refusal:
-            with contextlib.suppress(UnavailableError):  # gone meanwhile
-                await stream.send(encode_refusal(None, 0, refusal))
+            with contextlib.suppress(UnavailableError, TimeoutError):  # gone meanwhile
+                async with asyncio.timeout(_RETRY_SECONDS):
+                    await stream.send(encode_refusal(None, 0, refusal))
 
     async def _serve_or_park(self, stream: Stream) -> None:
         service = await self._wait_for_service(stream)

@@ -10,8 +10,14 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 
 from ..protocol.announcements import Announcement
-from ..protocol.errors import DirectoryError, ErrorCode, RefusedError, ShoalError
-from ..protocol.fair_share import check_room_for, name_holder
+from ..protocol.errors import (
+    DirectoryError,
+    ErrorCode,
+    RefusedError,
+    ShoalError,
+    UnavailableError,
+)
+from ..protocol.fair_share import BUSY_SECONDS, check_room_for, name_holder
 from ..protocol.ids import PeerId
 from ..protocol.messages import Offer, Parked
 from ..protocol.net.clock import Clock
@@ -31,12 +37,21 @@ _MAX_STREAMS_PER_LANE = 2
 _CHECK_SECONDS = 900.0
 """How often to see whether a peer that parks streams is announced still."""
 
+_TELL_SECONDS = 10.0
+"""How long who offers a stream may take to read that it is kept: nothing else was sent to him."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """What a stream takes here, from its offer on: at first it waits for the directory."""
+
+    key: tuple[PeerId, Lane]
+    address: str
+
 
 @dataclass(eq=False)
 class _ParkedStream:
-    peer_id: PeerId
-    lane: Lane
-    address: str
+    place: _Place
     stream: Stream
     hearing: asyncio.Task[bytes | None] = field(init=False)
     is_taken: bool = False
@@ -65,7 +80,8 @@ class ParkedStreams:
         self._look = look
         self._clock = clock
         self._period_seconds = period_seconds
-        self._parked: list[_ParkedStream] = []  # oldest first
+        self._places: set[_Place] = set()
+        self._parked: list[_ParkedStream] = []  # oldest first; all have a place
         self._announced: frozenset[PeerId] = frozenset()
         self._looked_at = float("-inf")
         self._looking = asyncio.Lock()
@@ -79,15 +95,15 @@ class ParkedStreams:
 
     def has(self, peer_id: PeerId, lane: Lane) -> bool:
         """Return whether a stream to a peer is there to be taken."""
-        return bool(self._list(peer_id, lane))
+        return bool(self._list((peer_id, lane)))
 
     async def take(self, peer_id: PeerId, lane: Lane) -> Stream | None:
         """Return the newest stream of a peer, which is to be closed by who takes it; None if there
         is none.
         """
-        while parked := self._list(peer_id, lane):
+        while parked := self._list((peer_id, lane)):
             newest = parked[-1]
-            self._parked.remove(newest)
+            self._remove(newest)
             if newest.hearing.done():
                 continue  # its end was not seen yet
             newest.is_taken = True
@@ -100,30 +116,42 @@ class ParkedStreams:
 
         Raises RefusedError when it is not kept.
         """
-        address = name_holder(stream.remote_host)
-        await self._check_is_announced(offer.peer_id)
-        self._make_room(offer, address)
-        stream.set_gate(refuse_large_frames)
-        await stream.send(encode_frame(Parked()))
-        parked = _ParkedStream(offer.peer_id, _name_lane(offer), address, stream)
+        place = self._take_place(offer, name_holder(stream.remote_host))
+        try:
+            await self._check_is_announced(offer.peer_id)
+            stream.set_gate(refuse_large_frames)
+            await _tell_parked(stream)
+            await self._keep(_ParkedStream(place, stream))
+        finally:
+            self._places.discard(place)
+
+    async def _keep(self, parked: _ParkedStream) -> None:
+        """Keep a stream instead of the oldest one, where its peer has enough."""
+        peer_id, _ = key = parked.place.key
+        for oldest in self._list(key)[: 1 - _MAX_STREAMS_PER_LANE]:
+            self._remove(oldest)
+            oldest.hearing.cancel()
         self._parked.append(parked)
         try:
-            while not parked.hearing.done() and offer.peer_id in self._announced:
+            while not parked.hearing.done() and peer_id in self._announced:
                 await asyncio.wait({parked.hearing}, timeout=_CHECK_SECONDS)
                 if not parked.hearing.done():
                     await self._look_again()
         finally:
-            if parked in self._parked:
-                self._parked.remove(parked)
+            self._remove(parked)
             await parked.stop_hearing()
             _read(parked.hearing)
         if parked.is_taken:
-            await stream.wait_over()
+            await parked.stream.wait_over()
 
-    def _list(self, peer_id: PeerId, lane: Lane) -> list[_ParkedStream]:
-        return [
-            parked for parked in self._parked if (parked.peer_id, parked.lane) == (peer_id, lane)
-        ]
+    def _remove(self, parked: _ParkedStream) -> None:
+        """Leave the place of a stream to another one, unless that was done."""
+        if parked in self._parked:
+            self._parked.remove(parked)
+        self._places.discard(parked.place)
+
+    def _list(self, key: tuple[PeerId, Lane]) -> list[_ParkedStream]:
+        return [parked for parked in self._parked if parked.place.key == key]
 
     async def _check_is_announced(self, peer_id: PeerId) -> None:
         """Raise RefusedError for who is no peer of this model, as far as the directory says."""
@@ -144,20 +172,31 @@ class ParkedStreams:
             except DirectoryError as error:
                 _logger.debug("cannot see who is a peer: %s", error)
 
-    def _make_room(self, offer: Offer, address: str) -> None:
-        """End the oldest stream of a peer that has enough of them. Raises RefusedError when there
-        are too many of others.
+    def _take_place(self, offer: Offer, address: str) -> _Place:
+        """Return a place for one more stream; raises RefusedError when there is none.
+
+        A peer may have one more than it keeps, which replaces its oldest one.
         """
-        of_peer = self._list(offer.peer_id, _name_lane(offer))
-        if len(of_peer) >= _MAX_STREAMS_PER_LANE:
-            self._parked.remove(of_peer[0])
-            of_peer[0].hearing.cancel()
-        addresses = [parked.address for parked in self._parked]
+        lane = Lane.BULK if offer.is_bulk else Lane.INTERACTIVE
+        place = _Place((offer.peer_id, lane), address)
+        if sum(other.key == place.key for other in self._places) > _MAX_STREAMS_PER_LANE:
+            detail = "another stream of this peer is about to be parked"
+            raise RefusedError(ErrorCode.BUSY, detail, BUSY_SECONDS)
+        oldest = self._list(place.key)[: 1 - _MAX_STREAMS_PER_LANE]
+        others = self._places - {parked.place for parked in oldest}
+        addresses = [other.address for other in others]
         check_room_for(address, addresses, _MAX_STREAMS, "streams to peers that cannot be dialled")
+        self._places.add(place)
+        return place
 
 
-def _name_lane(offer: Offer) -> Lane:
-    return Lane.BULK if offer.is_bulk else Lane.INTERACTIVE
+async def _tell_parked(stream: Stream) -> None:
+    """Say that a stream is kept. Raises UnavailableError if nobody reads it."""
+    try:
+        async with asyncio.timeout(_TELL_SECONDS):
+            await stream.send(encode_frame(Parked()))
+    except TimeoutError as error:
+        raise UnavailableError("who has offered the stream does not read") from error
 
 
 def _read(hearing: asyncio.Task[bytes | None]) -> None:

@@ -73,6 +73,7 @@ class PublicPeer:
     parked: ParkedStreams
     endpoint: Endpoint
     num_looks: int = 0
+    may_look: asyncio.Event = field(default_factory=asyncio.Event)
 
     def open(self, span: Span) -> Service:
         """Serve a span from now on."""
@@ -168,12 +169,14 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
 
         async def look() -> list[Announcement]:
             public.num_looks += 1
+            await public.may_look.wait()
             return await directory.lookup(MODEL_ID)
 
         fingerprint = listener.endpoint.fingerprint
         parked = ParkedStreams(fingerprint, look, VirtualClock(), PERIOD_SECONDS)
         neighbours = Neighbours(transport, VirtualClock(), parked=parked)
         public = PublicPeer(PUBLIC, door, transport, neighbours, parked, listener.endpoint)
+        public.may_look.set()
         scene = Scene(network, store, public)
         public.open(Span(0, 4))
         await scene.announce_public(Span(0, 4))

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from reverse_scene import FRAME, HELLO, HOME, PERIOD_SECONDS, Scene, in_scene, make_welcome, name
@@ -19,7 +20,7 @@ from shoal.protocol.fair_share import Holder
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_PIECE_BYTES
 from shoal.protocol.messages import Attach, Hello, Parked, Probe, Welcome
-from shoal.protocol.net.transport import Lane
+from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.offers import make_offer
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
@@ -270,6 +271,94 @@ def test_one_address_gets_its_share_whatever_peers_it_makes_up() -> None:
         await park(scene)
 
         assert num_kept == 512 // 2 + 1
+
+    in_scene(story)
+
+
+def test_streams_that_wait_for_the_directory_have_their_share_as_well() -> None:
+    async def story(scene: Scene) -> None:
+        scene.public.may_look.clear()
+        made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
+        talks = [
+            await scene.offer(made_up[number % 200], "flood", is_bulk=number >= 200)
+            for number in range(258)
+        ]
+        refused = assert_declined(await talks[257].hear(), ErrorCode.BUSY)
+        assert "no room" in refused.detail
+
+        await scene.announce(HOME, HOME_SPAN)
+        talk = await scene.offer()
+        scene.public.may_look.set()
+
+        assert isinstance(await talk.hear(), Parked)
+        assert_declined(await talks[0].hear(), ErrorCode.BUSY)
+
+    in_scene(story)
+
+
+def test_one_peer_is_about_to_park_three_streams_at_most() -> None:
+    async def story(scene: Scene) -> None:
+        scene.public.may_look.clear()
+        await scene.announce(HOME, HOME_SPAN)
+        talks = [await scene.offer(host=f"host{number}") for number in range(4)]
+        assert_declined(await talks[3].hear(), ErrorCode.BUSY)
+
+        scene.public.may_look.set()
+
+        for talk in talks[:3]:
+            assert isinstance(await talk.hear(), Parked)
+        assert await is_over(talks[0])
+
+    in_scene(story)
+
+
+def test_stream_that_is_refused_takes_the_place_of_none() -> None:
+    async def story(scene: Scene) -> None:
+        made_up = [Identity(bytes([9, number]) * 16) for number in range(200)]
+        for identity in (HOME, *made_up):
+            await scene.announce(identity, HOME_SPAN)
+        for _ in range(2):
+            await park(scene)
+        for number in range(257):
+            identity = made_up[number % 200]
+            await (await scene.offer(identity, "flood", is_bulk=number >= 200)).hear()
+
+        refused = await scene.offer(host="flood")
+        assert_declined(await refused.hear(), ErrorCode.BUSY)
+
+        for _ in range(2):
+            assert await scene.public.parked.take(HOME.peer_id, Lane.INTERACTIVE) is not None
+
+    in_scene(story)
+
+
+class DeafStream:
+    """A stream whose other end reads nothing."""
+
+    remote_host = "192.0.2.9"
+
+    def set_gate(self, gate: FrameGate) -> None:
+        pass
+
+    async def send(self, frame: bytes) -> None:
+        await asyncio.Event().wait()
+
+    async def receive(self) -> bytes | None:
+        await asyncio.Event().wait()
+        return None
+
+
+def test_who_does_not_read_that_a_stream_is_kept_has_gone() -> None:
+    async def story(scene: Scene) -> None:
+        await scene.announce(HOME, HOME_SPAN)
+        offer = make_offer(HOME, scene.public.endpoint.fingerprint, bytes(32), False)
+        stream: Any = DeafStream()
+
+        async with asyncio.timeout(60):
+            with pytest.raises(UnavailableError, match="does not read"):
+                await scene.public.parked.keep(offer, stream)
+
+        assert not scene.public.parked.has(HOME.peer_id, Lane.INTERACTIVE)
 
     in_scene(story)
 
