@@ -243,7 +243,8 @@ def _print_for_people(event: "PeerEvent") -> None:
         _print_codes(terminal, facts.get("join_codes", {}))
     elif event.name == "draining":
         terminal.print(
-            f"{facts['sessions']} sessions move to other peers. Ctrl-C again to leave at once."
+            f"{facts['sessions']} sessions move to other peers, and {facts['passes']} microbatches "
+            "of training end. Ctrl-C again to leave at once."
         )
     elif event.name in ("placed", "moving"):
         verb = "Taking" if event.name == "placed" else "Moving to"

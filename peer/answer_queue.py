@@ -1,6 +1,7 @@
 """The answers of one stream on their way to whoever asked, and the memory that they take."""
 
 import asyncio
+from collections.abc import Callable
 
 from ..protocol import limits
 from ..protocol.errors import ErrorCode, RefusedError, UnavailableError
@@ -30,7 +31,7 @@ class AnswerQueue:
         self.holder = holder
         self._stream = stream
         self._pending = pending
-        self._queue: asyncio.Queue[bytes | Answer | None] = asyncio.Queue()
+        self._queue: asyncio.Queue[bytes | Answer | Callable[[], None] | None] = asyncio.Queue()
         self._pending_bytes = 0
         self._unsent_bytes = 0  # those of them that are computed
         self._has_ended = False
@@ -40,6 +41,10 @@ class AnswerQueue:
     def put(self, answer: bytes | Answer) -> None:
         """Queue an answer, or the place of one."""
         self._queue.put_nowait(answer)
+
+    def put_mark(self, note_sent: Callable[[], None]) -> None:
+        """Have something called as soon as everything that is queued by now was sent."""
+        self._queue.put_nowait(note_sent)
 
     def post(self, frame: bytes) -> None:
         """Queue something that was not asked on this stream."""
@@ -100,6 +105,9 @@ class AnswerQueue:
             return False
         if isinstance(answer, bytes):
             await self._send(answer)
+            return True
+        if not isinstance(answer, asyncio.Future):
+            answer()
             return True
         await asyncio.wait([answer])
         frame = answer.result()

@@ -27,6 +27,10 @@ _logger = logging.getLogger(__name__)
 _SIGN_SECONDS = 1.0
 """How often a client hears that its pass still waits or is computed."""
 
+_UPLOAD_SECONDS = 300.0
+"""How long the tensors of a pass may be on their way, while the memory for all of them is kept: 85
+MiB, the most in 16 bits, need 286 seconds at 2.5 megabits a second."""
+
 MAX_PASS_BYTES = 2**28
 """The tensors of one pass in float32: 2,000 tokens of a model of width 8192, there and back."""
 
@@ -35,7 +39,7 @@ _FLOAT_BYTES = 4
 
 @dataclass
 class _Asked:
-    """The pass of a stream, from the first word until its answer is queued."""
+    """The pass of a stream, from the first word until its answer is sent."""
 
     message: Pass
     holder: Holder
@@ -55,12 +59,14 @@ class PassDesk:
         self._answers = answers
         self._asked: _Asked | None = None
         self._refused: PassId | None = None
-        self._sign: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the next sign, or of the upload's end
         self._active_at = service.clock.now()
 
     @property
     def active_at(self) -> float:
-        """When a pass was last begun, came further or was over; now, while one is computed."""
+        """When a pass was last begun, came further or was over; now, while one is computed or
+        answered.
+        """
         if self._asked is not None and self._asked.computing is not None:
             return self._service.clock.now()
         return self._active_at
@@ -76,20 +82,20 @@ class PassDesk:
         if self._asked is not None:
             raise RemoteProtocolError("a stream has one pass at a time")
         try:
-            self._asked = self._admit(message, holder)
-            self._active_at = self._service.clock.now()
+            self._asked = asked = self._admit(message, holder)
         except RefusedError as error:
-            self._refused = message.pass_id  # whose pieces are on their way already
-            self._answers.put(encode_refusal(message.pass_id, 0, error))
+            self._refuse(message.pass_id, error)
+            return
+        self._active_at = self._service.clock.now()
+        self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, asked)
 
     def end(self) -> None:
         """Drop the pass: nobody is left to read its answer."""
         asked = self._asked
-        if self._sign is not None:
-            self._sign.cancel()
         if asked is None:
             return
-        if asked.computing is None:
+        self._stop_timer()
+        if asked.computing is None or asked.computing.done():
             self._forget(asked)
         else:
             asked.computing.cancel()
@@ -138,7 +144,18 @@ class PassDesk:
             )
         service.passes.check_room_for(holder, num_bytes)
         service.passes.count(holder, num_bytes)
+        service.num_passes += 1
         return _Asked(message, holder, PiecesReader(slots, width), num_bytes)
+
+    def _refuse(self, pass_id: PassId, error: RefusedError) -> None:
+        self._refused = pass_id  # whose pieces are on their way already
+        self._answers.put(encode_refusal(pass_id, 0, error))
+
+    def _give_up(self, asked: _Asked) -> None:
+        """Refuse a pass that is on its way for too long."""
+        self._forget(asked)
+        detail = f"the pass did not come within {_UPLOAD_SECONDS:.0f} s; send smaller microbatches"
+        self._refuse(asked.message.pass_id, RefusedError(ErrorCode.OUT_OF_MEMORY, detail))
 
     def _compute(self, asked: _Asked) -> None:
         message = asked.message
@@ -146,6 +163,7 @@ class PassDesk:
         num_tokens = message.num_rows * message.num_tokens * len(message.span)
         asked.computing = self._service.compute.submit_pass(run, num_tokens, asked.holder)
         asked.computing.add_done_callback(partial(self._answer, asked))
+        self._stop_timer()
         self._give_sign()
 
     def _give_sign(self) -> None:
@@ -153,7 +171,7 @@ class PassDesk:
         assert self._asked is not None
         pass_id, queue_seconds = self._asked.message.pass_id, self._service.compute.queue_seconds
         self._answers.put(encode_frame(Queued(pass_id, 0, queue_seconds)))
-        self._sign = asyncio.get_running_loop().call_later(_SIGN_SECONDS, self._give_sign)
+        self._timer = asyncio.get_running_loop().call_later(_SIGN_SECONDS, self._give_sign)
 
     def _answer(self, asked: _Asked, computing: asyncio.Future[ComputedPass]) -> None:
         if computing.cancelled():
@@ -161,22 +179,38 @@ class PassDesk:
             dropped = self._service.compute.call(self._service.compute.drop_cancelled_passes)
             dropped.add_done_callback(lambda _: self._forget(asked))
             return
-        self._forget(asked)
+        self._stop_timer()
         pass_id, error = asked.message.pass_id, computing.exception()
         if error is not None:
+            self._forget(asked)
             if not isinstance(error, RefusedError):
                 _logger.error("a pass has no answer: %r", error)
                 error = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the pass")
             self._answers.put(encode_refusal(pass_id, 0, error))
             return
         computed = computing.result()
-        for frame in computed.result:
-            self._answers.post(frame)
+        frames: list[bytes] = computed.result
+        # The answer stays in the account of passes until it is sent: it is no smaller for those
+        # who read slowly, and steps of others need the room for what is pending.
+        self._recount(asked, sum(map(len, frames)))
+        for frame in frames:
+            self._answers.put(frame)
+        # Before the last word, upon which the client may ask for the next pass.
+        self._answers.put_mark(lambda: self._forget(asked))
         passed = Passed(pass_id, computed.queue_seconds, computed.compute_seconds)
         self._answers.put(encode_frame(passed))
 
+    def _recount(self, asked: _Asked, num_bytes: int) -> None:
+        self._service.passes.count(asked.holder, num_bytes - asked.num_bytes)
+        asked.num_bytes = num_bytes
+
     def _forget(self, asked: _Asked) -> None:
+        self._stop_timer()
         self._asked, self._active_at = None, self._service.clock.now()
-        if self._sign is not None:
-            self._sign.cancel()
-        self._service.passes.count(asked.holder, -asked.num_bytes)
+        self._recount(asked, 0)
+        self._service.num_passes -= 1
+        self._service.note_change()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()

@@ -110,7 +110,7 @@ class Resident:
     async def _end(
         self, service: Service, decision: Decision | None, stop: asyncio.Event
     ) -> Decision | None:
-        """Take no new sessions and give those that run their time; return where to go on.
+        """Take no new sessions and passes, give those there are their time; return where to go on.
 
         None is to leave, also if that was asked for in the meantime. Streams still come: those of
         sessions that are here, and others hear it.
@@ -140,7 +140,8 @@ class Resident:
     async def _drain(self, service: Service) -> None:
         if service.is_empty or self.drain_seconds <= 0:
             return
-        self.report(PeerEvent("draining", {"sessions": len(service.sessions)}))
+        facts: dict[str, object] = {"sessions": len(service.sessions), "passes": service.num_passes}
+        self.report(PeerEvent("draining", facts))
         await self._announce_if_possible(PeerState.DRAINING)
         await service.wait_until_empty(self.drain_seconds)
 

@@ -32,7 +32,7 @@ tokens of a model of width 4096 in 16 bits. A session that finds no room is not 
 
 
 MAX_BYTES_OF_PASSES = 4 * MAX_PASS_BYTES
-"""Tensors of passes that come in, wait or are computed."""
+"""Tensors of passes that come in, wait, are computed or leave as answers."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,8 @@ class Service:
     read_free_bytes: Callable[[], int] = read_free_bytes
     pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
     passes: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_BYTES_OF_PASSES, 3))
+    num_passes: int = 0
+    """Passes that come in, wait, are computed or answered."""
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
     streams: set[Conversation] = field(default_factory=set)
     admission: Admission = field(init=False)
@@ -93,7 +95,7 @@ class Service:
         return [stream.holder.address for stream in self.streams]
 
     def begin_draining(self) -> None:
-        """Take no new sessions; who waits for one, or has one, hears that at once."""
+        """Take nothing new; who waits for a session, or has one, hears that at once."""
         self.is_draining = True
         self.admission.look_again()
         for stream in self.streams:
@@ -111,7 +113,8 @@ class Service:
                 await self._changed.wait()
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Wait until no session is left, being opened or waiting; return whether that came in time.
+        """Wait until no session is left, being opened or waiting, and no pass; return whether that
+        came in time.
 
         With those that wait the end only comes once they have had their turn, unless it drains.
         """
@@ -123,14 +126,17 @@ class Service:
         return self.is_empty
 
     def note_change(self) -> None:
-        """Note that a session was closed, or is no longer being opened, or does not wait now."""
+        """Note that a session was closed, or is no longer being opened, or does not wait now; or
+        that a pass is over.
+        """
         self._changed.set()
 
     @property
     def is_empty(self) -> bool:
-        """Whether no session is held, being opened or waiting."""
+        """Whether no session is held, being opened or waiting, and no pass is there."""
         admission = self.admission
-        return not (self.sessions or admission.num_opening or admission.num_waiting)
+        has_sessions = self.sessions or admission.num_opening or admission.num_waiting
+        return not has_sessions and not self.num_passes
 
     def close_session(self, session: SessionId, held: HeldSession) -> None:
         """Drop what a session still waits for and free its cache, unless that was done.

@@ -26,16 +26,20 @@ from torch import Tensor
 
 from shoal.kernels.compress import DTYPES, decode_tensor, encode_tensor
 from shoal.peer import pass_desk
+from shoal.peer.answer_queue import AnswerQueue
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.pass_queue import GiveWay
 from shoal.peer.engine.passes import PassWork
+from shoal.peer.pass_desk import PassDesk
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
+from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import ModelId, PassId, SessionId
 from shoal.protocol.messages import Pass, Passed, PassKind, PassPiece, Queued, Slot
 from shoal.protocol.passes import cut_vectors
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.wire import decode_frame
 
 ROWS, TOKENS = 2, 7
 TEXTS = draw_hidden(1, ROWS, TOKENS)
@@ -310,6 +314,94 @@ def test_passes_that_are_dropped_while_another_one_runs_leave_nothing(engine: En
         await running.stream.close()
 
     run(slow, test)
+
+
+def test_pass_that_a_draining_peer_has_taken_comes_to_its_end(engine: Engine) -> None:
+    slow = SlowEngine(engine)
+
+    async def test(peer: Peer) -> None:
+        talk, late = await peer.greet(), await peer.greet()
+        await talk.say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
+        await slow.wait(lambda slow: slow.entered)
+        peer.service.begin_draining()
+        (refusal,) = await ask(late, make_pass(2), HIDDEN=TEXTS)
+        assert_declined(refusal, ErrorCode.DRAINING)
+        assert not await peer.service.wait_until_empty(10.0)
+
+        slow.leave.set()
+
+        assert await peer.service.wait_until_empty(1000.0)
+        answer = await talk.hear()
+        while isinstance(answer, Queued):
+            answer = await talk.hear()
+        assert isinstance(answer, PassPiece)
+        assert isinstance(await talk.hear(), Passed)
+
+    run(slow, test)
+
+
+def test_pass_that_is_on_its_way_for_too_long_is_refused_on_a_stream_that_lives_on(
+    engine: Engine,
+) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open(9)
+        await talk.say(make_pass(num_rows=3 * ROWS))
+        refusal = await talk.hear()
+        assert "smaller" in assert_declined(refusal, ErrorCode.OUT_OF_MEMORY).detail
+        assert peer.service.passes.used_bytes == 0
+        await talk.say(*cut(make_pass(), Slot.HIDDEN, TEXTS))  # they were on their way
+        assert isinstance((await ask(talk, make_pass(2), HIDDEN=TEXTS))[-1], Passed)
+        await talk.stream.close()
+
+    run(engine, test)
+
+
+class SlowReader:
+    """A stream whose other end takes one frame each time it is told to."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self._may_take = asyncio.Semaphore(0)
+
+    async def send(self, frame: bytes) -> None:
+        await self._may_take.acquire()
+        self.sent.append(decode_frame(frame))
+
+    async def take(self, num_frames: int) -> None:
+        num_expected = len(self.sent) + num_frames
+        for _ in range(num_frames):
+            self._may_take.release()
+        while len(self.sent) < num_expected:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.01)
+
+
+def test_answer_that_nobody_reads_counts_as_a_pass_and_not_against_steps(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        service, reader, holder = peer.service, SlowReader(), Holder("home")
+        stream: Any = reader
+        answers = AnswerQueue(stream, service.pending, holder)
+        desk, asked = PassDesk(service, answers), make_pass()
+        desk.take(asked, holder)
+        for piece in cut(asked, Slot.HIDDEN, TEXTS):
+            desk.take(piece, holder)
+        sending = asyncio.create_task(answers.run())
+        await reader.take(1)
+        while service.passes.used_bytes == 2 * TEXTS.nbytes:  # noqa: ASYNC110 - computed by a thread
+            await asyncio.sleep(0.01)
+        assert TEXTS.nbytes < service.passes.used_bytes < 2 * TEXTS.nbytes
+        assert (service.pending.used_bytes, service.num_passes) == (0, 1)
+
+        while not isinstance(reader.sent[-1], PassPiece):
+            await reader.take(1)
+        assert (service.passes.used_bytes, service.num_passes) == (0, 0)
+        desk.take(make_pass(2), holder)  # the last word may not have been sent
+        desk.end()
+        await reader.take(1)
+        assert isinstance(reader.sent[-1], Passed)
+        answers.finish()
+        await sending
+
+    run(engine, test)
 
 
 def test_sessions_go_on_and_the_client_hears_every_second_that_its_pass_does(
