@@ -28,7 +28,7 @@ from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages import Attach, Hello, Parked, Welcome
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.loopback import LoopbackStream, LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import REVERSE_VERSION
@@ -357,7 +357,7 @@ class FailingTransport(LoopbackTransport):
 
     num_failures = 2
 
-    async def open_stream(self, *arguments: Any) -> Stream:
+    async def open_stream(self, *arguments: Any) -> LoopbackStream:
         if self.num_failures:
             self.num_failures -= 1
             raise ZeroDivisionError("on purpose")
