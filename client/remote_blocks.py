@@ -13,6 +13,7 @@ from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .client import Client
 from .inference_session import InferenceSession, check_is_session
+from .router import Hop
 
 # Shape suffixes: B rows, T tokens, H hidden size.
 
@@ -124,6 +125,10 @@ class RemoteSequential(nn.Module):
             )
         if not hidden_BTH.is_floating_point():
             raise UsageError(f"hidden states are floating point numbers, got {hidden_BTH.dtype}")
+
+    def take_recent_hops(self) -> list[Hop]:
+        """Return who answered in stateless passes since this was called last."""
+        return self._client.passes.take_recent_hops()
 
     def open_session(self, max_length: int, kv_format: str | None = None) -> InferenceSession:
         """Open a session over these blocks without making it active; the caller closes it."""

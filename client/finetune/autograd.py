@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from ...protocol.spans import Span
 from ..portal import Portal
+from ..router import Hop
 from .microbatches import Texts
 from .remote_passes import RemotePasses, Trail
 
@@ -42,6 +43,10 @@ class PassRunner:
         """Return the gradients of hidden states and of deep prompts."""
         gradients = self._portal.run(self._passes.run_backward(trails, grads_BTH))
         return gradients.hidden_BTH, gradients.prompts_LBPH
+
+    def take_recent_hops(self) -> list[Hop]:
+        """See `PassAsker.take_recent_hops`."""
+        return self._portal.run(self._passes.take_recent_hops())
 
 
 class _RemoteBlocks(torch.autograd.Function):

@@ -114,6 +114,7 @@ class PassAsker:
         self._speeds = PassSpeeds(random.Random(config.seed))
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
         self._forgiven: set[PeerId] = set()
+        self._recent_hops: dict[PeerId, Hop] = {}
         self._refreshing = asyncio.Lock()
 
     def guess_num_hops(self, span: Span) -> int:
@@ -158,6 +159,11 @@ class PassAsker:
                 hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
                 return TextGradients(hidden_BTH, prompts)
 
+    def take_recent_hops(self) -> list[Hop]:
+        """Return who answered since this was called last, in the order of blocks."""
+        hops, self._recent_hops = self._recent_hops.values(), {}
+        return sorted(hops, key=lambda hop: (hop.span.start, hop.span.stop, hop.peer.peer_id))
+
     async def close(self) -> None:
         """Hang up on everybody."""
         await self._links.close()
@@ -183,6 +189,7 @@ class PassAsker:
         for liar in trouble.refusals.contradicted:
             self._swarm.quarantine(liar.peer, Fault.BROKEN)
         self._swarm.note_pass(hop.peer.peer_id)
+        self._recent_hops[hop.peer.peer_id] = hop
         return answer
 
     def _make_trouble(self, span: Span) -> _Trouble:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.spans import Span
+from ..router import Hop
 from .microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, join_gradients
 from .pass_asking import PassAsker
 
@@ -68,6 +69,10 @@ class RemotePasses:
             self._backward(trail.stages, grads_BTH[trail.rows]) for trail in trails
         )
         return join_gradients(gradients, trails[0].stages[0].texts.shares_prompts)
+
+    async def take_recent_hops(self) -> list[Hop]:
+        """See `PassAsker.take_recent_hops`."""
+        return self._asker.take_recent_hops()
 
     async def close(self) -> None:
         """Hang up on everybody."""

@@ -308,3 +308,15 @@ def test_row_that_no_peer_has_memory_for_is_refused(tiny_models: Any) -> None:
 
         with pytest.raises(RefusedError, match="smaller microbatches"):
             model.transformer.h(draw(2, 5, HIDDEN).requires_grad_())
+
+
+def test_who_answered_is_told_once(tiny_models: Any) -> None:
+    with swarm_of(tiny_models) as (_, model):
+        blocks = model.transformer.h
+        blocks(draw(2, 5, HIDDEN).requires_grad_()).sum().backward()
+
+        hops = blocks.take_recent_hops()
+
+        assert [(hop.span.start, hop.span.stop) for hop in hops] == list(FOUR_HOPS)
+        assert len({hop.peer.peer_id for hop in hops}) == 4
+        assert blocks.take_recent_hops() == []

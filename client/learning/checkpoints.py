@@ -1,0 +1,119 @@
+"""Checkpoints of a run: folders with safetensors and JSON, each whole or not there at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...protocol.errors import UnavailableError, UsageError
+
+NUM_KEPT = 2
+"""The newest, and the one before it in case that the newest learned something bad."""
+
+_NAME = re.compile(r"checkpoint-(\d{6,12})")
+_STATE_FILE = "state.json"
+
+
+@dataclass
+class Progress:
+    """How far a run is, and what it saw on its way."""
+
+    num_updates: int = 0
+    """Updates behind it, those that were skipped as well."""
+    losses: list[float | None] = field(default_factory=list)
+    """Of each update; None where it was skipped."""
+    eval_losses: dict[int, float] = field(default_factory=dict)
+    """By the number of updates before."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What the run is about, which has to be the same when it goes on."""
+
+    def to_json(self) -> str:
+        """Return it as JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Progress:
+        """Return what `to_json` made a text of; raises ValueError for anything else."""
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
+            raise ValueError("it is no object")
+        try:
+            fields["eval_losses"] = {
+                int(number): float(loss) for number, loss in fields["eval_losses"].items()
+            }
+            progress = cls(**fields)
+            is_whole = len(progress.losses) == progress.num_updates
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"a field is missing or wrong: {error}") from error
+        if not is_whole or not isinstance(progress.facts, dict):
+            raise ValueError("its fields contradict each other")
+        return progress
+
+
+class Checkpoints:
+    """The checkpoints in the folder of a run; the last two are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def find(self) -> list[Path]:
+        """Return all checkpoints, the oldest first."""
+        if not self.folder.is_dir():
+            return []
+        found = [path for path in self.folder.iterdir() if _NAME.fullmatch(path.name)]
+        return sorted(found, key=lambda path: int(path.name.partition("-")[2]))
+
+    def save(self, progress: Progress, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint, with what `write` puts into its folder besides; return the folder.
+
+        Raises UnavailableError when the disk does not take it; what was there before stays.
+        """
+        path = self.folder / f"checkpoint-{progress.num_updates:06}"
+        part = self.folder / f".{path.name}.part"
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            write(part)
+            (part / _STATE_FILE).write_text(progress.to_json(), encoding="utf-8")
+            for file in (*part.iterdir(), part):
+                _flush(file)
+            if path.exists():
+                shutil.rmtree(path)  # of the same update: nothing new is in it
+            part.rename(path)
+            _flush(self.folder)
+        except OSError as error:
+            shutil.rmtree(part, ignore_errors=True)
+            raise UnavailableError(
+                f"no checkpoint can be written to {self.folder}: {error.strerror or error}"
+            ) from error
+        for old in self.find()[:-NUM_KEPT]:
+            shutil.rmtree(old, ignore_errors=True)
+        return path
+
+    def load_progress(self, path: Path) -> Progress:
+        """Return how far the run was; raises UsageError when the checkpoint is damaged."""
+        try:
+            return Progress.from_json((path / _STATE_FILE).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise UsageError(make_damage_text(path, error)) from error
+
+
+def make_damage_text(path: Path, error: Exception) -> str:
+    """Return a sentence about a checkpoint that cannot be read."""
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+    return f"{path} is damaged ({reason:.200}); delete it to go on from the checkpoint before it"
+
+
+def _flush(path: Path) -> None:
+    """Have the disk take a file, or the names in a folder, before anything relies on it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,141 @@
+"""Texts as tokens: which of them are learned, which evaluate, and what did not fit."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...protocol.errors import UsageError
+from .text_files import TrainingText
+
+
+@dataclass(frozen=True)
+class Example:
+    """The tokens of one text. Those of its prompt are read and not learned."""
+
+    token_ids: array[int]
+    num_prompt_tokens: int = 0
+
+    @property
+    def num_learned(self) -> int:
+        """How many tokens are predicted and learned: never the first, which nothing precedes."""
+        return len(self.token_ids) - max(1, self.num_prompt_tokens)
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """All texts of a run."""
+
+    training: Sequence[Example]
+    evaluation: Sequence[Example]
+    padding_id: int
+    """What stands behind texts that are shorter than those beside them."""
+    num_cut: int = 0
+    """Texts whose end is left out, for they are too long."""
+    num_left_out: int = 0
+    """Texts that teach nothing: their prompt alone is too long, or they are one token."""
+
+    @property
+    def digest(self) -> str:
+        """What tells these texts from all others, in this order."""
+        digest = hashlib.sha256()
+        for example in (*self.training, *self.evaluation):
+            digest.update(f"{len(example.token_ids)} {example.num_prompt_tokens} ".encode())
+            digest.update(example.token_ids.tobytes())
+        return digest.hexdigest()
+
+    def describe_limits(self, max_length: int) -> list[str]:
+        """Return for people what became of texts that did not fit."""
+        notices: list[str] = []
+        if self.num_cut:
+            notices.append(
+                f"{_count(self.num_cut)} longer than {max_length} tokens and cut there "
+                "(--max-length)"
+            )
+        if self.num_left_out:
+            notices.append(
+                f"{_count(self.num_left_out)} left out: nothing to learn in the first "
+                f"{max_length} tokens"
+            )
+        return notices
+
+
+def _count(number: int) -> str:
+    """Return how many texts a sentence is about, with its verb.
+
+    >>> _count(1), _count(2000)
+    ('1 text is', '2,000 texts are')
+    """
+    return f"{number:,} text is" if number == 1 else f"{number:,} texts are"
+
+
+def make_dataset(
+    texts: Iterable[TrainingText],
+    tokenizer: Any,
+    max_length: int,
+    eval_fraction: float = 0.0,
+    seed: int = 0,
+) -> Dataset:
+    """Turn texts into tokens, `max_length` at most, and choose by a seed those that evaluate.
+
+    Raises UsageError when nothing is left to learn.
+    """
+    examples: list[Example] = []
+    num_cut = num_left_out = 0
+    for text in texts:
+        example = encode_text(text, tokenizer)
+        parts = _cut_into_parts(example, max_length)
+        learned = [part for part in parts if part.num_learned > 0]
+        if not text.is_prose:
+            learned = learned[:1] if parts[0].num_learned > 0 else []
+            num_cut += bool(learned) and len(parts) > 1
+        num_left_out += not learned
+        examples += learned
+    if not examples:
+        raise UsageError(
+            f"none of the {num_left_out} texts has anything to learn within {max_length} tokens; "
+            "take longer texts, or a larger --max-length"
+        )
+    training, evaluation = _split(examples, eval_fraction, seed)
+    padding_id = tokenizer.pad_token_id
+    if padding_id is None:
+        padding_id = tokenizer.eos_token_id or 0  # any will do: nobody looks at it
+    return Dataset(training, evaluation, padding_id, num_cut, num_left_out)
+
+
+def encode_text(text: TrainingText, tokenizer: Any) -> Example:
+    """Return the tokens of a text, with the end of a text behind it where the model knows one."""
+    prompt_ids: list[int] = tokenizer(text.prompt).input_ids if text.prompt else []
+    ids: list[int] = tokenizer(text.prompt + text.completion).input_ids
+    if prompt_ids and ids[: len(prompt_ids)] != prompt_ids:
+        # Where a word goes on over the border, the prompt keeps the tokens that it has alone:
+        # with those the model will be asked.
+        ids = prompt_ids + tokenizer(text.completion, add_special_tokens=False).input_ids
+    end = tokenizer.eos_token_id
+    if end is not None and ids[-1:] != [end]:
+        ids = [*ids, end]
+    return Example(array("i", ids), len(prompt_ids))
+
+
+def _cut_into_parts(example: Example, max_length: int) -> list[Example]:
+    """Return parts that overlap by a token: every token but the first is predicted in one."""
+    ids, stride = example.token_ids, max(1, max_length - 1)
+    return [
+        Example(ids[start : start + max_length], max(0, example.num_prompt_tokens - start))
+        for start in range(0, max(1, len(ids) - 1), stride)
+    ]
+
+
+def _split(
+    examples: list[Example], eval_fraction: float, seed: int
+) -> tuple[list[Example], list[Example]]:
+    """Return what is learned and what evaluates: at least one text each, if there are two."""
+    wanted = max(1, round(len(examples) * eval_fraction)) if eval_fraction else 0
+    num_chosen = min(wanted, len(examples) - 1)
+    chosen = set(random.Random(seed).sample(range(len(examples)), num_chosen))
+    training = [example for index, example in enumerate(examples) if index not in chosen]
+    return training, [examples[index] for index in sorted(chosen)]

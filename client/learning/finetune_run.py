@@ -1,0 +1,273 @@
+"""The loop of a fine-tuning run: batches in, updates out, checkpoints that it goes on from.
+
+What learns, and where its gradients come from, is behind `Learner`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from ...protocol.errors import UsageError
+from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
+from .checkpoints import Checkpoints, Progress, make_damage_text
+from .dataset import Dataset
+from .schedules import compute_rate_fraction
+
+MOST_SKIPPED_IN_A_ROW = 3
+"""Updates without a finite loss before a run is given up: more data will not mend it."""
+
+_OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+class Learner(Protocol):
+    """Something small that learns beside frozen blocks."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What it is, in JSON types: a run goes on only with the same."""
+        ...
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return what the optimizer changes."""
+        ...
+
+    def compute_loss(self, batch: Batch) -> Tensor:
+        """Return the mean loss over the learned tokens of a batch, for backward()."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write it into a folder, for `load` and for those who use it."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Take what `save` wrote; raises UsageError when it does not fit."""
+        ...
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How a run learns."""
+
+    num_updates: int
+    learning_rate: float
+    batch_rows: int = 8
+    """Texts that pass through the swarm together."""
+    num_accumulated: int = 1
+    """Batches whose gradients are added up for one update."""
+    schedule: str = "cosine"
+    num_warmup_updates: int = 0
+    weight_decay: float = 0.0
+    max_gradient_norm: float = 1.0
+    eval_period: int = 50
+    """Updates from one milestone to the next."""
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Updated:
+    """One update: what was learned is the mean of `loss` over its texts."""
+
+    number: int
+    loss: float
+    rate: float
+    gradient_norm: float
+    num_tokens: int
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing was changed, for the loss or the gradients were no numbers."""
+        return not (math.isfinite(self.loss) and math.isfinite(self.gradient_norm))
+
+
+@dataclass(frozen=True)
+class Milestone:
+    """A checkpoint after so many updates, with the loss on texts that are not learned, if any."""
+
+    number: int
+    eval_loss: float | None
+
+
+class FinetuneRun:
+    """One run. Between two updates it may be left at any time, and goes on from a checkpoint.
+
+    `uninterrupted` holds back whatever would break off an update in the middle of being applied.
+    """
+
+    def __init__(
+        self,
+        learner: Learner,
+        dataset: Dataset,
+        config: RunConfig,
+        folder: Path,
+        uninterrupted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._learner = learner
+        self._dataset = dataset
+        self._config = config
+        self._uninterrupted = uninterrupted
+        self._texts = ShuffledTexts(len(dataset.training), config.seed)
+        self._parameters = dict(learner.named_parameters())
+        self._optimizer = torch.optim.AdamW(
+            self._parameters.values(), lr=config.learning_rate, weight_decay=config.weight_decay
+        )
+        self.checkpoints = Checkpoints(folder)
+        self.progress = Progress(facts=self._make_facts())
+        self._num_skipped_in_a_row = 0
+
+    def _make_facts(self) -> dict[str, Any]:
+        return {
+            **self._learner.facts,
+            "texts": self._dataset.digest,
+            "texts per update": self._config.batch_rows * self._config.num_accumulated,
+            "seed": self._config.seed,
+        }
+
+    def resume(self) -> None:
+        """Go on from the newest checkpoint; raises UsageError if there is none that fits."""
+        found = self.checkpoints.find()
+        if not found:
+            raise UsageError(
+                f"there is no checkpoint in {self.checkpoints.folder} to go on from; leave out "
+                "--resume to begin"
+            )
+        progress = self.checkpoints.load_progress(found[-1])
+        for name, ours in self.progress.facts.items():
+            theirs = progress.facts.get(name)
+            if theirs != ours:
+                said = f": {theirs} there, {ours} here" if len(f"{theirs}{ours}") < 60 else ""
+                raise UsageError(f"the run in {self.checkpoints.folder} has another {name}{said}")
+        self._learner.load(found[-1])
+        self._load_optimizer(found[-1])
+        self.progress = progress
+
+    def learn(self) -> Iterator[Updated | Milestone]:
+        """Learn until the last update; yield everything that happened, as it happens.
+
+        Raises UsageError when it leads nowhere, and what passes through a swarm raise.
+        """
+        while True:
+            number, last = self.progress.num_updates, self._config.num_updates
+            is_due = number % self._config.eval_period == 0 or number >= last
+            if is_due and number not in self.progress.eval_losses:
+                milestone = Milestone(number, self._evaluate())
+                self.save_checkpoint()
+                yield milestone
+            if number >= last:
+                return
+            yield self._update()
+
+    def save_checkpoint(self) -> Path:
+        """Write where the run is now; return the folder. Not while an update is applied."""
+        return self.checkpoints.save(self.progress, self._write)
+
+    def _update(self) -> Updated:
+        """Learn from the next texts."""
+        config, number = self._config, self.progress.num_updates
+        batches = self._take_batches(number)
+        rate = config.learning_rate * compute_rate_fraction(
+            number, config.num_updates, config.num_warmup_updates, config.schedule
+        )
+        self._optimizer.zero_grad()
+        loss = self._add_gradients(batches)
+        gradient_norm = math.nan
+        if math.isfinite(loss):
+            gradient_norm = self._clip_gradients()
+        num_tokens = sum(batch.num_tokens for batch in batches)
+        updated = Updated(number + 1, loss, rate, gradient_norm, num_tokens)
+        with self._uninterrupted():
+            self._apply(updated)
+        if self._num_skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
+            raise UsageError(
+                f"{MOST_SKIPPED_IN_A_ROW} updates in a row had a loss or gradients that are no "
+                "numbers; what was learned before is kept: go on from it with a lower "
+                f"--learning-rate than {config.learning_rate:g}"
+            )
+        return updated
+
+    def _take_batches(self, update: int) -> Sequence[Batch]:
+        rows, count = self._config.batch_rows, self._config.num_accumulated
+        taken = self._texts.take(update * rows * count, rows * count)
+        examples = [self._dataset.training[index] for index in taken]
+        return [
+            make_batch(examples[start : start + rows], self._dataset.padding_id)
+            for start in range(0, rows * count, rows)
+        ]
+
+    def _add_gradients(self, batches: Sequence[Batch]) -> float:
+        """Gather the gradients of all batches; return the mean loss over their tokens.
+
+        A loss that is no number is not taken back through the swarm.
+        """
+        num_learned = sum(batch.num_learned for batch in batches)
+        sum_loss = 0.0
+        for batch in batches:
+            loss = self._learner.compute_loss(batch) * (batch.num_learned / num_learned)
+            sum_loss += float(loss.detach())
+            if not math.isfinite(sum_loss):
+                break
+            loss.backward()
+        return sum_loss
+
+    def _clip_gradients(self) -> float:
+        parameters = list(self._parameters.values())
+        return float(nn.utils.clip_grad_norm_(parameters, self._config.max_gradient_norm))
+
+    def _apply(self, updated: Updated) -> None:
+        progress = self.progress
+        if updated.is_skipped:
+            self._num_skipped_in_a_row += 1
+        else:
+            for group in self._optimizer.param_groups:
+                group["lr"] = updated.rate
+            self._optimizer.step()
+            self._num_skipped_in_a_row = 0
+        progress.losses.append(None if updated.is_skipped else updated.loss)
+        progress.num_updates = updated.number
+
+    @torch.no_grad()
+    def _evaluate(self) -> float | None:
+        """Return the mean loss over all texts for evaluation, if there are any."""
+        sum_loss, num_learned = 0.0, 0
+        texts, rows = self._dataset.evaluation, self._config.batch_rows
+        for batch in cut_into_batches(texts, rows, self._dataset.padding_id):
+            sum_loss += float(self._learner.compute_loss(batch)) * batch.num_learned
+            num_learned += batch.num_learned
+        if not num_learned:
+            return None
+        self.progress.eval_losses[self.progress.num_updates] = sum_loss / num_learned
+        return sum_loss / num_learned
+
+    def _write(self, folder: Path) -> None:
+        self._learner.save(folder)
+        tensors: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            for key, value in self._optimizer.state.get(parameter, {}).items():
+                tensors[f"{name}/{key}"] = value.contiguous()
+        save_file(tensors, folder / _OPTIMIZER_FILE)
+
+    def _load_optimizer(self, folder: Path) -> None:
+        path = folder / _OPTIMIZER_FILE
+        try:
+            tensors = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise UsageError(make_damage_text(folder, error)) from error
+        for name, parameter in self._parameters.items():
+            found = {
+                full_name.rpartition("/")[2]: value
+                for full_name, value in tensors.items()
+                if full_name.rpartition("/")[0] == name
+            }
+            if any(value.shape not in (parameter.shape, ()) for value in found.values()):
+                raise UsageError(f"{path} does not fit: {name} has another shape")
+            if found:
+                self._optimizer.state[parameter] = found

@@ -1,0 +1,223 @@
+"""Texts to learn from, read from files that people wrote: jsonl, csv and txt.
+
+A file is read line by line and never held as a whole. What is wrong with it is said with the file
+and the line: `data.jsonl:17: the line is no JSON`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ...protocol.errors import UsageError
+
+MAX_LINE_BYTES = 2**20
+"""About two hundred thousand words: more than any model takes at once."""
+
+_COLUMNS = "`text`, or `prompt` and `completion`"
+
+
+@dataclass(frozen=True)
+class TrainingText:
+    """One text to learn, and where it stands. Of one with a prompt only the completion is learned.
+
+    `place` is the file and the line, `data.jsonl:17`. Of prose nothing is lost: what is too long
+    for one text becomes several.
+    """
+
+    place: str
+    completion: str
+    prompt: str = ""
+    is_prose: bool = False
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """One text, and the number of the class that it belongs to."""
+
+    place: str
+    text: str
+    label: int
+
+
+def read_texts(path: str | Path) -> Iterator[TrainingText]:
+    """Yield the texts of a file in order; its ending says how it is written.
+
+    jsonl: an object in each line, with `text`, or with `prompt` and `completion`. csv: the same as
+    columns, named in the first line. txt: paragraphs, between empty lines. Raises UsageError with
+    the file and the line.
+    """
+    path = Path(path)
+    if path.suffix.lower() == ".txt":
+        yield from _read_paragraphs(path)
+        return
+    for place, fields in _read_records(path):
+        yield _make_text(place, fields)
+
+
+def read_labelled_texts(path: str | Path, num_labels: int) -> Iterator[LabelledText]:
+    """Yield the texts of a jsonl or csv file with `text` and `label`, a number below `num_labels`.
+
+    Raises UsageError with the file and the line.
+    """
+    for place, fields in _read_records(Path(path)):
+        text = _take_text(place, fields, "text")
+        yield LabelledText(place, text, _read_label(place, fields.get("label"), num_labels))
+
+
+def _read_label(place: str, given: object, num_labels: int) -> int:
+    if isinstance(given, str) and given.strip().isdecimal() and len(given) < 20:
+        given = int(given)
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise UsageError(f"{place}: `label` must be a whole number, not {given!r:.40}")
+    if not 0 <= given < num_labels:
+        raise UsageError(f"{place}: label {given} is out of range; it is 0 to {num_labels - 1}")
+    return given
+
+
+def _make_text(place: str, fields: Mapping[str, Any]) -> TrainingText:
+    has_text, has_parts = "text" in fields, "prompt" in fields or "completion" in fields
+    if has_text == has_parts:
+        found = ", ".join(f"`{name}`" for name in list(fields)[:5]) or "nothing"
+        raise UsageError(f"{place}: expected {_COLUMNS}, found {found:.200}")
+    if has_text:
+        return TrainingText(place, _take_text(place, fields, "text"))
+    completion = _take_text(place, fields, "completion")
+    return TrainingText(place, completion, _take_text(place, fields, "prompt"))
+
+
+def _take_text(place: str, fields: Mapping[str, Any], name: str) -> str:
+    if name not in fields:
+        raise UsageError(f"{place}: `{name}` is missing")
+    text = fields[name]
+    if not isinstance(text, str):
+        raise UsageError(f"{place}: `{name}` must be a text, not {text!r:.40}")
+    if not text.strip():
+        raise UsageError(f"{place}: `{name}` is empty")
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:  # JSON can name half a letter: "\ud800"
+        raise UsageError(
+            f"{place}: `{name}` holds half of a letter (\\ud800 to \\udfff)"
+        ) from error
+    return text
+
+
+def _read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the place and the fields of each record."""
+    readers: dict[str, Callable[[Path], Iterator[tuple[str, Mapping[str, Any]]]]] = {
+        ".jsonl": _read_objects, ".csv": _read_rows
+    }  # fmt: skip
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise UsageError(
+            f"{path}: the file must end in .jsonl, .csv or .txt, which says what it is"
+        )
+    num_records = 0
+    for record in reader(path):
+        num_records += 1
+        yield record
+    if not num_records:
+        raise UsageError(f"{path}: the file holds no texts")
+
+
+def _read_objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for number, line in _read_lines(path):
+        if not line.strip():
+            continue
+        place = f"{path}:{number}"
+        try:
+            fields = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            reason = f" ({error.msg})" if isinstance(error, json.JSONDecodeError) else ""
+            raise UsageError(f"{place}: the line is no JSON{reason}") from error
+        if not isinstance(fields, dict):
+            raise UsageError(f'{place}: the line is no JSON object such as {{"text": "…"}}')
+        yield place, fields
+
+
+def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    rows = csv.reader((line for _, line in _read_lines(path)), strict=True)
+    names = [name.strip() for name in next(_split(path, rows), (0, ["text"]))[1]]
+    if len(set(names)) != len(names) or not {"text", "prompt"} & set(names):
+        found = ", ".join(names)
+        raise UsageError(
+            f"{path}:1: the first line must name the columns, {_COLUMNS}: {found:.200}"
+        )
+    for number, cells in _split(path, rows):
+        if not cells:
+            continue
+        place = f"{path}:{number}"
+        if len(cells) != len(names):
+            raise UsageError(
+                f"{place}: {len(cells)} cells in a row, and the first line names {len(names)}; "
+                'quote cells with commas: "one, two"'
+            )
+        yield place, dict(zip(names, cells, strict=True))
+
+
+def _split(path: Path, rows: Any) -> Iterator[tuple[int, list[str]]]:
+    """Yield each row with the number of the line that it begins in."""
+    while True:
+        number = rows.line_num + 1
+        try:
+            cells = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            raise UsageError(f"{path}:{number}: the row is no CSV ({error})") from error
+        yield number, cells
+
+
+def _read_paragraphs(path: Path) -> Iterator[TrainingText]:
+    num_texts = 0
+    for number, paragraph in _gather(_read_lines(path)):
+        num_texts += 1
+        yield TrainingText(f"{path}:{number}", paragraph, is_prose=True)
+    if not num_texts:
+        raise UsageError(f"{path}: the file holds no texts")
+
+
+def _gather(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Yield paragraphs, and the number of the first line of each; no longer ones than a line."""
+    start, held, num_letters = 1, list[str](), 0
+    for number, line in lines:
+        is_empty = not line.strip()
+        if held and (is_empty or num_letters + len(line) > MAX_LINE_BYTES):
+            yield start, "".join(held).rstrip()
+            held, num_letters = [], 0
+        if not is_empty:
+            start = start if held else number
+            held.append(line)
+            num_letters += len(line)
+    if held:
+        yield start, "".join(held).rstrip()
+
+
+def _read_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield each line with its number, from 1 on."""
+    with _open(path) as file:
+        for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise UsageError(f"{path}:{number}: the line is longer than {MAX_LINE_BYTES} bytes")
+            try:
+                text = line.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise UsageError(
+                    f"{path}:{number}: the line is not UTF-8; convert the file"
+                ) from error
+            # What some editors write before the first letter is none of the text.
+            yield number, text.removeprefix("\ufeff") if number == 1 else text
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.is_dir():
+        raise UsageError(f"{path} is a folder; name a file that ends in .jsonl, .csv or .txt")
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UsageError(f"the data cannot be read from {path}: {error.strerror}") from error

@@ -1,0 +1,163 @@
+"""Texts from files: what is read, and what is said of files that are wrong."""
+
+from __future__ import annotations
+
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from shoal.client.learning.text_files import (
+    MAX_LINE_BYTES,
+    TrainingText,
+    read_labelled_texts,
+    read_texts,
+)
+from shoal.protocol.errors import UsageError
+
+
+def write(folder: Path, name: str, content: str | bytes) -> Path:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def test_jsonl_has_texts_and_prompts_with_completions(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        "data.jsonl",
+        '\ufeff{"text": "Zoë said", "id": 7}\r\n\n{"prompt": "2 + 2 =", "completion": " 4"}',
+    )
+
+    assert list(read_texts(path)) == [
+        TrainingText(f"{path}:1", "Zoë said"),
+        TrainingText(f"{path}:3", " 4", "2 + 2 ="),
+    ]
+
+
+def test_csv_has_the_columns_that_its_first_line_names(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "data.CSV", 'id,prompt, completion\n1,"one, two",three\n\n2,"a\nb",c\n3,d,e\n'
+    )
+
+    assert list(read_texts(path)) == [
+        TrainingText(f"{path}:2", "three", "one, two"),
+        TrainingText(f"{path}:4", "c", "a\nb"),
+        TrainingText(f"{path}:6", "e", "d"),
+    ]
+
+
+def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
+    path = write(tmp_path, "data.txt", "\n\nOne\ntwo.\n \nThree.\n\n\n")
+
+    assert list(read_texts(path)) == [
+        TrainingText(f"{path}:3", "One\ntwo.", is_prose=True),
+        TrainingText(f"{path}:6", "Three.", is_prose=True),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "sentence"),
+    [
+        ("d.jsonl", "", "d.jsonl: the file holds no texts"),
+        ("d.jsonl", "\n \n", "d.jsonl: the file holds no texts"),
+        ("d.csv", "", "d.csv: the file holds no texts"),
+        ("d.csv", "text\n", "d.csv: the file holds no texts"),
+        ("d.txt", "\n\n", "d.txt: the file holds no texts"),
+        ("d.jsonl", '{"text": "a"}\n{"text": "a"', "d.jsonl:2: the line is no JSON (Expecting"),
+        ("d.jsonl", "[" * 100_000, "d.jsonl:1: the line is no JSON"),
+        ("d.jsonl", "[1]", 'd.jsonl:1: the line is no JSON object such as {"text": "…"}'),
+        ("d.jsonl", '{"body": "a"}', "d.jsonl:1: expected `text`, or `prompt` and `completion`"),
+        ("d.jsonl", '{"text": "a", "prompt": "b"}', "found `text`, `prompt`"),
+        ("d.jsonl", '{"prompt": "a"}', "d.jsonl:1: `completion` is missing"),
+        ("d.jsonl", '{"completion": "a"}', "d.jsonl:1: `prompt` is missing"),
+        ("d.jsonl", '{"text": 5}', "d.jsonl:1: `text` must be a text, not 5"),
+        ("d.jsonl", '{"text": " "}', "d.jsonl:1: `text` is empty"),
+        ("d.jsonl", '{"text": "\\ud800"}', "d.jsonl:1: `text` holds half of a letter"),
+        ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "d.jsonl:2: the line is not UTF-8"),
+        ("d.txt", "hello".encode("utf-16"), "d.txt:1: the line is not UTF-8"),
+        (
+            "d.csv",
+            "body\nx\n",
+            "d.csv:1: the first line must name the columns, `text`, or `prompt`",
+        ),
+        ("d.csv", "text,text\nx,y\n", "d.csv:1: the first line must name the columns"),
+        ("d.csv", "prompt,n\nx,y\n", "d.csv:2: `completion` is missing"),
+        ("d.csv", "text,n\nx\n", "d.csv:2: 1 cells in a row, and the first line names 2"),
+        ("d.csv", 'text\nx\n"open\n', "d.csv:3: the row is no CSV"),
+        ("d.csv", 'text\n"' + "x\n" * 100_000, "d.csv:2: the row is no CSV (field larger"),
+        ("d.json", "{}", "d.json: the file must end in .jsonl, .csv or .txt"),
+    ],
+)
+def test_wrong_files_are_named_with_the_line(
+    tmp_path: Path, name: str, content: str | bytes, sentence: str
+) -> None:
+    path = write(tmp_path, name, content)
+
+    with pytest.raises(UsageError) as raised:
+        list(read_texts(path))
+
+    assert sentence in str(raised.value)
+    assert str(raised.value).startswith(str(path))
+
+
+@pytest.mark.parametrize("name", ["d.jsonl", "d.csv", "d.txt"])
+def test_endless_lines_are_refused_without_being_read(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, name, b"text\n" + b"x" * 16 * MAX_LINE_BYTES)
+    tracemalloc.start()
+
+    with pytest.raises(UsageError, match=f"{name}:[12]: the line is"):
+        list(read_texts(path))
+
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 4 * MAX_LINE_BYTES
+
+
+def test_long_prose_is_read_in_bounded_pieces(tmp_path: Path) -> None:
+    line = b"word " * 200 + b"\n"
+    path = write(tmp_path, "d.txt", line * 3000)
+
+    texts = list(read_texts(path))
+
+    assert max(len(text.completion) for text in texts) <= MAX_LINE_BYTES
+    assert sum(text.completion.count("word") for text in texts) == 600_000
+
+
+@pytest.mark.parametrize(("name", "sentence"), [("no.jsonl", "No such file"), ("", "is a folder")])
+def test_what_is_no_file_is_named(tmp_path: Path, name: str, sentence: str) -> None:
+    (tmp_path / "folder.jsonl").mkdir()
+
+    with pytest.raises(UsageError, match=sentence):
+        list(read_texts(tmp_path / (name or "folder.jsonl")))
+
+
+def test_labelled_texts_are_read_with_their_labels(tmp_path: Path) -> None:
+    table = write(tmp_path, "d.csv", "text,label\nfine,1\nbad,0\n")
+    lines = write(tmp_path, "d.jsonl", '{"text": "fine", "label": 1}')
+
+    assert [(text.text, text.label) for text in read_labelled_texts(table, 2)] == [
+        ("fine", 1),
+        ("bad", 0),
+    ]
+    assert [text.label for text in read_labelled_texts(lines, 2)] == [1]
+
+
+@pytest.mark.parametrize(
+    ("label", "sentence"),
+    [
+        ("2", "label 2 is out of range; it is 0 to 1"),
+        ("-1", "`label` must be a whole number"),
+        ("9" * 30, "`label` must be a whole number"),
+        ("good", "`label` must be a whole number, not 'good'"),
+    ],
+)
+def test_labels_that_cannot_be_are_named_with_their_line(
+    tmp_path: Path, label: str, sentence: str
+) -> None:
+    path = write(tmp_path, "d.csv", f"text,label\nfine,1\nbad,{label}\n")
+
+    with pytest.raises(UsageError) as raised:
+        list(read_labelled_texts(path, 2))
+
+    assert str(raised.value).startswith(f"{path}:3: {sentence}")
