@@ -70,6 +70,8 @@ class ErrorCode(IntEnum):
     LOG_INCOMPLETE = 13
     NOT_A_MEMBER = 16  # said by the transport, before any message
     OUT_OF_MEMORY = 17
+    UNKNOWN_ADAPTER = 18
+    NO_ROOM_FOR_ADAPTER = 19
 
 
 class RefusedError(ShoalError):

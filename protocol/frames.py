@@ -51,6 +51,9 @@ class Kind(IntEnum):
     PASS = 20
     PASS_PIECE = 21
     PASSED = 22
+    ADAPTER_HEAD = 23
+    ADAPTER_PIECE = 24
+    ADAPTER_KEPT = 25
 
 
 class Flag(IntFlag):

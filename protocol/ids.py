@@ -17,6 +17,12 @@ SessionId = NewType("SessionId", bytes)
 PassId = NewType("PassId", SessionId)
 """What a client calls one pass at one peer, and is refused like a session: 16 random bytes."""
 
+UploadId = NewType("UploadId", SessionId)
+"""What a client calls the bringing of one adapter to one peer: 16 random bytes."""
+
+AdapterId = NewType("AdapterId", bytes)
+"""Digest of both files of an adapter, 32 bytes, or none."""
+
 ClientToken = NewType("ClientToken", bytes)
 """What a client calls itself at one peer, so that its sessions can be counted together: 16 bytes,
 or none. No proof of anything: knowing it is being it, so each peer is told another one."""
@@ -31,8 +37,12 @@ NO_CAPABILITY = Capability(b"")
 NO_CLIENT = ClientToken(b"")
 """Of a client that has no name."""
 
+NO_ADAPTER = AdapterId(b"")
+"""Of rows that no adapter changes."""
+
 SESSION_ID_BYTES = 16
 CLIENT_TOKEN_BYTES = 16
+ADAPTER_ID_BYTES = 32
 CAPABILITY_BYTES = 16
 OFFER_NONCE_BYTES = 32
 MODEL_ID_CHARACTERS = 32
@@ -51,6 +61,17 @@ def make_client_token(secret: bytes, peer_id: PeerId) -> ClientToken:
     """
     digest = hashlib.blake2b(peer_id.encode(), key=secret, digest_size=CLIENT_TOKEN_BYTES)
     return ClientToken(digest.digest())
+
+
+def make_adapter_id(config: bytes, tensors: bytes) -> AdapterId:
+    """Return the name of an adapter with this `adapter_config.json` and these safetensors.
+
+    >>> len(make_adapter_id(b"{}", b"")) == ADAPTER_ID_BYTES
+    True
+    """
+    digest = hashlib.sha256(len(config).to_bytes(8, "little") + config)
+    digest.update(tensors)
+    return AdapterId(digest.digest())
 
 
 def make_model_id(config: Mapping[str, object], revision: str) -> ModelId:

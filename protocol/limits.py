@@ -26,6 +26,15 @@ MAX_PASS_TOKENS = 2**14
 MAX_PASS_PROMPTS = 2**16
 """Deep prompts of one pass: blocks times rows times tokens."""
 
+MAX_PASS_ADAPTERS = 2**16
+"""Vectors that the gradients of the adapters of one pass fill."""
+
+MAX_ADAPTER_BYTES = 2**26
+"""The safetensors of one adapter, as far as it belongs to the blocks of one peer."""
+
+MAX_ADAPTER_CONFIG_BYTES = 2**14
+"""Its `adapter_config.json`."""
+
 MAX_SESSION_TOKENS = 2**20
 """Tokens per row of one session, whatever the model allows."""
 

@@ -11,6 +11,7 @@ from . import limits
 from .endpoints import check_endpoint
 from .identity import SIGNATURE_BYTES
 from .ids import (
+    ADAPTER_ID_BYTES,
     CAPABILITY_BYTES,
     CLIENT_TOKEN_BYTES,
     MODEL_ID_CHARACTERS,
@@ -18,6 +19,9 @@ from .ids import (
     SESSION_ID_BYTES,
 )
 from .messages import (
+    AdapterHead,
+    AdapterKept,
+    AdapterPiece,
     Admit,
     Attach,
     Close,
@@ -36,6 +40,7 @@ from .messages import (
     Parked,
     Pass,
     Passed,
+    PassKind,
     PassPiece,
     Probe,
     Queued,
@@ -115,6 +120,7 @@ def _check_pass(message: Pass) -> None:
     _check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
     _check_count(message.num_tokens, limits.MAX_PASS_TOKENS, "number of tokens")
     _check_count(message.num_rows * message.num_tokens, limits.MAX_PASS_TOKENS, "size of a pass")
+    _check_adapter_rows(message)
     rows, tokens = message.prompt_rows, message.prompt_tokens
     if (rows, tokens) == (0, 0):
         return
@@ -125,6 +131,49 @@ def _check_pass(message: Pass) -> None:
         )
     num_prompts = len(message.span) * rows * tokens
     _check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
+
+
+def _check_adapter_rows(message: Pass) -> None:
+    if not message.adapters:
+        if message.adapter_vectors:
+            raise ValueError("gradients of adapters are asked for, and there are none")
+        return
+    num_rows = 0
+    for run in message.adapters:
+        _check_adapter(run.adapter)
+        _check_count(run.num_rows, message.num_rows, "number of rows with an adapter")
+        num_rows += run.num_rows
+    if num_rows != message.num_rows:
+        raise ValueError(f"adapters of {num_rows} rows do not fit {message.num_rows} rows")
+    if message.adapter_vectors:
+        bound = limits.MAX_PASS_ADAPTERS if message.kind is PassKind.BACKWARD else 0
+        _check_count(message.adapter_vectors, bound, "gradients of adapters")
+
+
+def _check_adapter(value: bytes) -> None:
+    if len(value) not in (0, ADAPTER_ID_BYTES):
+        raise ValueError(f"an adapter's digest has {ADAPTER_ID_BYTES} bytes, not {len(value)}")
+
+
+def _check_adapter_head(message: AdapterHead) -> None:
+    _check_session(message.upload_id)
+    _check_adapter(message.adapter)
+    _check_adapter(message.replaces)
+    if not message.adapter:
+        raise ValueError("an adapter that is brought has a digest")
+    _check_count(message.num_bytes, limits.MAX_ADAPTER_BYTES, "size of an adapter")
+    _check_count(len(message.config), limits.MAX_ADAPTER_CONFIG_BYTES, "size of a configuration")
+
+
+def _check_adapter_piece(message: AdapterPiece) -> None:
+    _check_session(message.upload_id)
+    _check_count(message.offset + 1, limits.MAX_ADAPTER_BYTES, "offset")
+    _check_count(len(message.data), limits.MAX_CONTROL_BYTES, "size of a piece")
+
+
+def _check_adapter_kept(message: AdapterKept) -> None:
+    _check_session(message.upload_id)
+    _check_seconds(message.keep_seconds)
 
 
 def _check_pass_piece(message: PassPiece) -> None:
@@ -172,6 +221,7 @@ def _check_open(message: Open) -> None:
     _check_count(message.max_tokens, limits.MAX_SESSION_TOKENS, "session length")
     _check_seconds(message.max_wait_seconds)
     _check_parent(message)
+    _check_adapter(message.adapter)
     if message.capability:
         _check_capability(message.capability)
     _check_next(message.next, message.session)
@@ -308,4 +358,7 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Pass: _check_pass,
     PassPiece: _check_pass_piece,
     Passed: _check_passed,
+    AdapterHead: _check_adapter_head,
+    AdapterPiece: _check_adapter_piece,
+    AdapterKept: _check_adapter_kept,
 }

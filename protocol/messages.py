@@ -12,18 +12,22 @@ A peer that cannot be dialled says `Offer` behind its `Hello`. When the stream i
 the other one dials by saying `Hello` on it, now or in hours.
 
 Fine-tuning needs no session. On a stream of its own the client says `Pass` and sends tensors in
-`PassPiece`s; those of the answer come in the same way, and `Passed` ends them.
+`PassPiece`s; those of the answer come in the same way, and `Passed` ends them. An adapter that
+passes and sessions name is brought before, as `AdapterHead` and `AdapterPiece`s, and `AdapterKept`.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from .endpoints import Endpoint
+from .adapter_messages import AdapterHead, AdapterKept, AdapterPiece, AdapterRows
+from .chain_messages import Admit, Attach, Mirror, NextHop, Redirect
 from .errors import ErrorCode
 from .ids import (
+    NO_ADAPTER,
     NO_CAPABILITY,
     NO_CLIENT,
+    AdapterId,
     Capability,
     ClientToken,
     ModelId,
@@ -65,24 +69,6 @@ class Welcome:
     nonce: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class NextHop:
-    """Where a peer pushes the outputs of a session: a session at another peer, and the key to it.
-
-    Without endpoints it is reached over connections that it has offered.
-
-    Outputs of steps before `first_sequence` are not pushed but answered: they are a replay, which
-    the next hop has no need of.
-    """
-
-    peer_id: PeerId
-    endpoints: tuple[Endpoint, ...]
-    session: SessionId
-    epoch: int
-    capability: Capability
-    first_sequence: int = 0
-
-
 class HopSeconds(NamedTuple):
     """How long a step waited and was computed at one hop."""
 
@@ -102,7 +88,8 @@ class Open:
     With a `parent`, a session of the same client with the same span, rows and `kv_format`, the new
     one begins with the first `prefix_tokens` tokens that the peer holds of it.
 
-    In a chain, `capability` is what the peer before has to show, and `next` where outputs go.
+    In a chain, `capability` is what the peer before has to show, and `next` where outputs go. All
+    rows have the `adapter`, if there is one.
     """
 
     session: SessionId
@@ -118,6 +105,7 @@ class Open:
     prefix_tokens: int = 0
     capability: Capability = NO_CAPABILITY
     next: NextHop | None = None
+    adapter: AdapterId = NO_ADAPTER
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,56 +201,6 @@ class Declined:
 
 
 @dataclass(frozen=True, slots=True)
-class Attach:
-    """A peer is about to push steps of a session on this stream. Only a refusal is answered."""
-
-    session: SessionId
-    epoch: int
-    capability: Capability
-
-
-@dataclass(frozen=True, slots=True)
-class Admit:
-    """From now on take steps of this epoch only, from whoever shows this capability. The answer is
-    a `Status`.
-    """
-
-    session: SessionId
-    epoch: int
-    capability: Capability
-
-
-@dataclass(frozen=True, slots=True)
-class Redirect:
-    """Push outputs somewhere else from now on, or (None) answer with them. The answer is a
-    `Status`.
-
-    What was pushed before is sent again from the log: up to `resume_sequence` as a replay of what
-    is left of it, which is for a new hop only, and from there on as it was. Where that step is yet
-    to come, nothing is sent again to a session that is pushed to already, or was mirrored.
-    """
-
-    session: SessionId
-    epoch: int
-    resume_sequence: int
-    next: NextHop | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Mirror:
-    """Push outputs to a new hop as well, which is to take the place of the next one: first a
-    replay of what was pushed so far. The answer is a `Status`.
-
-    Nothing is replayed (`num_replayed` is 0) where that is not possible. Whatever becomes of the
-    new hop, outputs go on to the next one, until a `Redirect` comes.
-    """
-
-    session: SessionId
-    epoch: int
-    next: NextHop
-
-
-@dataclass(frozen=True, slots=True)
 class Leaving:
     """The peer will stop soon, and serves until then: the client should move the session."""
 
@@ -330,6 +268,9 @@ class Slot(IntEnum):
     PROMPTS = 3
     """The deep prompts of all blocks; in the answer their gradients."""
 
+    ADAPTERS = 4
+    """In the answer the gradients of adapters, one number after the other, see `passes`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -339,6 +280,9 @@ class Pass:
     more: it remembers nothing of the pass forward. Deep prompts are added to the first
     `prompt_tokens` inputs of their block, to each row its own (`prompt_rows` is `num_rows`) or to
     all the same (1). The answer is in `dtype`.
+
+    `adapters` says which rows have which adapter; without, none has one. Backward,
+    `adapter_vectors` are those that the gradients of all of them fill; 0: they are not wanted.
     """
 
     pass_id: PassId
@@ -350,6 +294,8 @@ class Pass:
     dtype: WireDtype
     prompt_rows: int = 0
     prompt_tokens: int = 0
+    adapters: tuple[AdapterRows, ...] = ()
+    adapter_vectors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,4 +340,7 @@ Message = (
     | Pass
     | PassPiece
     | Passed
+    | AdapterHead
+    | AdapterPiece
+    | AdapterKept
 )

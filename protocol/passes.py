@@ -4,11 +4,16 @@ from collections.abc import Iterator, Mapping
 
 from . import limits
 from .errors import RemoteProtocolError
-from .messages import Pass, PassKind, PassPiece, Slot
+from .ids import UploadId
+from .messages import AdapterPiece, Pass, PassKind, PassPiece, Slot
 from .tensors import WireDtype, WireTensor, compute_num_bytes
 
 _PIECE_BYTES = 4 * 2**20
 """What a piece has at most: pieces of several streams share a connection's way."""
+
+
+_ADAPTER_PIECE_BYTES = 48 * 2**10
+"""What a piece of an adapter has, but for the last one."""
 
 
 def list_question_slots(asked: Pass) -> dict[Slot, int]:
@@ -22,7 +27,21 @@ def list_question_slots(asked: Pass) -> dict[Slot, int]:
 def list_answer_slots(asked: Pass) -> dict[Slot, int]:
     """Return the vectors of each tensor of the answer, in order."""
     slots = {Slot.HIDDEN: asked.num_rows * asked.num_tokens}
-    return slots | _list_prompts(asked) if asked.kind is PassKind.BACKWARD else slots
+    if asked.kind is PassKind.FORWARD:
+        return slots
+    adapters = {Slot.ADAPTERS: asked.adapter_vectors} if asked.adapter_vectors else {}
+    return slots | _list_prompts(asked) | adapters
+
+
+def choose_answer_dtype(asked: Pass, slot: Slot) -> WireDtype:
+    """Return what a tensor of the answer travels in.
+
+    Gradients of adapters go into an optimizer: as far as they are not float32, they need its range
+    of exponents.
+    """
+    if slot is Slot.ADAPTERS and asked.dtype is not WireDtype.FP32:
+        return WireDtype.BF16
+    return asked.dtype
 
 
 def _list_prompts(asked: Pass) -> dict[Slot, int]:
@@ -46,6 +65,12 @@ def _count_vectors(dtype: WireDtype, width: int) -> int:
     return max(
         1, min(_PIECE_BYTES // compute_num_bytes(dtype, 1, 1, width), limits.MAX_STEP_TOKENS)
     )
+
+
+def cut_adapter(upload_id: UploadId, tensors: bytes) -> Iterator[AdapterPiece]:
+    """Yield the safetensors of an adapter in pieces."""
+    for offset in range(0, len(tensors), _ADAPTER_PIECE_BYTES):
+        yield AdapterPiece(upload_id, offset, tensors[offset : offset + _ADAPTER_PIECE_BYTES])
 
 
 class PiecesReader:

@@ -7,12 +7,17 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf.message import DecodeError
 from google.protobuf.message import Message as ProtobufMessage
 
+from . import wire_adapters as adapters
+from . import wire_chain as chain
 from . import wire_passes as passes
 from .errors import ErrorCode, LocalProtocolError, RemoteProtocolError
 from .frames import Flag, Kind, Parts, join_frame, split_frame
-from .ids import Capability, ClientToken, ModelId, PeerId, SessionId
+from .ids import AdapterId, Capability, ClientToken, ModelId, PeerId, SessionId
 from .message_checks import NO_SESSION, check_message, check_text, clean_text
 from .messages import (
+    AdapterHead,
+    AdapterKept,
+    AdapterPiece,
     Admit,
     Attach,
     Close,
@@ -40,14 +45,6 @@ from .messages import (
 from .proto import wire_pb2 as pb
 from .spans import Span
 from .tensors import KVFormat, WireDtype, WireTensor
-from .wire_chain import (
-    decode_before,
-    decode_next,
-    decode_status,
-    encode_before,
-    encode_next,
-    encode_status,
-)
 from .wire_offer import decode_offer, decode_parked, encode_offer, encode_parked
 
 
@@ -155,7 +152,8 @@ def _encode_open(message: Open) -> Parts:
         parent=message.parent or b"",
         prefix_tokens=message.prefix_tokens,
         capability=message.capability,
-        next=encode_next(message.next),
+        next=chain.encode_next(message.next),
+        adapter=message.adapter,
     )
     return Parts(Kind.OPEN, message.session, message.epoch, control=body.SerializeToString())
 
@@ -175,7 +173,8 @@ def _decode_open(parts: Parts) -> Open:
         parent=SessionId(body.parent) if body.parent else None,
         prefix_tokens=body.prefix_tokens,
         capability=Capability(body.capability),
-        next=decode_next(body.next) if body.HasField("next") else None,
+        next=chain.decode_next(body.next) if body.HasField("next") else None,
+        adapter=AdapterId(body.adapter),
     )
 
 
@@ -209,7 +208,7 @@ def _encode_step(message: Step) -> Parts:
         flags |= Flag.IS_PIECE
     control = b""
     if message.row_map is not None or message.before:
-        before = encode_before(message.before)
+        before = chain.encode_before(message.before)
         control = pb.StepBody(row_map=message.row_map, before_seconds=before).SerializeToString()
     return Parts(
         Kind.STEP, message.session, message.epoch, message.sequence, message.position,
@@ -222,7 +221,7 @@ def _decode_step(parts: Parts) -> Step:
     row_map, before = None, ()
     if parts.control:
         body = _parse(pb.StepBody(), parts)
-        row_map, before = tuple(body.row_map) or None, decode_before(body.before_seconds)
+        row_map, before = tuple(body.row_map) or None, chain.decode_before(body.before_seconds)
         if row_map is None and not before:
             raise ValueError("its control part has no row map and no times")
     return Step(
@@ -243,7 +242,7 @@ def _encode_output(message: Output) -> Parts:
     body = pb.OutputBody(
         queue_seconds=message.queue_seconds,
         compute_seconds=message.compute_seconds,
-        before_seconds=encode_before(message.before),
+        before_seconds=chain.encode_before(message.before),
     )
     return Parts(
         Kind.OUTPUT, message.session, message.epoch, message.sequence, message.position,
@@ -261,7 +260,7 @@ def _decode_output(parts: Parts) -> Output:
         _tensor(parts),
         body.queue_seconds,
         body.compute_seconds,
-        decode_before(body.before_seconds),
+        chain.decode_before(body.before_seconds),
     )
 
 
@@ -300,46 +299,6 @@ def _decode_declined(parts: Parts) -> Declined:
     )
 
 
-def _encode_capability(message: Attach | Admit) -> Parts:
-    kind = Kind.ATTACH if isinstance(message, Attach) else Kind.ADMIT
-    body = pb.CapabilityBody(capability=message.capability)
-    return Parts(kind, message.session, message.epoch, control=body.SerializeToString())
-
-
-def _decode_attach(parts: Parts) -> Attach:
-    body = _parse(pb.CapabilityBody(), parts)
-    return Attach(_session(parts), parts.epoch, Capability(body.capability))
-
-
-def _decode_admit(parts: Parts) -> Admit:
-    body = _parse(pb.CapabilityBody(), parts)
-    return Admit(_session(parts), parts.epoch, Capability(body.capability))
-
-
-def _encode_redirect(message: Redirect) -> Parts:
-    body = pb.RedirectBody(next=encode_next(message.next))
-    return Parts(
-        Kind.REDIRECT, message.session, message.epoch, message.resume_sequence,
-        control=body.SerializeToString(),
-    )  # fmt: skip
-
-
-def _decode_redirect(parts: Parts) -> Redirect:
-    body = _parse(pb.RedirectBody(), parts)
-    following = decode_next(body.next) if body.HasField("next") else None
-    return Redirect(_session(parts), parts.epoch, parts.sequence, following)
-
-
-def _encode_mirror(message: Mirror) -> Parts:
-    body = pb.RedirectBody(next=encode_next(message.next))
-    return Parts(Kind.MIRROR, message.session, message.epoch, control=body.SerializeToString())
-
-
-def _decode_mirror(parts: Parts) -> Mirror:
-    body = _parse(pb.RedirectBody(), parts)
-    return Mirror(_session(parts), parts.epoch, decode_next(body.next))
-
-
 class _Codec(NamedTuple):
     """Both ways of one kind; `unused` are the fields of a frame that it must leave empty."""
 
@@ -366,6 +325,7 @@ _STREAM = ("session", "epoch", "sequence", "position", "flags")
 _SESSION = ("sequence", "position", "flags")
 _REFUSAL = ("epoch", "position", "flags")
 _PIECE = ("epoch", "flags", "control")
+_ADAPTER = ("epoch", *_SESSION)
 
 # Both ways of every kind in one table.
 CODECS = (
@@ -379,18 +339,29 @@ CODECS = (
     _make_bare_codec(Kind.CLOSE, Close),
     _Codec(Kind.DECLINED, Declined, _encode_declined, _decode_declined, _REFUSAL),
     _Codec(Kind.QUEUED, Queued, _encode_queued, _decode_queued, _SESSION),
-    _Codec(Kind.ATTACH, Attach, _encode_capability, _decode_attach, _SESSION),
-    _Codec(Kind.ADMIT, Admit, _encode_capability, _decode_admit, _SESSION),
-    _Codec(Kind.REDIRECT, Redirect, _encode_redirect, _decode_redirect, ("position", "flags")),
+    _Codec(Kind.ATTACH, Attach, chain.encode_capability, chain.decode_attach, _SESSION),
+    _Codec(Kind.ADMIT, Admit, chain.encode_capability, chain.decode_admit, _SESSION),
+    _Codec(
+        Kind.REDIRECT, Redirect, chain.encode_redirect, chain.decode_redirect, ("position", "flags")
+    ),
     _make_bare_codec(Kind.PROBE, Probe),
-    _Codec(Kind.STATUS, Status, encode_status, decode_status, ("flags",)),
+    _Codec(Kind.STATUS, Status, chain.encode_status, chain.decode_status, ("flags",)),
     _make_bare_codec(Kind.LEAVING, Leaving),
-    _Codec(Kind.MIRROR, Mirror, _encode_mirror, _decode_mirror, _SESSION),
+    _Codec(Kind.MIRROR, Mirror, chain.encode_mirror, chain.decode_mirror, _SESSION),
     _Codec(Kind.OFFER, Offer, encode_offer, decode_offer, _STREAM),
     _Codec(Kind.PARKED, Parked, encode_parked, decode_parked, (*_STREAM, "control")),
     _Codec(Kind.PASS, Pass, passes.encode_pass, passes.decode_pass, ("epoch", *_SESSION)),
     _Codec(Kind.PASS_PIECE, PassPiece, passes.encode_piece, passes.decode_piece, _PIECE),
     _Codec(Kind.PASSED, Passed, passes.encode_passed, passes.decode_passed, ("epoch", *_SESSION)),
+    _Codec(Kind.ADAPTER_HEAD, AdapterHead, adapters.encode_head, adapters.decode_head, _ADAPTER),
+    _Codec(
+        Kind.ADAPTER_PIECE,
+        AdapterPiece,
+        adapters.encode_adapter_piece,
+        adapters.decode_adapter_piece,
+        ("epoch", "sequence", "flags"),
+    ),
+    _Codec(Kind.ADAPTER_KEPT, AdapterKept, adapters.encode_kept, adapters.decode_kept, _ADAPTER),
 )
 _CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}
 _CODEC_OF_KIND = {codec.kind: codec for codec in CODECS}

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from .endpoints import Endpoint
 from .frames import Kind, Parts
 from .ids import Capability, PeerId, SessionId
-from .messages import HopSeconds, NextHop, Status
+from .messages import Admit, Attach, HopSeconds, Mirror, NextHop, Redirect, Status
 from .proto import wire_pb2 as pb
 
 
@@ -76,3 +76,54 @@ def decode_status(parts: Parts) -> Status:
         body.done_sequence,
         body.num_replayed,
     )
+
+
+def encode_capability(message: Attach | Admit) -> Parts:
+    """Return the fields of the frame."""
+    kind = Kind.ATTACH if isinstance(message, Attach) else Kind.ADMIT
+    body = pb.CapabilityBody(capability=message.capability)
+    return Parts(kind, message.session, message.epoch, control=body.SerializeToString())
+
+
+def decode_attach(parts: Parts) -> Attach:
+    """Return who is about to push; like all below it raises protobuf's DecodeError."""
+    body = pb.CapabilityBody()
+    body.ParseFromString(bytes(parts.control))
+    return Attach(SessionId(parts.session), parts.epoch, Capability(body.capability))
+
+
+def decode_admit(parts: Parts) -> Admit:
+    """Return whose steps are to be taken."""
+    body = pb.CapabilityBody()
+    body.ParseFromString(bytes(parts.control))
+    return Admit(SessionId(parts.session), parts.epoch, Capability(body.capability))
+
+
+def encode_redirect(message: Redirect) -> Parts:
+    """Return the fields of the frame."""
+    body = pb.RedirectBody(next=encode_next(message.next))
+    return Parts(
+        Kind.REDIRECT, message.session, message.epoch, message.resume_sequence,
+        control=body.SerializeToString(),
+    )  # fmt: skip
+
+
+def decode_redirect(parts: Parts) -> Redirect:
+    """Return where outputs are to go."""
+    body = pb.RedirectBody()
+    body.ParseFromString(bytes(parts.control))
+    following = decode_next(body.next) if body.HasField("next") else None
+    return Redirect(SessionId(parts.session), parts.epoch, parts.sequence, following)
+
+
+def encode_mirror(message: Mirror) -> Parts:
+    """Return the fields of the frame."""
+    body = pb.RedirectBody(next=encode_next(message.next))
+    return Parts(Kind.MIRROR, message.session, message.epoch, control=body.SerializeToString())
+
+
+def decode_mirror(parts: Parts) -> Mirror:
+    """Return where outputs are to go as well."""
+    body = pb.RedirectBody()
+    body.ParseFromString(bytes(parts.control))
+    return Mirror(SessionId(parts.session), parts.epoch, decode_next(body.next))

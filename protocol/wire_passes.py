@@ -6,6 +6,7 @@ from .messages import Pass, Passed, PassKind, PassPiece, Slot
 from .proto import wire_pb2 as pb
 from .spans import Span
 from .tensors import WireDtype
+from .wire_adapters import decode_adapter_rows, encode_adapter_rows
 
 
 def encode_pass(message: Pass) -> Parts:
@@ -20,6 +21,8 @@ def encode_pass(message: Pass) -> Parts:
         dtype=message.dtype,
         prompt_rows=message.prompt_rows,
         prompt_tokens=message.prompt_tokens,
+        adapters=encode_adapter_rows(message.adapters),
+        adapter_vectors=message.adapter_vectors,
     )
     return Parts(Kind.PASS, message.pass_id, control=body.SerializeToString())
 
@@ -38,6 +41,8 @@ def decode_pass(parts: Parts) -> Pass:
         WireDtype(body.dtype),
         body.prompt_rows,
         body.prompt_tokens,
+        decode_adapter_rows(body.adapters),
+        body.adapter_vectors,
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshoal/protocol/proto/wire.proto\x12\x08shoal.v1\"W\n\tHelloBody\x12\x13\n\x0bmin_version\x18\x01 \x01(\r\x12\x13\n\x0bmax_version\x18\x02 \x01(\r\x12\x10\n\x08software\x18\x03 \x01(\t\x12\x0e\n\x06\x63lient\x18\x04 \x01(\x0c\"\x9f\x01\n\x0bWelcomeBody\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x10\n\x08software\x18\x02 \x01(\t\x12\x0f\n\x07peer_id\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x12\n\nspan_start\x18\x05 \x01(\r\x12\x11\n\tspan_stop\x18\x06 \x01(\r\x12\x14\n\x0cwall_seconds\x18\x07 \x01(\x01\x12\r\n\x05nonce\x18\x08 \x01(\x0c\"\x85\x02\n\x08OpenBody\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nspan_start\x18\x02 \x01(\r\x12\x11\n\tspan_stop\x18\x03 \x01(\r\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\r\x12\x18\n\x10max_wait_seconds\x18\x07 \x01(\x01\x12\x11\n\tkv_format\x18\x08 \x01(\r\x12\x0e\n\x06parent\x18\t \x01(\x0c\x12\x15\n\rprefix_tokens\x18\n \x01(\r\x12\x12\n\ncapability\x18\x0b \x01(\x0c\x12#\n\x04next\x18\x0c \x01(\x0b\x32\x15.shoal.v1.NextHopBody\"?\n\x0c\x45ndpointBody\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"\x95\x01\n\x0bNextHopBody\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12)\n\tendpoints\x18\x02 \x03(\x0b\x32\x16.shoal.v1.EndpointBody\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x12\n\ncapability\x18\x05 \x01(\x0c\x12\x16\n\x0e\x66irst_sequence\x18\x06 \x01(\x04\"\"\n\nQueuedBody\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\";\n\nOpenedBody\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x02\x12\x16\n\x0e\x66ree_kv_tokens\x18\x02 \x01(\x04\"3\n\x08StepBody\x12\x0f\n\x07row_map\x18\x01 \x03(\r\x12\x16\n\x0e\x62\x65\x66ore_seconds\x18\x02 \x03(\x02\"T\n\nOutputBody\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x02\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x02\x12\x16\n\x0e\x62\x65\x66ore_seconds\x18\x03 \x03(\x02\"$\n\x0e\x43\x61pabilityBody\x12\x12\n\ncapability\x18\x01 \x01(\x0c\"3\n\x0cRedirectBody\x12#\n\x04next\x18\x01 \x01(\x0b\x32\x15.shoal.v1.NextHopBody\"9\n\nStatusBody\x12\x15\n\rdone_sequence\x18\x01 \x01(\x04\x12\x14\n\x0cnum_replayed\x18\x02 \x01(\r\"\xb2\x01\n\x08PassBody\x12\x0c\n\x04kind\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x12\n\nspan_start\x18\x03 \x01(\r\x12\x11\n\tspan_stop\x18\x04 \x01(\r\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\r\x12\x13\n\x0bprompt_rows\x18\x08 \x01(\r\x12\x15\n\rprompt_tokens\x18\t \x01(\r\"<\n\nPassedBody\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x02\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x02\"|\n\x0c\x44\x65\x63linedBody\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12 \n\x13retry_after_seconds\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x14\n\x0cwhole_stream\x18\x04 \x01(\x08\x42\x16\n\x14_retry_after_seconds\"@\n\tOfferBody\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0f\n\x07is_bulk\x18\x02 \x01(\x08\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1fshoal/protocol/proto/wire.proto\x12\x08shoal.v1\"W\n\tHelloBody\x12\x13\n\x0bmin_version\x18\x01 \x01(\r\x12\x13\n\x0bmax_version\x18\x02 \x01(\r\x12\x10\n\x08software\x18\x03 \x01(\t\x12\x0e\n\x06\x63lient\x18\x04 \x01(\x0c\"\x9f\x01\n\x0bWelcomeBody\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x10\n\x08software\x18\x02 \x01(\t\x12\x0f\n\x07peer_id\x18\x03 \x01(\t\x12\x10\n\x08model_id\x18\x04 \x01(\t\x12\x12\n\nspan_start\x18\x05 \x01(\r\x12\x11\n\tspan_stop\x18\x06 \x01(\r\x12\x14\n\x0cwall_seconds\x18\x07 \x01(\x01\x12\r\n\x05nonce\x18\x08 \x01(\x0c\"\x96\x02\n\x08OpenBody\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\x12\n\nspan_start\x18\x02 \x01(\r\x12\x11\n\tspan_stop\x18\x03 \x01(\r\x12\x10\n\x08num_rows\x18\x04 \x01(\r\x12\x12\n\nmax_tokens\x18\x05 \x01(\r\x12\r\n\x05\x64type\x18\x06 \x01(\r\x12\x18\n\x10max_wait_seconds\x18\x07 \x01(\x01\x12\x11\n\tkv_format\x18\x08 \x01(\r\x12\x0e\n\x06parent\x18\t \x01(\x0c\x12\x15\n\rprefix_tokens\x18\n \x01(\r\x12\x12\n\ncapability\x18\x0b \x01(\x0c\x12#\n\x04next\x18\x0c \x01(\x0b\x32\x15.shoal.v1.NextHopBody\x12\x0f\n\x07\x61\x64\x61pter\x18\r \x01(\x0c\"?\n\x0c\x45ndpointBody\x12\x0c\n\x04host\x18\x01 \x01(\t\x12\x0c\n\x04port\x18\x02 \x01(\r\x12\x13\n\x0b\x66ingerprint\x18\x03 \x01(\t\"\x95\x01\n\x0bNextHopBody\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12)\n\tendpoints\x18\x02 \x03(\x0b\x32\x16.shoal.v1.EndpointBody\x12\x0f\n\x07session\x18\x03 \x01(\x0c\x12\r\n\x05\x65poch\x18\x04 \x01(\r\x12\x12\n\ncapability\x18\x05 \x01(\x0c\x12\x16\n\x0e\x66irst_sequence\x18\x06 \x01(\x04\"\"\n\nQueuedBody\x12\x14\n\x0cwait_seconds\x18\x01 \x01(\x01\";\n\nOpenedBody\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x02\x12\x16\n\x0e\x66ree_kv_tokens\x18\x02 \x01(\x04\"3\n\x08StepBody\x12\x0f\n\x07row_map\x18\x01 \x03(\r\x12\x16\n\x0e\x62\x65\x66ore_seconds\x18\x02 \x03(\x02\"T\n\nOutputBody\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x02\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x02\x12\x16\n\x0e\x62\x65\x66ore_seconds\x18\x03 \x03(\x02\"$\n\x0e\x43\x61pabilityBody\x12\x12\n\ncapability\x18\x01 \x01(\x0c\"3\n\x0cRedirectBody\x12#\n\x04next\x18\x01 \x01(\x0b\x32\x15.shoal.v1.NextHopBody\"9\n\nStatusBody\x12\x15\n\rdone_sequence\x18\x01 \x01(\x04\x12\x14\n\x0cnum_replayed\x18\x02 \x01(\r\"\xf8\x01\n\x08PassBody\x12\x0c\n\x04kind\x18\x01 \x01(\r\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x12\n\nspan_start\x18\x03 \x01(\r\x12\x11\n\tspan_stop\x18\x04 \x01(\r\x12\x10\n\x08num_rows\x18\x05 \x01(\r\x12\x12\n\nnum_tokens\x18\x06 \x01(\r\x12\r\n\x05\x64type\x18\x07 \x01(\r\x12\x13\n\x0bprompt_rows\x18\x08 \x01(\r\x12\x15\n\rprompt_tokens\x18\t \x01(\r\x12+\n\x08\x61\x64\x61pters\x18\n \x03(\x0b\x32\x19.shoal.v1.AdapterRowsBody\x12\x17\n\x0f\x61\x64\x61pter_vectors\x18\x0b \x01(\r\"4\n\x0f\x41\x64\x61pterRowsBody\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0c\x12\x10\n\x08num_rows\x18\x02 \x01(\r\"m\n\x0f\x41\x64\x61pterHeadBody\x12\x0f\n\x07\x61\x64\x61pter\x18\x01 \x01(\x0c\x12\x0e\n\x06\x63onfig\x18\x02 \x01(\x0c\x12\x11\n\tnum_bytes\x18\x03 \x01(\r\x12\x14\n\x0cis_published\x18\x04 \x01(\x08\x12\x10\n\x08replaces\x18\x05 \x01(\x0c\" \n\x10\x41\x64\x61pterPieceBody\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"\'\n\x0f\x41\x64\x61pterKeptBody\x12\x14\n\x0ckeep_seconds\x18\x01 \x01(\x02\"<\n\nPassedBody\x12\x15\n\rqueue_seconds\x18\x01 \x01(\x02\x12\x17\n\x0f\x63ompute_seconds\x18\x02 \x01(\x02\"|\n\x0c\x44\x65\x63linedBody\x12\x0c\n\x04\x63ode\x18\x01 \x01(\r\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12 \n\x13retry_after_seconds\x18\x03 \x01(\x02H\x00\x88\x01\x01\x12\x14\n\x0cwhole_stream\x18\x04 \x01(\x08\x42\x16\n\x14_retry_after_seconds\"@\n\tOfferBody\x12\x0f\n\x07peer_id\x18\x01 \x01(\t\x12\x0f\n\x07is_bulk\x18\x02 \x01(\x08\x12\x11\n\tsignature\x18\x03 \x01(\x0c\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WELCOMEBODY']._serialized_start=135
   _globals['_WELCOMEBODY']._serialized_end=294
   _globals['_OPENBODY']._serialized_start=297
-  _globals['_OPENBODY']._serialized_end=558
-  _globals['_ENDPOINTBODY']._serialized_start=560
-  _globals['_ENDPOINTBODY']._serialized_end=623
-  _globals['_NEXTHOPBODY']._serialized_start=626
-  _globals['_NEXTHOPBODY']._serialized_end=775
-  _globals['_QUEUEDBODY']._serialized_start=777
-  _globals['_QUEUEDBODY']._serialized_end=811
-  _globals['_OPENEDBODY']._serialized_start=813
-  _globals['_OPENEDBODY']._serialized_end=872
-  _globals['_STEPBODY']._serialized_start=874
-  _globals['_STEPBODY']._serialized_end=925
-  _globals['_OUTPUTBODY']._serialized_start=927
-  _globals['_OUTPUTBODY']._serialized_end=1011
-  _globals['_CAPABILITYBODY']._serialized_start=1013
-  _globals['_CAPABILITYBODY']._serialized_end=1049
-  _globals['_REDIRECTBODY']._serialized_start=1051
-  _globals['_REDIRECTBODY']._serialized_end=1102
-  _globals['_STATUSBODY']._serialized_start=1104
-  _globals['_STATUSBODY']._serialized_end=1161
-  _globals['_PASSBODY']._serialized_start=1164
-  _globals['_PASSBODY']._serialized_end=1342
-  _globals['_PASSEDBODY']._serialized_start=1344
-  _globals['_PASSEDBODY']._serialized_end=1404
-  _globals['_DECLINEDBODY']._serialized_start=1406
-  _globals['_DECLINEDBODY']._serialized_end=1530
-  _globals['_OFFERBODY']._serialized_start=1532
-  _globals['_OFFERBODY']._serialized_end=1596
+  _globals['_OPENBODY']._serialized_end=575
+  _globals['_ENDPOINTBODY']._serialized_start=577
+  _globals['_ENDPOINTBODY']._serialized_end=640
+  _globals['_NEXTHOPBODY']._serialized_start=643
+  _globals['_NEXTHOPBODY']._serialized_end=792
+  _globals['_QUEUEDBODY']._serialized_start=794
+  _globals['_QUEUEDBODY']._serialized_end=828
+  _globals['_OPENEDBODY']._serialized_start=830
+  _globals['_OPENEDBODY']._serialized_end=889
+  _globals['_STEPBODY']._serialized_start=891
+  _globals['_STEPBODY']._serialized_end=942
+  _globals['_OUTPUTBODY']._serialized_start=944
+  _globals['_OUTPUTBODY']._serialized_end=1028
+  _globals['_CAPABILITYBODY']._serialized_start=1030
+  _globals['_CAPABILITYBODY']._serialized_end=1066
+  _globals['_REDIRECTBODY']._serialized_start=1068
+  _globals['_REDIRECTBODY']._serialized_end=1119
+  _globals['_STATUSBODY']._serialized_start=1121
+  _globals['_STATUSBODY']._serialized_end=1178
+  _globals['_PASSBODY']._serialized_start=1181
+  _globals['_PASSBODY']._serialized_end=1429
+  _globals['_ADAPTERROWSBODY']._serialized_start=1431
+  _globals['_ADAPTERROWSBODY']._serialized_end=1483
+  _globals['_ADAPTERHEADBODY']._serialized_start=1485
+  _globals['_ADAPTERHEADBODY']._serialized_end=1594
+  _globals['_ADAPTERPIECEBODY']._serialized_start=1596
+  _globals['_ADAPTERPIECEBODY']._serialized_end=1628
+  _globals['_ADAPTERKEPTBODY']._serialized_start=1630
+  _globals['_ADAPTERKEPTBODY']._serialized_end=1669
+  _globals['_PASSEDBODY']._serialized_start=1671
+  _globals['_PASSEDBODY']._serialized_end=1731
+  _globals['_DECLINEDBODY']._serialized_start=1733
+  _globals['_DECLINEDBODY']._serialized_end=1857
+  _globals['_OFFERBODY']._serialized_start=1859
+  _globals['_OFFERBODY']._serialized_end=1923
 # @@protoc_insertion_point(module_scope)

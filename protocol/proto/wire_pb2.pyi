@@ -39,7 +39,7 @@ class WelcomeBody(_message.Message):
     def __init__(self, version: _Optional[int] = ..., software: _Optional[str] = ..., peer_id: _Optional[str] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., wall_seconds: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class OpenBody(_message.Message):
-    __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype", "max_wait_seconds", "kv_format", "parent", "prefix_tokens", "capability", "next")
+    __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype", "max_wait_seconds", "kv_format", "parent", "prefix_tokens", "capability", "next", "adapter")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_START_FIELD_NUMBER: _ClassVar[int]
     SPAN_STOP_FIELD_NUMBER: _ClassVar[int]
@@ -52,6 +52,7 @@ class OpenBody(_message.Message):
     PREFIX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CAPABILITY_FIELD_NUMBER: _ClassVar[int]
     NEXT_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     span_start: int
     span_stop: int
@@ -64,7 +65,8 @@ class OpenBody(_message.Message):
     prefix_tokens: int
     capability: bytes
     next: NextHopBody
-    def __init__(self, model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., max_wait_seconds: _Optional[float] = ..., kv_format: _Optional[int] = ..., parent: _Optional[bytes] = ..., prefix_tokens: _Optional[int] = ..., capability: _Optional[bytes] = ..., next: _Optional[_Union[NextHopBody, _Mapping]] = ...) -> None: ...
+    adapter: bytes
+    def __init__(self, model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., max_wait_seconds: _Optional[float] = ..., kv_format: _Optional[int] = ..., parent: _Optional[bytes] = ..., prefix_tokens: _Optional[int] = ..., capability: _Optional[bytes] = ..., next: _Optional[_Union[NextHopBody, _Mapping]] = ..., adapter: _Optional[bytes] = ...) -> None: ...
 
 class EndpointBody(_message.Message):
     __slots__ = ("host", "port", "fingerprint")
@@ -145,7 +147,7 @@ class StatusBody(_message.Message):
     def __init__(self, done_sequence: _Optional[int] = ..., num_replayed: _Optional[int] = ...) -> None: ...
 
 class PassBody(_message.Message):
-    __slots__ = ("kind", "model_id", "span_start", "span_stop", "num_rows", "num_tokens", "dtype", "prompt_rows", "prompt_tokens")
+    __slots__ = ("kind", "model_id", "span_start", "span_stop", "num_rows", "num_tokens", "dtype", "prompt_rows", "prompt_tokens", "adapters", "adapter_vectors")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_START_FIELD_NUMBER: _ClassVar[int]
@@ -155,6 +157,8 @@ class PassBody(_message.Message):
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PROMPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_VECTORS_FIELD_NUMBER: _ClassVar[int]
     kind: int
     model_id: str
     span_start: int
@@ -164,7 +168,43 @@ class PassBody(_message.Message):
     dtype: int
     prompt_rows: int
     prompt_tokens: int
-    def __init__(self, kind: _Optional[int] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    adapters: _containers.RepeatedCompositeFieldContainer[AdapterRowsBody]
+    adapter_vectors: int
+    def __init__(self, kind: _Optional[int] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterRowsBody, _Mapping]]] = ..., adapter_vectors: _Optional[int] = ...) -> None: ...
+
+class AdapterRowsBody(_message.Message):
+    __slots__ = ("adapter", "num_rows")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    NUM_ROWS_FIELD_NUMBER: _ClassVar[int]
+    adapter: bytes
+    num_rows: int
+    def __init__(self, adapter: _Optional[bytes] = ..., num_rows: _Optional[int] = ...) -> None: ...
+
+class AdapterHeadBody(_message.Message):
+    __slots__ = ("adapter", "config", "num_bytes", "is_published", "replaces")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
+    IS_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
+    REPLACES_FIELD_NUMBER: _ClassVar[int]
+    adapter: bytes
+    config: bytes
+    num_bytes: int
+    is_published: bool
+    replaces: bytes
+    def __init__(self, adapter: _Optional[bytes] = ..., config: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., is_published: _Optional[bool] = ..., replaces: _Optional[bytes] = ...) -> None: ...
+
+class AdapterPieceBody(_message.Message):
+    __slots__ = ("data",)
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    data: bytes
+    def __init__(self, data: _Optional[bytes] = ...) -> None: ...
+
+class AdapterKeptBody(_message.Message):
+    __slots__ = ("keep_seconds",)
+    KEEP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    keep_seconds: float
+    def __init__(self, keep_seconds: _Optional[float] = ...) -> None: ...
 
 class PassedBody(_message.Message):
     __slots__ = ("queue_seconds", "compute_seconds")

@@ -9,8 +9,22 @@ from shoal.protocol import limits
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
 from shoal.protocol.frames import HEADER_BYTES, Kind
-from shoal.protocol.ids import Capability, ClientToken, ModelId, PassId, PeerId, SessionId
+from shoal.protocol.ids import (
+    NO_ADAPTER,
+    AdapterId,
+    Capability,
+    ClientToken,
+    ModelId,
+    PassId,
+    PeerId,
+    SessionId,
+    UploadId,
+)
 from shoal.protocol.messages import (
+    AdapterHead,
+    AdapterKept,
+    AdapterPiece,
+    AdapterRows,
     Admit,
     Attach,
     Close,
@@ -93,6 +107,11 @@ PASS_ID = PassId(SessionId(bytes(range(1, 17))))
 PASS = Pass(PASS_ID, PassKind.FORWARD, MODEL, Span(2, 5), 2, 7, WireDtype.BF16)
 PIECE = PassPiece(PASS_ID, Slot.GRADIENTS, 3, make_tensor(1, 2, 8))
 WELCOME = Welcome(1, "shoal", PeerId("12D3KooW"), MODEL, Span(0, 4), 1_700_000_000.25)
+ADAPTER = AdapterId(b"the digest of two files of peft!")
+HEAD = AdapterHead(UploadId(SessionId(bytes(range(2, 18)))), ADAPTER, b"{}", 5000)
+ADAPTED = replace(
+    PASS, kind=PassKind.BACKWARD, adapters=(AdapterRows(ADAPTER, 1), AdapterRows(NO_ADAPTER, 1))
+)
 OFFER = Offer(PeerId("12D3KooW"), True, bytes(range(64)))
 
 HONEST: list[Message] = [
@@ -175,6 +194,16 @@ HONEST: list[Message] = [
     replace(PIECE, slot=Slot.HIDDEN, offset=0, tensor=make_tensor(1, 4096, 2, WireDtype.INT8)),
     replace(PIECE, slot=Slot.PROMPTS, offset=limits.MAX_PASS_PROMPTS - 1),
     Passed(PASS_ID, 0.0, 1234.5),
+    replace(OPEN, adapter=ADAPTER),
+    ADAPTED,
+    replace(ADAPTED, adapter_vectors=limits.MAX_PASS_ADAPTERS),
+    replace(ADAPTED, num_rows=256, adapters=(AdapterRows(ADAPTER, 1),) * 256),
+    HEAD,
+    replace(HEAD, num_bytes=limits.MAX_ADAPTER_BYTES, is_published=True, replaces=ADAPTER),
+    replace(HEAD, config=bytes(limits.MAX_ADAPTER_CONFIG_BYTES)),
+    AdapterPiece(HEAD.upload_id, 0, b"\x00"),
+    AdapterPiece(HEAD.upload_id, limits.MAX_ADAPTER_BYTES - 1, bytes(49152)),
+    AdapterKept(HEAD.upload_id, 300.0),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
 ]
 ONE_OF_EACH: dict[Kind, Message] = {
@@ -200,6 +229,9 @@ ONE_OF_EACH: dict[Kind, Message] = {
     Kind.PASS: PASS,
     Kind.PASS_PIECE: PIECE,
     Kind.PASSED: Passed(PASS_ID, 0.25, 0.5),
+    Kind.ADAPTER_HEAD: HEAD,
+    Kind.ADAPTER_PIECE: AdapterPiece(HEAD.upload_id, 48, b"some bytes"),
+    Kind.ADAPTER_KEPT: AdapterKept(HEAD.upload_id, 300.0),
 }
 
 

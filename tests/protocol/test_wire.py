@@ -6,6 +6,9 @@ from dataclasses import replace
 
 import pytest
 from wire_messages import (
+    ADAPTED,
+    ADAPTER,
+    HEAD,
     HONEST,
     ONE_OF_EACH,
     OPEN,
@@ -23,8 +26,20 @@ from wire_messages import (
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, LocalProtocolError
 from shoal.protocol.frames import HEADER_BYTES, Kind
-from shoal.protocol.ids import ClientToken, ModelId, PassId, PeerId, SessionId
+from shoal.protocol.ids import (
+    NO_ADAPTER,
+    AdapterId,
+    ClientToken,
+    ModelId,
+    PassId,
+    PeerId,
+    SessionId,
+    UploadId,
+)
 from shoal.protocol.messages import (
+    AdapterKept,
+    AdapterPiece,
+    AdapterRows,
     Close,
     Declined,
     Gap,
@@ -33,6 +48,7 @@ from shoal.protocol.messages import (
     Opened,
     Output,
     Passed,
+    PassKind,
     Queued,
     Step,
 )
@@ -181,6 +197,26 @@ DISHONEST: list[Message] = [
     replace(PIECE, offset=-1),
     Passed(PASS_ID, -1.0, 0.0),
     Passed(PASS_ID, 0.0, float("nan")),
+    replace(OPEN, adapter=AdapterId(bytes(31))),
+    replace(ADAPTED, adapters=(AdapterRows(ADAPTER, 1),)),
+    replace(ADAPTED, adapters=(AdapterRows(ADAPTER, 3),)),
+    replace(ADAPTED, adapters=(AdapterRows(ADAPTER, 2), AdapterRows(ADAPTER, 0))),
+    replace(ADAPTED, adapters=(AdapterRows(AdapterId(b"short"), 2),)),
+    replace(ADAPTED, adapter_vectors=limits.MAX_PASS_ADAPTERS + 1),
+    replace(ADAPTED, kind=PassKind.FORWARD, adapter_vectors=1),
+    replace(PASS, kind=PassKind.BACKWARD, adapter_vectors=1),
+    replace(HEAD, adapter=NO_ADAPTER),
+    replace(HEAD, replaces=AdapterId(b"short")),
+    replace(HEAD, num_bytes=0),
+    replace(HEAD, num_bytes=limits.MAX_ADAPTER_BYTES + 1),
+    replace(HEAD, config=b""),
+    replace(HEAD, config=bytes(limits.MAX_ADAPTER_CONFIG_BYTES + 1)),
+    replace(HEAD, upload_id=UploadId(SessionId(bytes(16)))),
+    AdapterPiece(HEAD.upload_id, 0, b""),
+    AdapterPiece(HEAD.upload_id, -1, b"x"),
+    AdapterPiece(HEAD.upload_id, limits.MAX_ADAPTER_BYTES, b"x"),
+    AdapterPiece(HEAD.upload_id, 0, bytes(limits.MAX_CONTROL_BYTES + 1)),
+    AdapterKept(HEAD.upload_id, float("nan")),
 ]
 
 

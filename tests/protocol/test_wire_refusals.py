@@ -41,7 +41,7 @@ from shoal.protocol.wire import decode_frame, encode_frame
         {"version": 2},
         {"version": 255},
         {"kind": 0},
-        {"kind": 23},
+        {"kind": max(Kind) + 1},
         {"kind": 255},
         *({"flags": 1 << bit} for bit in range(3, 16)),
         {"flags": 0xFFFF},
