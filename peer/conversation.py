@@ -19,6 +19,8 @@ from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, Unav
 from ..protocol.fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from ..protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ..protocol.messages import (
+    AdapterHead,
+    AdapterPiece,
     Attach,
     Close,
     Hello,
@@ -225,7 +227,7 @@ class Conversation:
             self._take_step(message)
         elif isinstance(message, Open):
             await self._open(message)
-        elif isinstance(message, Pass | PassPiece):
+        elif isinstance(message, Pass | PassPiece | AdapterHead | AdapterPiece):
             self._passes.take(message, self.holder)
         elif isinstance(message, Close):
             self._close(message.session)

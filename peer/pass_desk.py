@@ -11,12 +11,23 @@ from typing import TYPE_CHECKING
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.ids import PassId
-from ..protocol.messages import Pass, Passed, PassKind, PassPiece, Queued
+from ..protocol.messages import (
+    AdapterHead,
+    AdapterPiece,
+    Pass,
+    Passed,
+    PassKind,
+    PassPiece,
+    Queued,
+)
 from ..protocol.passes import PiecesReader, list_answer_slots, list_question_slots
 from ..protocol.wire import encode_frame
+from .adapter_desk import AdapterDesk
 from .answer_queue import AnswerQueue
 from .answers import encode_refusal
+from .engine.adapters import Adapter
 from .engine.pass_queue import ComputedPass
+from .pass_adapters import check_adapters, find_adapters
 from .pass_work import run_pass
 
 if TYPE_CHECKING:
@@ -45,11 +56,12 @@ class _Asked:
     holder: Holder
     reader: PiecesReader
     num_bytes: int
+    adapters: tuple[Adapter | None, ...]
     computing: asyncio.Future[ComputedPass] | None = None
 
 
 class PassDesk:
-    """Takes one pass at a time from a stream.
+    """Takes one pass at a time from a stream, and the adapters that passes name.
 
     The memory that the pass needs on its way is counted as a whole when it is asked for.
     """
@@ -61,6 +73,7 @@ class PassDesk:
         self._refused: PassId | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the next sign, or of the upload's end
         self._active_at = service.clock.now()
+        self._adapters = AdapterDesk(service, answers)
 
     @property
     def active_at(self) -> float:
@@ -69,13 +82,16 @@ class PassDesk:
         """
         if self._asked is not None and self._asked.computing is not None:
             return self._service.clock.now()
-        return self._active_at
+        return max(self._active_at, self._adapters.active_at)
 
-    def take(self, message: Pass | PassPiece, holder: Holder) -> None:
-        """Begin a pass, or answer why not; or take the next piece of one.
+    def take(self, message: Pass | PassPiece | AdapterHead | AdapterPiece, holder: Holder) -> None:
+        """Begin a pass, or answer why not; or take the next piece of one. Or of an adapter.
 
         Raises RemoteProtocolError where neither belongs there.
         """
+        if isinstance(message, AdapterHead | AdapterPiece):
+            self._adapters.take(message, holder)
+            return
         if isinstance(message, PassPiece):
             self._take_piece(message)
             return
@@ -90,7 +106,8 @@ class PassDesk:
         self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, asked)
 
     def end(self) -> None:
-        """Drop the pass: nobody is left to read its answer."""
+        """Drop the pass: nobody is left to read its answer. Or to bring the rest of an adapter."""
+        self._adapters.end()
         asked = self._asked
         if asked is None:
             return
@@ -126,7 +143,9 @@ class PassDesk:
                 ErrorCode.TOO_LONG,
                 f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
             )
+        adapters = find_adapters(message, service.adapters, holder)
         width = engine.spec.hidden_size
+        num_adapter_bytes = check_adapters(message, adapters, width)
         slots = list_question_slots(message)
         num_vectors = sum(slots.values()) + sum(list_answer_slots(message).values())
         num_bytes = num_vectors * width * _FLOAT_BYTES
@@ -136,6 +155,7 @@ class PassDesk:
             message.num_tokens,
             is_backward=message.kind is PassKind.BACKWARD,
         )
+        needed_bytes += num_adapter_bytes
         if num_bytes > MAX_PASS_BYTES or needed_bytes > service.read_free_bytes():
             raise RefusedError(
                 ErrorCode.OUT_OF_MEMORY,
@@ -145,7 +165,7 @@ class PassDesk:
         service.passes.check_room_for(holder, num_bytes)
         service.passes.count(holder, num_bytes)
         service.num_passes += 1
-        return _Asked(message, holder, PiecesReader(slots, width), num_bytes)
+        return _Asked(message, holder, PiecesReader(slots, width), num_bytes, adapters)
 
     def _refuse(self, pass_id: PassId, error: RefusedError) -> None:
         self._refused = pass_id  # whose pieces are on their way already
@@ -159,7 +179,7 @@ class PassDesk:
 
     def _compute(self, asked: _Asked) -> None:
         message = asked.message
-        run = partial(run_pass, self._service.engine, message, asked.reader.tensors)
+        run = partial(run_pass, self._service.engine, message, asked.reader.tensors, asked.adapters)
         num_tokens = message.num_rows * message.num_tokens * len(message.span)
         asked.computing = self._service.compute.submit_pass(run, num_tokens, asked.holder)
         asked.computing.add_done_callback(partial(self._answer, asked))

@@ -9,17 +9,22 @@ from torch import Tensor
 
 from ..kernels.compress import decode_as, encode_as
 from ..protocol.messages import Pass, PassKind, PassPiece, Slot
-from ..protocol.passes import cut_vectors
+from ..protocol.passes import choose_answer_dtype, cut_vectors
 from ..protocol.tensors import WireCodec, WireTensor
 from ..protocol.wire import encode_frame
 from .engine.engine import Engine
 from .engine.pass_queue import GiveWay
 from .engine.passes import PassWork
+from .pass_adapters import Adapters, join_gradients
 from .step_work import check_fits
 
 
 def run_pass(
-    engine: Engine, message: Pass, tensors: dict[Slot, list[WireTensor]], give_way: GiveWay
+    engine: Engine,
+    message: Pass,
+    tensors: dict[Slot, list[WireTensor]],
+    adapters: Adapters,
+    give_way: GiveWay,
 ) -> list[bytes]:
     """Return the frames that answer a pass, but for the last; empties `tensors`.
 
@@ -27,7 +32,9 @@ def run_pass(
     """
     shape = (message.num_rows, message.num_tokens, engine.spec.hidden_size)
     hidden_BTH = _join(tensors.pop(Slot.HIDDEN), give_way).view(shape)
-    work = PassWork(message.span, hidden_BTH, _read_prompts(message, tensors, give_way))
+    prompts = _read_prompts(message, tensors, give_way)
+    wants_adapters = message.adapter_vectors > 0
+    work = PassWork(message.span, hidden_BTH, prompts, adapters, wants_adapters)
     if message.kind is PassKind.FORWARD:
         return _encode(message, Slot.HIDDEN, engine.run_forward(work, give_way), give_way)
     grads_BTH = _join(tensors.pop(Slot.GRADIENTS), give_way).view(shape)
@@ -35,6 +42,9 @@ def run_pass(
     frames = _encode(message, Slot.HIDDEN, gradients.hidden_BTH, give_way)
     if gradients.prompts_LBPH is not None:
         frames += _encode(message, Slot.PROMPTS, gradients.prompts_LBPH, give_way)
+    if wants_adapters:
+        vectors = join_gradients(adapters, gradients.adapters, engine.spec.hidden_size)
+        frames += _encode(message, Slot.ADAPTERS, vectors, give_way)
     return frames
 
 
@@ -59,7 +69,7 @@ def _join(pieces: Sequence[WireTensor], give_way: GiveWay) -> Tensor:
 def _encode(message: Pass, slot: Slot, tensor: Tensor, give_way: GiveWay) -> list[bytes]:
     """Return the frames of a slot's pieces."""
     width = tensor.shape[-1]
-    vectors_NH, dtype = tensor.reshape(-1, width), message.dtype
+    vectors_NH, dtype = tensor.reshape(-1, width), choose_answer_dtype(message, slot)
     check_fits(vectors_NH, dtype)
     frames: list[bytes] = []
     for part in cut_vectors(len(vectors_NH), dtype, width):

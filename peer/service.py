@@ -10,6 +10,7 @@ from ..protocol.ids import ModelId, PeerId, SessionId
 from ..protocol.messages import Offer
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Stream
+from .adapter_shelf import AdapterShelf
 from .admission import Admission
 from .conversation import Conversation
 from .engine.compute_thread import ComputeThread
@@ -65,10 +66,12 @@ class Service:
     streams: set[Conversation] = field(default_factory=set)
     admission: Admission = field(init=False)
     ways: Ways = field(init=False)
+    adapters: AdapterShelf = field(init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self.admission = Admission(self)
+        self.adapters = AdapterShelf(self.clock)
         logged = SharedBytes(MAX_LOGGED_BYTES, times_free=3)
         self.ways = Ways(self.neighbours, self.pending, logged)
 

@@ -4,16 +4,11 @@ from collections.abc import Iterator, Mapping
 
 from . import limits
 from .errors import RemoteProtocolError
-from .ids import UploadId
-from .messages import AdapterPiece, Pass, PassKind, PassPiece, Slot
+from .messages import Pass, PassKind, PassPiece, Slot
 from .tensors import WireDtype, WireTensor, compute_num_bytes
 
 _PIECE_BYTES = 4 * 2**20
 """What a piece has at most: pieces of several streams share a connection's way."""
-
-
-_ADAPTER_PIECE_BYTES = 48 * 2**10
-"""What a piece of an adapter has, but for the last one."""
 
 
 def list_question_slots(asked: Pass) -> dict[Slot, int]:
@@ -65,12 +60,6 @@ def _count_vectors(dtype: WireDtype, width: int) -> int:
     return max(
         1, min(_PIECE_BYTES // compute_num_bytes(dtype, 1, 1, width), limits.MAX_STEP_TOKENS)
     )
-
-
-def cut_adapter(upload_id: UploadId, tensors: bytes) -> Iterator[AdapterPiece]:
-    """Yield the safetensors of an adapter in pieces."""
-    for offset in range(0, len(tensors), _ADAPTER_PIECE_BYTES):
-        yield AdapterPiece(upload_id, offset, tensors[offset : offset + _ADAPTER_PIECE_BYTES])
 
 
 class PiecesReader:

@@ -76,6 +76,18 @@ class Adapter:
     rank: int
     parts: Mapping[Place, tuple[AdapterPart, ...]]
 
+    def cut(self, span: Span) -> Adapter:
+        """Return what belongs to some of the blocks."""
+        return Adapter(
+            self.rank, {place: parts for place, parts in self.parts.items() if place[0] in span}
+        )
+
+    @property
+    def num_numbers(self) -> int:
+        """How many numbers its matrices have."""
+        parts = [part for place in self.parts.values() for part in place]
+        return sum(part.down_RI.numel() + part.up_OR.numel() for part in parts)
+
     @property
     def num_bytes(self) -> int:
         """Memory of its matrices."""

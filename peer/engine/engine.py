@@ -19,13 +19,15 @@ from ...kernels.rotary import RotaryTable
 from ...kernels.select import describe_kernels
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
 from ...protocol.fair_share import Holder
+from ...protocol.limits import MAX_ADAPTER_BYTES
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
+from .adapters import Adapter, read_adapter
 from .block_cache import BlockCache
 from .cuda_device import choose_device
 from .decode_graphs import ROW_COUNTS, DecodeGraphs
 from .device import Device
-from .families import read_spec
+from .families import FAMILIES, read_spec
 from .heap import keep_large_tensors_apart
 from .kv_cache import SessionCache
 from .kv_memory import PAGE_TOKENS
@@ -35,7 +37,7 @@ from .numerics import Numerics
 from .passes import GiveWay, Gradients, Passes, PassWork
 from .rows import RowRange, Segments
 from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
-from .spec import ModelShape
+from .spec import ModelShape, ModelSpec
 from .steps import AcceptedStep, StepWork, cut_stretches, lay_out
 
 
@@ -145,6 +147,19 @@ class Engine:
                 f"the model handles {self.spec.max_positions} tokens, not {max_tokens}",
             )
         return self.pool.open(num_rows, max_tokens, span, holder, kv_format)
+
+    def read_adapter(self, config: bytes, tensors: bytes) -> Adapter:
+        """Return what an adapter has for the span; raises RefusedError that says what is wrong."""
+        family = FAMILIES.get(self.spec.family)
+        if family is None or not isinstance(self.spec, ModelSpec):
+            raise RefusedError(
+                ErrorCode.BAD_VALUES,
+                f"models of type {self.spec.family!r} run through transformers here, where "
+                "adapters are not applied",
+            )
+        return read_adapter(
+            config, tensors, self.spec, family, self.span, MAX_ADAPTER_BYTES + len(config)
+        )
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> torch.Tensor:
         """Return what texts become without a cache, [B, T, H]; raises RefusedError.

@@ -49,13 +49,15 @@ class PassWork:
 
     `prompts_LBPH[l]` is added to the first P tokens of the input of block `l` of the span; a B of
     one stands for all rows. Tensors may be of any float dtype. `adapters` has one for each row, or
-    None, or is empty for rows without.
+    None, or is empty for rows without; what their matrices' gradients are is computed if
+    `wants_adapters`.
     """
 
     span: Span
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None
     adapters: tuple[Adapter | None, ...] = ()
+    wants_adapters: bool = True
 
 
 @dataclass(frozen=True)
@@ -182,7 +184,7 @@ class Passes:
         rows = self._lay_out(work, give_way)
         hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH), self._bring_prompts(work)
         blocks = self._find_blocks(work)
-        adapters = self._open_adapters(work, has_gradients=True)
+        adapters = self._open_adapters(work, has_gradients=work.wants_adapters)
         adapted = [
             replace(rows, adapters=adapters.bind(index, block.linears))
             for index, block in enumerate(blocks, work.span.start)
@@ -205,8 +207,8 @@ class Passes:
         if prompt_grads_LBPH is not None:
             prompt_grads_LBPH = self._fetch(prompt_grads_LBPH, prompt_grads_LBPH.shape)
         adapter_grads = {
-            adapter: {name: self._fetch(grad, grad.shape) for name, grad in grads.items()}
-            for adapter, grads in adapters.collect().items()
+            adapter: {name: _fetch_matrix(name, grad) for name, grad in grads.items()}
+            for adapter, grads in (adapters.collect() if work.wants_adapters else {}).items()
         }
         return Gradients(hidden_grads_BTH, prompt_grads_LBPH, adapter_grads)
 
@@ -245,6 +247,12 @@ class Passes:
         if not has_only_finite(result):
             raise _make_refusal("these hidden states or gradients make the blocks overflow")
         return result.view(shape).cpu()
+
+
+def _fetch_matrix(name: str, grads: Tensor) -> Tensor:
+    if not has_only_finite(grads):
+        raise _make_refusal(f"the gradients of {name} are not finite")
+    return grads.cpu()
 
 
 def _make_refusal(detail: str) -> RefusedError:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from pass_talk import GRADIENTS, PROMPTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import (
     HIDDEN,
-    MODEL_ID,
     SPAN,
     Peer,
-    Talk,
     assert_declined,
     draw_hidden,
     expect_output,
@@ -24,7 +23,6 @@ from service_scene import (
 )
 from torch import Tensor
 
-from shoal.kernels.compress import DTYPES, decode_tensor, encode_tensor
 from shoal.peer import pass_desk
 from shoal.peer.answer_queue import AnswerQueue
 from shoal.peer.engine.engine import Engine
@@ -34,51 +32,11 @@ from shoal.peer.pass_desk import PassDesk
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Holder
-from shoal.protocol.ids import ModelId, PassId, SessionId
-from shoal.protocol.messages import Pass, Passed, PassKind, PassPiece, Queued, Slot
-from shoal.protocol.passes import cut_vectors
+from shoal.protocol.ids import ModelId
+from shoal.protocol.messages import Passed, PassKind, PassPiece, Queued, Slot
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.tensors import WireDtype
 from shoal.protocol.wire import decode_frame
-
-ROWS, TOKENS = 2, 7
-TEXTS = draw_hidden(1, ROWS, TOKENS)
-GRADIENTS = draw_hidden(2, ROWS, TOKENS)
-PROMPTS = draw_hidden(3, 2, 3)[:, None]  # for two blocks, all rows the same
-
-
-def make_pass(number: int = 1, **changes: Any) -> Pass:
-    pass_id = PassId(SessionId(bytes([number]) * 16))
-    asked = Pass(pass_id, PassKind.FORWARD, MODEL_ID, SPAN, ROWS, TOKENS, WireDtype.FP32)
-    return replace(asked, **changes)
-
-
-def cut(asked: Pass, slot: Slot, tensor: Tensor) -> Iterator[PassPiece]:
-    vectors = tensor.reshape(-1, HIDDEN)
-    for part in cut_vectors(len(vectors), WireDtype.FP32, HIDDEN):
-        data = encode_tensor(vectors[part.start : part.stop])
-        wire = WireTensor(WireDtype.FP32, WireCodec.RAW, 1, len(part), HIDDEN, data)
-        yield PassPiece(asked.pass_id, slot, part.start, wire)
-
-
-async def ask(talk: Talk, asked: Pass, **tensors: Tensor) -> list[Any]:
-    """Send a whole pass; return everything that is answered, without the signs of life."""
-    await talk.say(asked)
-    for name, tensor in tensors.items():
-        await talk.say(*cut(asked, Slot[name], tensor))
-    answers: list[Any] = []
-    while not answers or isinstance(answers[-1], PassPiece):
-        message = await talk.hear()
-        if not isinstance(message, Queued):
-            answers.append(message)
-    return answers
-
-
-def join(answers: list[Any], slot: Slot, *shape: int) -> Tensor:
-    pieces = [one for one in answers if isinstance(one, PassPiece) and one.slot is slot]
-    tensors = [one.tensor for one in pieces]
-    decoded = [decode_tensor(t.data, DTYPES[t.dtype.name], t.shape)[0] for t in tensors]
-    return torch.cat(decoded).view(*shape)
 
 
 async def assert_still_serves(peer: Peer) -> None:

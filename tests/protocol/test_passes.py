@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from wire_messages import ADAPTED, HEAD, PASS, PASS_ID
+from wire_messages import ADAPTED, PASS, PASS_ID
 
 from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
@@ -11,13 +11,11 @@ from shoal.protocol.messages import PassKind, PassPiece, Slot
 from shoal.protocol.passes import (
     PiecesReader,
     choose_answer_dtype,
-    cut_adapter,
     cut_vectors,
     list_answer_slots,
     list_question_slots,
 )
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
-from shoal.protocol.wire import decode_frame, encode_frame
 
 WIDTH = 1024
 NUM_VECTORS = 2500  # three pieces in bfloat16
@@ -62,16 +60,6 @@ def test_gradients_of_adapters_keep_the_range_of_float32(dtype: WireDtype) -> No
 
     assert choose_answer_dtype(asked, Slot.HIDDEN) is dtype
     assert choose_answer_dtype(asked, Slot.ADAPTERS) in (WireDtype.FP32, WireDtype.BF16)
-
-
-@pytest.mark.parametrize("num_bytes", [1, 48 * 2**10, 100_000])
-def test_adapter_is_the_same_in_pieces(num_bytes: int) -> None:
-    data = bytes(range(256)) * 400
-    pieces = list(cut_adapter(HEAD.upload_id, data[:num_bytes]))
-
-    assert b"".join(piece.data for piece in pieces) == data[:num_bytes]
-    assert [piece.offset for piece in pieces] == [*range(0, num_bytes, 48 * 2**10)]
-    assert all(decode_frame(encode_frame(piece)) == piece for piece in pieces)
 
 
 @pytest.mark.parametrize("dtype", WireDtype)

@@ -1,0 +1,146 @@
+"""Adapters that a client brings on one stream: pieces come in, and are read when all are here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..protocol.adapters import AdapterReader
+from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
+from ..protocol.fair_share import BUSY_SECONDS, Holder
+from ..protocol.ids import UploadId, make_adapter_id
+from ..protocol.messages import AdapterHead, AdapterKept, AdapterPiece
+from ..protocol.wire import encode_frame
+from .adapter_shelf import KEEP_SECONDS
+from .answer_queue import AnswerQueue
+from .answers import encode_refusal
+from .engine.adapters import Adapter
+from .engine.engine import Engine
+
+if TYPE_CHECKING:
+    from .service import Service
+
+_logger = logging.getLogger(__name__)
+
+_UPLOAD_SECONDS = 300.0
+"""How long an adapter may be on its way: the largest one needs 215 seconds at 2.5 megabits a
+second."""
+
+
+@dataclass
+class _Upload:
+    """An adapter on its way, from its head until it is kept or refused."""
+
+    head: AdapterHead
+    holder: Holder
+    reader: AdapterReader
+    reading: asyncio.Future[Adapter] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return len(self.head.config) + self.head.num_bytes
+
+
+class AdapterDesk:
+    """Takes one adapter at a time from a stream. Its memory is counted from the head on."""
+
+    def __init__(self, service: Service, answers: AnswerQueue) -> None:
+        self._service = service
+        self._answers = answers
+        self._upload: _Upload | None = None
+        self._refused: UploadId | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self.active_at = service.clock.now()
+
+    def take(self, message: AdapterHead | AdapterPiece, holder: Holder) -> None:
+        """Begin with an adapter, or answer why not; or take the next piece of one.
+
+        Raises RemoteProtocolError where neither belongs there.
+        """
+        if isinstance(message, AdapterPiece):
+            self._take_piece(message)
+            return
+        if self._upload is not None:
+            raise RemoteProtocolError("a stream brings one adapter at a time")
+        try:
+            self._upload = upload = self._admit(message, holder)
+        except RefusedError as error:
+            self._refuse(message.upload_id, error)
+            return
+        self.active_at = self._service.clock.now()
+        self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, upload)
+
+    def end(self) -> None:
+        """Drop what has not come in full: nobody is left to bring the rest."""
+        if self._upload is not None and self._upload.reading is None:
+            self._forget(self._upload)
+
+    def _admit(self, head: AdapterHead, holder: Holder) -> _Upload:
+        service = self._service
+        if service.is_draining:
+            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+        num_freed = service.adapters.give_up(head.replaces, holder) if head.replaces else 0
+        upload = _Upload(head, holder, AdapterReader(head))
+        service.adapters.reserve(holder, upload.num_bytes, num_freed)
+        return upload
+
+    def _take_piece(self, piece: AdapterPiece) -> None:
+        upload = self._upload
+        if upload is None or piece.upload_id != upload.head.upload_id:
+            if piece.upload_id != self._refused:
+                raise RemoteProtocolError("a piece of an adapter that was not announced")
+            return
+        upload.reader.take(piece)
+        self.active_at = self._service.clock.now()
+        if upload.reader.is_complete:
+            self._stop_timer()
+            # To read some megabytes takes milliseconds, in which the event loop should not stand.
+            read = partial(_read, self._service.engine, upload.head, upload.reader.join())
+            upload.reading = self._service.compute.call(read)
+            upload.reading.add_done_callback(partial(self._finish, upload))
+
+    def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter]) -> None:
+        """Keep the adapter, also when the stream is over by now: others may be there."""
+        head, error = upload.head, reading.exception()
+        self._upload, self.active_at = None, self._service.clock.now()
+        if error is None:
+            self._service.adapters.put(
+                head.adapter, reading.result(), upload.holder, upload.num_bytes, head.is_published
+            )
+            self._answers.put(encode_frame(AdapterKept(head.upload_id, KEEP_SECONDS)))
+            return
+        self._service.adapters.release(upload.holder, upload.num_bytes)
+        if not isinstance(error, RefusedError):
+            _logger.error("an adapter could not be read: %r", error)
+            error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
+        self._refuse(head.upload_id, error)
+
+    def _give_up(self, upload: _Upload) -> None:
+        """Refuse an adapter that is on its way for too long."""
+        self._forget(upload)
+        detail = f"the adapter did not come within {_UPLOAD_SECONDS:.0f} s"
+        error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, detail)
+        self._refuse(upload.head.upload_id, error)
+
+    def _refuse(self, upload_id: UploadId, error: RefusedError) -> None:
+        self._refused = upload_id  # whose pieces are on their way already
+        self._answers.put(encode_refusal(upload_id, 0, error))
+
+    def _forget(self, upload: _Upload) -> None:
+        self._stop_timer()
+        self._upload, self.active_at = None, self._service.clock.now()
+        self._service.adapters.release(upload.holder, upload.num_bytes)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _read(engine: Engine, head: AdapterHead, tensors: bytes) -> Adapter:
+    """Return the adapter of two files that are what they are called; raises RefusedError."""
+    if make_adapter_id(head.config, tensors) != head.adapter:
+        raise RefusedError(ErrorCode.BAD_VALUES, "the adapter is not what its digest says")
+    return engine.read_adapter(head.config, tensors)

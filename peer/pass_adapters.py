@@ -1,0 +1,70 @@
+"""The adapters that a pass names: found, checked, and their gradients as vectors for the wire.
+
+Tensor suffixes: N vectors, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..protocol.errors import ErrorCode, RefusedError
+from ..protocol.fair_share import Holder
+from ..protocol.messages import Pass
+from .adapter_shelf import AdapterShelf
+from .engine.adapters import Adapter
+
+Adapters = tuple[Adapter | None, ...]
+"""One for each row, or none at all."""
+
+_FLOAT_BYTES = 4
+
+
+def find_adapters(message: Pass, shelf: AdapterShelf, holder: Holder) -> Adapters:
+    """Return what the adapters of a pass have for its blocks, row by row.
+
+    Raises RefusedError with UNKNOWN_ADAPTER: whoever has it may bring it again.
+    """
+    names = dict.fromkeys(run.adapter for run in message.adapters if run.adapter)
+    found = {name: shelf.find(name, holder).adapter.cut(message.span) for name in names}
+    return tuple(found.get(run.adapter) for run in message.adapters for _ in range(run.num_rows))
+
+
+def check_adapters(message: Pass, adapters: Adapters, width: int) -> int:
+    """Return the bytes that a pass needs for its adapters.
+
+    Raises RefusedError when their gradients do not fill as many vectors as the client expects.
+    """
+    if not message.adapter_vectors:
+        return 0
+    num_numbers = sum(adapter.num_numbers for adapter in _list(adapters))
+    if -(-num_numbers // width) != message.adapter_vectors:
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            f"the gradients of these adapters are {num_numbers} numbers for blocks {message.span}, "
+            f"which do not fill {message.adapter_vectors} vectors of {width}",
+        )
+    return 2 * num_numbers * _FLOAT_BYTES  # copies of the matrices, and their gradients
+
+
+def join_gradients(
+    adapters: Adapters, gradients: Mapping[Adapter, Mapping[str, Tensor]], width: int
+) -> Tensor:
+    """Return gradients one behind the other, [N, H]: by adapter, as rows name them, and by name.
+
+    The last vector is filled up with zeros.
+    """
+    flat = [
+        matrix.reshape(-1)
+        for adapter in _list(adapters)
+        for _, matrix in sorted(gradients[adapter].items())
+    ]
+    joined = torch.cat(flat)
+    return F.pad(joined, (0, -len(joined) % width)).view(-1, width)
+
+
+def _list(adapters: Adapters) -> Sequence[Adapter]:
+    return [adapter for adapter in dict.fromkeys(adapters) if adapter is not None]

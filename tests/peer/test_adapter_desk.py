@@ -1,0 +1,382 @@
+"""Adapters at a peer's door: kept and shared fairly, found by who may, refused by name, let go."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, join, make_pass
+from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
+from torch import Tensor
+
+from shoal.peer import adapter_shelf
+from shoal.peer.adapter_shelf import KEEP_SECONDS
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.passes import PassWork
+from shoal.protocol import limits
+from shoal.protocol.adapters import cut_adapter
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.ids import (
+    NO_ADAPTER,
+    AdapterId,
+    ClientToken,
+    SessionId,
+    UploadId,
+    make_adapter_id,
+)
+from shoal.protocol.messages import (
+    AdapterHead,
+    AdapterKept,
+    AdapterRows,
+    Passed,
+    PassKind,
+    Slot,
+    Welcome,
+)
+from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.tensors import WireDtype
+
+RANK = 3
+CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}
+PATH = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+ALICE, BOB = ClientToken(b"the name of Anna"), ClientToken(b"the name of Bert")
+
+
+def draw_matrices(seed: int = 1, blocks: tuple[int, ...] = (1, 2)) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        PATH.format(block, letter): 0.3 * torch.randn(*shape, generator=generator)
+        for block in blocks
+        for letter, shape in (("A", (RANK, HIDDEN)), ("B", (HIDDEN, RANK)))
+    }
+
+
+def pack(
+    matrices: Mapping[str, Tensor] | bytes | None = None, config: Mapping[str, Any] = CONFIG
+) -> tuple[bytes, bytes]:
+    if matrices is None:
+        matrices = draw_matrices()
+    data = matrices if isinstance(matrices, bytes) else safetensors.torch.save(dict(matrices))
+    return json.dumps(config).encode(), data
+
+
+def make_head(files: tuple[bytes, bytes], number: int = 1, **changes: Any) -> AdapterHead:
+    config, tensors = files
+    upload_id = UploadId(SessionId(bytes([200 + number]) * 16))
+    head = AdapterHead(upload_id, make_adapter_id(config, tensors), config, len(tensors))
+    return replace(head, **changes)
+
+
+async def greet(peer: Peer, client: ClientToken = ALICE) -> Talk:
+    talk = await peer.dial()
+    assert isinstance(await talk.ask(replace(HELLO, max_version=4, client=client)), Welcome)
+    return talk
+
+
+async def bring(talk: Talk, files: tuple[bytes, bytes], **changes: Any) -> Any:
+    """Bring an adapter; return the answer."""
+    head = make_head(files, **changes)
+    await talk.say(head, *cut_adapter(head.upload_id, files[1]))
+    return await talk.hear()
+
+
+async def keep(talk: Talk, files: tuple[bytes, bytes], **changes: Any) -> AdapterId:
+    assert isinstance(await bring(talk, files, **changes), AdapterKept)
+    return make_head(files).adapter
+
+
+async def run_forward(talk: Talk, name: AdapterId, number: int = 1) -> Any:
+    """Ask for a pass whose rows have an adapter, which takes no time; return the last answer."""
+    asked = make_pass(number, adapters=(AdapterRows(name, ROWS),))
+    with VirtualClock().hold():
+        return (await ask(talk, asked, HIDDEN=TEXTS))[-1]
+
+
+def read(engine: Engine, files: tuple[bytes, bytes]) -> Any:
+    return engine.read_adapter(*files).cut(SPAN)
+
+
+def test_rows_have_their_adapters_and_gradients_come_back(engine: Engine) -> None:
+    files = pack(), pack(draw_matrices(2))
+
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        one, other = [await keep(talk, pair, number=n) for n, pair in enumerate(files)]
+        rows = (AdapterRows(other, 1), AdapterRows(NO_ADAPTER, 2), AdapterRows(one, 2))
+        texts, grads = draw_hidden(4, 5, TOKENS), draw_hidden(5, 5, TOKENS)
+        mine = [read(engine, pair) for pair in files]
+        work = PassWork(SPAN, texts, adapters=(mine[1], None, None, mine[0], mine[0]))
+        numbers = 2 * 2 * 2 * RANK * HIDDEN
+        asked = make_pass(num_rows=5, adapters=rows, adapter_vectors=numbers // HIDDEN)
+        there = await ask(talk, replace(asked, adapter_vectors=0), HIDDEN=texts)
+        back = await ask(
+            talk, replace(asked, kind=PassKind.BACKWARD), HIDDEN=texts, GRADIENTS=grads
+        )
+
+        output = engine.run_forward(work, lambda: None)
+        expected = engine.run_backward(work, grads, lambda: None)
+        assert torch.equal(join(there, Slot.HIDDEN, 5, TOKENS, HIDDEN), output)
+        assert torch.equal(join(back, Slot.HIDDEN, 5, TOKENS, HIDDEN), expected.hidden_BTH)
+        flat = [
+            expected.adapters[adapter][name].reshape(-1)
+            for adapter in (mine[1], mine[0])
+            for name in sorted(expected.adapters[adapter])
+        ]
+        assert torch.equal(join(back, Slot.ADAPTERS, numbers), torch.cat(flat))
+
+    run(engine, test)
+
+
+def test_gradients_that_nobody_wants_are_not_answered(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        rows = (AdapterRows(await keep(talk, pack()), ROWS),)
+        asked = make_pass(kind=PassKind.BACKWARD, adapters=rows)
+        answers = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
+
+        work = PassWork(SPAN, TEXTS, adapters=(read(engine, pack()),) * ROWS)
+        expected = engine.run_backward(work, GRADIENTS, lambda: None)
+        found = join(answers, Slot.HIDDEN, ROWS, TOKENS, HIDDEN)
+        assert torch.allclose(found, expected.hidden_BTH, atol=1e-6)
+        assert {one.slot for one in answers[:-1]} == {Slot.HIDDEN}
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("dtype", [WireDtype.FP16, WireDtype.INT8])
+def test_gradients_keep_their_range(engine: Engine, dtype: WireDtype) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        rows = (AdapterRows(await keep(talk, pack()), ROWS),)
+        vectors = 4 * RANK
+        asked = make_pass(
+            kind=PassKind.BACKWARD, adapters=rows, adapter_vectors=vectors, dtype=dtype
+        )
+        *_, piece, end = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
+        assert isinstance(end, Passed)
+        assert (piece.slot, piece.tensor.dtype) == (Slot.ADAPTERS, WireDtype.BF16)
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("vectors", [1, 4 * RANK - 1, 4 * RANK + 1, limits.MAX_PASS_ADAPTERS])
+def test_gradients_of_another_size_are_not_computed(engine: Engine, vectors: int) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        rows = (AdapterRows(await keep(talk, pack()), ROWS),)
+        asked = make_pass(kind=PassKind.BACKWARD, adapters=rows, adapter_vectors=vectors)
+        (answer,) = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
+        assert "do not fill" in assert_declined(answer, ErrorCode.BAD_VALUES).detail
+
+    run(engine, test)
+
+
+def test_private_adapter_is_for_whoever_brought_it_and_published_one_for_all(
+    engine: Engine,
+) -> None:
+    async def test(peer: Peer) -> None:
+        anna, bert = await greet(peer), await greet(peer, BOB)
+        far = await greet(peer.at_host("another host"))
+        name = await keep(anna, pack())
+        public = await keep(anna, pack(draw_matrices(2)), number=2, is_published=True)
+        for number, stranger in enumerate((bert, far), 1):
+            answer = await run_forward(stranger, name, number)
+            assert_declined(answer, ErrorCode.UNKNOWN_ADAPTER)
+            assert isinstance(await run_forward(stranger, public, number + 5), Passed)
+        another = await greet(peer)  # a stream of the same client
+        assert isinstance(await run_forward(another, name), Passed)
+
+    run(engine, test)
+
+
+def test_stranger_cannot_give_up_what_is_not_his(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        anna, bert = await greet(peer), await greet(peer, BOB)
+        name = await keep(anna, pack())
+        public = await keep(anna, pack(draw_matrices(3)), number=3, is_published=True)
+        await keep(bert, pack(draw_matrices(2)), replaces=name)
+        await keep(bert, pack(draw_matrices(4)), replaces=public)
+        assert isinstance(await run_forward(anna, name), Passed)
+        assert isinstance(await run_forward(anna, public, 2), Passed)
+
+    run(engine, test)
+
+
+def test_new_state_replaces_the_old_one(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        old = await keep(talk, pack())
+        held = peer.service.adapters.shared.used_bytes
+        new = await keep(talk, pack(draw_matrices(2)), replaces=old)
+
+        assert peer.service.adapters.shared.used_bytes == held
+        assert_declined(await run_forward(talk, old), ErrorCode.UNKNOWN_ADAPTER)
+        assert isinstance(await run_forward(talk, new, 2), Passed)
+
+    run(engine, test)
+
+
+def test_adapter_brought_twice_counts_once(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        await keep(talk, pack())
+        held = peer.service.adapters.shared.used_bytes
+        await keep(talk, pack(), number=2)
+
+        assert (peer.service.adapters.shared.used_bytes, len(peer.service.adapters)) == (held, 1)
+
+    run(engine, test)
+
+
+def test_adapter_expires_when_nobody_uses_it(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        answer = await bring(talk, pack())
+        assert answer.keep_seconds == KEEP_SECONDS
+        name = make_head(pack()).adapter
+        await talk.stream.close()
+        await asyncio.sleep(KEEP_SECONDS - 1)
+        assert isinstance(await run_forward(await greet(peer), name), Passed)
+        await asyncio.sleep(KEEP_SECONDS - 1)  # from when it was used
+        assert isinstance(await run_forward(await greet(peer), name), Passed)
+        await asyncio.sleep(KEEP_SECONDS + 1)
+        assert (len(peer.service.adapters), peer.service.adapters.shared.used_bytes) == (0, 0)
+        answer = await run_forward(await greet(peer), name)
+        assert_declined(answer, ErrorCode.UNKNOWN_ADAPTER)
+
+    run(engine, test)
+
+
+def test_client_that_disappears_leaves_nothing(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        matrices = {**draw_matrices(), "filler": torch.zeros(100_000)}
+        files = pack(matrices)
+        head = make_head(files)
+        first, *_ = cut_adapter(head.upload_id, files[1])
+        await talk.say(head, first)
+        await talk.wait_until_read()
+        assert peer.service.adapters.shared.used_bytes > 400_000
+        await talk.stream.close()
+        await asyncio.sleep(1)
+        assert peer.service.adapters.shared.used_bytes == 0
+
+    run(engine, test)
+
+
+def test_adapter_that_never_comes_in_full_is_given_up(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()  # whose session keeps the stream
+        files = pack({**draw_matrices(), "filler": torch.zeros(100_000)})
+        head = make_head(files)
+        await talk.say(head)
+        answer = await talk.hear()
+        assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
+        assert peer.service.adapters.shared.used_bytes == 0
+        await talk.say(*cut_adapter(head.upload_id, files[1]))  # too late, and passed over
+        await keep(talk, pack(), number=2)
+
+    run(engine, test)
+
+
+def test_quota_is_shared_between_clients(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = sum(map(len, pack()))
+    monkeypatch.setattr(adapter_shelf, "MAX_BYTES_OF_ADAPTERS", 8 * size)
+
+    async def test(peer: Peer) -> None:
+        anna, bert = await greet(peer), await greet(peer, BOB)
+        for number in range(4):  # of eight, three quarters for a host, and of these for a client
+            await keep(anna, pack(draw_matrices(number)), number=number)
+        answer = await bring(anna, pack(draw_matrices(5)), number=5)
+        refusal = assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
+        assert refusal.retry_after_seconds is not None
+        await keep(bert, pack())
+        far = await greet(peer.at_host("another host"))
+        await keep(far, pack())
+        # In place of an old one there is room.
+        old = make_head(pack(draw_matrices(0))).adapter
+        await keep(anna, pack(draw_matrices(6)), number=6, replaces=old)
+
+        monkeypatch.setattr(adapter_shelf, "MAX_BYTES_OF_ADAPTERS", size)
+        answer = await bring(anna, pack(draw_matrices(7)), number=7)
+        refusal = assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
+        assert "more than this peer keeps for one client" in refusal.detail
+        assert refusal.retry_after_seconds is None
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize(
+    ("files", "complaint"),
+    [
+        (pack(config={**CONFIG, "r": RANK + 1}), "has shape"),
+        (pack(config={**CONFIG, "use_dora": True}), "use_dora = True is not supported"),
+        (pack(config={"peft_type": "IA3"}), "not that of a LoRA adapter"),
+        (pack(pickle.dumps(draw_matrices())), "no safetensors file"),
+        (pack({PATH.format(9, "A"): torch.ones(RANK, HIDDEN)}), "only one of lora_A and lora_B"),
+        (pack({**draw_matrices(), PATH.format(1, "A"): torch.full((3, 64), float("nan"))}),
+         "does not hold finite floats"),
+        (pack({"transformer.h.0.lora_A.weight": torch.ones(2, 2)}), "no matrix of LoRA"),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_used_are_refused_by_name(
+    engine: Engine, files: tuple[bytes, bytes], complaint: str
+) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        refusal = assert_declined(await bring(talk, files), ErrorCode.BAD_VALUES)
+        assert complaint in refusal.detail
+        assert peer.service.adapters.shared.used_bytes == 0
+        await keep(talk, pack(), number=2)
+
+    run(engine, test)
+
+
+def test_files_that_are_not_what_their_digest_says_are_refused(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        answer = await bring(talk, pack(), adapter=AdapterId(bytes(32)))
+        refusal = assert_declined(answer, ErrorCode.BAD_VALUES)
+        assert "not what its digest says" in refusal.detail
+
+    run(engine, test)
+
+
+def test_gradients_that_are_not_finite_are_refused_by_name(engine: Engine) -> None:
+    """The hidden states' own are: only what an adapter makes of them is not."""
+
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        matrices = {name: 1e-30 * matrix for name, matrix in draw_matrices().items()}
+        rows = (AdapterRows(await keep(talk, pack(matrices)), ROWS),)
+        asked = make_pass(kind=PassKind.BACKWARD, adapters=rows, adapter_vectors=4 * RANK)
+        (answer,) = await ask(talk, asked, HIDDEN=1e-20 * TEXTS, GRADIENTS=1e37 * GRADIENTS)
+        refusal = assert_declined(answer, ErrorCode.BAD_VALUES)
+        assert "finite" in refusal.detail or "overflow" in refusal.detail
+        assert isinstance(await run_forward(talk, rows[0].adapter, 2), Passed)
+
+    run(engine, test)
+
+
+@pytest.mark.parametrize("breach", ["second head", "gap", "unknown"])
+def test_pieces_that_belong_nowhere_end_the_stream(engine: Engine, breach: str) -> None:
+    files = pack({**draw_matrices(), "filler": torch.zeros(100_000)})
+    head = make_head(files)
+    first, second, *_ = cut_adapter(head.upload_id, files[1])
+    said = {"second head": (head, head), "gap": (head, second), "unknown": (first,)}[breach]
+
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        await talk.say(*said)
+        assert assert_declined(await talk.hear(), ErrorCode.BAD_FRAME).session is None
+        await asyncio.sleep(1)
+        assert peer.service.adapters.shared.used_bytes == 0
+
+    run(engine, test)

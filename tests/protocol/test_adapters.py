@@ -1,0 +1,48 @@
+"""The pieces of an adapter: honest ones come together, anything else is refused."""
+
+from dataclasses import replace
+
+import pytest
+from wire_messages import HEAD
+
+from shoal.protocol.adapters import AdapterReader, cut_adapter
+from shoal.protocol.errors import RemoteProtocolError
+from shoal.protocol.wire import decode_frame, encode_frame
+
+PIECE_BYTES = 48 * 2**10
+DATA = bytes(range(256)) * 400
+
+
+@pytest.mark.parametrize("num_bytes", [1, PIECE_BYTES, PIECE_BYTES + 1, 100_000])
+def test_adapter_comes_together_again(num_bytes: int) -> None:
+    pieces = list(cut_adapter(HEAD.upload_id, DATA[:num_bytes]))
+    reader = AdapterReader(replace(HEAD, num_bytes=num_bytes))
+    for piece in pieces:
+        assert not reader.is_complete
+        assert decode_frame(encode_frame(piece)) == piece
+        reader.take(piece)
+
+    assert reader.is_complete
+    assert reader.join() == DATA[:num_bytes]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"offset": 1}, {"data": b"x"}, {"data": bytes(PIECE_BYTES + 1)}], ids=str
+)
+def test_piece_that_is_not_the_next_one_is_refused(changes: dict) -> None:
+    reader = AdapterReader(replace(HEAD, num_bytes=len(DATA)))
+    first, second, *_ = cut_adapter(HEAD.upload_id, DATA)
+
+    with pytest.raises(RemoteProtocolError, match="the next one has 49152 at 0"):
+        reader.take(replace(first, **changes))
+    with pytest.raises(RemoteProtocolError, match="the next one has 49152 at 0"):
+        reader.take(second)
+
+
+def test_nothing_follows_a_whole_adapter() -> None:
+    reader = AdapterReader(replace(HEAD, num_bytes=5))
+    (piece,) = cut_adapter(HEAD.upload_id, DATA[:5])
+    reader.take(piece)
+
+    with pytest.raises(RemoteProtocolError):
+        reader.take(replace(piece, offset=5))
