@@ -1,11 +1,12 @@
-"""What all kinds of models over a swarm share: opening, sessions, closing.
+"""What all kinds of models over a swarm share: opening, sessions, tuning, closing.
 
-A model holds what is local: embedding, norm, head. Its blocks are on other machines.
+A model holds what is local: embedding, norm, head, and what is trained. Its blocks are on other
+machines.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Self
@@ -15,11 +16,14 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ..kernels.checkpoint import Checkpoint, CheckpointError
+from ..kernels.compress import has_only_finite
 from ..protocol.errors import ModelError, UsageError
 from ..protocol.ids import make_model_id
 from ..protocol.spans import Span
 from .client import Client, Connect, connect_over_network
 from .config import ClientConfig, make_client_config, make_whole
+from .finetune.saving import leave_out_of_state_dicts, load_trained, read_settings, save_trained
+from .finetune.tuning import Tuning
 from .generation import check_positions, check_token_ids, load_generation_config
 from .inference_session import InferenceSession
 from .local_layers import LocalLayers, load_config, load_local_layers, resolve_dtype
@@ -33,11 +37,14 @@ from .transformer import DistributedTransformer
 class DistributedModel(PreTrainedModel):
     """A model over a swarm, up to what comes of its hidden states.
 
-    Owns its client: close() it, or use it in a `with`. All weights are frozen.
+    Owns its client: close() it, or use it in a `with`. The weights of the model directory are
+    frozen; state_dict() holds only what comes on top of them, and what somebody made trainable.
     """
 
     base_model_prefix = "transformer"
     main_input_name = "input_ids"
+    accepts_loss_kwargs = True
+    """Tells Trainer that forward() takes `num_items_in_batch`."""
 
     def __init__(
         self,
@@ -45,11 +52,15 @@ class DistributedModel(PreTrainedModel):
         layers: LocalLayers,
         client: Client,
         generation_config: GenerationConfig | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         super().__init__(config)
+        tuning = tuning or Tuning()
+        config.tuning_mode, config.pre_seq_len = tuning.mode, tuning.pre_seq_len
         blocks = RemoteSequential(client, Span(0, config.num_hidden_layers), config.hidden_size)
-        self.transformer = DistributedTransformer(layers, blocks)
+        self.transformer = DistributedTransformer(layers, blocks, tuning)
         self._add_head(layers, generation_config)
+        leave_out_of_state_dicts(self, layers.list_parameters())
         self._client = client
         self.eval()
 
@@ -65,29 +76,46 @@ class DistributedModel(PreTrainedModel):
         initial_peers: Sequence[str] | str = (),
         torch_dtype: str | torch.dtype | None = None,
         revision: str | None = None,
+        trained: str | Path | None = None,
         connect: Connect = connect_over_network,
-        **client_config: Any,
+        **options: Any,
     ) -> Self:
         """Open a model directory or Hub id, join its swarm and return the model.
 
         Reads embedding, final norm and head; blocks are never downloaded. `torch_dtype` None or
-        "auto" keeps the checkpoint's; `dtype` is the same under its newer name. `connect` makes
+        "auto" keeps the checkpoint's; `dtype` is the same under its newer name. With
+        `tuning_mode` "ptune" or "deep_ptune", prompts of `pre_seq_len` tokens are trainable;
+        `trained`, a folder of save_pretrained(), brings both and what was trained. `connect` makes
         the network: that of `peer.loopback_swarm` needs no initial peers. Everything else is a
         field of ClientConfig. Raises UsageError for an unknown argument, ModelError when
         the model cannot be used, DirectoryError when the swarm cannot be joined.
         """
-        dtype = resolve_dtype(client_config.pop("dtype", torch_dtype))
-        config = make_client_config(initial_peers, client_config)
+        dtype = resolve_dtype(options.pop("dtype", torch_dtype))
+        if trained is not None:
+            options = {**read_settings(trained), **options}
+        tuning = Tuning(options.pop("tuning_mode", None), options.pop("pre_seq_len", 0))
+        configure = cls._take_options(options)
+        config = make_client_config(initial_peers, options)
         try:
             checkpoint = Checkpoint.open(model, revision)
         except CheckpointError as error:
             raise ModelError(str(error)) from error
         model_config = load_config(checkpoint)
         model_config.name_or_path = str(model)
+        configure(model_config)
+        tuning.check_fits(model_config)
         layers = load_local_layers(checkpoint, model_config, dtype)
         generation_config = load_generation_config(model, checkpoint)
         client = cls._join(checkpoint, model_config, config, connect)
-        return cls(model_config, layers, client, generation_config)
+        opened = cls(model_config, layers, client, generation_config, tuning)
+        if trained is not None:
+            opened.load_trained(trained)
+        return opened
+
+    @classmethod
+    def _take_options(cls, options: dict[str, Any]) -> Callable[[PreTrainedConfig], None]:
+        """Take the options of this kind of model; return what notes them in its configuration."""
+        return lambda config: None
 
     @staticmethod
     def _join(
@@ -153,11 +181,37 @@ class DistributedModel(PreTrainedModel):
             ids_BT = check_token_ids(input_ids, self.config.vocab_size).to(self.device)
             # What comes back has the dtype of what is sent: 16 bits would round it needlessly.
             inputs_embeds = self.transformer.word_embeddings(ids_BT).float()
-        hidden_BTH: Tensor = inputs_embeds  # pyright: ignore[reportAssignmentType]
-        self.transformer.h.check_hidden(hidden_BTH)
-        if hidden_BTH.shape[1] == 0:
+        embeddings_BTH: Tensor = inputs_embeds  # pyright: ignore[reportAssignmentType]
+        self.transformer.h.check_hidden(embeddings_BTH)
+        if embeddings_BTH.shape[1] == 0:
             raise UsageError("the input is empty; it needs at least one token")
-        return self.transformer.word_embeddings_layernorm(hidden_BTH)
+        return embeddings_BTH
+
+    def _run_blocks(
+        self, embeddings_BTH: Tensor, cache: RemoteCache | None, *, last_token_only: bool = False
+    ) -> Tensor:
+        """Return what blocks make of a text, [B, T or 1, H]; the trained prompt stays inside.
+
+        Continues what the cache stands for; without one this is a stateless pass.
+        """
+        position = 0 if cache is None else cache.session.position
+        num_prompt_tokens = self.transformer.num_prompt_tokens if position == 0 else 0
+        num_tokens = num_prompt_tokens + embeddings_BTH.shape[1]
+        if cache is not None and self.transformer.deep_prompts is not None:
+            raise UsageError("deep prompts do not work in sessions and generate() yet")
+        check_positions(position + num_tokens, self.config)
+        hidden_BTH = self.transformer.prepare(embeddings_BTH, position)
+        if cache is None:
+            deep_prompts = self.transformer.deep_prompts
+            output_BTH = self.transformer.h(
+                hidden_BTH, deep_prompts, last_token_only=last_token_only
+            )
+        else:
+            if position == 0:
+                cache.session.num_prompt_tokens = num_prompt_tokens
+            output_BTH = cache.step(hidden_BTH, last_token_only=last_token_only)
+        output_BTH = output_BTH.to(self.device)
+        return output_BTH if last_token_only else output_BTH[:, num_prompt_tokens:]
 
     def _find_cache(self, past_key_values: object) -> RemoteCache | None:
         if past_key_values is None:
@@ -173,11 +227,54 @@ class DistributedModel(PreTrainedModel):
             )
         return past_key_values
 
-    def save_pretrained(self, *args: object, **kwargs: object) -> None:
-        """Refuse: the blocks are not here."""
-        raise UsageError(
-            "the blocks of this model are on other machines, so it cannot be saved; the model "
-            f"directory it was opened from ({self.name_or_path!r}) is the model"
-        )
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **options: object,
+    ) -> None:
+        """Write what was trained, as safetensors and a description; `trained=` opens it again.
 
-    push_to_hub = save_pretrained  # pyright: ignore[reportAssignmentType]
+        The model itself is not written: its blocks are not here. Raises UsageError where nothing
+        is trained. Other arguments of transformers make no difference.
+        """
+        if options.get("push_to_hub"):
+            raise UsageError("save what was trained to a folder, and upload that")
+        state = self.state_dict() if state_dict is None else state_dict
+        if not state:
+            raise UsageError(
+                "the blocks of this model are on other machines, so it cannot be saved; the model "
+                f"directory it was opened from ({self.name_or_path!r}) is the model, and nothing "
+                "was trained on top of it"
+            )
+        if is_main_process:
+            save_trained(save_directory, self.config, self._list_settings(), state)
+
+    def _list_settings(self) -> dict[str, object]:
+        """Return the arguments of from_pretrained() that what was trained depends on."""
+        if self.config.tuning_mode is None:
+            return {}
+        return {
+            "tuning_mode": self.config.tuning_mode,
+            "pre_seq_len": self.config.pre_seq_len,
+        }
+
+    def load_trained(self, directory: str | Path) -> None:
+        """Put what save_pretrained() wrote into this model, which was opened in the same way.
+
+        Raises UsageError, and changes nothing, where it does not fit.
+        """
+        read_settings(directory, self.config)
+        state, own = load_trained(directory), self.state_dict()
+        found = {name: list(tensor.shape) for name, tensor in state.items()}
+        expected = {name: list(tensor.shape) for name, tensor in own.items()}
+        if found != expected:
+            raise UsageError(f"{directory} holds {found}, and this model trains {expected}")
+        if not all(map(has_only_finite, state.values())):
+            raise UsageError(f"{directory} holds NaN or infinity")
+        self.load_state_dict(state)
+
+    def push_to_hub(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        """Refuse: what was trained is a folder."""
+        raise UsageError("save what was trained with save_pretrained(), and upload that folder")

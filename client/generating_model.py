@@ -64,7 +64,7 @@ class GeneratingModel(DistributedModel, GenerationMixin):
                 plan = self._plan(inputs, recall_text(session), generation_config, kwargs)
                 return self._generate_in(session, plan, args, kwargs)
         plan = self._plan(inputs, None, generation_config, kwargs)
-        with self.transformer.h.open_session(plan.max_length) as session:
+        with self.transformer.h.open_session(plan.cached_length + 1) as session:
             return self._generate_in(session, plan, args, kwargs)
 
     def _plan(
@@ -78,7 +78,10 @@ class GeneratingModel(DistributedModel, GenerationMixin):
         settings = Settings(kwargs, generation_config, self.generation_config)
         mask = kwargs.pop("attention_mask", None)
         kwargs.update(settings.make_counts())
-        return plan_generation(inputs, mask, remembered_BT, settings, self.config)
+        num_prompt_tokens = self.transformer.num_prompt_tokens
+        return plan_generation(
+            inputs, mask, remembered_BT, settings, self.config, num_prompt_tokens
+        )
 
     def _generate_in(
         self,
@@ -90,7 +93,7 @@ class GeneratingModel(DistributedModel, GenerationMixin):
         """Run a plan in a session; on any failure the session is as before."""
         if plan.cached_length > session.max_length:
             raise UsageError(
-                f"the text may grow to {plan.max_length} tokens and the session holds "
+                f"the text may grow to {plan.cached_length + 1} tokens and the session holds "
                 f"{session.max_length}; open it with a larger max_length"
             )
         if kwargs.get("streamer") is not None:
@@ -107,7 +110,7 @@ class GeneratingModel(DistributedModel, GenerationMixin):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Tensor | ModelOutput:
-        if session.position == plan.input_ids_BT.shape[1]:
+        if session.text_length == plan.input_ids_BT.shape[1]:
             # Everything is cached: the last token goes once more, for its logits.
             session.rollback(session.position - 1)
 
@@ -131,7 +134,8 @@ class GeneratingModel(DistributedModel, GenerationMixin):
         if plan.has_beams:
             # The beams' caches are not those of the sequences chosen in the end. The prompt's
             # are the same in all beams of a sequence; a next call computes the rest once more.
-            session.rollback(min(session.position, plan.input_ids_BT.shape[1]))
+            prompt_length = session.num_prompt_tokens + plan.input_ids_BT.shape[1]
+            session.rollback(min(session.position, prompt_length))
         session.output_ids = sequences_BT
         new_BT = sequences_BT[:, plan.num_remembered :].clone()
         if isinstance(result, Tensor):

@@ -147,7 +147,7 @@ class GenerationPlan:
 
     `input_ids_BT` is the whole text so far, of which the first `num_remembered` tokens come from
     earlier calls; `num_rows` counts sequences times beams; the text ends after at most
-    `max_length` tokens per row.
+    `max_length` tokens per row. `num_prompt_tokens` of a trained prompt stand before it.
     """
 
     input_ids_BT: Tensor
@@ -155,11 +155,12 @@ class GenerationPlan:
     num_rows: int
     max_length: int
     has_beams: bool
+    num_prompt_tokens: int = 0
 
     @property
     def cached_length(self) -> int:
         """Tokens per row that the session has to hold: the last one is never sent."""
-        return self.max_length - 1
+        return self.num_prompt_tokens + self.max_length - 1
 
 
 def plan_generation(
@@ -168,6 +169,7 @@ def plan_generation(
     remembered_BT: Tensor | None,
     settings: Settings,
     model_config: PreTrainedConfig,
+    num_prompt_tokens: int = 0,
 ) -> GenerationPlan:
     """Check one call and say what it will do; raises UsageError and changes nothing."""
     check_settings(settings)
@@ -193,8 +195,10 @@ def plan_generation(
             f"{num_rows} rows (sequences times beams) are more than the {MAX_BATCH_ROWS} that "
             "one session may have"
         )
-    max_length = _plan_length(input_ids_BT.shape[1], settings, model_config)
-    return GenerationPlan(input_ids_BT, num_remembered, num_rows, max_length, num_beams > 1)
+    max_length = _plan_length(input_ids_BT.shape[1], settings, model_config, num_prompt_tokens)
+    return GenerationPlan(
+        input_ids_BT, num_remembered, num_rows, max_length, num_beams > 1, num_prompt_tokens
+    )
 
 
 def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) -> Tensor:
@@ -226,10 +230,12 @@ def _check_for_padding(new_ids_BT: Tensor, settings: Settings) -> None:
         )
 
 
-def _plan_length(num_tokens: int, settings: Settings, model_config: PreTrainedConfig) -> int:
+def _plan_length(
+    num_tokens: int, settings: Settings, model_config: PreTrainedConfig, num_prompt_tokens: int
+) -> int:
     """Return how many tokens the text may have in the end, as transformers would."""
     max_positions = getattr(model_config, "max_position_embeddings", None) or MAX_SESSION_TOKENS
-    max_positions = min(max_positions, MAX_SESSION_TOKENS)
+    max_positions = min(max_positions, MAX_SESSION_TOKENS) - num_prompt_tokens
     max_new_tokens = settings.get_count("max_new_tokens")
     max_length = settings.get_count("max_length")
     if max_new_tokens is not None:
@@ -298,16 +304,16 @@ def recall_text(session: InferenceSession) -> Tensor | None:
         raise UsageError("the session is closed; open a new one")
     text_BT = session.output_ids
     num_known = 0 if text_BT is None else text_BT.shape[1]
-    if num_known < session.position:
+    if num_known < session.text_length:
         raise UsageError(
-            f"the session holds {session.position} tokens per row, of which {num_known} are "
+            f"the session holds {session.text_length} tokens per row, of which {num_known} are "
             "known; set session.output_ids to all of them, or open a new session"
         )
     return text_BT if num_known else None
 
 
 def append_text(session: InferenceSession, position: int, ids_BT: Tensor) -> None:
-    """Note tokens that were sent at `position`, outside of generate().
+    """Note tokens of the text that were sent at `position` of it, outside of generate().
 
     After tokens that nobody has told us, or of other rows, the text is unknown.
     """

@@ -23,7 +23,8 @@ from .trace import Recorder
 class InferenceSession:
     """A generation over the swarm, for one thread at a time. Made by `Client.open_session`.
 
-    `output_ids` holds the tokens [B, T] of the text so far when `generate` drives the session.
+    `output_ids` holds the tokens [B, T] of the text so far when `generate` drives the session. A
+    trained prompt may stand before the text: the first `num_prompt_tokens` positions.
     """
 
     def __init__(self, open_remote: Callable[[], RemoteSession], portal: Portal) -> None:
@@ -42,6 +43,7 @@ class InferenceSession:
         self._recorder: Recorder | None = None
         self.closed = False
         self.output_ids: Tensor | None = None
+        self.num_prompt_tokens = 0
 
     def __repr__(self) -> str:
         return f"<InferenceSession of {self._remote!r}>"
@@ -79,11 +81,21 @@ class InferenceSession:
             self._check_open()
             self.rollback(position)
 
+    @property
+    def text_length(self) -> int:
+        """How many tokens of the text peers have cached, per row."""
+        return max(0, self.position - self.num_prompt_tokens)
+
     def rollback(self, position: int) -> None:
         """Forget the tokens from `position` on, as whoever has claimed the session."""
+        if 0 < position < self.num_prompt_tokens:
+            raise UsageError(
+                f"the first {self.num_prompt_tokens} positions are a trained prompt, which cannot "
+                "be cut; set session.position = 0 to begin anew"
+            )
         self._remote.rollback(position)
-        if self.output_ids is not None and self.output_ids.shape[1] > position:
-            self.output_ids = self.output_ids[:, :position]
+        if self.output_ids is not None:
+            self.output_ids = self.output_ids[:, : self.text_length]
 
     def fork(self, position: int | None = None) -> "InferenceSession":
         """Return a new session on the same hops that begins with the same tokens.
@@ -103,7 +115,7 @@ class InferenceSession:
             except BaseException:
                 twin.close()  # interrupted, perhaps when the peers had just opened it
                 raise
-            twin.output_ids = self.output_ids
+            twin.output_ids, twin.num_prompt_tokens = self.output_ids, self.num_prompt_tokens
             if at > 0:
                 twin._num_rows, twin._row_map = self._num_rows, self._row_map
             if position is not None:

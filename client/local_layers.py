@@ -101,6 +101,11 @@ class LocalLayers:
     norm: LocalNorm | nn.Identity
     head: LanguageHead | WrappedHead
 
+    def list_parameters(self) -> list[nn.Parameter]:
+        """Return all weights, which are those of the model directory."""
+        layers = (self.embedding, self.embedding_norm, self.positions, self.norm, self.head)
+        return [value for layer in layers if layer is not None for value in layer.parameters()]
+
 
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""

@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .client import Connect, connect_over_network
+from .finetune.batches import check_labels, check_padding
 from .generating_model import GeneratingModel
-from .generation import append_text, check_attention_mask, check_positions
+from .generation import append_text, check_attention_mask
 from .remote_cache import RemoteCache
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
@@ -31,37 +33,43 @@ class DistributedCausalLM(GeneratingModel):
         attention_mask: Tensor | None = None,
         past_key_values: RemoteCache | None = None,
         inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
         return_dict: bool | None = None,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """Return float32 logits [B, T, V] of token ids [B, T] or embeddings [B, T, H].
 
-        Continues `past_key_values` or the active session; otherwise this is one stateless pass.
-        `logits_to_keep` n > 0 returns the last n tokens' only. Gradients flow back to embeddings
-        that ask for them, in a stateless pass. Nothing is sent if an input is refused with
-        UsageError.
+        Continues `past_key_values` or the active session; otherwise this is one stateless pass, in
+        which rows may be padded on the right. `labels` [B, T] add the loss of predicting each
+        token from those before it, but not -100: the mean, or, given `num_items_in_batch`, the sum
+        divided by it. `logits_to_keep` n > 0 returns the last n tokens' only. Gradients flow back
+        to trained prompts, and to embeddings that ask for them, in a stateless pass. Nothing is
+        sent if an input is refused with UsageError.
         """
-        hidden_BTH = self._embed(input_ids, inputs_embeds)
-        check_attention_mask(attention_mask)
+        embeddings_BTH = self._embed(input_ids, inputs_embeds)
         cache = self._find_cache(past_key_values)
-        position = 0 if cache is None else cache.get_seq_length()
-        check_positions(position + hidden_BTH.shape[1], self.config)
-        hidden_BTH = self.transformer.add_positions(hidden_BTH, position)
-
-        last_token_only = isinstance(logits_to_keep, int) and logits_to_keep == 1
         if cache is None:
-            hidden_BTH = self.transformer.h(hidden_BTH, last_token_only=last_token_only)
+            check_padding(attention_mask, embeddings_BTH.shape[:2])
         else:
-            hidden_BTH = cache.step(hidden_BTH, last_token_only=last_token_only)
-        if cache is not None and past_key_values is None and input_ids is not None:
-            append_text(cache.session, position, input_ids.long())
+            check_attention_mask(attention_mask)
+        if labels is not None:
+            check_labels(labels, embeddings_BTH.shape[:2], self.config.vocab_size, logits_to_keep)
 
-        hidden_BTH = hidden_BTH.to(self.device)
         is_count = isinstance(logits_to_keep, int)
+        last_token_only = is_count and logits_to_keep == 1
+        text_position = 0 if cache is None else cache.get_seq_length()
+        hidden_BTH = self._run_blocks(embeddings_BTH, cache, last_token_only=last_token_only)
+        if cache is not None and past_key_values is None and input_ids is not None:
+            append_text(cache.session, text_position, input_ids.long())
+
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
         logits_BTV = self.lm_head(self.transformer.ln_f(hidden_BTH[:, kept]))
-        output = CausalLMOutputWithPast(logits=logits_BTV, past_key_values=cache)
+        loss = None
+        if labels is not None:
+            loss = ForCausalLMLoss(logits_BTV, labels, self.config.vocab_size, num_items_in_batch)  # pyright: ignore[reportArgumentType]
+        output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)  # pyright: ignore[reportArgumentType]
         return output if return_dict is not False else output.to_tuple()
 
 

@@ -14,8 +14,9 @@ class RemoteCache(Cache):
     """Stands for the KV caches of one session, which its peers hold.
 
     generate() asks for its length, permutes its rows for beam search and crops it. Permutations
-    wait here and travel with the next step; a crop is a rollback of the session. The session
-    belongs to whoever opened it.
+    wait here and travel with the next step; a crop is a rollback of the session. Its tokens are
+    those of the text: transformers knows of no prompt before it. The session belongs to whoever
+    opened it.
     """
 
     def __init__(self, session: InferenceSession) -> None:
@@ -24,7 +25,7 @@ class RemoteCache(Cache):
         self._row_map: Tensor | None = None
 
     def __repr__(self) -> str:
-        return f"<RemoteCache of {self._session.position} tokens>"
+        return f"<RemoteCache of {self.get_seq_length()} tokens>"
 
     @property
     def session(self) -> InferenceSession:
@@ -48,12 +49,12 @@ class RemoteCache(Cache):
         return output
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens per row the peers have cached."""
-        return self._session.position
+        """Return how many tokens per row of the text the peers have cached."""
+        return self._session.text_length
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return how many tokens per row the session may hold."""
-        return self._session.max_length
+        """Return how many tokens per row of the text the session may hold."""
+        return self._session.max_length - self._session.num_prompt_tokens
 
     # The name of the same question in earlier releases of transformers 5.
     get_max_cache_shape = get_max_length
@@ -82,18 +83,19 @@ class RemoteCache(Cache):
         A positive number is the length to keep, as earlier releases of transformers 5 meant it.
         """
         if tokens_to_remove > 0:
-            self._rollback(min(tokens_to_remove, self._session.position))
+            self._rollback(min(tokens_to_remove, self.get_seq_length()))
         elif tokens_to_remove < 0:
-            self._rollback(self._session.position + tokens_to_remove)
+            self._rollback(self.get_seq_length() + tokens_to_remove)
 
     def reset(self) -> None:
         """Forget all tokens."""
         self._rollback(0)
         self._row_map = None
 
-    def _rollback(self, position: int) -> None:
+    def _rollback(self, num_tokens: int) -> None:
+        """Keep so many tokens of the text; a trained prompt before it stays."""
         with self._session.claim():
-            self._session.rollback(position)
+            self._session.rollback(num_tokens and num_tokens + self._session.num_prompt_tokens)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Refuse: a session keeps the number of rows it began with."""

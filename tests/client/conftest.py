@@ -44,6 +44,7 @@ class FakeSession:
         self._closed = False
         self.max_length = max_length
         self.output_ids: Tensor | None = None
+        self.num_prompt_tokens = 0
         self.sent: list[SentStep] = []
 
     # Calls of other threads and of callbacks are tested with the real session.
@@ -98,12 +99,16 @@ class FakeSession:
     def position(self, value: int) -> None:
         self.rollback(value)
 
+    @property
+    def text_length(self) -> int:
+        return max(0, self.position - self.num_prompt_tokens)
+
     def rollback(self, value: int) -> None:
         assert 0 <= value <= self.position
         assert not self._closed
         self._cache.crop(value - self.position)
-        if self.output_ids is not None and self.output_ids.shape[1] > value:
-            self.output_ids = self.output_ids[:, :value]
+        if self.output_ids is not None:
+            self.output_ids = self.output_ids[:, : self.text_length]
 
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

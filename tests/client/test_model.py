@@ -104,7 +104,7 @@ def test_forward_keeps_the_logits_that_are_asked_for(pair: Any) -> None:
         ({"input_ids": torch.full((1, 513), 5)}, "513 tokens are too many: the model has 512"),
         (
             {"input_ids": torch.tensor([[5, 6]]), "attention_mask": torch.tensor([[0, 1]])},
-            "no padding",
+            "pad on the right",
         ),
         (
             {"input_ids": torch.tensor([[5]]), "past_key_values": DynamicCache()},
