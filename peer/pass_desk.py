@@ -26,7 +26,7 @@ from .adapter_desk import AdapterDesk
 from .answer_queue import AnswerQueue
 from .answers import encode_refusal
 from .engine.adapters import Adapter
-from .engine.pass_queue import ComputedPass
+from .engine.pass_queue import ComputedPass, PassJob
 from .pass_adapters import check_adapters, find_adapters
 from .pass_work import run_pass
 
@@ -47,6 +47,9 @@ MAX_PASS_BYTES = 2**28
 
 _FLOAT_BYTES = 4
 
+_COSTS = {PassKind.FORWARD: 1, PassKind.BACKWARD: 3}
+"""Backward, blocks are computed twice and differentiated."""
+
 
 @dataclass
 class _Asked:
@@ -57,7 +60,7 @@ class _Asked:
     reader: PiecesReader
     num_bytes: int
     adapters: tuple[Adapter | None, ...]
-    computing: asyncio.Future[ComputedPass] | None = None
+    job: PassJob | None = None
 
 
 class PassDesk:
@@ -80,7 +83,7 @@ class PassDesk:
         """When a pass was last begun, came further or was over; now, while one is computed or
         answered.
         """
-        if self._asked is not None and self._asked.computing is not None:
+        if self._asked is not None and self._asked.job is not None:
             return self._service.clock.now()
         return max(self._active_at, self._adapters.active_at)
 
@@ -112,10 +115,12 @@ class PassDesk:
         if asked is None:
             return
         self._stop_timer()
-        if asked.computing is None or asked.computing.done():
+        if asked.job is None or asked.job.future.done():
             self._forget(asked)
         else:
-            asked.computing.cancel()
+            # Its tensors are in memory until the compute thread has let go of them.
+            asked.job.released.add_done_callback(lambda _: self._forget(asked))
+            self._service.compute.drop_pass(asked.job)
 
     def _take_piece(self, piece: PassPiece) -> None:
         asked = self._asked
@@ -180,25 +185,22 @@ class PassDesk:
     def _compute(self, asked: _Asked) -> None:
         message = asked.message
         run = partial(run_pass, self._service.engine, message, asked.reader.tensors, asked.adapters)
-        num_tokens = message.num_rows * message.num_tokens * len(message.span)
-        asked.computing = self._service.compute.submit_pass(run, num_tokens, asked.holder)
-        asked.computing.add_done_callback(partial(self._answer, asked))
+        cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
+        asked.job = self._service.compute.submit_pass(run, cost, asked.holder)
+        asked.job.future.add_done_callback(partial(self._answer, asked))
         self._stop_timer()
         self._give_sign()
 
     def _give_sign(self) -> None:
         """Say that the pass is not forgotten, and again in a while."""
         assert self._asked is not None
-        pass_id, queue_seconds = self._asked.message.pass_id, self._service.compute.queue_seconds
-        self._answers.put(encode_frame(Queued(pass_id, 0, queue_seconds)))
+        queue_seconds = self._service.compute.pass_queue_seconds
+        self._answers.put(encode_frame(Queued(self._asked.message.pass_id, 0, queue_seconds)))
         self._timer = asyncio.get_running_loop().call_later(_SIGN_SECONDS, self._give_sign)
 
     def _answer(self, asked: _Asked, computing: asyncio.Future[ComputedPass]) -> None:
-        if computing.cancelled():
-            # Its tensors are in memory until the compute thread has let go of it.
-            dropped = self._service.compute.call(self._service.compute.drop_cancelled_passes)
-            dropped.add_done_callback(lambda _: self._forget(asked))
-            return
+        if computing.cancelled() or self._asked is not asked:
+            return  # the stream is over
         self._stop_timer()
         pass_id, error = asked.message.pass_id, computing.exception()
         if error is not None:

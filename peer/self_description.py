@@ -148,6 +148,7 @@ class SelfDescription:
         return replace(
             announcement,
             queue_seconds=_round(compute.queue_seconds + self._lag.mean_seconds),
+            pass_queue_seconds=_round(compute.pass_queue_seconds),
             free_kv_tokens=statistics.free_tokens,
         )
 

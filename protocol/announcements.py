@@ -114,6 +114,8 @@ class Announcement:
     """What one session gets under present load; None when not measured yet."""
     queue_seconds: _Amount = 0.0
     """How long a step waits before it is computed, at present."""
+    pass_queue_seconds: _Amount = 0.0
+    """How long a pass of somebody who fine-tunes waits, at present."""
     rtts: Annotated[tuple[tuple[_PeerId, _Amount], ...], Field(max_length=MAX_RTTS)] = ()
     """Measured round-trip times in seconds to likely neighbours."""
     coordinate: Coordinate | None = None

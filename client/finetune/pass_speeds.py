@@ -69,7 +69,7 @@ class PassSpeeds:
             announced = peer.prefill_tokens_per_second or _UNKNOWN_TOKENS_PER_SECOND
             block_seconds = _WORK[kind] / announced / len(peer.span)
         token_seconds = block_seconds * len(hop.span) + speed.network_token_seconds
-        return num_tokens * token_seconds + peer.queue_seconds
+        return num_tokens * token_seconds + peer.queue_seconds + peer.pass_queue_seconds
 
     @contextmanager
     def counting(self, hop: Hop, num_tokens: int, kind: PassKind) -> Iterator[None]:

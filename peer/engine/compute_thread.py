@@ -5,7 +5,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -17,7 +17,7 @@ from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, Shoa
 from .engine import Engine, StepWork
 from .jobs import ComputedStep, Iteration, Job
 from .pace import Pace
-from .pass_queue import ComputedPass, GiveWay, PassJob, PassQueue
+from .pass_queue import GiveWay, Guest, PassJob, PassQueue
 from .scheduler import (
     Take,
     Usage,
@@ -31,6 +31,9 @@ from .scheduler import (
 _logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+
+_NOTHING: Final = Iteration([], 0)
 
 
 @dataclass(slots=True)
@@ -85,6 +88,12 @@ class ComputeThread:
             num_holders = len({job.holder for job in self._jobs})
         return num_holders * self._pace.iteration_seconds
 
+    @property
+    def pass_queue_seconds(self) -> float:
+        """Estimate how long a pass of one more client would wait now."""
+        with self._wake:
+            return self._passes.queue_seconds
+
     def submit(
         self, work: StepWork, holder: tuple[str, str] = ("", "")
     ) -> asyncio.Future[ComputedStep]:
@@ -103,21 +112,21 @@ class ComputeThread:
         return future
 
     def submit_pass(
-        self, run: Callable[[GiveWay], Any], num_tokens: int, holder: tuple[str, str] = ("", "")
-    ) -> asyncio.Future[ComputedPass]:
+        self, run: Callable[[GiveWay], Any], cost: int, holder: tuple[str, str] = ("", "")
+    ) -> PassJob:
         """Queue a pass: `run` computes it, and calls what it is given every few milliseconds.
 
-        Passes are for the time in which no step waits, and for half of the other. Cancelling the
-        future drops the pass, also when it has begun.
+        Passes are for the time in which no step waits, and for a part of the other.
         """
-        future: asyncio.Future[ComputedPass] = self._loop.create_future()
-        self._enqueue(self._passes.append, PassJob(run, num_tokens, holder, future, self._now()))
-        return future
+        loop = self._loop
+        job = PassJob(run, cost, holder, loop.create_future(), loop.create_future(), self._now())
+        self._enqueue(self._passes.append, job)
+        return job
 
-    def drop_cancelled_passes(self) -> None:
-        """Let go of passes that nobody waits for; to be called on the thread."""
-        with self._wake:
-            self._passes.drop_cancelled()
+    def drop_pass(self, job: PassJob) -> None:
+        """Give a pass up, also when it has begun: soon it is released."""
+        job.future.cancel()
+        self.post(self._release_cancelled)
 
     def call(self, function: Callable[[], Result]) -> asyncio.Future[Result]:
         """Run a function on the thread between two iterations, in order of the calls."""
@@ -138,7 +147,7 @@ class ComputeThread:
                 append(item)
                 self._wake.notify()
                 return
-        self._answer(item.future, _make_stopping_error())
+        self._turn_away(item)
 
     def _run(self) -> None:
         try:
@@ -149,7 +158,7 @@ class ComputeThread:
             with self._wake:
                 self._is_stopping = True
             for item in (*self._calls, *self._jobs, *self._passes.take_all()):
-                self._answer(item.future, _make_stopping_error())
+                self._turn_away(item)
             self._calls.clear()
             self._jobs.clear()
 
@@ -166,29 +175,45 @@ class ComputeThread:
         iteration = self._choose_iteration()
         if iteration.parts:
             self._compute(iteration)
-        with self._wake:
-            job = self._passes.choose()
+        job = self._choose_pass()
         if job is not None:
             self._run_pass(job)
 
     def _run_pass(self, job: PassJob) -> None:
         try:
-            self._answer(job.future, self._passes.run(job, self._compute_beside_a_pass))
+            result = self._passes.run(job, self._let_in)
         except BaseException:
             self._passes.append(job)  # like in `_compute`
             raise
+        self._answer(job.future, result)
+        self._answer(job.released, None)
 
-    def _compute_beside_a_pass(self) -> bool:
-        """Compute what steps there are while a pass stands still; return whether there were any."""
+    def _let_in(self, kinds: Collection[Guest]) -> Guest | None:
+        """Compute something of others while a pass stands still; return what that was."""
         if self._is_stopping:
             raise _make_stopping_error()
         self._run_calls()
-        if not self._jobs:
-            return False
-        iteration = self._choose_iteration()
-        if iteration.parts:
-            self._compute(iteration)
-        return bool(iteration.parts)
+        if self._jobs and Guest.TOKENS in kinds:
+            is_whole = Guest.PROMPTS in kinds
+            iteration = self._choose_iteration() if is_whole else self._choose_urgent()
+            if iteration.parts:
+                self._compute(iteration)
+                return Guest.PROMPTS if iteration.is_filling else Guest.TOKENS
+        if self._passes and Guest.PASS in kinds and (job := self._choose_pass()) is not None:
+            self._run_pass(job)
+            return Guest.PASS
+        return None
+
+    def _choose_pass(self) -> PassJob | None:
+        self._release_cancelled()
+        with self._wake:
+            return self._passes.choose()
+
+    def _release_cancelled(self) -> None:
+        with self._wake:
+            cancelled = self._passes.take_cancelled()
+        for job in cancelled:
+            self._answer(job.released, None)
 
     def _compute(self, iteration: Iteration) -> None:
         started_at = self._now()
@@ -265,7 +290,7 @@ class ComputeThread:
                 )
             return Iteration(self._take(jobs, waiting, takes), len(urgent))
 
-    def _choose_urgent(self, interrupted: Iteration) -> Iteration:
+    def _choose_urgent(self, interrupted: Iteration = _NOTHING) -> Iteration:
         with self._wake:
             jobs, waiting = self._look()
             crowding = self._pace.find_crowding(self._now())
@@ -322,6 +347,12 @@ class ComputeThread:
     def _note_decoding(self, job: Job, now: float) -> None:
         # When it comes and when it is done: a step may wait for longer than is called recent.
         self._pace.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
+
+    def _turn_away(self, item: Job | _Call | PassJob) -> None:
+        """Answer what comes too late."""
+        self._answer(item.future, _make_stopping_error())
+        if isinstance(item, PassJob):
+            self._answer(item.released, None)
 
     def _answer(self, future: asyncio.Future[Any] | None, result: object) -> None:
         def settle() -> None:

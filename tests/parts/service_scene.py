@@ -15,6 +15,7 @@ from torch import Tensor
 from shoal.kernels.compress import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.pass_queue import PassJob
 from shoal.peer.neighbours import Neighbours
 from shoal.peer.service import Service, ServiceFacts
 from shoal.protocol.errors import ErrorCode, ShoalError
@@ -54,6 +55,10 @@ class HoldingComputeThread(ComputeThread):
 
     def call(self, function: Callable[[], Any]) -> Any:
         return hold_time(super().call(function))
+
+    def drop_pass(self, job: PassJob) -> None:
+        super().drop_pass(job)
+        hold_time(job.released)
 
 
 def hold_time(future: asyncio.Future[Any]) -> asyncio.Future[Any]:

@@ -87,6 +87,8 @@ def test_scale_is_that_of_peft(tiny_models, changes: dict, scale: float) -> None
         ({**CONFIG, "lora_alpha": None}, "lora_alpha must be a number"),
         ({**CONFIG, "lora_alpha": float("nan")}, "lora_alpha must be a number"),
         ({**CONFIG, "use_dora": True}, "use_dora = True is not supported"),
+        ({**CONFIG, "init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported"),
+        ({**CONFIG, "alora_invocation_tokens": [3]}, "alora_invocation_tokens = .* not supported"),
         ({**CONFIG, "bias": "all"}, "bias = 'all' is not supported"),
         ({**CONFIG, "rank_pattern": {"q_proj": 2}}, "rank_pattern = .* is not supported"),
     ],

@@ -274,6 +274,47 @@ def test_passes_that_are_dropped_while_another_one_runs_leave_nothing(engine: En
     run(slow, test)
 
 
+def test_way_back_is_charged_as_three_ways_there(engine: Engine) -> None:
+    slow = SlowEngine(engine)
+
+    async def test(peer: Peer) -> None:
+        talks = [await peer.greet() for _ in range(3)]
+        there, back = make_pass(2), make_pass(3, kind=PassKind.BACKWARD)
+        await talks[0].say(make_pass(), *cut(make_pass(), Slot.HIDDEN, TEXTS))
+        await slow.wait(lambda slow: slow.entered)
+        await talks[1].say(there, *cut(there, Slot.HIDDEN, TEXTS))
+        await talks[2].say(back, *cut(back, Slot.HIDDEN, TEXTS))
+        await talks[2].say(*cut(back, Slot.GRADIENTS, GRADIENTS))
+        for talk in talks[1:]:
+            assert isinstance(await talk.hear(), Queued)
+        waiting = peer.compute._passes._jobs  # pyright: ignore[reportPrivateUsage]
+        cost = ROWS * TOKENS * len(SPAN)
+        assert sorted(job.cost for job in waiting) == [cost, 3 * cost]
+        slow.leave.set()
+
+    run(slow, test)
+
+
+def test_signs_say_how_long_passes_wait(engine: Engine) -> None:
+    slow = SlowEngine(engine)
+    slow.leave.set()
+
+    async def test(peer: Peer) -> None:
+        talk, other = await peer.greet(), await peer.greet()
+        await ask(talk, make_pass(), HIDDEN=TEXTS)  # from now on the speed is known
+        slow.leave.clear()
+        slow.entered.clear()
+        await talk.say(make_pass(2), *cut(make_pass(2), Slot.HIDDEN, TEXTS))
+        await slow.wait(lambda slow: slow.entered)
+        await other.say(make_pass(3), *cut(make_pass(3), Slot.HIDDEN, TEXTS))
+        sign = await other.hear()
+        assert isinstance(sign, Queued)
+        assert sign.wait_seconds > 0
+        slow.leave.set()
+
+    run(slow, test)
+
+
 def test_pass_that_a_draining_peer_has_taken_comes_to_its_end(engine: Engine) -> None:
     slow = SlowEngine(engine)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from compute_thread_scene import (
     run,
 )
 
-from shoal.peer.engine.pass_queue import ComputedPass, GiveWay, PassJob, PassQueue
+from shoal.peer.engine.pass_queue import ComputedPass, GiveWay, Guest, PassJob, PassQueue
 from shoal.protocol.errors import ErrorCode, RefusedError
 
 
@@ -32,9 +33,9 @@ class FakeClock:
         return self.seconds
 
 
-def make_job(run: Callable[[GiveWay], Any], holder: str = "home", num_tokens: int = 1) -> PassJob:
-    future: asyncio.Future[ComputedPass] = asyncio.get_running_loop().create_future()
-    return PassJob(run, num_tokens, (holder, ""), future, 0.0)
+def make_job(run: Callable[[GiveWay], Any], holder: str = "home", cost: int = 1) -> PassJob:
+    loop = asyncio.get_running_loop()
+    return PassJob(run, cost, (holder, ""), loop.create_future(), loop.create_future(), 0.0)
 
 
 def with_loop(test: Callable[[], None]) -> None:
@@ -47,50 +48,130 @@ def with_loop(test: Callable[[], None]) -> None:
 # ---- the queue by itself
 
 
-def test_pass_has_as_much_time_as_others_took() -> None:
-    clock = FakeClock()
-    interruptions: list[float] = []
+class Company:
+    """Guests that are always there and take their time; notes when each is let in."""
 
-    def compute_others() -> bool:
-        interruptions.append(clock.seconds)
-        clock.seconds += 6
-        return True
+    def __init__(self, clock: FakeClock, **seconds: float) -> None:
+        self.noted: list[tuple[float, str]] = []
+        self._clock = clock
+        self._seconds = {Guest[name]: taken for name, taken in seconds.items()}
+
+    def let_in(self, kinds: Collection[Guest]) -> Guest | None:
+        guest = next((one for one in self._seconds if one in kinds), None)
+        if guest is not None:
+            self.noted.append((self._clock.seconds, guest.name))
+            self._clock.seconds += self._seconds[guest]
+        return guest
+
+
+def run_beside(company: Company, clock: FakeClock, num_seconds: int) -> ComputedPass:
+    """Run a pass that looks for others each second of its own."""
+    computed: list[Any] = []
 
     def compute(give_way: GiveWay) -> str:
-        for _ in range(20):
+        for _ in range(num_seconds):
             clock.seconds += 1
             give_way()
         return "done"
 
     def test() -> None:
-        done = PassQueue(clock.now).run(make_job(compute), compute_others)
-
-        assert isinstance(done, ComputedPass)
-        assert done.result == "done"
-        assert interruptions == [1, 13, 25, 37]
-        assert (done.compute_seconds, done.queue_seconds) == (20, 24)
+        computed.append(PassQueue(clock.now).run(make_job(compute), company.let_in))
 
     with_loop(test)
+    assert isinstance(computed[0], ComputedPass)
+    return computed[0]
+
+
+def test_pass_has_as_much_time_as_prompts_and_a_quarter_of_what_tokens_have() -> None:
+    clock = FakeClock()
+    prompts = Company(clock, PROMPTS=6)
+    done = run_beside(prompts, clock, 20)
+    assert done.result == "done"
+    assert [when for when, _ in prompts.noted] == [1, 13, 25, 37]
+    assert (done.compute_seconds, done.queue_seconds) == (20, 24)
+
+    clock = FakeClock()
+    tokens = Company(clock, TOKENS=8)
+    run_beside(tokens, clock, 6)
+    assert [when for when, _ in tokens.noted] == [1, 11, 21]
+
+
+def test_tokens_do_not_wait_for_what_a_pass_is_owed_by_prompts() -> None:
+    clock = FakeClock()
+    company = Company(clock, PROMPTS=6, TOKENS=2)
+
+    run_beside(company, clock, 8)
+
+    assert company.noted == [
+        (1, "PROMPTS"), (8, "TOKENS"), (11, "TOKENS"), (14, "TOKENS"), (17, "TOKENS"),
+        (20, "TOKENS"), (23, "PROMPTS"), (30, "TOKENS"),
+    ]  # fmt: skip
 
 
 def test_pass_beside_which_nothing_waits_is_not_held_up() -> None:
     clock = FakeClock()
-    asked: list[float] = []
+    done = run_beside(Company(clock), clock, 5)
+    assert (done.queue_seconds, done.compute_seconds) == (0, 5)
 
-    def compute_others() -> bool:
-        asked.append(clock.seconds)
-        return False
 
-    def compute(give_way: GiveWay) -> None:
-        for _ in range(5):
-            clock.seconds += 1
-            give_way()
-
+def test_short_passes_of_others_are_computed_in_the_middle_of_a_long_one() -> None:
     def test() -> None:
-        done = PassQueue(clock.now).run(make_job(compute), compute_others)
-        assert isinstance(done, ComputedPass)
-        assert done.queue_seconds == 0
-        assert asked == [1, 2, 3, 4, 5]
+        queue, order = PassQueue(float), []
+
+        def note(name: str) -> Callable[[GiveWay], None]:
+            def compute(give_way: GiveWay) -> None:
+                order.append(name)
+                give_way()
+                order.append(f"end of {name}")
+
+            return compute
+
+        def let_in(kinds: Collection[Guest]) -> Guest | None:
+            job = queue.choose()
+            if job is None:
+                return None
+            queue.run(job, let_in)
+            return Guest.PASS
+
+        for name, holder, cost in (
+            ("long", "greedy", 100), ("of the same", "greedy", 10), ("short", "modest", 50),
+            ("as long", "other", 51), ("shorter", "third", 25), ("another", "fourth", 30),
+        ):  # fmt: skip
+            queue.append(make_job(note(name), holder, cost))
+        longest = queue.choose()
+        assert longest is not None
+        queue.run(longest, let_in)
+
+        assert order == [
+            "long", "short", "shorter", "end of shorter", "end of short", "end of long",
+        ]  # fmt: skip
+        assert len(queue) == 3
+
+    with_loop(test)
+
+
+def test_queue_is_the_rest_of_what_runs_and_one_pass_of_each_holder() -> None:
+    def test() -> None:
+        clock = FakeClock()
+        queue = PassQueue(clock.now)
+        seen: list[float] = []
+
+        def compute(give_way: GiveWay) -> None:
+            for _ in range(10):
+                clock.seconds += 1
+                seen.append(queue.queue_seconds)
+
+        queue.append(make_job(compute, "home", 20))
+        assert queue.queue_seconds == 0
+        for _ in range(2):
+            if (job := queue.choose()) is not None:
+                queue.run(job, lambda kinds: None)
+            for holder in ("home", "home", "away"):
+                queue.append(make_job(compute, holder, 20))
+
+        assert seen[:10] == [0] * 10
+        assert seen[10:] == list(range(19, 9, -1))
+        assert queue.queue_seconds == 20
 
     with_loop(test)
 
@@ -119,12 +200,63 @@ def test_cancelled_pass_is_never_begun() -> None:
         dropped.future.cancel()
 
         assert [queue.choose(), queue.choose()] == [other, None]
+        assert queue.take_cancelled() == [dropped]
         assert len(queue) == 0
 
     with_loop(test)
 
 
 # ---- on the thread
+
+
+def test_short_pass_is_answered_while_a_long_one_of_another_client_goes_on() -> None:
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+            loop = asyncio.get_running_loop()
+
+            def compute_long(give_way: GiveWay) -> str:
+                short = asyncio.run_coroutine_threadsafe(submit(), loop).result()
+                while not short.future.done():
+                    give_way()
+                return "long"
+
+            async def submit() -> PassJob:
+                return compute.submit_pass(lambda give_way: "short", 5, ("away", ""))
+
+            done = await compute.submit_pass(compute_long, 10, ("home", "")).future
+            assert done.result == "long"
+
+    run(test)
+
+
+def test_pass_that_is_dropped_beneath_a_guest_is_not_released_before_it_ends() -> None:
+    async def test() -> None:
+        may_end, guest_begun = threading.Event(), asyncio.Event()
+        async with make_thread(NotingEngine()) as compute:
+            loop = asyncio.get_running_loop()
+
+            def be_a_guest(give_way: GiveWay) -> str:
+                loop.call_soon_threadsafe(guest_begun.set)
+                while not may_end.is_set():
+                    give_way()
+                return "guest"
+
+            def compute_for_ever(give_way: GiveWay) -> None:
+                while True:
+                    give_way()
+
+            long = compute.submit_pass(compute_for_ever, 10, ("home", ""))
+            guest = compute.submit_pass(be_a_guest, 5, ("away", ""))
+            await guest_begun.wait()
+            compute.drop_pass(long)
+            await compute.call(bool)
+            assert not long.released.done()
+
+            may_end.set()
+            assert (await guest.future).result == "guest"
+            await long.released
+
+    run(test)
 
 
 def test_steps_are_computed_while_a_pass_goes_on() -> None:
@@ -147,7 +279,7 @@ def test_steps_are_computed_while_a_pass_goes_on() -> None:
             async def submit() -> asyncio.Future[Any]:
                 return compute.submit(make_work(FakeCache()))
 
-            done = await compute.submit_pass(compute_pass, 1)
+            done = await compute.submit_pass(compute_pass, 1).future
             assert done.result == "done"
             assert done.compute_seconds > 0
 
@@ -170,7 +302,7 @@ def test_calls_are_answered_while_a_pass_goes_on() -> None:
             async def call() -> asyncio.Future[int]:
                 return compute.call(lambda: 7)
 
-            await compute.submit_pass(compute_pass, 1)
+            await compute.submit_pass(compute_pass, 1).future
 
     run(test)
 
@@ -193,10 +325,11 @@ def test_cancelled_pass_ends_at_its_next_pause_and_leaves_nothing() -> None:
                 while True:
                     give_way()
 
-            future = compute.submit_pass(compute_for_ever, 1)
+            job = compute.submit_pass(compute_for_ever, 1)
             await begun.wait()
-            future.cancel()
-            await compute.submit_pass(lambda give_way: None, 1)  # its turn comes
+            compute.drop_pass(job)
+            await job.released
+            await compute.submit_pass(lambda give_way: None, 1).future  # its turn comes
             gc.collect()
             assert held[0]() is None
 
@@ -219,9 +352,10 @@ def test_thread_that_stops_refuses_its_passes(has_begun: bool) -> None:
             waiting = compute.submit_pass(compute_for_ever, 1)
             if has_begun:
                 await begun.wait()
-        for future in (running, waiting, compute.submit_pass(compute_for_ever, 1)):
+        for job in (running, waiting, compute.submit_pass(compute_for_ever, 1)):
             with pytest.raises(RefusedError) as refusal:
-                await future
+                await job.future
+            await job.released
             assert_refused(refusal.value, ErrorCode.DRAINING)
 
     run(test)
@@ -238,7 +372,9 @@ def test_pass_that_fails_is_refused_and_the_next_one_is_computed(
 
     async def test() -> None:
         async with make_thread(NotingEngine()) as compute:
-            futures = [compute.submit_pass(run, 1) for run in (refuse, fail, lambda give_way: 5)]
+            futures = [
+                compute.submit_pass(run, 1).future for run in (refuse, fail, lambda give_way: 5)
+            ]
             refused, failed, done = await asyncio.gather(*futures, return_exceptions=True)
         assert isinstance(refused, RefusedError)
         assert isinstance(failed, RefusedError)

@@ -85,6 +85,38 @@ def test_steps_in_the_middle_of_a_pass_change_no_bit_of_either(
     engine.pool.check_integrity()
 
 
+@pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
+def test_passes_in_the_middle_of_another_one_change_no_bit_of_either(
+    tiny_models, weights: WeightFormat
+) -> None:
+    """Backward in the middle of backward: autograd has one queue for all of a thread."""
+    engine = load_engine(tiny_models.get("llama"), weights)
+    size = engine.spec.hidden_size
+    long, short = PassWork(engine.span, draw(2, 60, size)), PassWork(engine.span, draw(1, 9, size))
+    long_grads, short_grads = draw(2, 60, size, seed=3), draw(1, 9, size, seed=4)
+    guests: list[tuple[Tensor, Tensor]] = []
+    num_pauses = 0
+
+    def run_short() -> tuple[Tensor, Tensor]:
+        back = engine.run_backward(short, short_grads, stay)
+        return engine.run_forward(short, stay), back.hidden_BTH
+
+    def have_guests() -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+        if num_pauses % 7 == 0:
+            guests.append(run_short())
+
+    alone, expected = run_short(), engine.run_backward(long, long_grads, stay).hidden_BTH
+    found = engine.run_backward(long, long_grads, have_guests).hidden_BTH
+
+    assert torch.equal(found, expected)
+    assert len(guests) > 10
+    for guest in guests:
+        assert torch.equal(guest[0], alone[0])
+        assert torch.equal(guest[1], alone[1])
+
+
 def test_the_gradient_pauses_as_often_as_the_way_there(tiny_models) -> None:
     engine = load_engine(tiny_models.get("llama"), WeightFormat.INT8)
     work = PassWork(engine.span, draw(4, 120, 64))

@@ -357,11 +357,13 @@ class FailingTransport(LoopbackTransport):
 
     num_failures = 2
 
-    async def open_stream(self, *arguments: Any) -> LoopbackStream:
+    async def open_stream(
+        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
+    ) -> LoopbackStream:
         if self.num_failures:
             self.num_failures -= 1
             raise ZeroDivisionError("on purpose")
-        return await super().open_stream(*arguments)
+        return await super().open_stream(endpoint, lane, timeout_seconds)
 
 
 def test_streams_are_kept_after_an_error_that_nobody_foresaw(

@@ -1,8 +1,10 @@
-"""What a peer says of its kernels: what its blocks took, measured with the threads it was given."""
+"""What a peer says of itself: its kernels, measured with the threads it was given, and its load."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +18,15 @@ from shoal.kernels.token_attention import list_instruction_sets
 from shoal.peer.config import PeerConfig
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.self_description import make_template
+from shoal.peer.hosting import Stay
+from shoal.peer.loop_lag import LoopLag
+from shoal.peer.self_description import SelfDescription, make_template
+from shoal.peer.throughput import Throughput
+from shoal.protocol.announcements import PeerState
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.spans import Span
 
 SPAN = Span(0, 2)
@@ -83,6 +90,30 @@ def test_attention_that_c_cannot_compute_is_said_to_be_of_torch(
     tiny_models: Any, variant: str, weights: WeightFormat
 ) -> None:
     assert load(tiny_models, weights, variant).kernels.endswith(", attention: torch")
+
+
+class BusyThread:
+    """A compute thread at which steps and passes wait."""
+
+    queue_seconds, pass_queue_seconds = 0.5, 20.0
+
+    async def call(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def test_announcement_tells_how_long_steps_and_passes_wait(tiny_models: Any) -> None:
+    config = PeerConfig(model=tiny_models.get().directory)
+    peer_id, endpoint = Identity(bytes(32)).peer_id, Endpoint("127.0.0.1", 1, "f" * 64)
+    template = make_template(config, peer_id, ModelId("a" * 32), 4, endpoint)
+    service: Any = SimpleNamespace(compute=BusyThread())
+    speed = Throughput(decode_steps_per_second=10.0, prefill_tokens_per_second=100.0)
+    stay = Stay(load(tiny_models, WeightFormat.FP32), service, speed, 2.0, 0.0, 0.0)
+    description = SelfDescription(template, LoopLag(SystemClock()), (1.0,) * 4)
+    description.begin_serving(stay)
+
+    told = asyncio.run(description.describe(PeerState.ONLINE, 1, 1000.0))
+
+    assert (told.queue_seconds, told.pass_queue_seconds) == (0.5, 20.0)
 
 
 @pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
