@@ -11,14 +11,20 @@ from ..protocol.errors import (
     UnavailableError,
     UsageError,
 )
+from .auto import (
+    AutoDistributedModel,
+    AutoDistributedModelForCausalLM,
+    AutoDistributedModelForSequenceClassification,
+)
 from .client import Client
 from .config import ClientConfig
 from .inference_session import InferenceSession
-from .model import AutoDistributedModelForCausalLM
 from .remote_blocks import RemoteSequential
 
 __all__ = [
+    "AutoDistributedModel",
     "AutoDistributedModelForCausalLM",
+    "AutoDistributedModelForSequenceClassification",
     "CacheFullError",
     "Client",
     "ClientConfig",

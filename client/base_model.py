@@ -22,9 +22,16 @@ from ..protocol.ids import make_model_id
 from ..protocol.spans import Span
 from .client import Client, Connect, connect_over_network
 from .config import ClientConfig, make_client_config, make_whole
+from .finetune.batches import check_padding
 from .finetune.saving import leave_out_of_state_dicts, load_trained, read_settings, save_trained
 from .finetune.tuning import Tuning
-from .generation import check_positions, check_token_ids, load_generation_config
+from .generation import (
+    append_text,
+    check_attention_mask,
+    check_positions,
+    check_token_ids,
+    load_generation_config,
+)
 from .inference_session import InferenceSession
 from .local_layers import LocalLayers, load_config, load_local_layers, resolve_dtype
 from .remote_blocks import RemoteSequential
@@ -187,13 +194,35 @@ class DistributedModel(PreTrainedModel):
             raise UsageError("the input is empty; it needs at least one token")
         return embeddings_BTH
 
-    def _run_blocks(
-        self, embeddings_BTH: Tensor, cache: RemoteCache | None, *, last_token_only: bool = False
-    ) -> Tensor:
-        """Return what blocks make of a text, [B, T or 1, H]; the trained prompt stays inside.
+    def _run_text(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        past_key_values: object,
+        inputs_embeds: Tensor | None,
+        *,
+        last_token_only: bool = False,
+    ) -> tuple[Tensor, RemoteCache | None]:
+        """Check the inputs of forward(), and return what all blocks make of them, [B, T or 1, H].
 
-        Continues what the cache stands for; without one this is a stateless pass.
+        Continues the cache that is returned; without one this was a stateless pass.
         """
+        embeddings_BTH = self._embed(input_ids, inputs_embeds)
+        cache = self._find_cache(past_key_values)
+        if cache is None:
+            check_padding(attention_mask, embeddings_BTH.shape[:2])
+        else:
+            check_attention_mask(attention_mask)
+        text_position = 0 if cache is None else cache.get_seq_length()
+        hidden_BTH = self._run_blocks(embeddings_BTH, cache, last_token_only)
+        if cache is not None and past_key_values is None and input_ids is not None:
+            append_text(cache.session, text_position, input_ids.long())
+        return hidden_BTH, cache
+
+    def _run_blocks(
+        self, embeddings_BTH: Tensor, cache: RemoteCache | None, last_token_only: bool
+    ) -> Tensor:
+        """Run a text behind its trained prompt; what becomes of the prompt itself stays here."""
         position = 0 if cache is None else cache.session.position
         num_prompt_tokens = self.transformer.num_prompt_tokens if position == 0 else 0
         num_tokens = num_prompt_tokens + embeddings_BTH.shape[1]

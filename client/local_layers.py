@@ -20,7 +20,13 @@ from ..kernels.norm import Norm, NormKind
 from ..protocol.errors import ModelError, UsageError
 from ..protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
 from .local_families import LOCAL_FAMILIES, LocalFamily
-from .wrapped_layers import Multiplier, WrappedHead, load_wrapped_layers, open_checkpoint_shell
+from .wrapped_layers import (
+    Multiplier,
+    WrappedHead,
+    WrappedNorm,
+    load_wrapped_layers,
+    open_checkpoint_shell,
+)
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
@@ -100,6 +106,11 @@ class LocalLayers:
     positions: nn.Embedding | None
     norm: LocalNorm | nn.Identity
     head: LanguageHead | WrappedHead
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """What a head is given, for models that have another one or none."""
+        return WrappedNorm(self.head) if isinstance(self.head, WrappedHead) else self.norm
 
     def list_parameters(self) -> list[nn.Parameter]:
         """Return all weights, which are those of the model directory."""

@@ -44,11 +44,34 @@ class WrappedHead(nn.Module):
 
     def forward(self, hidden_BTH: Tensor) -> Tensor:
         """Return float32 logits [B, T, V], multiplied in the dtype of the weight."""
-        # Nothing here looks at other tokens. Each goes alone, or the model would draw a mask of
-        # tokens times tokens for blocks that it does not have.
-        hidden_N1H = hidden_BTH.to(self.weight.dtype).flatten(0, 1)[:, None]
+        hidden_N1H = self._set_apart(hidden_BTH)
         logits_N1V = self._model(inputs_embeds=hidden_N1H, use_cache=False).logits
         return logits_N1V.float().view(*hidden_BTH.shape[:2], -1)
+
+    def normalize(self, hidden_BTH: Tensor) -> Tensor:
+        """Return hidden states behind the final norm, in the dtype given."""
+        hidden_N1H = self._set_apart(hidden_BTH)
+        output_N1H = self._model.base_model(inputs_embeds=hidden_N1H, use_cache=False)[0]
+        return output_N1H.to(hidden_BTH.dtype).view(hidden_BTH.shape)
+
+    def _set_apart(self, hidden_BTH: Tensor) -> Tensor:
+        """Return each token as a text: nothing here looks at others.
+
+        Or the model would draw a mask of tokens times tokens for blocks that it does not have.
+        """
+        return hidden_BTH.to(self.weight.dtype).flatten(0, 1)[:, None]
+
+
+class WrappedNorm(nn.Module):
+    """The final norm of such a model alone."""
+
+    def __init__(self, head: WrappedHead) -> None:
+        super().__init__()
+        self._head = head
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:
+        """Return the normalized hidden states, in the dtype given."""
+        return self._head.normalize(hidden_BTH)
 
 
 def open_checkpoint_shell(checkpoint: Checkpoint) -> Shell:

@@ -11,9 +11,9 @@ import numpy
 import pytest
 import torch
 
+from shoal.client.auto import AutoDistributedModelForCausalLM
 from shoal.client.client import Client
 from shoal.client.config import ClientConfig, make_client_config
-from shoal.client.model import AutoDistributedModelForCausalLM
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.limits import MAX_SESSION_TOKENS

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
+from shoal.client.auto import AutoDistributedModelForCausalLM
 from shoal.client.config import ClientConfig
-from shoal.client.model import AutoDistributedModelForCausalLM, DistributedCausalLM
+from shoal.client.model import DistributedCausalLM
 from shoal.client.remote_cache import RemoteCache
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.spans import Span

@@ -1,0 +1,40 @@
+"""The classes whose names are those of PETALS: each opens one kind of model over a swarm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from .headless_model import DistributedSequenceClassifier, HeadlessModel
+from .model import DistributedCausalLM
+
+
+class AutoDistributedModelForCausalLM:
+    """Opens models that write text; never constructed itself."""
+
+    @staticmethod
+    def from_pretrained(model: str | Path, **options: Any) -> DistributedCausalLM:
+        """Open a model and join its swarm: see DistributedModel.from_pretrained()."""
+        return DistributedCausalLM.from_pretrained(model, **options)
+
+
+class AutoDistributedModelForSequenceClassification:
+    """Opens models that classify texts; never constructed itself."""
+
+    @staticmethod
+    def from_pretrained(model: str | Path, **options: Any) -> DistributedSequenceClassifier:
+        """Open a model with a head for `num_labels` classes and join its swarm.
+
+        `problem_type` is one of those of transformers, else guessed from the labels as there.
+        For everything else see DistributedModel.from_pretrained().
+        """
+        return DistributedSequenceClassifier.from_pretrained(model, **options)
+
+
+class AutoDistributedModel:
+    """Opens models without a head; never constructed itself."""
+
+    @staticmethod
+    def from_pretrained(model: str | Path, **options: Any) -> HeadlessModel:
+        """Open a model and join its swarm: see DistributedModel.from_pretrained()."""
+        return HeadlessModel.from_pretrained(model, **options)
