@@ -29,10 +29,19 @@ class Line:
         """Count bytes as under way; gives the seconds until they and all others have arrived."""
         self._num_bytes += num_bytes
         try:
-            known = self._shown_bytes_per_second
-            yield self._num_bytes / max(known, default=self._guessed_bytes_per_second)
+            yield self.expect_seconds(self._num_bytes)
         finally:
             self._num_bytes -= num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes are under way."""
+        return self._num_bytes
+
+    def expect_seconds(self, num_bytes: int) -> float:
+        """Return how long so many bytes take at most, as far as the line has shown."""
+        known = self._shown_bytes_per_second
+        return num_bytes / max(known, default=self._guessed_bytes_per_second)
 
     def note_answer(self, num_bytes: int, seconds: float) -> None:
         """Note that so many bytes, there and back, were carried in at most so many seconds."""

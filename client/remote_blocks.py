@@ -9,7 +9,8 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor, nn
 
-from ..protocol.errors import UsageError
+from ..protocol.errors import ErrorCode, RefusedError, UsageError
+from ..protocol.limits import MAX_PASS_PROMPTS
 from ..protocol.spans import Span
 from .client import Client
 from .inference_session import InferenceSession, check_is_session
@@ -75,23 +76,33 @@ class RemoteSequential(nn.Module):
     ) -> Tensor:
         """Run hidden states through the blocks; with `last_token_only` the result is [B, 1, H].
 
-        Continues the active session, or opens one for this call alone. No gradients flow through
-        sessions: without one, where a gradient is asked for or `prompts` are given, all tokens go
-        through as one stateless pass. `prompts`, [L, B, P, H] or [L, 1, P, H], are added to the
-        first P inputs of each of the L blocks.
+        Continues the active session, through which no gradients flow. Without one, all tokens go
+        through as one stateless pass, which is differentiable and the same with `no_grad`.
+        `prompts`, [L, B, P, H] or [L, 1, P, H], are added to the first P inputs of each of the L
+        blocks.
         """
         self.check_hidden(hidden_BTH)
-        active = self.active_session
-        if active is None and hidden_BTH.numel() == 0:
+        if self.active_session is not None:
+            with torch.no_grad():
+                return self._step(hidden_BTH, prompts, hypo_ids, last_token_only)
+        if hidden_BTH.numel() == 0:
             return hidden_BTH
-        wants_gradients = torch.is_grad_enabled() and (
-            hidden_BTH.requires_grad or (prompts is not None and prompts.requires_grad)
-        )
-        if active is None and (wants_gradients or prompts is not None):
-            output_BTH = self._run_pass(hidden_BTH, prompts, hypo_ids)
-            return output_BTH[:, -1:] if last_token_only else output_BTH
+        output_BTH = self._run_stateless(hidden_BTH, prompts, hypo_ids)
+        return output_BTH[:, -1:] if last_token_only else output_BTH
+
+    def _run_stateless(
+        self, hidden_BTH: Tensor, prompts: Tensor | None, hypo_ids: Tensor | None
+    ) -> Tensor:
+        """Make a pass; or use a session where passes cannot be and nobody asks for more."""
+        needs_pass = prompts is not None or (torch.is_grad_enabled() and hidden_BTH.requires_grad)
+        if needs_pass or self._client.passes.can_run(self._span, hidden_BTH):
+            try:
+                return self._run_pass(hidden_BTH, prompts, hypo_ids)
+            except RefusedError as error:
+                if needs_pass or error.code is not ErrorCode.OUT_OF_MEMORY:
+                    raise
         with torch.no_grad():
-            return self._step(hidden_BTH, prompts, hypo_ids, last_token_only)
+            return self._step(hidden_BTH, None, hypo_ids, last_token_only=False)
 
     def _run_pass(
         self, hidden_BTH: Tensor, prompts: Tensor | None, hypo_ids: Tensor | None
@@ -182,4 +193,9 @@ def check_prompts(prompts: Tensor, num_blocks: int, hidden_BTH: Tensor) -> None:
         raise UsageError(
             f"prompts inside of blocks are floats [{num_blocks}, {num_rows} or 1, 1 to "
             f"{num_tokens}, {hidden_size}] here, got {list(prompts.shape)} of {prompts.dtype}"
+        )
+    if num_blocks * prompts.shape[2] > MAX_PASS_PROMPTS:
+        raise UsageError(
+            f"prompts of {prompts.shape[2]} tokens are too long: {num_blocks} blocks times them "
+            f"are more than {MAX_PASS_PROMPTS}"
         )

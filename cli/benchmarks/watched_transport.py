@@ -1,4 +1,4 @@
-"""A transport that keeps the last frame of each direction for whoever measures."""
+"""A transport that counts bytes and keeps the last frame of each direction, to measure with."""
 
 from ...protocol.endpoints import Endpoint
 from ...protocol.net.transport import FrameGate, Lane, Listener, Stream, StreamServer, Transport
@@ -11,6 +11,8 @@ class WatchedTransport:
         self._inner = inner
         self.last_sent = b""
         self.last_received = b""
+        self.num_bytes = 0
+        """Of all frames, in both directions."""
 
     async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
         return await self._inner.listen(host, port, serve)
@@ -41,11 +43,13 @@ class _WatchedStream:
 
     async def send(self, frame: bytes) -> None:
         self._transport.last_sent = frame
+        self._transport.num_bytes += len(frame)
         await self._inner.send(frame)
 
     async def receive(self) -> bytes | None:
         frame = await self._inner.receive()
         self._transport.last_received = frame or b""
+        self._transport.num_bytes += len(frame or b"")
         return frame
 
     async def close(self) -> None:

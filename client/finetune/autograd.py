@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
 from ..portal import Portal
 from ..router import Hop
@@ -24,6 +25,10 @@ class PassRunner:
     def __init__(self, passes: RemotePasses, portal: Portal) -> None:
         self._passes = passes
         self._portal = portal
+
+    def can_run(self, span: Span, hidden_BTH: Tensor) -> bool:
+        """Return whether passes through a span are possible, as far as was heard last."""
+        return hidden_BTH.shape[1] <= MAX_PASS_TOKENS and self._passes.can_run(span)
 
     def run(self, span: Span, hidden_BTH: Tensor, prompts_LBPH: Tensor | None = None) -> Tensor:
         """Return hidden states behind the last block of a span, [B, T, H], in the dtype given.
@@ -49,6 +54,30 @@ class PassRunner:
         return self._portal.run(self._passes.take_recent_hops())
 
 
+class _Keepsake(Tensor):
+    """A tensor without numbers, by which autograd keeps the trails of a pass.
+
+    How many tensors trails have follows from the route. A checkpoint that computes a pass again
+    wants as many as before, and may be given another route: so it sees one, always of the same
+    shape. Like any saved tensor it is gone after the way back, unless the graph is retained.
+    """
+
+    trails: list[Trail]
+
+    @staticmethod
+    def __new__(cls, trails: list[Trail]) -> _Keepsake:
+        keepsake = torch.Tensor._make_wrapper_subclass(cls, (0,))  # pyright: ignore
+        keepsake.trails = trails
+        return keepsake
+
+    @classmethod
+    def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> _Keepsake:
+        """Whatever is done with it, be it detached or moved: it stays what it is."""
+        return cls(arguments[0].trails)
+
+
 class _RemoteBlocks(torch.autograd.Function):
     """Keeps what was sent to each hop, on the CPU, until autograd forgets the graph.
 
@@ -68,7 +97,8 @@ class _RemoteBlocks(torch.autograd.Function):
         is_shared = prompts is not None and prompts.shape[1] == 1
         texts = Texts(_copy(hidden_BTH), prompts, is_shared)
         output_BTH, trails = runner.run_forward(span, texts)
-        ctx.runner, ctx.trails = runner, trails
+        ctx.runner = runner
+        ctx.save_for_backward(_Keepsake(trails))
         ctx.inputs = [(x.device, x.dtype) for x in (hidden_BTH, prompts_LBPH) if x is not None]
         return output_BTH.to(hidden_BTH.device, hidden_BTH.dtype)
 
@@ -77,7 +107,8 @@ class _RemoteBlocks(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grads_BTH: Tensor
     ) -> tuple[Tensor | None, ...]:
-        found = ctx.runner.run_backward(ctx.trails, _copy(grads_BTH))
+        (keepsake,) = ctx.saved_tensors
+        found = ctx.runner.run_backward(keepsake.trails, _copy(grads_BTH))
         wanted = ctx.needs_input_grad[2:]
         places = [*ctx.inputs, *[(None, None)] * (2 - len(ctx.inputs))]
         gradients = [

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ...protocol.limits import MAX_BATCH_ROWS
+from ...protocol.limits import MAX_BATCH_ROWS, MAX_PASS_PROMPTS
 
 MOST_TOKENS = 1024
 """Rows times tokens of one microbatch, unless one row has more."""
@@ -47,6 +47,14 @@ class Texts:
         """Rows times tokens."""
         return self.hidden_BTH.shape[0] * self.hidden_BTH.shape[1]
 
+    @property
+    def most_rows(self) -> int:
+        """How many rows a message may have, which is bounded for deep prompts as well."""
+        if self.prompts_LBPH is None or self.shares_prompts:
+            return MAX_BATCH_ROWS
+        num_blocks, _, num_tokens, _ = self.prompts_LBPH.shape
+        return max(1, min(MAX_BATCH_ROWS, MAX_PASS_PROMPTS // (num_blocks * num_tokens)))
+
     def take_rows(self, rows: slice) -> Texts:
         """Return some of the rows."""
         prompts = self.prompts_LBPH
@@ -71,8 +79,21 @@ class TextGradients:
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None
 
+    def multiply(self, factor: float) -> TextGradients:
+        """Return all of them times a number."""
+        prompts = self.prompts_LBPH
+        return TextGradients(
+            factor * self.hidden_BTH, None if prompts is None else factor * prompts
+        )
 
-def cut_rows(num_rows: int, num_tokens: int, num_hops: int, most_tokens: int) -> list[slice]:
+
+def cut_rows(
+    num_rows: int,
+    num_tokens: int,
+    num_hops: int,
+    most_tokens: int,
+    most_rows: int = MAX_BATCH_ROWS,
+) -> list[slice]:
     """Return the rows of each microbatch of rows of `num_tokens` each, as even as can be.
 
     Rows are not cut: each attends to all of itself.
@@ -87,7 +108,7 @@ def cut_rows(num_rows: int, num_tokens: int, num_hops: int, most_tokens: int) ->
     needed = -(-num_rows * num_tokens // most_tokens)
     worthwhile = num_rows * num_tokens // _FEW_TOKENS
     wanted = min(num_hops * _MICROBATCHES_PER_HOP, worthwhile)
-    needed = max(needed, -(-num_rows // MAX_BATCH_ROWS))
+    needed = max(needed, -(-num_rows // most_rows))
     num_parts = min(num_rows, max(1, needed, wanted))
     size, rest = divmod(num_rows, num_parts)
     starts = [0]

@@ -7,6 +7,7 @@ import logging
 import math
 import random
 import secrets
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -29,20 +30,17 @@ from ...protocol.spans import Span
 from ...protocol.swarm_view import SwarmView
 from ...protocol.tensors import WireDtype, compute_num_bytes
 from ...protocol.versions import PASS_VERSION
-from ..blame import Refusals, blame
+from ..blame import blame
 from ..config import ClientConfig
 from ..router import Hop
 from ..swarm import Fault, Swarm
 from .microbatches import TextGradients, Texts
 from .pass_link import PassAnswer
 from .pass_links import NotWantedError, PassLinks
-from .pass_speeds import PassSpeeds
+from .pass_speeds import PassSpeeds, Times
+from .pass_trouble import Trouble
 
 _logger = logging.getLogger(__name__)
-
-_Failure = UnavailableError | RemoteProtocolError | RefusedError
-
-_PAUSE_SECONDS = 0.1
 
 _DIRECTORY_SECONDS = 5.0
 """How long the directory may take before the last view has to do."""
@@ -53,53 +51,13 @@ _LEAST_PATIENCE_SECONDS = 60.0
 others may be waiting there as well, or it lies."""
 
 
-class _Trouble:
-    """What went wrong with one pass so far: there is a deadline from the first failure on."""
+@dataclass(frozen=True)
+class Passage:
+    """What came out of some blocks, and which: those of a span, as weights of a format."""
 
-    def __init__(self, span: Span, clock: Clock, timeout_seconds: float) -> None:
-        self.refusals = Refusals()
-        self.too_small: set[PeerId] = set()
-        """Peers that have no memory for it."""
-        self._span = span
-        self._clock = clock
-        self._timeout_seconds = timeout_seconds
-        self._deadline = math.inf
-        self._num_failures = 0
-        self._error: _Failure | None = None
-
-    @property
-    def is_known(self) -> bool:
-        """Whether anything went wrong."""
-        return self._num_failures > 0
-
-    def note(self, error: _Failure) -> None:
-        """Note a failure."""
-        if not self.is_known:
-            self._deadline = self._clock.now() + self._timeout_seconds
-        self._num_failures += 1
-        self._error = error
-
-    def raise_refusal(self) -> None:
-        """Raise what a peer said against the texts, if one did: nobody else is left to ask."""
-        if self.refusals.first is not None:
-            raise self.refusals.first
-        if self.too_small and self._error is not None:
-            raise self._error
-
-    async def pause(self) -> None:
-        """Wait before the next try, longer each time; not at all before the first two.
-
-        Raises what to say when the time is up: the newest refusal, or RouteError.
-        """
-        seconds = self._deadline - self._clock.now()
-        if self._error is not None and seconds <= 0:
-            if isinstance(self._error, RefusedError | RouteError):
-                raise self._error
-            detail = f"no peer takes blocks {self._span} any more: {self._error}"
-            raise RouteError(detail, [self._span]) from self._error
-        if self._num_failures > 1:
-            pause_seconds = _PAUSE_SECONDS * 2.0 ** min(self._num_failures - 2, 4)
-            await asyncio.sleep(min(pause_seconds, seconds))
+    span: Span
+    weights: str
+    hidden_BTH: Tensor
 
 
 class PassAsker:
@@ -117,47 +75,57 @@ class PassAsker:
         self._recent_hops: dict[PeerId, Hop] = {}
         self._refreshing = asyncio.Lock()
 
+    def __repr__(self) -> str:
+        return f"<PassAsker, {self._links!r}>"
+
     def guess_num_hops(self, span: Span) -> int:
         """Return how many hops a way through a span has at least."""
         longest = max((len(peer.span) for peer in self._swarm.view.online), default=len(span))
         return -(-len(span) // longest)
 
-    async def ask_forward(self, span: Span, texts: Texts) -> tuple[Span, Tensor]:
-        """Take texts through the first blocks of a span; return which, and what came out.
+    def has_host(self, block: int) -> bool:
+        """Return whether somebody takes passes through a block, as far as was heard last."""
+        hosts = self._swarm.view.serving(block)
+        return any(_takes_passes(peer, self._config.weights) for peer in hosts)
+
+    async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
+        """Take texts through the first blocks of a span, as `weights` or as those of anybody.
 
         Raises RouteError with the blocks that nobody serves in time, RefusedError when every peer
         declines the texts, or one has too little memory for them; else what the last one did.
         """
         trouble = self._make_trouble(span)
         while True:
-            hosts = await self._wait_for_hosts(span, trouble)
+            hosts = await self._wait_for_hosts(span, trouble, weights)
             hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.FORWARD)
             part = texts.take_blocks(slice(0, len(hop.span)))
             answer = await self._try(hop, part, None, trouble)
             if answer is not None:
-                return hop.span, answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
+                hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
+                return Passage(hop.span, hop.peer.weights, hidden_BTH)
 
     async def ask_backward(
-        self, span: Span, texts: Texts, grads_BTH: Tensor
+        self, span: Span, texts: Texts, grads_BTH: Tensor, weights: str
     ) -> TextGradients | None:
-        """Return gradients of what went into a span; None when nobody hosts all of it any more.
+        """Return gradients of what went into a span, through the weights of the way there.
 
-        Raises what `ask_forward` does.
+        None when no peer hosts all of it as such weights any more. Raises what `ask_forward` does.
         """
         trouble = self._make_trouble(span)
+        scale = _choose_scale(grads_BTH) if self._config.wire_dtype == "fp16" else 1.0
         while True:
-            hosts = await self._wait_for_hosts(span, trouble)
+            hosts = await self._wait_for_hosts(span, trouble, weights)
             hosts = [peer for peer in hosts if peer.span.covers(span)]
             if not hosts:
                 return None
             hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
-            answer = await self._try(hop, texts, grads_BTH, trouble)
+            answer = await self._try(hop, texts, scale * grads_BTH, trouble)
             if answer is not None:
                 prompts = answer.tensors.get(Slot.PROMPTS)
                 if prompts is not None and texts.prompts_LBPH is not None:
                     prompts = prompts.view(texts.prompts_LBPH.shape)
                 hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
-                return TextGradients(hidden_BTH, prompts)
+                return TextGradients(hidden_BTH, prompts).multiply(1 / scale)
 
     def take_recent_hops(self) -> list[Hop]:
         """Return who answered since this was called last, in the order of blocks."""
@@ -169,7 +137,7 @@ class PassAsker:
         await self._links.close()
 
     async def _try(
-        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: _Trouble
+        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: Trouble
     ) -> PassAnswer | None:
         """Ask one peer; None when it failed, for which it is blamed."""
         try:
@@ -192,11 +160,11 @@ class PassAsker:
         self._recent_hops[hop.peer.peer_id] = hop
         return answer
 
-    def _make_trouble(self, span: Span) -> _Trouble:
-        return _Trouble(span, self._clock, self._config.failover_timeout_seconds)
+    def _make_trouble(self, span: Span) -> Trouble:
+        return Trouble(span, self._clock, self._config.failover_timeout_seconds)
 
     async def _ask(
-        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: _Trouble
+        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: Trouble
     ) -> PassAnswer:
         asked = self._make_pass(hop, texts, grads_BTH is not None)
         tensors = _list_tensors(texts, grads_BTH)
@@ -204,6 +172,7 @@ class PassAsker:
         width = texts.hidden_BTH.shape[-1]
         num_bytes = compute_num_bytes(asked.dtype, 1, sum(slots), width)
         line, num_tokens = self._swarm.line, texts.num_tokens
+        way = self._speeds.find_line(hop.peer.peer_id)
         patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * self._speeds.expect_seconds(
             hop, num_tokens, asked.kind
         )
@@ -213,17 +182,19 @@ class PassAsker:
             async with self._links.lend(hop.peer, is_wanted) as link:
                 asked_at = self._clock.now()
                 with line.carry(num_bytes) as carrying_seconds:
+                    carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
                     answer = await link.ask(
                         asked, tensors, carrying_seconds, patience_seconds + carrying_seconds
                     )
-        own_seconds = answer.queue_seconds + answer.compute_seconds
-        way_seconds = max(self._clock.now() - asked_at - own_seconds, 0.0)
-        line.note_answer(num_bytes, way_seconds)
-        self._speeds.note(hop, num_tokens, asked.kind, answer.compute_seconds, way_seconds)
+        # What the peer could lie about counts for its own line only.
+        line.note_answer(num_bytes, self._clock.now() - asked_at)
+        way.note_answer(num_bytes, answer.way_seconds)
+        times = Times(asked_at, self._clock.now(), answer.way_seconds)
+        self._speeds.note(hop, num_tokens, asked.kind, times)
         return answer
 
-    def _is_wanted(self, hop: Hop, trouble: _Trouble) -> bool:
-        hosts = self._find_hosts(hop.span.start, trouble)
+    def _is_wanted(self, hop: Hop, trouble: Trouble) -> bool:
+        hosts = self._find_hosts(hop.span.start, trouble, hop.peer.weights)
         return any(peer.peer_id == hop.peer.peer_id for peer in hosts)
 
     def _make_pass(self, hop: Hop, texts: Texts, is_backward: bool) -> Pass:
@@ -247,20 +218,23 @@ class PassAsker:
             return WireDtype[self._config.wire_dtype.upper()]
         return WireDtype.FP32 if peer.weights == "fp32" else WireDtype.BF16
 
-    async def _wait_for_hosts(self, span: Span, trouble: _Trouble) -> list[Announcement]:
+    async def _wait_for_hosts(
+        self, span: Span, trouble: Trouble, weights: str | None
+    ) -> list[Announcement]:
         """Return the least doubtful peers that take passes through the first block of a span."""
+        weights = weights or self._config.weights
         while True:
             await trouble.pause()
             await self._refresh(self._config.refresh_seconds)
-            hosts = self._find_hosts(span.start, trouble)
+            hosts = self._find_hosts(span.start, trouble, weights)
             if hosts:
                 return hosts
             trouble.raise_refusal()
             await self._refresh(0.0)
-            hosts = self._find_hosts(span.start, trouble)
+            hosts = self._find_hosts(span.start, trouble, weights)
             if hosts:
                 return hosts
-            trouble.note(_make_route_error(span, self._swarm.view))
+            trouble.note(_make_route_error(span, self._swarm.view, weights))
 
     async def _refresh(self, max_age_seconds: float) -> None:
         """Read the directory, one for all that ask; where that fails, the last view has to do."""
@@ -270,15 +244,33 @@ class PassAsker:
                     await self._swarm.refresh(max_age_seconds)
             except (DirectoryError, TimeoutError) as error:
                 _logger.debug("the last view has to do: %r", error)
+        self._speeds.forget_others({peer.peer_id for peer in self._swarm.view.peers})
 
-    def _find_hosts(self, block: int, trouble: _Trouble) -> list[Announcement]:
-        hosts = self._swarm.find_hosts(block, {*trouble.refusals.peer_ids, *trouble.too_small})
-        weights = self._config.weights
-        return [
-            peer
-            for peer in hosts
-            if peer.max_version >= PASS_VERSION and weights in (None, peer.weights)
-        ]
+    def _find_hosts(self, block: int, trouble: Trouble, weights: str | None) -> list[Announcement]:
+        others = {
+            peer.peer_id
+            for peer in self._swarm.view.serving(block)
+            if not _takes_passes(peer, weights)
+        }
+        return self._swarm.find_hosts(
+            block, {*others, *trouble.refusals.peer_ids, *trouble.too_small}
+        )
+
+
+def _takes_passes(peer: Announcement, weights: str | None) -> bool:
+    return peer.max_version >= PASS_VERSION and weights in (None, peer.weights)
+
+
+def _choose_scale(grads_BTH: Tensor) -> float:
+    """Return the power of two that makes the largest gradient about one.
+
+    Those of a mean over many tokens are so small that 16-bit floats of 5 exponent bits lose them.
+    Whatever gradients are multiplied with, so are those before them.
+    """
+    largest = float(grads_BTH.abs().max())
+    if largest == 0 or not math.isfinite(largest):
+        return 1.0
+    return 2.0 ** -math.frexp(largest)[1]
 
 
 def _list_tensors(texts: Texts, grads_BTH: Tensor | None) -> dict[Slot, Tensor]:
@@ -292,8 +284,9 @@ def _list_tensors(texts: Texts, grads_BTH: Tensor | None) -> dict[Slot, Tensor]:
     return tensors
 
 
-def _make_route_error(span: Span, view: SwarmView) -> RouteError:
+def _make_route_error(span: Span, view: SwarmView, weights: str | None) -> RouteError:
     missing = [gap for gap in view.gaps if gap.start < span.stop and span.start < gap.stop]
     missing = missing or [Span(span.start, span.start + 1)]
     names = ", ".join(map(str, missing))
-    return RouteError(f"no reachable peer serves blocks {names} for fine-tuning", missing)
+    suffix = "" if weights is None else f", with weights in {weights}"
+    return RouteError(f"no reachable peer serves blocks {names} for fine-tuning{suffix}", missing)

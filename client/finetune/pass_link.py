@@ -30,11 +30,14 @@ _SILENCE_SECONDS = 4.0
 
 @dataclass(frozen=True)
 class PassAnswer:
-    """The tensors of an answer, [N, H] each in float32, and how long the peer was at it."""
+    """The tensors of an answer, [N, H] each in float32, and how long all were on their way.
+
+    That is what this end has measured: until the peer said that it has got everything, and from
+    the first piece of its answer to the last. What the peer says of its times counts for nothing.
+    """
 
     tensors: Mapping[Slot, Tensor]
-    queue_seconds: float
-    compute_seconds: float
+    way_seconds: float
 
 
 class PassLink:
@@ -100,15 +103,20 @@ class PassLink:
     async def _ask(
         self, asked: Pass, tensors: Mapping[Slot, Tensor], timeout_seconds: float
     ) -> PassAnswer:
+        asked_at = self._clock.now()
         await self._send(encode_frame(asked), timeout_seconds)
         for slot, num_vectors in list_question_slots(asked).items():
             vectors_NH = tensors[slot]
             for part in cut_vectors(num_vectors, asked.dtype, vectors_NH.shape[1]):
                 frame = _encode(asked, slot, part, vectors_NH[part.start : part.stop])
                 await self._send(frame, timeout_seconds)
-        answer = await self._receive_answer(asked, tensors[Slot.HIDDEN].shape[1], timeout_seconds)
+        reader = PiecesReader(list_answer_slots(asked), tensors[Slot.HIDDEN].shape[1])
+        way_seconds = await self._receive_answer(asked, reader, timeout_seconds) - asked_at
+        joined = {slot: _join(pieces) for slot, pieces in reader.tensors.items()}
+        if not all(map(has_only_finite, joined.values())):
+            raise RemoteProtocolError(f"{self._name} answered with NaN or infinity")
         self.used_at = self._clock.now()
-        return answer
+        return PassAnswer(joined, way_seconds)
 
     async def close(self) -> None:
         """Hang up: the peer drops what it has not answered. Never raises."""
@@ -121,24 +129,27 @@ class PassLink:
         except TimeoutError as error:
             raise SilentError(f"{self._name} does not read what is sent") from error
 
-    async def _receive_answer(self, asked: Pass, width: int, timeout_seconds: float) -> PassAnswer:
-        reader = PiecesReader(list_answer_slots(asked), width)
+    async def _receive_answer(
+        self, asked: Pass, reader: PiecesReader, timeout_seconds: float
+    ) -> float:
+        """Receive all pieces; return when all would be here if the peer had taken no time."""
+        heard_at: float | None = None
+        began_at: float | None = None
         while True:
             message = await self._receive(asked.pass_id, timeout_seconds)
+            heard_at = self._clock.now() if heard_at is None else heard_at
             if isinstance(message, PassPiece) and message.pass_id == asked.pass_id:
                 if message.tensor.dtype is not asked.dtype:
                     raise RemoteProtocolError(f"{self._name} answers in {message.tensor.dtype!r}")
+                began_at = self._clock.now() if began_at is None else began_at
                 reader.take(message)
             elif isinstance(message, Passed) and message.pass_id == asked.pass_id:
                 break
             elif not isinstance(message, Queued) or message.session != asked.pass_id:
                 raise RemoteProtocolError(f"{self._name} answered a pass with {message!r:.80}")
-        if not reader.is_complete:
+        if not reader.is_complete or began_at is None:
             raise RemoteProtocolError(f"{self._name} left out a part of its answer")
-        joined = {slot: _join(pieces) for slot, pieces in reader.tensors.items()}
-        if not all(map(has_only_finite, joined.values())):
-            raise RemoteProtocolError(f"{self._name} answered with NaN or infinity")
-        return PassAnswer(joined, message.queue_seconds, message.compute_seconds)
+        return heard_at + self._clock.now() - began_at
 
     async def _receive(self, pass_id: PassId, timeout_seconds: float) -> Message:
         try:

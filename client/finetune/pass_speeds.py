@@ -4,8 +4,9 @@ Interleaved weighted round robin, after SWARM (Ryabinin et al., 2023, section 3.
 the next microbatch that is done there first, by what it has under way and what it took before.
 """
 
+import math
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +14,7 @@ from ...protocol.announcements import Announcement
 from ...protocol.ids import PeerId
 from ...protocol.messages import PassKind
 from ...protocol.spans import Span
+from ..line import Line
 from ..router import Hop
 
 _UNKNOWN_TOKENS_PER_SECOND = 500.0
@@ -25,12 +27,27 @@ _SMOOTHING = 0.3
 _NOISE = 0.1
 
 
+@dataclass(frozen=True)
+class Times:
+    """When a pass was asked for and answered, and how long of that its tensors were on their way.
+
+    By the clock of this end: a peer that could say how fast it is would be asked for everything.
+    """
+
+    asked_at: float
+    answered_at: float
+    way_seconds: float
+
+
 @dataclass
 class _Speed:
     """What one peer has shown."""
 
+    line: Line = field(default_factory=Line)
+    answered_at: float = -math.inf
+    """When its newest answer came."""
     block_token_seconds: dict[PassKind, float] = field(default_factory=dict)
-    """For one token through one block."""
+    """For one token through one block, and for waiting until others' passes are over."""
     network_token_seconds: float = 0.0
     """For the tensors of one token, there and back."""
     busy_seconds: float = 0.0
@@ -64,12 +81,14 @@ class PassSpeeds:
     def expect_seconds(self, hop: Hop, num_tokens: int, kind: PassKind) -> float:
         """Return how long a pass takes at a peer that has nothing else to do."""
         speed, peer = self._find(hop.peer.peer_id), hop.peer
-        block_seconds = speed.block_token_seconds.get(kind)
+        queue_seconds, block_seconds = 0.0, speed.block_token_seconds.get(kind)
         if block_seconds is None:
             announced = peer.prefill_tokens_per_second or _UNKNOWN_TOKENS_PER_SECOND
             block_seconds = _WORK[kind] / announced / len(peer.span)
+            # What was measured has waited there as well.
+            queue_seconds = peer.queue_seconds + peer.pass_queue_seconds
         token_seconds = block_seconds * len(hop.span) + speed.network_token_seconds
-        return num_tokens * token_seconds + peer.queue_seconds + peer.pass_queue_seconds
+        return num_tokens * token_seconds + queue_seconds
 
     @contextmanager
     def counting(self, hop: Hop, num_tokens: int, kind: PassKind) -> Iterator[None]:
@@ -82,17 +101,26 @@ class PassSpeeds:
         finally:
             speed.busy_seconds -= expected_seconds
 
-    def note(
-        self, hop: Hop, num_tokens: int, kind: PassKind, compute_seconds: float, way_seconds: float
-    ) -> None:
-        """Note how long a pass was computed, and how long its tensors were on their way."""
+    def note(self, hop: Hop, num_tokens: int, kind: PassKind, times: Times) -> None:
+        """Note an answer. Its peer was at it since the last one: it takes one pass at a time."""
         speed = self._find(hop.peer.peer_id)
-        shown = compute_seconds / num_tokens / len(hop.span)
+        seconds = times.answered_at - max(times.asked_at, speed.answered_at)
+        speed.answered_at = times.answered_at
+        way_seconds = min(times.way_seconds, seconds)
+        shown = (seconds - way_seconds) / num_tokens / len(hop.span)
         known = speed.block_token_seconds.get(kind, shown)
         speed.block_token_seconds[kind] = known + _SMOOTHING * (shown - known)
-        shown = max(0.0, way_seconds) / num_tokens
+        shown = way_seconds / num_tokens
         known = speed.network_token_seconds
         speed.network_token_seconds = known + _SMOOTHING * (shown - known)
+
+    def find_line(self, peer_id: PeerId) -> Line:
+        """Return what the line to a peer has shown."""
+        return self._find(peer_id).line
+
+    def forget_others(self, peer_ids: Collection[PeerId]) -> None:
+        """Forget all peers but these."""
+        self._speeds = {peer: self._speeds[peer] for peer in self._speeds.keys() & peer_ids}
 
     def _find(self, peer_id: PeerId) -> _Speed:
         return self._speeds.setdefault(peer_id, _Speed())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -27,10 +27,14 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stage:
-    """Texts as they went into one hop, for the way back."""
+    """Texts as they went into one hop, for the way back.
+
+    That goes through the same weights: those of a peer with another format are another function.
+    """
 
     span: Span
     texts: Texts
+    weights: str
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class RemotePasses:
         self._asker = asker
         self._most_tokens = MOST_TOKENS
 
+    def can_run(self, span: Span) -> bool:
+        """Return whether there is a peer that takes passes for each block of a span."""
+        return all(self._asker.has_host(block) for block in range(span.start, span.stop))
+
     async def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
         """Return the hidden states behind the last block of a span, and the way they took.
 
@@ -55,7 +63,7 @@ class RemotePasses:
         decline the texts themselves, and what the last of many peers did that were found and lost.
         """
         num_tokens, num_hops = texts.hidden_BTH.shape[1], self._asker.guess_num_hops(span)
-        batches = cut_rows(texts.num_rows, num_tokens, num_hops, self._most_tokens)
+        batches = cut_rows(texts.num_rows, num_tokens, num_hops, self._most_tokens, texts.most_rows)
         done = await _run_all(self._forward_rows(span, texts, rows) for rows in batches)
         ways = [way for ways in done for way in ways]
         return torch.cat([output_BTH for output_BTH, _ in ways]), [trail for _, trail in ways]
@@ -93,15 +101,19 @@ class RemotePasses:
         done = await _run_all(self._forward_rows(span, texts, half) for half in halves)
         return [way for ways in done for way in ways]
 
-    async def _forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Stage]]:
-        """Take one microbatch through a span, hop by hop."""
+    async def _forward(
+        self, span: Span, texts: Texts, weights: str | None = None
+    ) -> tuple[Tensor, list[Stage]]:
+        """Take one microbatch through a span, hop by hop; through `weights` only if given."""
         stages: list[Stage] = []
         rest, start = texts, span.start
         while start < span.stop:
-            done, output_BTH = await self._asker.ask_forward(Span(start, span.stop), rest)
-            stages.append(Stage(done, rest.take_blocks(slice(0, len(done)))))
-            rest = rest.take_blocks(slice(len(done), None)).move_to(output_BTH)
-            start = done.stop
+            answer = await self._asker.ask_forward(Span(start, span.stop), rest, weights)
+            num_blocks = len(answer.span)
+            part = rest.take_blocks(slice(0, num_blocks))
+            stages.append(Stage(answer.span, part, answer.weights))
+            rest = rest.take_blocks(slice(num_blocks, None)).move_to(answer.hidden_BTH)
+            start = answer.span.stop
         return rest.hidden_BTH, stages
 
     async def _backward(self, stages: Sequence[Stage], grads_BTH: Tensor) -> TextGradients:
@@ -118,13 +130,14 @@ class RemotePasses:
         """Take gradients back through one hop; in two halves if a peer has no memory for them."""
         span, texts = stage.span, stage.texts
         try:
-            gradients = await self._asker.ask_backward(span, texts, grads_BTH)
+            gradients = await self._asker.ask_backward(span, texts, grads_BTH, stage.weights)
             return gradients or await self._go_back_in_parts(stage, grads_BTH)
         except RefusedError as error:
             self._take_less(error, texts)
         halves = _halve(slice(0, texts.num_rows))
         parts = await _run_all(
-            self._go_back(Stage(span, texts.take_rows(half)), grads_BTH[half]) for half in halves
+            self._go_back(replace(stage, texts=texts.take_rows(half)), grads_BTH[half])
+            for half in halves
         )
         return join_gradients(parts, texts.shares_prompts)
 
@@ -133,7 +146,7 @@ class RemotePasses:
 
         What goes into the others has to be computed first.
         """
-        _, stages = await self._forward(stage.span, stage.texts)
+        _, stages = await self._forward(stage.span, stage.texts, stage.weights)
         return await self._backward(stages, grads_BTH)
 
     def _take_less(self, error: RefusedError, texts: Texts) -> None:

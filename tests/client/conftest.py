@@ -155,11 +155,30 @@ class FakeSession:
         self.close()
 
 
+class FakePasses:
+    """The surface of PassRunner: takes texts through the blocks of a session of their own."""
+
+    def __init__(self, client: FakeClient) -> None:
+        self._client = client
+        self.spans: list[Span] = []
+        self.dtypes: list[torch.dtype] = []
+
+    def can_run(self, span: Span, hidden_BTH: Tensor) -> bool:
+        return True
+
+    def run(self, span: Span, hidden_BTH: Tensor, prompts_LBPH: Tensor | None = None) -> Tensor:
+        assert prompts_LBPH is None
+        self.spans.append(span)
+        self.dtypes.append(hidden_BTH.dtype)
+        return self._client.make_session(hidden_BTH.shape[1], span).step(hidden_BTH)
+
+
 class FakeClient:
     """The surface of Client: opens sessions over the blocks of a transformers model."""
 
     def __init__(self, reference: Any) -> None:
         self._decoder = reference.model
+        self.passes = FakePasses(self)
         self.sessions: list[FakeSession] = []
         self.spans: list[Span] = []
         self.is_closed = False
@@ -167,14 +186,17 @@ class FakeClient:
     def open_session(
         self, max_length: int, span: Span, kv_format: str | None = None
     ) -> FakeSession:
+        self.sessions.append(self.make_session(max_length, span))
+        self.spans.append(span)
+        return self.sessions[-1]
+
+    def make_session(self, max_length: int, span: Span) -> FakeSession:
         blocks = copy.deepcopy(self._decoder)
         blocks.norm = nn.Identity()
         blocks.layers = blocks.layers[span.start : span.stop]
         for index, layer in enumerate(blocks.layers):
             layer.self_attn.layer_idx = index
-        self.sessions.append(FakeSession(blocks, max_length))
-        self.spans.append(span)
-        return self.sessions[-1]
+        return FakeSession(blocks, max_length)
 
     def close(self) -> None:
         self.is_closed = True

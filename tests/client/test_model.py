@@ -40,7 +40,8 @@ def test_stateless_forward_equals_transformers(any_pair: Any, num_tokens: int) -
     assert output.logits.dtype == torch.float32
     assert not output.logits.requires_grad
     assert output.past_key_values is None
-    assert any_pair.client.sessions[-1].closed
+    assert any_pair.client.sessions == []
+    assert any_pair.client.passes.spans == [Span(0, 4)]
 
 
 def test_forward_of_embeddings_equals_forward_of_ids(pair: Any) -> None:
@@ -71,7 +72,7 @@ def test_forward_of_a_16_bit_model_does_not_round_what_blocks_return(bf16_pair: 
 
     logits = bf16_pair.model(ids).logits
 
-    assert bf16_pair.client.sessions[-1].sent[0].dtype == torch.float32
+    assert bf16_pair.client.passes.dtypes == [torch.float32]
     assert logits.dtype == torch.float32
     # Rounding embedding, norm and head to 8 bits of mantissa leaves about this much.
     torch.testing.assert_close(logits, bf16_pair.reference(ids).logits, atol=0.15, rtol=0)
@@ -84,11 +85,6 @@ def test_forward_keeps_the_logits_that_are_asked_for(pair: Any) -> None:
     assert_near(pair.model(ids, logits_to_keep=1).logits, expected[:, -1:])
     assert_near(pair.model(ids, logits_to_keep=2).logits, expected[:, -2:])
     assert_near(pair.model(ids, logits_to_keep=torch.tensor([0, 3])).logits, expected[:, [0, 3]])
-    assert [step.last_token_only for s in pair.client.sessions for step in s.sent] == [
-        True,
-        False,
-        False,
-    ]
     assert_near(pair.model(ids, return_dict=False)[0], expected)
 
 
@@ -186,8 +182,8 @@ def test_blocks_one_by_one_equal_all_at_once(pair: Any) -> None:
         output = block(output)
 
     assert_near(output, expected)
-    assert pair.client.spans == [Span(0, 4), Span(0, 1), Span(1, 2), Span(2, 3), Span(3, 4)]
-    assert all(session.closed for session in pair.client.sessions)
+    spans = [Span(0, 4), Span(0, 1), Span(1, 2), Span(2, 3), Span(3, 4)]
+    assert pair.client.passes.spans == spans
 
 
 def test_blocks_continue_the_active_session_only(pair: Any) -> None:

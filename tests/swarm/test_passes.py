@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import gc
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,12 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shoal.client.finetune import remote_passes
+from shoal.client import remote_blocks
+from shoal.client.finetune import microbatches, remote_passes
 from shoal.client.finetune.pass_link import PassLink
 from shoal.client.finetune.pass_links import MAX_IN_FLIGHT
+from shoal.client.finetune.remote_passes import Stage
 from shoal.client.model import DistributedCausalLM
 from shoal.client.remote_blocks import RemoteSequential
 from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.protocol import limits
 from shoal.protocol.errors import RefusedError, UnavailableError, UsageError
 
 HIDDEN = 64
@@ -32,7 +36,7 @@ def swarm_of(
     tiny_models: Any, spans: Sequence[tuple[int, int]] = FOUR_HOPS, **settings: Any
 ) -> Iterator[tuple[LoopbackSwarm, DistributedCausalLM]]:
     directory = tiny_models.get().directory
-    swarm = LoopbackSwarm(directory, spans, weights="fp32")
+    swarm = LoopbackSwarm(directory, spans, weights=settings.get("weights", "fp32"))
     with DistributedCausalLM.from_pretrained(directory, connect=swarm.connect, **settings) as model:
         yield swarm, model
 
@@ -59,13 +63,15 @@ def run_reference(
     return hidden
 
 
-def assert_close(found: Tensor | None, expected: Tensor | None) -> None:
+def assert_close(
+    found: Tensor | None, expected: Tensor | None, tolerance: float = TOLERANCE
+) -> None:
     assert found is not None
     assert expected is not None
     assert found.shape == expected.shape
     found, expected = found.detach(), expected.detach()
     error = float((found - expected).norm() / expected.norm())
-    assert error < TOLERANCE, error
+    assert error < tolerance, error
 
 
 def compare(
@@ -179,6 +185,134 @@ def test_gradients_accumulate_and_checkpoints_work(tiny_models: Any) -> None:
         output.sum().backward()
 
         assert_close(hidden.grad, 2 * once)
+
+
+def test_checkpoint_keeps_only_what_goes_in(tiny_models: Any) -> None:
+    """Between the two ways no trail is in memory; otherwise it is."""
+    with swarm_of(tiny_models) as (_, model):
+        hidden = draw(2, 7, HIDDEN).requires_grad_()
+        with counting_stages() as count:
+            outputs = [model.transformer.h(hidden)]
+            assert count() == len(FOUR_HOPS)
+            del outputs[:]
+            for is_reentrant in (True, False):
+                output = checkpoint(model.transformer.h, hidden, use_reentrant=is_reentrant)
+                assert count() == 0
+                output.sum().backward()
+                assert count() == 0
+
+
+def test_checkpoint_may_take_another_route_the_second_time(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ((0, 4), (0, 2), (2, 4))) as (swarm, model):
+        hidden = draw(2, 7, HIDDEN).requires_grad_()
+        (expected,) = torch.autograd.grad(model.transformer.h(hidden).sum(), hidden)
+        output = checkpoint(model.transformer.h, hidden, use_reentrant=False)
+        swarm.network.kill("peer0")
+        output.sum().backward()
+        output = checkpoint(model.transformer.h, hidden, use_reentrant=False)
+        output.sum().backward()
+
+        assert_close(hidden.grad, 2 * expected)
+
+
+def test_second_way_back_has_to_be_asked_for(tiny_models: Any) -> None:
+    with swarm_of(tiny_models) as (_, model):
+        output = model.transformer.h(draw(2, 7, HIDDEN).requires_grad_())
+        output.sum().backward()
+
+        with pytest.raises(RuntimeError, match="retain_graph=True"):
+            output.sum().backward()
+
+
+@contextlib.contextmanager
+def counting_stages() -> Iterator[Callable[[], int]]:
+    """Give a function that returns how many stages made inside are in memory."""
+    gc.collect()
+    before = {id(one) for one in gc.get_objects() if type(one) is Stage}
+
+    def count() -> int:
+        gc.collect()
+        return sum(type(one) is Stage and id(one) not in before for one in gc.get_objects())
+
+    yield count
+
+
+@pytest.mark.parametrize("spans", [ONE_HOP, FOUR_HOPS], ids=["one hop", "four hops"])
+def test_no_grad_computes_the_same(tiny_models: Any, spans: Sequence[tuple[int, int]]) -> None:
+    """To the bit, also where steps of sessions are rounded otherwise than passes."""
+    with swarm_of(tiny_models, spans, weights="int8") as (_, model):
+        hidden = draw(2, 7, HIDDEN).requires_grad_()
+        with torch.no_grad():
+            output = model.transformer.h(hidden)
+            last = model.transformer.h(hidden, last_token_only=True)
+
+        assert torch.equal(output, model.transformer.h(hidden))
+        assert torch.equal(output[:, -1:], last)
+
+
+def test_no_grad_works_where_passes_do_not(tiny_models: Any) -> None:
+    """At peers without memory for them, or of another version: in a session, then."""
+    hidden = draw(1, 9, HIDDEN)
+    with swarm_of(tiny_models, ONE_HOP) as (swarm, model):
+        expected = run_reference(tiny_models.get(), hidden)
+        swarm.peers[0].service.read_free_bytes = lambda: 1
+        with torch.no_grad():
+            assert_close(model.transformer.h(hidden), expected)
+        with pytest.raises(RefusedError, match="smaller microbatches"):
+            model.transformer.h(hidden.requires_grad_())
+
+
+def test_autocast_leaves_remote_blocks_alone(tiny_models: Any) -> None:
+    """They compute as their peers do; what is around them is autocast as usual."""
+    with swarm_of(tiny_models) as (_, model):
+        hidden, layer = draw(2, 7, HIDDEN), torch.nn.Linear(HIDDEN, HIDDEN)
+        hidden.requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            entering = layer(hidden)
+            output = model.transformer.h(entering)
+            loss = layer(output).float().square().mean()
+        loss.backward()
+        expected = run_reference(tiny_models.get(), entering.float())
+
+        assert (entering.dtype, output.dtype) == (torch.bfloat16, torch.bfloat16)
+        assert torch.equal(output, expected.bfloat16()) or torch.allclose(
+            output.float(), expected, rtol=0.01, atol=0.02
+        )
+        assert hidden.grad is not None
+        assert layer.weight.grad is not None
+        assert bool(hidden.grad.isfinite().all())
+
+
+@pytest.mark.parametrize("size", [1e-9, 1e9])
+def test_gradients_survive_floats_of_few_exponents(tiny_models: Any, size: float) -> None:
+    """Those of a mean over many tokens are below what fp16 has; large ones are above."""
+    with swarm_of(tiny_models, FOUR_HOPS, wire_dtype="fp16") as (_, model):
+        hidden, prompts = draw(2, 20, HIDDEN), 0.3 * draw(4, 1, 3, HIDDEN, seed=2)
+        ours = [tensor.clone().requires_grad_() for tensor in (hidden, prompts)]
+        theirs = [tensor.clone().requires_grad_() for tensor in (hidden, prompts)]
+        model.transformer.h(*ours).backward(torch.full_like(hidden, size))
+        expected = run_reference(tiny_models.get(), theirs[0], theirs[1])
+        expected.backward(torch.full_like(hidden, size))
+
+        for mine, their in zip(ours, theirs, strict=True):
+            assert_close(mine.grad, their.grad, tolerance=0.01)
+
+
+def test_batch_of_more_prompts_than_a_message_has_is_cut(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "MAX_PASS_PROMPTS", 50)
+    monkeypatch.setattr(microbatches, "MAX_PASS_PROMPTS", 50)
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        compare(model.transformer.h, tiny_models.get(), prompt_rows=7, num_rows=7)
+
+
+def test_prompts_that_no_message_has_room_for_are_named(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_blocks, "MAX_PASS_PROMPTS", 11)
+    with swarm_of(tiny_models, ONE_HOP) as (_, model), pytest.raises(UsageError, match="too long"):
+        model.transformer.h(draw(1, 5, HIDDEN), draw(4, 1, 3, HIDDEN))
 
 
 def test_no_grad_keeps_nothing(tiny_models: Any) -> None:

@@ -1,0 +1,65 @@
+"""What went wrong with one pass so far, and how long it may go on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from ...protocol.errors import RefusedError, RemoteProtocolError, RouteError, UnavailableError
+from ...protocol.ids import PeerId
+from ...protocol.net.clock import Clock
+from ...protocol.spans import Span
+from ..blame import Refusals
+
+_Failure = UnavailableError | RemoteProtocolError | RefusedError
+
+_PAUSE_SECONDS = 0.1
+
+
+class Trouble:
+    """What went wrong with one pass so far: there is a deadline from the first failure on."""
+
+    def __init__(self, span: Span, clock: Clock, timeout_seconds: float) -> None:
+        self.refusals = Refusals()
+        self.too_small: set[PeerId] = set()
+        """Peers that have no memory for it."""
+        self._span = span
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
+        self._deadline = math.inf
+        self._num_failures = 0
+        self._error: _Failure | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything went wrong."""
+        return self._num_failures > 0
+
+    def note(self, error: _Failure) -> None:
+        """Note a failure."""
+        if not self.is_known:
+            self._deadline = self._clock.now() + self._timeout_seconds
+        self._num_failures += 1
+        self._error = error
+
+    def raise_refusal(self) -> None:
+        """Raise what a peer said against the texts, if one did: nobody else is left to ask."""
+        if self.refusals.first is not None:
+            raise self.refusals.first
+        if self.too_small and self._error is not None:
+            raise self._error
+
+    async def pause(self) -> None:
+        """Wait before the next try, longer each time; not at all before the first two.
+
+        Raises what to say when the time is up: the newest refusal, or RouteError.
+        """
+        seconds = self._deadline - self._clock.now()
+        if self._error is not None and seconds <= 0:
+            if isinstance(self._error, RefusedError | RouteError):
+                raise self._error
+            detail = f"no peer takes blocks {self._span} any more: {self._error}"
+            raise RouteError(detail, [self._span]) from self._error
+        if self._num_failures > 1:
+            pause_seconds = _PAUSE_SECONDS * 2.0 ** min(self._num_failures - 2, 4)
+            await asyncio.sleep(min(pause_seconds, seconds))

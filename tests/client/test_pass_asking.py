@@ -1,0 +1,140 @@
+"""Whom a client asks for passes, by what it has seen of them and not by what they say."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from pass_peers import WHOLE, add_pass_peer, make_asker, make_texts
+from session_scene import CONFIG, Scene, run
+
+from shoal.client.swarm import Fault
+from shoal.protocol.errors import RouteError
+
+HUGE_TEXT = 2**13
+"""So many tokens that their bytes say something of the line."""
+
+
+def test_peer_that_says_it_takes_no_time_is_not_asked_for_everything() -> None:
+    async def test(scene: Scene) -> None:
+        slow = await add_pass_peer(scene, 10.0, says_queue_seconds=10.0)
+        fast = await add_pass_peer(scene, 1.0)
+        asker, (texts, _) = make_asker(scene), make_texts()
+        for _ in range(12):
+            await asker.ask_forward(WHOLE, texts)
+        await asker.close()
+
+        assert len(slow.asked) <= 2
+        assert len(fast.asked) >= 10
+
+    run(test)
+
+
+def test_what_a_peer_says_of_its_times_makes_no_line_faster() -> None:
+    async def test(scene: Scene) -> None:
+        await add_pass_peer(scene, 10.0, says_queue_seconds=9.999999)
+        asker, (texts, _) = make_asker(scene), make_texts(HUGE_TEXT)
+        await asker.ask_forward(WHOLE, texts)
+        await asker.close()
+
+        num_bytes = 2 * 4 * texts.hidden_BTH.numel()
+        assert scene.swarm.line.expect_seconds(num_bytes) == pytest.approx(10.0, abs=0.1)
+
+    run(test)
+
+
+def test_peer_that_is_crowded_by_others_is_passed_over() -> None:
+    """That it computes fast once it gets there does not help."""
+
+    async def test(scene: Scene) -> None:
+        crowded, quiet = await add_pass_peer(scene, 0.5), await add_pass_peer(scene, 1.0)
+        asker, (texts, _) = make_asker(scene), make_texts()
+        for _ in range(4):
+            await asyncio.gather(*(asker.ask_forward(WHOLE, texts) for _ in range(4)))
+        others = await _crowd(scene, crowded.is_free)
+        for _ in range(4):
+            await asker.ask_forward(WHOLE, texts)
+        crowded.asked.clear()
+        quiet.asked.clear()
+        for _ in range(8):
+            await asker.ask_forward(WHOLE, texts)
+        others.cancel()
+        await asker.close()
+
+        assert len(crowded.asked) <= 1
+
+    run(test)
+
+
+async def _crowd(scene: Scene, is_free: asyncio.Lock) -> asyncio.Task[None]:
+    """Let passes of somebody else wait at a peer at any time."""
+
+    async def go_on() -> None:
+        while True:
+            async with is_free:
+                await asyncio.sleep(5.0)
+
+    crowding = asyncio.create_task(go_on())
+    await asyncio.sleep(0)
+    return crowding
+
+
+def test_gradients_come_through_the_weights_of_the_way_there() -> None:
+    async def test(scene: Scene) -> None:
+        other = await add_pass_peer(scene, 0.1, weights="bf16")
+        same = await add_pass_peer(scene, 5.0, weights="int8")
+        asker, (texts, grads) = make_asker(scene), make_texts()
+        there = await asker.ask_forward(WHOLE, texts, "int8")
+        await asker.ask_backward(WHOLE, texts, grads, there.weights)
+        await asker.close()
+
+        assert (len(other.asked), len(same.asked)) == (0, 2)
+        assert there.weights == "int8"
+
+    run(test)
+
+
+def test_weights_that_nobody_has_any_more_are_named() -> None:
+    async def test(scene: Scene) -> None:
+        await add_pass_peer(scene, 0.1, weights="bf16")
+        asker, (texts, grads) = make_asker(scene), make_texts()
+        with pytest.raises(RouteError, match="with weights in int8"):
+            await asker.ask_backward(WHOLE, texts, grads, "int8")
+        await asker.close()
+
+    run(test, config=replace(CONFIG, failover_timeout_seconds=5.0))
+
+
+def test_peer_of_the_same_weights_is_asked_again_though_others_are_less_in_doubt() -> None:
+    async def test(scene: Scene) -> None:
+        await add_pass_peer(scene, 0.1, weights="bf16")
+        doubted = await add_pass_peer(scene, 0.1, weights="int8")
+        asker, (texts, grads) = make_asker(scene), make_texts()
+        await asker.ask_forward(WHOLE, texts, "int8")
+        announced = scene.swarm.view.find(doubted.identity.peer_id)
+        assert announced is not None
+        scene.swarm.quarantine(announced, Fault.SILENT)
+        await asker.ask_backward(WHOLE, texts, grads, "int8")
+        await asker.close()
+
+        assert len(doubted.asked) == 2
+
+    run(test)
+
+
+def test_streams_that_nobody_uses_any_more_are_hung_up_on() -> None:
+    """Long before the client is closed, and those to peers that it never asks again, too."""
+
+    async def test(scene: Scene) -> None:
+        for _ in range(3):
+            await add_pass_peer(scene, 1.0)
+        asker, (texts, _) = make_asker(scene), make_texts()
+        await asyncio.gather(*(asker.ask_forward(WHOLE, texts) for _ in range(12)))
+        await asyncio.sleep(30.0)
+
+        assert repr(scene.network).startswith("LoopbackNetwork(streams=0,"), scene.network
+        assert repr(asker) == "<PassAsker, <PassLinks, 0 in use, 0 idle, 0 peers wanted>>"
+        await asker.close()
+
+    run(test)

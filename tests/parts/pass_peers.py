@@ -1,0 +1,104 @@
+"""Scripted peers that take passes on virtual time, as slowly as they are told to."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from session_scene import MODEL_ID, NUM_BLOCKS, SECRET, WIDTH, Scene, now
+from torch import Tensor
+
+from shoal.client.finetune.microbatches import Texts
+from shoal.client.finetune.pass_asking import PassAsker
+from shoal.kernels.compress import encode_as
+from shoal.protocol.identity import Identity
+from shoal.protocol.messages import Hello, Pass, Passed, PassPiece, Queued, Welcome
+from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.transport import Stream
+from shoal.protocol.passes import PiecesReader, cut_vectors, list_answer_slots, list_question_slots
+from shoal.protocol.spans import Span
+from shoal.protocol.tensors import WireCodec, WireTensor
+from shoal.protocol.versions import MAX_VERSION
+from shoal.protocol.wire import decode_frame, encode_frame
+
+WHOLE = Span(0, NUM_BLOCKS)
+
+
+@dataclass
+class PassPeer:
+    """Answers every pass with zeros. Of `seconds` for one pass it says what it likes."""
+
+    identity: Identity
+    seconds: float
+    says_queue_seconds: float | None = None
+    span: Span = WHOLE
+    asked: list[Pass] = field(default_factory=list)
+    is_free: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    async def serve(self, stream: Stream) -> None:
+        reader: PiecesReader | None = None
+        while (frame := await stream.receive()) is not None:
+            message = decode_frame(frame)
+            if isinstance(message, Hello):
+                peer_id = self.identity.peer_id
+                welcome = Welcome(MAX_VERSION, "fake", peer_id, MODEL_ID, self.span, 0.0)
+                await stream.send(encode_frame(welcome))
+            elif isinstance(message, Pass):
+                self.asked.append(message)
+                reader = PiecesReader(list_question_slots(message), WIDTH)
+            elif isinstance(message, PassPiece) and reader is not None:
+                reader.take(message)
+                if reader.is_complete:
+                    await self._answer(stream, self.asked[-1])
+
+    async def _answer(self, stream: Stream, asked: Pass) -> None:
+        started_at = now()
+        await stream.send(encode_frame(Queued(asked.pass_id, 0, 0.0)))
+        async with self.is_free:
+            await self._compute(stream, asked)
+        queue_seconds = self.says_queue_seconds
+        if queue_seconds is None:
+            passed = Passed(asked.pass_id, 0.0, now() - started_at)
+        else:
+            passed = Passed(asked.pass_id, queue_seconds, 0.0)
+        for slot, num_vectors in list_answer_slots(asked).items():
+            for part in cut_vectors(num_vectors, asked.dtype, WIDTH):
+                data = encode_as(asked.dtype.name, torch.zeros(len(part), WIDTH))
+                wire = WireTensor(asked.dtype, WireCodec.RAW, 1, len(part), WIDTH, data)
+                await stream.send(encode_frame(PassPiece(asked.pass_id, slot, part.start, wire)))
+        await stream.send(encode_frame(passed))
+
+    async def _compute(self, stream: Stream, asked: Pass) -> None:
+        rest_seconds = self.seconds
+        while rest_seconds > 0:
+            await asyncio.sleep(min(1.0, rest_seconds))
+            rest_seconds -= 1.0
+            await stream.send(encode_frame(Queued(asked.pass_id, 0, 0.0)))
+
+
+async def add_pass_peer(
+    scene: Scene, seconds: float, says_queue_seconds: float | None = None, **announced: Any
+) -> PassPeer:
+    """Announce a peer of all blocks."""
+    number = len(scene.transports)
+    peer = PassPeer(Identity(bytes([100 + number]) * 32), seconds, says_queue_seconds)
+    transport = LoopbackTransport(scene.network, f"pass{number}")
+    scene.transports.append(transport)
+    listener = await transport.listen(f"pass{number}", 0, peer.serve)
+    facts = {"endpoints": (listener.endpoint,), "max_version": MAX_VERSION}
+    await scene.announce(peer, **(facts | announced))  # pyright: ignore[reportArgumentType]
+    return peer
+
+
+def make_asker(scene: Scene) -> PassAsker:
+    """Return what asks them. Close it."""
+    return PassAsker(scene.swarm, scene.client, VirtualClock(), scene.config, SECRET)
+
+
+def make_texts(num_tokens: int = 64) -> tuple[Texts, Tensor]:
+    """Return some texts, and gradients of as many."""
+    hidden_BTH = torch.ones(1, num_tokens, WIDTH)
+    return Texts(hidden_BTH), hidden_BTH
