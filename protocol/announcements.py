@@ -18,6 +18,7 @@ from .endpoints import Endpoint, Libp2pEndpoint, Relay, check_endpoint
 from .errors import LocalProtocolError, RemoteProtocolError
 from .identity import SIGNATURE_BYTES, Identity, public_key_of, verify
 from .ids import MODEL_ID_CHARACTERS, ModelId, PeerId
+from .packed_json import pack, unpack
 from .spans import Span
 
 MAX_ADAPTERS = 16
@@ -26,11 +27,11 @@ MAX_RELAYS = 4
 MAX_PARKED_AT = 8
 _ENDING_CHARACTERS = 8  # of a peer id: 47 bits
 
-# A record is one byte of version, the signature, and the body as compact JSON. The signed bytes
+# A record is one byte of version, the signature, and the body as packed JSON. The signed bytes
 # travel as they are, so no canonical form is needed. The context keeps a signature from being
 # worth anything elsewhere.
-_VERSION = b"\x01"
-_CONTEXT = b"shoal announcement 1\0"
+_VERSION = b"\x02"
+_CONTEXT = b"shoal announcement 2\0"
 _HEADER_BYTES = len(_VERSION) + SIGNATURE_BYTES
 _MAX_COUNT = 2**53 - 1  # the largest whole number that every JSON reader keeps exactly
 
@@ -177,7 +178,7 @@ def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
     if announcement.peer_id != identity.peer_id:
         raise LocalProtocolError(f"{identity.peer_id} cannot speak for {announcement.peer_id}")
     # A value of the wrong type is no reason to warn: reading it back below decides.
-    body = _SCHEMA.dump_json(announcement, exclude_defaults=True, warnings=False)
+    body = pack(_SCHEMA.dump_json(announcement, exclude_defaults=True, warnings=False))
     record = _VERSION + identity.sign(_CONTEXT + body) + body
     try:
         survived = verify_announcement(record)
@@ -200,8 +201,9 @@ def verify_announcement(record: bytes) -> Announcement:
     if not record.startswith(_VERSION):
         raise RemoteProtocolError(f"announcements of version {record[0]} are unknown")
     signature, body = record[len(_VERSION) : _HEADER_BYTES], record[_HEADER_BYTES:]
+    text = unpack(body, limits.MAX_ANNOUNCEMENT_TEXT_BYTES)
     try:
-        announcement = _SCHEMA.validate_json(body, strict=True)
+        announcement = _SCHEMA.validate_json(text, strict=True)
     except ValidationError as error:
         raise RemoteProtocolError(f"the announcement is malformed: {_reason(error)}") from error
     if not verify(announcement.peer_id, _CONTEXT + body, signature):

@@ -53,8 +53,11 @@ MAX_SESSIONS_PER_STREAM = 16
 MAX_HOPS = 256
 """Hops of one route."""
 
-MAX_ANNOUNCEMENT_BYTES = 4096
+MAX_ANNOUNCEMENT_BYTES = 2048
 """One signed announcement, as stored in the directory."""
+
+MAX_ANNOUNCEMENT_TEXT_BYTES = 8192
+"""The same as text, before it is packed."""
 
 MAX_ENDPOINTS = 8
 """Endpoints of one announcement."""

@@ -43,6 +43,7 @@ from .reachability import make_reachable
 from .record_gate import REVOCATIONS, RecordGate
 from .relay_keeper import RelayKeeper
 from .relay_places import make_keeper
+from .replicas import Replicas
 from .swarm_question import find_swarm, make_silence_error
 
 with warnings.catch_warnings():
@@ -100,6 +101,7 @@ class HivemindDirectory:
         self._p2p = p2p
         self._gate = gate
         self._neighbourhood = Neighbourhood(node, p2p, initial_peers)
+        self._replicas = Replicas(node, p2p, gate)
         self._relay_addresses: Sequence[PeerAddress] = ()
         self._addresses = tuple(addresses)
         self._keeper = keeper
@@ -155,12 +157,15 @@ class HivemindDirectory:
             if not client_mode:
                 await answer_questions(p2p, membership)
             node = await _start_node(p2p, gate, peers, client_mode)
+            keeper = make_keeper(p2p, clock, relays) if relays else None
+            directory = cls(node, p2p, gate, peers, list(map(str, addresses)), keeper)
+            if not client_mode:
+                await directory._replicas.serve()
         except BaseException:
             if child_of(p2p).returncode is None:
                 await stop_p2pd(p2p)
             raise
-        keeper = make_keeper(p2p, clock, relays) if relays else None
-        return cls(node, p2p, gate, peers, [str(address) for address in addresses], keeper)
+        return directory
 
     def __repr__(self) -> str:
         return f"<HivemindDirectory {self._p2p.peer_id}, {len(self._neighbourhood)} neighbours>"
@@ -295,26 +300,16 @@ class HivemindDirectory:
 
     async def _store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
         """Return whether at least one replica holds the value now."""
-        try:
-            async with asyncio.timeout(_OPERATION_SECONDS):
-                if await self._node.store(key, value, expires_at, subkey=subkey):
-                    return True
-        except Exception as error:  # noqa: BLE001 - hivemind asserts on what others answer
-            _logger.debug("storing in the directory failed: %r", error)
-        # hivemind reports only what the last replica said; others may have taken it.
-        return (await self._search(key)).get(subkey) == value
-
-    async def _search(self, key: str, *more: str) -> dict[str, bytes]:
-        """Ask everyone near the keys, which feeds the gate; return the values under the first.
-
-        Never "sufficient" is NaN: a replica could claim to have even an infinitely late value.
-        """
         with suppress(TimeoutError):
             async with asyncio.timeout(_OPERATION_SECONDS):
-                found: Any = await self._node.get_many([key, *more], float("nan"))
-                entries = found[key].value if found[key] is not None else {}
-                return {subkey: entry.value for subkey, entry in entries.items()}
-        return {}
+                return await self._replicas.store(key, subkey, value, expires_at)
+        return False
+
+    async def _search(self, *keys: str) -> None:
+        """Ask everyone near the keys, which feeds the gate."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_OPERATION_SECONDS):
+                await self._replicas.search(keys)
 
 
 def _id_of(p2p: P2P) -> PeerId:

@@ -31,6 +31,7 @@ from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
 from shoal.protocol.membership import Membership
 from shoal.protocol.net import p2p_daemon
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.record_exchange import QUESTION, Entry, encode_answer
 
 pytestmark = pytest.mark.network
 
@@ -240,12 +241,21 @@ async def find_ids(directory: HivemindDirectory) -> set[str]:
 def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.ExitStack) -> None:
     """A node without our checks stores junk and answers with it; honest ones are not impressed."""
     from hivemind.dht.node import DHTNode
+    from hivemind.dht.routing import DHTID
 
     async def main() -> None:
         honest = await HivemindDirectory.join([], identity=None, clock=CLOCK)
         (p2pd,) = children_of(os.getpid())
         liar: Any = await DHTNode.create(initial_peers=list(honest.addresses), nat_port_map=False)
         await p2p_daemon.answer_questions(liar.p2p, honest.membership)
+
+        async def say_what_is_stored(question: bytes, _: object) -> bytes:
+            stored = liar.protocol.storage.get(DHTID.from_bytes(question[:20])).value.items()
+            return encode_answer(
+                [Entry(subkey, *entry) for subkey, entry in stored if isinstance(subkey, str)], ()
+            )
+
+        await liar.p2p._client.add_unary_handler(QUESTION, say_what_is_stored)
         victim, bystander = make_announcement(1), make_announcement(2)
         everyone = {victim.peer_id, bystander.peer_id}
         await honest.announce(sign(victim, 1))

@@ -23,17 +23,24 @@ from shoal.protocol.coordinates import Coordinate
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
 from shoal.protocol.errors import LocalProtocolError, RemoteProtocolError
 from shoal.protocol.identity import Identity
+from shoal.protocol.packed_json import pack, unpack
 from shoal.protocol.spans import Span
 
 Announce = Callable[..., Announcement]
 IdentityOf = Callable[[int], Identity]
 HEADER_BYTES = 65
-CONTEXT = b"shoal announcement 1\0"
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+CONTEXT = b"shoal announcement 2\0"
 
 
 def sign_body(identity: Identity, body: bytes) -> bytes:
     """Sign whatever a dishonest peer may want to say."""
-    return b"\x01" + identity.sign(CONTEXT + body) + body
+    packed = pack(body)
+    return b"\x02" + identity.sign(CONTEXT + packed) + packed
+
+
+def read_body(record: bytes) -> Any:
+    return json.loads(unpack(record[HEADER_BYTES:], limits.MAX_ANNOUNCEMENT_TEXT_BYTES))
 
 
 def make_full(announce: Announce, identity_of: IdentityOf) -> Announcement:
@@ -70,7 +77,7 @@ def test_unknown_fields_of_newer_writers_are_ignored(
     announce: Announce, identity_of: IdentityOf, now: float
 ) -> None:
     plain = announce()
-    body = json.loads(sign_announcement(identity_of(1), plain)[HEADER_BYTES:])
+    body = read_body(sign_announcement(identity_of(1), plain))
     body |= {"colour": "green", "nested": {"deep": [1, 2]}}
     body["span"]["step"] = 2
     body["endpoints"][0]["protocol"] = "quic"
@@ -83,7 +90,8 @@ def test_unknown_fields_of_newer_writers_are_ignored(
 def test_nobody_speaks_for_another_peer(
     announce: Announce, identity_of: IdentityOf, now: float
 ) -> None:
-    body = sign_announcement(identity_of(1), announce(1))[HEADER_BYTES:]
+    packed = sign_announcement(identity_of(1), announce(1))[HEADER_BYTES:]
+    body = unpack(packed, limits.MAX_ANNOUNCEMENT_TEXT_BYTES)
 
     with pytest.raises(RemoteProtocolError, match="not signed by the peer"):
         read_announcement(sign_body(identity_of(2), body), now)
@@ -97,7 +105,7 @@ def test_signature_made_for_another_purpose_is_refused(
     body = sign_announcement(identity_of(1), announce())[HEADER_BYTES:]
 
     with pytest.raises(RemoteProtocolError, match="not signed"):
-        read_announcement(b"\x01" + identity_of(1).sign(body) + body, now)
+        read_announcement(b"\x02" + identity_of(1).sign(body) + body, now)
 
 
 def test_announcement_holds_from_issue_to_expiry(
@@ -193,7 +201,7 @@ BAD_FIELDS = [
 def test_bad_field_is_refused_although_well_signed(
     announce: Announce, identity_of: IdentityOf, now: float, field: str, value: Any
 ) -> None:
-    body = json.loads(sign_announcement(identity_of(1), announce())[HEADER_BYTES:])
+    body = read_body(sign_announcement(identity_of(1), announce()))
     body[field] = value
 
     with pytest.raises(RemoteProtocolError) as caught:
@@ -222,7 +230,7 @@ def test_reader_that_knows_no_relays_reads_the_rest(
     """Relays are no kind of endpoint: who does not know them would refuse the whole record."""
     record = sign_announcement(identity_of(1), make_full(announce, identity_of))
 
-    body = json.loads(record[HEADER_BYTES:])
+    body = read_body(record)
 
     assert {key for endpoint in body["endpoints"] for key in endpoint} == {
         "host",
@@ -233,7 +241,7 @@ def test_reader_that_knows_no_relays_reads_the_rest(
 
 
 def test_too_many_rtts_are_refused(announce: Announce, identity_of: IdentityOf, now: float) -> None:
-    body = json.loads(sign_announcement(identity_of(1), announce())[HEADER_BYTES:])
+    body = read_body(sign_announcement(identity_of(1), announce()))
     body["rtts"] = [[identity_of(2).peer_id, 0.1]] * (MAX_RTTS + 1)
 
     with pytest.raises(RemoteProtocolError, match="rtts"):
@@ -244,7 +252,7 @@ def test_too_many_rtts_are_refused(announce: Announce, identity_of: IdentityOf, 
 def test_missing_field_is_named(
     announce: Announce, identity_of: IdentityOf, now: float, field: str
 ) -> None:
-    body = json.loads(sign_announcement(identity_of(1), announce())[HEADER_BYTES:])
+    body = read_body(sign_announcement(identity_of(1), announce()))
     del body[field]
 
     with pytest.raises(RemoteProtocolError, match=field):
@@ -255,7 +263,7 @@ def test_missing_field_is_named(
 def test_lifetime_is_bounded(
     announce: Announce, identity_of: IdentityOf, now: float, lifetime_seconds: float
 ) -> None:
-    body = json.loads(sign_announcement(identity_of(1), announce())[HEADER_BYTES:])
+    body = read_body(sign_announcement(identity_of(1), announce()))
     body["expires_at"] = now + lifetime_seconds
 
     with pytest.raises(RemoteProtocolError, match="lifetime"):
@@ -294,8 +302,8 @@ def test_unknown_version_is_refused(
 ) -> None:
     record = sign_announcement(identity_of(1), announce())
 
-    with pytest.raises(RemoteProtocolError, match="version 2"):
-        read_announcement(b"\x02" + record[1:], now)
+    with pytest.raises(RemoteProtocolError, match="version 1"):
+        read_announcement(b"\x01" + record[1:], now)
 
 
 @pytest.mark.parametrize(
@@ -321,8 +329,11 @@ def test_our_own_announcement_beyond_the_limit_is_found(
     announce: Announce, identity_of: IdentityOf
 ) -> None:
     huge = announce(
-        endpoints=(Endpoint("a" * 250, 80, "c" * 64),) * limits.MAX_ENDPOINTS,
-        rtts=((identity_of(2).peer_id, 0.1),) * MAX_RTTS,
+        endpoints=tuple(
+            Endpoint("".join(random.Random(n).choices(LETTERS, k=250)), 80, "c" * 64)
+            for n in range(limits.MAX_ENDPOINTS)
+        ),
+        rtts=tuple((identity_of(n).peer_id, 0.1) for n in range(MAX_RTTS)),
     )
 
     with pytest.raises(LocalProtocolError, match="too large"):

@@ -1,0 +1,53 @@
+"""Texts of announcements in fewer bytes, and what strangers may send in their place."""
+
+from __future__ import annotations
+
+import random
+import zlib
+
+import pytest
+
+from shoal.protocol.errors import RemoteProtocolError
+from shoal.protocol.packed_json import pack, unpack
+
+LIMIT = 1000
+
+
+@pytest.mark.parametrize("text", [b"", b"{}", b'{"state":"online"}' * 50, bytes(range(256)) * 3])
+def test_text_survives(text: bytes) -> None:
+    assert unpack(pack(text), LIMIT) == text
+
+
+def test_text_that_is_too_long_is_not_unpacked() -> None:
+    assert unpack(pack(bytes(LIMIT)), LIMIT) == bytes(LIMIT)
+    bomb = pack(bytes(100_000_000))
+
+    assert len(bomb) < 200_000
+    with pytest.raises(RemoteProtocolError, match="longer than 1000"):
+        unpack(bomb, LIMIT)
+
+
+def test_every_cut_and_every_tail_is_refused() -> None:
+    packed = pack(b'{"state":"online","weights":"int8","peer_id":"Qm"}')
+
+    for length in range(len(packed)):
+        with pytest.raises(RemoteProtocolError):
+            unpack(packed[:length], LIMIT)
+    with pytest.raises(RemoteProtocolError):
+        unpack(packed + b"x", LIMIT)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_bytes_end_in_nothing_but_a_protocol_error(seed: int) -> None:
+    junk = random.Random(seed).randbytes(60)
+
+    try:
+        text = unpack(junk, LIMIT)
+    except RemoteProtocolError:
+        return
+    assert len(text) <= LIMIT
+
+
+def test_other_formats_of_the_same_method_are_refused() -> None:
+    with pytest.raises(RemoteProtocolError):
+        unpack(zlib.compress(b'{"state":"online"}'), LIMIT)
