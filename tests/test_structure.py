@@ -35,6 +35,7 @@ DOORS = {
         "protocol/net/libp2p_transport.py",
         "protocol/net/neighbourhood.py",
         "protocol/net/p2p_daemon.py",
+        "protocol/net/replicas.py",
         "protocol/net/p2p_streams.py",
     },
     "grpc": {"cli/benchmarks/grpc_echo.py"},
