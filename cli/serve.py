@@ -113,6 +113,11 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory for running sessions, such as 512M or 4G (default: 1G)",
     )  # fmt: skip
     parser.add_argument(
+        "--training-memory", type=parse_memory, metavar="BYTES",
+        help="memory for those who fine-tune; 0 takes none of them (default: an eighth of what is "
+        "free, at most 4G)",
+    )  # fmt: skip
+    parser.add_argument(
         "--block-cache", type=parse_bytes, default=_DEFAULTS.block_cache_bytes, metavar="BYTES",
         help="disk that keeps int8 blocks for the next start; 0 keeps none (default: 16G)",
     )  # fmt: skip
@@ -147,6 +152,7 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         device=options.device,
         num_threads=options.threads,
         kv_budget_bytes=options.kv_memory,
+        pass_bytes=options.training_memory,
         block_cache_bytes=options.block_cache,
         initial_peers=initial_peers,
         membership=membership,

@@ -7,6 +7,7 @@ from ..protocol.errors import UsageError
 from ..protocol.membership import Membership
 from ..protocol.spans import Span
 from .device_names import parse_cuda_number
+from .pass_budget import LEAST_BYTES
 
 WEIGHT_FORMATS = ("int8", "bf16", "fp32")
 """How block weights can be held."""
@@ -38,6 +39,10 @@ class PeerConfig:
 
     kv_budget_bytes: int = 2**30
     """Memory for the KV caches of all sessions together."""
+
+    pass_bytes: int | None = None
+    """Memory for passes of those who fine-tune, all together; 0: take none; None: an eighth of what
+    is free, 4 GiB at most."""
 
     block_cache_bytes: int = 16 * 2**30
     """Disk that quantized blocks may take in `~/.cache/shoal/blocks`, all peers of a user together;
@@ -86,4 +91,9 @@ class PeerConfig:
             raise UsageError(NO_NF4)
         if self.weights not in WEIGHT_FORMATS:
             raise UsageError(f"weights are one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}")
+        if self.pass_bytes and self.pass_bytes < LEAST_BYTES:
+            raise UsageError(
+                f"training takes at least {LEAST_BYTES // 2**20} MiB of memory, or none "
+                f"(--training-memory 0), not {self.pass_bytes:,} bytes"
+            )
         parse_cuda_number(self.device)

@@ -25,6 +25,7 @@ from .engine.numerics import Numerics
 from .engine.spec import ModelShape
 from .memory import RESERVE_BYTES, read_free_bytes
 from .neighbours import Neighbours
+from .pass_budget import choose_pass_bytes
 from .service import Service, ServiceFacts
 from .throughput import Throughput, measure_throughput
 
@@ -51,6 +52,8 @@ class HostedModel:
     spec: ModelShape
     numerics: Numerics
     sizes: BlockSizes
+    pass_bytes: int
+    """Memory for passes."""
 
     @classmethod
     def open(cls, config: PeerConfig) -> "HostedModel":
@@ -64,12 +67,14 @@ class HostedModel:
         check_kv_budget(spec, span, numerics, config.kv_budget_bytes)
         model_id = make_model_id(checkpoint.config, checkpoint.revision)
         sizes = BlockSizes.of_model(spec, numerics.weights)
-        return cls(checkpoint, model_id, spec, numerics, sizes)
+        pass_bytes = config.pass_bytes
+        if pass_bytes is None:
+            pass_bytes = choose_pass_bytes(_read_free_bytes(numerics))
+        return cls(checkpoint, model_id, spec, numerics, sizes, pass_bytes)
 
     def read_free_bytes(self) -> int:
         """Return the memory that is left where the blocks are computed."""
-        device_bytes = self.numerics.device.read_free_bytes()
-        return read_free_bytes() if device_bytes is None else device_bytes
+        return _read_free_bytes(self.numerics)
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,11 @@ class Hosting:
         self._config = config
         self._model = model
         self._facts = ServiceFacts(
-            peer_id, model.model_id, config.max_sessions, config.session_idle_seconds
+            peer_id,
+            model.model_id,
+            config.max_sessions,
+            config.session_idle_seconds,
+            model.pass_bytes,
         )
         self._clock = clock
         self._neighbours = neighbours
@@ -215,6 +224,11 @@ class Hosting:
             raise LoadError(f"block {block} cannot be loaded: {reason}", [block]) from error
         finally:
             is_wanted = False
+
+
+def _read_free_bytes(numerics: Numerics) -> int:
+    device_bytes = numerics.device.read_free_bytes()
+    return read_free_bytes() if device_bytes is None else device_bytes
 
 
 def _measure_if_possible(engine: Engine) -> Throughput | None:

@@ -14,9 +14,9 @@ _CGROUP = Path("/sys/fs/cgroup")
 """Where a container finds its limit; with control groups of version 2."""
 
 
-def find_room(sizes: BlockSizes, kv_budget_bytes: int, free_bytes: int) -> Room:
-    """Return what is left to blocks beside the KV cache, while one more is being loaded."""
-    left_bytes = free_bytes - kv_budget_bytes - RESERVE_BYTES - sizes.loading_bytes
+def find_room(sizes: BlockSizes, other_bytes: int, free_bytes: int) -> Room:
+    """Return what is left to blocks beside sessions and passes, while one more is being loaded."""
+    left_bytes = free_bytes - other_bytes - RESERVE_BYTES - sizes.loading_bytes
     return Room(max(0, left_bytes), sizes.num_bytes)
 
 

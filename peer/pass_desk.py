@@ -42,9 +42,6 @@ _UPLOAD_SECONDS = 300.0
 """How long the tensors of a pass may be on their way, while the memory for all of them is kept: 85
 MiB, the most in 16 bits, need 286 seconds at 2.5 megabits a second."""
 
-MAX_PASS_BYTES = 2**28
-"""The tensors of one pass in float32: 2,000 tokens of a model of width 8192, there and back."""
-
 _FLOAT_BYTES = 4
 
 _COSTS = {PassKind.FORWARD: 1, PassKind.BACKWARD: 3}
@@ -134,9 +131,11 @@ class PassDesk:
             self._compute(asked)
 
     def _admit(self, message: Pass, holder: Holder) -> _Asked:
-        service, engine = self._service, self._service.engine
+        service, engine, budget = self._service, self._service.engine, self._service.pass_budget
         if service.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+        if not budget.num_bytes:
+            raise RefusedError(ErrorCode.OUT_OF_MEMORY, "this peer has no memory for training")
         if message.model_id != service.facts.model_id:
             raise RefusedError(ErrorCode.WRONG_MODEL, "this peer serves another model")
         if not engine.span.covers(message.span):
@@ -161,7 +160,8 @@ class PassDesk:
             is_backward=message.kind is PassKind.BACKWARD,
         )
         needed_bytes += num_adapter_bytes
-        if num_bytes > MAX_PASS_BYTES or needed_bytes > service.read_free_bytes():
+        has_room = num_bytes <= budget.max_tensor_bytes and needed_bytes <= budget.max_work_bytes
+        if not has_room or needed_bytes > service.read_free_bytes():
             raise RefusedError(
                 ErrorCode.OUT_OF_MEMORY,
                 f"a pass of {message.num_rows} x {message.num_tokens} tokens is more than this "

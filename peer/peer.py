@@ -209,7 +209,8 @@ def _describe_address(door: object, directory: Directory) -> dict[str, object]:
 def _describe_model(config: PeerConfig, model: HostedModel) -> PlacedModel:
     """Return what there is to place: as many blocks as were asked for, or as memory holds."""
     if config.num_blocks is None:
-        room = find_room(model.sizes, config.kv_budget_bytes, model.read_free_bytes())
+        other_bytes = config.kv_budget_bytes + model.pass_bytes
+        room = find_room(model.sizes, other_bytes, model.read_free_bytes())
     else:
         room = Room(config.num_blocks)
     return PlacedModel(model.model_id, model.sizes.work, room)

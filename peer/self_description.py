@@ -59,6 +59,7 @@ def make_template(
         sequence=0,
         issued_at=0.0,
         expires_at=LIFETIME_PERIODS * config.announce_period_seconds,
+        takes_passes=config.pass_bytes != 0,
     )
 
 

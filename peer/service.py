@@ -20,7 +20,7 @@ from .memory import read_free_bytes
 from .neighbours import Neighbours
 from .outlet import Ways
 from .parked_streams import ParkedStreams
-from .pass_desk import MAX_PASS_BYTES
+from .pass_budget import MOST_BYTES, PassBudget
 from .shared_bytes import SharedBytes
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
@@ -32,10 +32,6 @@ MAX_LOGGED_BYTES = 256 * 2**20
 tokens of a model of width 4096 in 16 bits. A session that finds no room is not logged."""
 
 
-MAX_BYTES_OF_PASSES = 4 * MAX_PASS_BYTES
-"""Tensors of passes that come in, wait, are computed or leave as answers."""
-
-
 @dataclass(frozen=True)
 class ServiceFacts:
     """What a service says of itself and checks requests against."""
@@ -44,6 +40,8 @@ class ServiceFacts:
     model_id: ModelId
     max_sessions: int
     session_idle_seconds: float
+    pass_bytes: int = MOST_BYTES
+    """Memory for passes; 0: none are taken."""
 
 
 @dataclass
@@ -59,17 +57,20 @@ class Service:
     has_hung_up: bool = False
     read_free_bytes: Callable[[], int] = read_free_bytes
     pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
-    passes: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_BYTES_OF_PASSES, 3))
     num_passes: int = 0
     """Passes that come in, wait, are computed or answered."""
+    passes: SharedBytes = field(init=False)
     sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
     streams: set[Conversation] = field(default_factory=set)
+    pass_budget: PassBudget = field(init=False)
     admission: Admission = field(init=False)
     ways: Ways = field(init=False)
     adapters: AdapterShelf = field(init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
+        self.pass_budget = PassBudget(self.facts.pass_bytes)
+        self.passes = SharedBytes(self.pass_budget.tensor_bytes, times_free=3)
         self.admission = Admission(self)
         self.adapters = AdapterShelf(self.clock)
         logged = SharedBytes(MAX_LOGGED_BYTES, times_free=3)

@@ -115,6 +115,8 @@ class Announcement:
     """What one session gets under present load; None when not measured yet."""
     queue_seconds: _Amount = 0.0
     """How long a step waits before it is computed, at present."""
+    takes_passes: bool = True
+    """Whether it has memory for passes of those who fine-tune."""
     pass_queue_seconds: _Amount = 0.0
     """How long a pass of somebody who fine-tunes waits, at present."""
     rtts: Annotated[tuple[tuple[_PeerId, _Amount], ...], Field(max_length=MAX_RTTS)] = ()

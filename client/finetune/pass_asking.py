@@ -258,7 +258,8 @@ class PassAsker:
 
 
 def _takes_passes(peer: Announcement, weights: str | None) -> bool:
-    return peer.max_version >= PASS_VERSION and weights in (None, peer.weights)
+    is_able = peer.max_version >= PASS_VERSION and peer.takes_passes
+    return is_able and weights in (None, peer.weights)
 
 
 def _choose_scale(grads_BTH: Tensor) -> float:

@@ -69,6 +69,7 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         ("serve m --new-swarm --drain inf", "'inf' is not a number of at least 0"),
         ("serve m --new-swarm --kv-memory 9999T", "memory that this machine has"),
         ("serve m --new-swarm --kv-memory=-1", "cannot be negative"),
+        ("serve m --new-swarm --training-memory 9999T", "memory that this machine has"),
         ("serve m --new-swarm --kv-memory inf", "'inf' is not a size"),
         (f"serve m --new-swarm --initial-peers {PEER}", "not allowed with"),
         (f"generate m p --max-new-tokens {2**63} --initial-peers {PEER}", "too large"),

@@ -17,6 +17,12 @@ def test_weights_that_cannot_be_are_refused_with_advice(weights: str, words: str
         PeerConfig(model="m", weights=weights)
 
 
+@pytest.mark.parametrize("num_bytes", [1, 2**27 - 1])
+def test_memory_that_no_pass_would_find_room_in_is_refused_with_advice(num_bytes: int) -> None:
+    with pytest.raises(UsageError, match=r"least 128 MiB of memory, or none \(--training-memory"):
+        PeerConfig(model="m", pass_bytes=num_bytes)
+
+
 def test_formats_of_weights_are_those_of_the_engine() -> None:
     from shoal.kernels.quantize import WeightFormat
 

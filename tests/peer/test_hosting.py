@@ -109,6 +109,31 @@ def test_blocks_are_kept_for_the_way_back_where_memory_holds_both(
     run(directory, test)
 
 
+@pytest.mark.parametrize(
+    ("told", "free_bytes", "pass_bytes"),
+    [(None, 2**33, 2**30), (None, 2**40, 2**32), (2**28, 2**33, 2**28), (0, 2**33, 0)],
+)
+def test_passes_have_the_memory_that_was_told_or_a_part_of_what_is_free(
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    told: int | None,
+    free_bytes: int,
+    pass_bytes: int,
+) -> None:
+    monkeypatch.setattr(hosting, "read_free_bytes", lambda: free_bytes)
+    config = PeerConfig(str(directory), FIRST, pass_bytes=told, block_cache_bytes=0)
+    model = HostedModel.open(config)
+    neighbours: Any = None
+    hosting_ = Hosting(config, model, PeerId("a"), SystemClock(), neighbours)
+
+    async def test() -> None:
+        async with hosting_.serve(FIRST, {}, lambda *_: None) as stay:
+            assert stay.service.pass_budget.num_bytes == pass_bytes
+
+    assert model.pass_bytes == pass_bytes
+    asyncio.run(test())
+
+
 class SmallDevice(PagedDevice):
     """The CPU with a memory of its own, of which a test says how much is free."""
 

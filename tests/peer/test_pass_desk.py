@@ -23,11 +23,12 @@ from service_scene import (
 )
 from torch import Tensor
 
-from shoal.peer import pass_desk
+from shoal.peer import pass_budget
 from shoal.peer.answer_queue import AnswerQueue
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.pass_queue import GiveWay
 from shoal.peer.engine.passes import PassWork
+from shoal.peer.pass_budget import PassBudget
 from shoal.peer.pass_desk import PassDesk
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
@@ -185,7 +186,7 @@ def test_stranger_may_ask_for_a_part_of_the_memory_only(engine: Engine) -> None:
 def test_pass_that_is_more_than_a_peer_takes_is_told_to_be_cut(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pass_desk, "MAX_PASS_BYTES", 1000)
+    monkeypatch.setattr(pass_budget, "_MOST_TENSOR_BYTES", 1000)
 
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
@@ -206,6 +207,28 @@ def test_pass_that_finds_no_memory_is_told_to_be_cut(engine: Engine) -> None:
         peer.service.read_free_bytes = lambda: needed
         asked = make_pass(2, kind=PassKind.BACKWARD)
         assert isinstance((await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS))[-1], Passed)
+
+    run(engine, test)
+
+
+def test_pass_takes_a_part_of_the_memory_for_training_at_most(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        needed = engine.estimate_pass_bytes(len(SPAN), ROWS, TOKENS, is_backward=False)
+        peer.service.pass_budget = PassBudget(needed * 8 // 3 - 8)
+        (refusal,) = await ask(talk, make_pass(), HIDDEN=TEXTS)
+        assert_declined(refusal, ErrorCode.OUT_OF_MEMORY)
+        peer.service.pass_budget = PassBudget(needed * 8 // 3 + 8)
+        assert isinstance((await ask(talk, make_pass(2), HIDDEN=TEXTS))[-1], Passed)
+
+    run(engine, test)
+
+
+def test_peer_that_has_no_memory_for_training_says_so(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        peer.service.pass_budget = PassBudget(0)
+        (refusal,) = await ask(await peer.greet(), make_pass(), HIDDEN=TEXTS)
+        assert "no memory for training" in assert_declined(refusal, ErrorCode.OUT_OF_MEMORY).detail
 
     run(engine, test)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -434,6 +435,27 @@ def test_microbatches_are_halved_until_a_peer_has_memory_for_them(
         service.read_free_bytes = lambda: enough
 
         compare(model.transformer.h, tiny_models.get(), prompt_rows, num_rows=4)
+
+
+def test_peer_without_memory_for_training_is_not_asked(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    ask = PassLink.ask
+
+    async def note_and_ask(link: PassLink, *arguments: Any) -> Any:
+        asked.append(link.peer.peer_id)
+        return await ask(link, *arguments)
+
+    monkeypatch.setattr(PassLink, "ask", note_and_ask)
+    directory = tiny_models.get().directory
+    swarm = LoopbackSwarm(directory, ((0, 4), (0, 4)), weights="fp32")
+    configs = swarm._configs  # pyright: ignore[reportPrivateUsage]
+    configs["peer0"] = replace(configs["peer0"], pass_bytes=0)
+    with DistributedCausalLM.from_pretrained(directory, connect=swarm.connect) as model:
+        for _ in range(4):
+            compare(model.transformer.h, tiny_models.get())
+        assert set(asked) == {swarm.peers[1].peer_id}
 
 
 def test_row_that_no_peer_has_memory_for_is_refused(tiny_models: Any) -> None:

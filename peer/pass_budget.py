@@ -1,0 +1,50 @@
+"""How much memory passes may take at a peer, and what for."""
+
+from dataclasses import dataclass
+
+MOST_BYTES = 2**32
+"""Beyond it more memory only helps who sends microbatches of more than 10,000 tokens."""
+
+LEAST_BYTES = 2**27
+"""With less, no pass through a model of some width finds room."""
+
+_MOST_TENSOR_BYTES = 2**28
+"""For one pass: 2,000 tokens of a model of width 8192 in float32, there and back."""
+
+
+@dataclass(frozen=True)
+class PassBudget:
+    """The memory for all passes of a peer.
+
+    >>> budget = PassBudget(2**32)
+    >>> [size // 2**20 for size in (budget.tensor_bytes, budget.max_tensor_bytes)]
+    [1024, 256]
+    >>> budget.max_work_bytes // 2**20
+    1536
+    """
+
+    num_bytes: int
+
+    @property
+    def tensor_bytes(self) -> int:
+        """For the tensors of all passes that come in, wait, are computed or leave as answers."""
+        return self.num_bytes // 4
+
+    @property
+    def max_tensor_bytes(self) -> int:
+        """For the tensors of one pass, so that nobody waits alone for all others to end."""
+        return min(self.tensor_bytes // 4, _MOST_TENSOR_BYTES)
+
+    @property
+    def max_work_bytes(self) -> int:
+        """For what computing one pass takes; its guests take as much again, at most."""
+        return (self.num_bytes - self.tensor_bytes) // 2
+
+
+def choose_pass_bytes(free_bytes: int) -> int:
+    """Return what passes may take of so much free memory, unless a volunteer says it.
+
+    >>> choose_pass_bytes(2**33) // 2**20
+    1024
+    """
+    return min(free_bytes // 8, MOST_BYTES)
