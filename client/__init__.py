@@ -15,16 +15,20 @@ from .auto import (
     AutoDistributedModel,
     AutoDistributedModelForCausalLM,
     AutoDistributedModelForSequenceClassification,
+    AutoDistributedSpeculativeModel,
 )
 from .client import Client
 from .config import ClientConfig
+from .distributed_config import AutoDistributedConfig
 from .inference_session import InferenceSession
 from .remote_blocks import RemoteSequential
 
 __all__ = [
+    "AutoDistributedConfig",
     "AutoDistributedModel",
     "AutoDistributedModelForCausalLM",
     "AutoDistributedModelForSequenceClassification",
+    "AutoDistributedSpeculativeModel",
     "CacheFullError",
     "Client",
     "ClientConfig",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedModel
+
 from .headless_model import DistributedSequenceClassifier, HeadlessModel
 from .model import DistributedCausalLM
+from .speculative_model import SpeculativeCausalLM
 
 
 class AutoDistributedModelForCausalLM:
@@ -38,3 +41,14 @@ class AutoDistributedModel:
     def from_pretrained(model: str | Path, **options: Any) -> HeadlessModel:
         """Open a model and join its swarm: see DistributedModel.from_pretrained()."""
         return HeadlessModel.from_pretrained(model, **options)
+
+
+class AutoDistributedSpeculativeModel:
+    """Opens models that write text as a small local model guesses it; never constructed itself."""
+
+    @staticmethod
+    def from_pretrained(
+        model: str | Path, *, small_model: PreTrainedModel, **options: Any
+    ) -> SpeculativeCausalLM:
+        """Open a model and join its swarm: see SpeculativeCausalLM.from_pretrained()."""
+        return SpeculativeCausalLM.from_pretrained(model, small_model=small_model, **options)

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ..kernels.checkpoint import Checkpoint, CheckpointError
+from ..kernels.checkpoint import Checkpoint
 from ..kernels.compress import has_only_finite
-from ..protocol.errors import ModelError, UsageError
-from ..protocol.ids import make_model_id
+from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .client import Client, Connect, connect_over_network
 from .config import ClientConfig, make_client_config, make_whole
+from .distributed_config import join_swarm, open_checkpoint
 from .finetune.batches import check_padding
 from .finetune.saving import leave_out_of_state_dicts, load_trained, read_settings, save_trained
 from .finetune.tuning import Tuning
@@ -33,7 +33,7 @@ from .generation import (
     load_generation_config,
 )
 from .inference_session import InferenceSession
-from .local_layers import LocalLayers, load_config, load_local_layers, resolve_dtype
+from .local_layers import LocalLayers, load_local_layers, resolve_dtype
 from .remote_blocks import RemoteSequential
 from .remote_cache import RemoteCache
 from .transformer import DistributedTransformer
@@ -64,7 +64,9 @@ class DistributedModel(PreTrainedModel):
         super().__init__(config)
         tuning = tuning or Tuning()
         config.tuning_mode, config.pre_seq_len = tuning.mode, tuning.pre_seq_len
-        blocks = RemoteSequential(client, Span(0, config.num_hidden_layers), config.hidden_size)
+        blocks = RemoteSequential.over(
+            client, Span(0, config.num_hidden_layers), config.hidden_size
+        )
         self.transformer = DistributedTransformer(layers, blocks, tuning)
         self._add_head(layers, generation_config)
         leave_out_of_state_dicts(self, layers.list_parameters())
@@ -103,12 +105,7 @@ class DistributedModel(PreTrainedModel):
         tuning = Tuning(options.pop("tuning_mode", None), options.pop("pre_seq_len", 0))
         configure = cls._take_options(options)
         config = make_client_config(initial_peers, options)
-        try:
-            checkpoint = Checkpoint.open(model, revision)
-        except CheckpointError as error:
-            raise ModelError(str(error)) from error
-        model_config = load_config(checkpoint)
-        model_config.name_or_path = str(model)
+        checkpoint, model_config = open_checkpoint(model, revision)
         configure(model_config)
         tuning.check_fits(model_config)
         layers = load_local_layers(checkpoint, model_config, dtype)
@@ -131,9 +128,7 @@ class DistributedModel(PreTrainedModel):
         config: ClientConfig,
         connect: Connect,
     ) -> Client:
-        model_id = make_model_id(checkpoint.config, checkpoint.revision)
-        num_blocks, hidden_size = model_config.num_hidden_layers, model_config.hidden_size
-        return Client.join(model_id, num_blocks, hidden_size, config, connect)
+        return join_swarm(checkpoint, model_config, config, connect)
 
     def close(self) -> None:
         """Leave the swarm; the model cannot be used afterwards."""

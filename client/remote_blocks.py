@@ -13,6 +13,8 @@ from ..protocol.errors import ErrorCode, RefusedError, UsageError
 from ..protocol.limits import MAX_PASS_PROMPTS
 from ..protocol.spans import Span
 from .client import Client
+from .config import make_whole
+from .distributed_config import DistributedConfig
 from .inference_session import InferenceSession, check_is_session
 from .router import Hop
 
@@ -24,17 +26,53 @@ class RemoteSequential(nn.Module):
 
     Called while a session is active it continues that session, otherwise it makes one stateless
     pass. Slices are views of the same client with a span of their own. A session is active for
-    the thread or task that activated it, and for this object only.
+    the thread or task that activated it, and for this object only. Whoever constructs one closes
+    it, or uses it in a `with`; those of a model end with the model.
     """
 
-    def __init__(self, client: Client, span: Span, hidden_size: int) -> None:
-        super().__init__()
+    def __init__(
+        self,
+        config: DistributedConfig,
+        *,
+        start_block: int | None = None,
+        end_block: int | None = None,
+    ) -> None:
+        """Join a swarm for some blocks of its model, by default all.
+
+        Raises UsageError for blocks that the model does not have, and what `config.join()` does.
+        """
+        num_blocks = config.num_hidden_layers
+        start = 0 if start_block is None else make_whole("start_block", start_block)
+        stop = num_blocks if end_block is None else make_whole("end_block", end_block)
+        if not 0 <= start < stop <= num_blocks:
+            raise UsageError(f"the model has blocks 0:{num_blocks}, and so no {start}:{stop}")
+        self._set_up(config.join(), Span(start, stop), config.hidden_size)
+
+    @classmethod
+    def over(cls, client: Client, span: Span, hidden_size: int) -> RemoteSequential:
+        """Return blocks over a client that somebody else closes."""
+        blocks = cls.__new__(cls)
+        blocks._set_up(client, span, hidden_size)
+        return blocks
+
+    def _set_up(self, client: Client, span: Span, hidden_size: int) -> None:
+        nn.Module.__init__(self)
         self._client = client
         self._span = span
         self._hidden_size = hidden_size
         self._active_session: ContextVar[InferenceSession | None] = ContextVar(
             f"active session of blocks {span}", default=None
         )
+
+    def close(self) -> None:
+        """Leave the swarm; nothing that uses the same client can be used afterwards."""
+        self._client.close()
+
+    def __enter__(self) -> RemoteSequential:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
 
     def extra_repr(self) -> str:
         """Return what `print(model)` shows of this module."""
@@ -64,7 +102,7 @@ class RemoteSequential(nn.Module):
         else:
             block = range(self._span.start, self._span.stop)[index]
             span = Span(block, block + 1)
-        return RemoteSequential(self._client, span, self._hidden_size)
+        return RemoteSequential.over(self._client, span, self._hidden_size)
 
     def forward(
         self,

@@ -1,0 +1,94 @@
+"""What users of PETALS import and call is there, and does what it did."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from tuning_scene import REPLICAS, assert_close, open_model
+
+from shoal.client import (
+    AutoDistributedConfig,
+    AutoDistributedSpeculativeModel,
+    InferenceSession,
+    RemoteSequential,
+    UsageError,
+)
+from shoal.peer.loopback_swarm import LoopbackSwarm
+
+
+def draw(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def config(tiny_models: Any) -> Any:
+    directory = tiny_models.get().directory
+    swarm = LoopbackSwarm(directory, REPLICAS, weights="fp32")
+    return AutoDistributedConfig.from_pretrained(directory, connect=swarm.connect, seed=3)
+
+
+@pytest.fixture
+def blocks(config: Any) -> Iterator[RemoteSequential]:
+    with RemoteSequential(config, start_block=1, end_block=3) as blocks:
+        yield blocks
+
+
+def test_configuration_is_that_of_transformers_and_the_client(config: Any) -> None:
+    assert (config.num_hidden_layers, config.hidden_size) == (4, 64)
+    assert config.model_type == "llama"
+    assert config.initial_peers == ()
+    assert config.client.seed == 3
+    assert len(config.dht_prefix) > 8
+    with pytest.raises(AttributeError):
+        _ = config.no_such_thing
+
+
+def test_blocks_of_a_configuration_are_differentiable(blocks: Any, tiny_models: Any) -> None:
+    with open_model(tiny_models.get()) as model:
+        hidden, prompts = draw(2, 7, 64).requires_grad_(), draw(2, 2, 3, 64).requires_grad_()
+        expected = torch.autograd.grad(
+            model.transformer.h[1:3](hidden, prompts).sum(), (hidden, prompts)
+        )
+        found = torch.autograd.grad(blocks(hidden, prompts).sum(), (hidden, prompts))
+
+    assert len(blocks) == 2
+    for mine, their in zip(found, expected, strict=True):
+        assert_close(mine, their)
+
+
+def test_blocks_of_a_configuration_have_sessions(blocks: Any) -> None:
+    hidden = draw(1, 6, 64)
+    expected = blocks(hidden)
+
+    with blocks.inference_session(max_length=6) as session:
+        assert isinstance(session, InferenceSession)
+        parts = [session.step(hidden[:, :4]), session.step(hidden[:, 4:5]), blocks(hidden[:, 5:])]
+        assert session.position == blocks.position == 6
+        with pytest.raises(ValueError, match="Maximum length exceeded"):
+            session.step(hidden[:, :1])
+        session.position = 4
+        assert_close(session.step(hidden[:, 4:]), expected[:, 4:])
+
+    assert_close(torch.cat(parts, dim=1), expected)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(2, 2), (0, 5), (-1, 2)])
+def test_blocks_that_the_model_does_not_have_are_refused(
+    config: Any, start: int, stop: int
+) -> None:
+    with pytest.raises(UsageError, match="blocks 0:4"):
+        RemoteSequential(config, start_block=start, end_block=stop)
+
+
+def test_small_model_guesses_and_the_text_stays_the_same(tiny_models: Any) -> None:
+    ids, options = torch.tensor([[5, 9, 60]]), {"max_new_tokens": 12, "do_sample": False}
+    tiny, small = tiny_models.get(), tiny_models.get("llama-tied").reference
+    with open_model(tiny, REPLICAS, AutoDistributedSpeculativeModel, small_model=small) as model:
+        found = model.generate(ids, **options)
+        assert model.state_dict() == {}
+
+    assert torch.equal(found, tiny.reference.generate(ids, **options))
