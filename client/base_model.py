@@ -22,6 +22,7 @@ from ..protocol.spans import Span
 from .client import Client, Connect, connect_over_network
 from .config import ClientConfig, make_client_config, make_whole
 from .distributed_config import join_swarm, open_checkpoint
+from .finetune.adapted_model import AdaptedModel
 from .finetune.batches import check_padding
 from .finetune.saving import leave_out_of_state_dicts, load_trained, read_settings, save_trained
 from .finetune.tuning import Tuning
@@ -41,7 +42,7 @@ from .transformer import DistributedTransformer
 # Shape suffixes: B rows, T tokens, H hidden size.
 
 
-class DistributedModel(PreTrainedModel):
+class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """A model over a swarm, up to what comes of its hidden states.
 
     Owns its client: close() it, or use it in a `with`. The weights of the model directory are
@@ -94,8 +95,9 @@ class DistributedModel(PreTrainedModel):
         Reads embedding, final norm and head; blocks are never downloaded. `torch_dtype` None or
         "auto" keeps the checkpoint's; `dtype` is the same under its newer name. With
         `tuning_mode` "ptune" or "deep_ptune", prompts of `pre_seq_len` tokens are trainable;
-        `trained`, a folder of save_pretrained(), brings both and what was trained. `connect` makes
-        the network: that of `peer.loopback_swarm` needs no initial peers. Everything else is a
+        `trained`, a folder of save_pretrained(), brings both and what was trained. `active_adapter`
+        is the folder of an adapter, or the digest of a published one. `connect` makes the network:
+        that of `peer.loopback_swarm` needs no initial peers. Everything else is a
         field of ClientConfig. Raises UsageError for an unknown argument, ModelError when
         the model cannot be used, DirectoryError when the swarm cannot be joined.
         """
@@ -103,7 +105,7 @@ class DistributedModel(PreTrainedModel):
         if trained is not None:
             options = {**read_settings(trained), **options}
         tuning = Tuning(options.pop("tuning_mode", None), options.pop("pre_seq_len", 0))
-        configure = cls._take_options(options)
+        configure, adapter = cls._take_options(options), options.pop("active_adapter", None)
         config = make_client_config(initial_peers, options)
         checkpoint, model_config = open_checkpoint(model, revision)
         configure(model_config)
@@ -114,6 +116,8 @@ class DistributedModel(PreTrainedModel):
         opened = cls(model_config, layers, client, generation_config, tuning)
         if trained is not None:
             opened.load_trained(trained)
+        if adapter is not None:
+            opened.open_adapter(adapter)
         return opened
 
     @classmethod

@@ -13,6 +13,8 @@ from transformers.utils.generic import ModelOutput
 from ..protocol.errors import ShoalError, UsageError
 from .assisted import BoundedCandidates
 from .base_model import DistributedModel
+from .finetune.active_adapters import AdapterChoice
+from .finetune.adapted_model import UNCHANGED
 from .generation import GenerationPlan, NewTextStreamer, Settings, plan_generation, recall_text
 from .inference_session import InferenceSession, check_is_session
 from .local_layers import LocalLayers
@@ -41,6 +43,7 @@ class GeneratingModel(DistributedModel, GenerationMixin):
         generation_config: GenerationConfig | None = None,
         *args: Any,
         session: InferenceSession | None = None,
+        active_adapter: AdapterChoice = UNCHANGED,
         **kwargs: Any,
     ) -> Tensor | ModelOutput:
         """Generate text as transformers' generate() does, with the same arguments.
@@ -50,8 +53,11 @@ class GeneratingModel(DistributedModel, GenerationMixin):
         only the latter. A call that fails or is interrupted leaves the session as it was. Raises
         UsageError before anything is sent if the call cannot be completed, and CacheFullError
         before anything is computed if no peer could ever hold the text. What others take of the
-        peers' room meanwhile may still end it.
+        peers' room meanwhile may still end it. `active_adapter` is for this call alone.
         """
+        if active_adapter is not UNCHANGED:
+            with self.use_adapter(active_adapter):
+                return self.generate(inputs, generation_config, *args, session=session, **kwargs)
         if "input_ids" in kwargs:
             if inputs is not None:
                 raise UsageError("generate() takes either inputs or input_ids")
@@ -64,8 +70,8 @@ class GeneratingModel(DistributedModel, GenerationMixin):
                 plan = self._plan(inputs, recall_text(session), generation_config, kwargs)
                 return self._generate_in(session, plan, args, kwargs)
         plan = self._plan(inputs, None, generation_config, kwargs)
-        with self.transformer.h.open_session(plan.cached_length + 1) as session:
-            return self._generate_in(session, plan, args, kwargs)
+        with self.transformer.h.open_session(plan.cached_length + 1) as opened:
+            return self._generate_in(opened, plan, args, kwargs)
 
     def _plan(
         self,

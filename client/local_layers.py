@@ -86,9 +86,14 @@ class LanguageHead(nn.Module):
         self.weight = weight_VH
         self.softcap = softcap
 
-    def forward(self, hidden_BTH: Tensor) -> Tensor:
-        """Return float32 logits [B, T, V], multiplied in the dtype of the weight."""
+    def forward(self, hidden_BTH: Tensor, change_BTV: Tensor | None = None) -> Tensor:
+        """Return float32 logits [B, T, V], multiplied in the dtype of the weight.
+
+        `change_BTV` is what adapters add, before the logits are bent.
+        """
         logits_BTV = F.linear(hidden_BTH.to(self.weight.dtype), self.weight).float()
+        if change_BTV is not None:
+            logits_BTV = logits_BTV + change_BTV
         if self.softcap is None:
             return logits_BTV
         return torch.tanh(logits_BTV / self.softcap) * self.softcap

@@ -52,7 +52,9 @@ class DistributedCausalLM(GeneratingModel):
             last_token_only=is_count and logits_to_keep == 1,
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
-        logits_BTV = self.lm_head(self.transformer.ln_f(hidden_BTH[:, kept]))
+        normed_BTH = self.transformer.ln_f(hidden_BTH[:, kept])
+        change_BTV = self.transformer.h.adapters.change_logits(normed_BTH)
+        logits_BTV = self.lm_head(normed_BTH, change_BTV)
         loss = None
         if labels is not None:
             loss = ForCausalLMLoss(logits_BTV, labels, self.config.vocab_size, num_items_in_batch)  # pyright: ignore[reportArgumentType]

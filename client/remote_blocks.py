@@ -15,6 +15,7 @@ from ..protocol.spans import Span
 from .client import Client
 from .config import make_whole
 from .distributed_config import DistributedConfig
+from .finetune.active_adapters import ActiveAdapters, ChosenAdapters
 from .inference_session import InferenceSession, check_is_session
 from .router import Hop
 
@@ -26,8 +27,9 @@ class RemoteSequential(nn.Module):
 
     Called while a session is active it continues that session, otherwise it makes one stateless
     pass. Slices are views of the same client with a span of their own. A session is active for
-    the thread or task that activated it, and for this object only. Whoever constructs one closes
-    it, or uses it in a `with`; those of a model end with the model.
+    the thread or task that activated it, and for this object only; `adapters` are those of the
+    slices as well. Whoever constructs one closes it, or uses it in a `with`; those of a model end
+    with the model.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class RemoteSequential(nn.Module):
 
     def _set_up(self, client: Client, span: Span, hidden_size: int) -> None:
         nn.Module.__init__(self)
+        self.adapters = ActiveAdapters()
         self._client = client
         self._span = span
         self._hidden_size = hidden_size
@@ -102,7 +105,9 @@ class RemoteSequential(nn.Module):
         else:
             block = range(self._span.start, self._span.stop)[index]
             span = Span(block, block + 1)
-        return RemoteSequential.over(self._client, span, self._hidden_size)
+        blocks = RemoteSequential.over(self._client, span, self._hidden_size)
+        blocks.adapters = self.adapters
+        return blocks
 
     def forward(
         self,
@@ -121,6 +126,8 @@ class RemoteSequential(nn.Module):
         """
         self.check_hidden(hidden_BTH)
         if self.active_session is not None:
+            if self.adapters.take(len(hidden_BTH)).rows:
+                raise UsageError("adapters do not work in sessions and generate() yet")
             with torch.no_grad():
                 return self._step(hidden_BTH, prompts, hypo_ids, last_token_only)
         if hidden_BTH.numel() == 0:
@@ -132,10 +139,12 @@ class RemoteSequential(nn.Module):
         self, hidden_BTH: Tensor, prompts: Tensor | None, hypo_ids: Tensor | None
     ) -> Tensor:
         """Make a pass; or use a session where passes cannot be and nobody asks for more."""
-        needs_pass = prompts is not None or (torch.is_grad_enabled() and hidden_BTH.requires_grad)
+        adapters = self.adapters.take(len(hidden_BTH))
+        wants_gradients = torch.is_grad_enabled() and hidden_BTH.requires_grad
+        needs_pass = prompts is not None or wants_gradients or bool(adapters.rows)
         if needs_pass or self._client.passes.can_run(self._span, hidden_BTH):
             try:
-                return self._run_pass(hidden_BTH, prompts, hypo_ids)
+                return self._run_pass(hidden_BTH, prompts, hypo_ids, adapters)
             except RefusedError as error:
                 if needs_pass or error.code is not ErrorCode.OUT_OF_MEMORY:
                     raise
@@ -143,13 +152,17 @@ class RemoteSequential(nn.Module):
             return self._step(hidden_BTH, None, hypo_ids, last_token_only=False)
 
     def _run_pass(
-        self, hidden_BTH: Tensor, prompts: Tensor | None, hypo_ids: Tensor | None
+        self,
+        hidden_BTH: Tensor,
+        prompts: Tensor | None,
+        hypo_ids: Tensor | None,
+        adapters: ChosenAdapters,
     ) -> Tensor:
         if hypo_ids is not None:
             raise UsageError("rows are moved within a session; open one to use hypo_ids")
         if prompts is not None:
             check_prompts(prompts, len(self._span), hidden_BTH)
-        return self._client.passes.run(self._span, hidden_BTH, prompts)
+        return self._client.passes.run(self._span, hidden_BTH, prompts, adapters)
 
     def _step(
         self,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from ..kernels.checkpoint import Checkpoint, CheckpointError
 from ..kernels.conversion import ConvertedCheckpoint
 from ..kernels.shell import Shell, ShellError, open_shell
-from ..protocol.errors import ModelError
+from ..protocol.errors import ModelError, UsageError
 
 _OTHER_HEAD_NAMES = ("embed_out",)
 """What checkpoints call a head that is called otherwise in transformers (GPT-NeoX)."""
@@ -42,8 +42,13 @@ class WrappedHead(nn.Module):
         """The weight of the last linear."""
         return self._model.get_output_embeddings().weight
 
-    def forward(self, hidden_BTH: Tensor) -> Tensor:
+    def forward(self, hidden_BTH: Tensor, change_BTV: Tensor | None = None) -> Tensor:
         """Return float32 logits [B, T, V], multiplied in the dtype of the weight."""
+        if change_BTV is not None:
+            raise UsageError(
+                f"adapters of the head are not applied in models of type "
+                f"{self._model.config.model_type!r}"
+            )
         hidden_N1H = self._set_apart(hidden_BTH)
         logits_N1V = self._model(inputs_embeds=hidden_N1H, use_cache=False).logits
         return logits_N1V.float().view(*hidden_BTH.shape[:2], -1)

@@ -49,14 +49,19 @@ class LoraConfig:
         """
         return self.alpha / (self.rank**0.5 if self.uses_root else self.rank)
 
-    def to_json(self) -> bytes:
-        """Return the file, with nothing in it that does not matter to who applies the adapter."""
+    def to_json(self, mark: str = "") -> bytes:
+        """Return the file, with nothing in it that does not matter to who applies the adapter.
+
+        A `mark` tells adapters apart that are the same otherwise.
+        """
         fields = {
             "lora_alpha": self.alpha,
             "peft_type": "LORA",
             "r": self.rank,
             "use_rslora": self.uses_root,
         }
+        if mark:
+            fields["mark"] = mark
         return json.dumps(fields).encode()
 
 

@@ -15,7 +15,8 @@ from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
 from ..portal import Portal
 from ..router import Hop
-from .microbatches import Texts
+from .active_adapters import NO_ADAPTERS, ChosenAdapters
+from .microbatches import TextGradients, Texts
 from .remote_passes import RemotePasses, Trail
 
 
@@ -30,24 +31,32 @@ class PassRunner:
         """Return whether passes through a span are possible, as far as was heard last."""
         return hidden_BTH.shape[1] <= MAX_PASS_TOKENS and self._passes.can_run(span)
 
-    def run(self, span: Span, hidden_BTH: Tensor, prompts_LBPH: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        span: Span,
+        hidden_BTH: Tensor,
+        prompts_LBPH: Tensor | None = None,
+        adapters: ChosenAdapters = NO_ADAPTERS,
+    ) -> Tensor:
         """Return hidden states behind the last block of a span, [B, T, H], in the dtype given.
 
-        Differentiable with respect to hidden states and deep prompts, which are [L, B, P, H] or
-        [L, 1, P, H] and added to the first P inputs of each block. Raises what
-        `RemotePasses.run_forward` does; so may the backward pass.
+        Differentiable with respect to hidden states, the matrices of adapters, and deep prompts,
+        which are [L, B, P, H] or [L, 1, P, H] and added to the first P inputs of each block. Raises
+        what `RemotePasses.run_forward` does; so may the backward pass.
         """
-        output: Tensor = _RemoteBlocks.apply(self, span, hidden_BTH, prompts_LBPH)  # pyright: ignore[reportAssignmentType]
+        matrices = [matrix for _, _, matrix in adapters.list_parameters(span)]
+        output: Tensor = _RemoteBlocks.apply(  # pyright: ignore[reportAssignmentType]
+            self, span, adapters, hidden_BTH, prompts_LBPH, *matrices
+        )
         return output
 
     def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
         """See `RemotePasses.run_forward`."""
         return self._portal.run(self._passes.run_forward(span, texts))
 
-    def run_backward(self, trails: list[Trail], grads_BTH: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return the gradients of hidden states and of deep prompts."""
-        gradients = self._portal.run(self._passes.run_backward(trails, grads_BTH))
-        return gradients.hidden_BTH, gradients.prompts_LBPH
+    def run_backward(self, trails: list[Trail], grads_BTH: Tensor) -> TextGradients:
+        """See `RemotePasses.run_backward`."""
+        return self._portal.run(self._passes.run_backward(trails, grads_BTH))
 
     def take_recent_hops(self) -> list[Hop]:
         """See `PassAsker.take_recent_hops`."""
@@ -89,17 +98,22 @@ class _RemoteBlocks(torch.autograd.Function):
         ctx: Any,
         runner: PassRunner,
         span: Span,
+        adapters: ChosenAdapters,
         hidden_BTH: Tensor,
         prompts_LBPH: Tensor | None,
+        *matrices: Tensor,
     ) -> Tensor:
         # Copies: whoever changes the tensors later must not change what goes back through blocks.
         prompts = None if prompts_LBPH is None else _copy(prompts_LBPH)
         is_shared = prompts is not None and prompts.shape[1] == 1
-        texts = Texts(_copy(hidden_BTH), prompts, is_shared)
+        texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows)
         output_BTH, trails = runner.run_forward(span, texts)
         ctx.runner = runner
         ctx.save_for_backward(_Keepsake(trails))
-        ctx.inputs = [(x.device, x.dtype) for x in (hidden_BTH, prompts_LBPH) if x is not None]
+        inputs = (hidden_BTH, prompts_LBPH, *matrices)
+        ctx.places = [(None, None) if x is None else (x.device, x.dtype) for x in inputs]
+        # Names only: whose parameters these are would keep them alive, and they this graph.
+        ctx.names = [(version, name) for version, name, _ in adapters.list_parameters(span)]
         return output_BTH.to(hidden_BTH.device, hidden_BTH.dtype)
 
     @staticmethod
@@ -108,14 +122,17 @@ class _RemoteBlocks(torch.autograd.Function):
         ctx: Any, grads_BTH: Tensor
     ) -> tuple[Tensor | None, ...]:
         (keepsake,) = ctx.saved_tensors
-        found = ctx.runner.run_backward(keepsake.trails, _copy(grads_BTH))
-        wanted = ctx.needs_input_grad[2:]
-        places = [*ctx.inputs, *[(None, None)] * (2 - len(ctx.inputs))]
-        gradients = [
-            grad.to(*place) if is_wanted and grad is not None else None
-            for grad, place, is_wanted in zip(found, places, wanted, strict=True)
-        ]
-        return (None, None, *gradients)
+        gradients = ctx.runner.run_backward(keepsake.trails, _copy(grads_BTH))
+        matrices = [gradients.adapters.get(version, {}).get(name) for version, name in ctx.names]
+        found = (gradients.hidden_BTH, gradients.prompts_LBPH, *matrices)
+        wanted = ctx.needs_input_grad[3:]
+        return (
+            *(None, None, None),
+            *(
+                grad.to(*place) if is_wanted and grad is not None else None
+                for grad, place, is_wanted in zip(found, ctx.places, wanted, strict=True)
+            ),
+        )
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ Tensor suffixes: R rank, I input and O output features of a linear.
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -16,6 +18,7 @@ from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
 from ...protocol.lora_config import MAX_RANK, LoraConfig
+from .adapter_versions import AdapterVersion
 from .peft_files import (
     DOWN,
     HEAD,
@@ -40,6 +43,19 @@ class HasConfig(Protocol):
     config: Any
 
 
+@dataclass(frozen=True)
+class HeadPart:
+    """What an adapter adds to logits, which are computed at the client."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+    scale: float
+
+    def compute(self, hidden_TI: Tensor) -> Tensor:
+        """Return the change in float32, [T, O]."""
+        return hidden_TI.float() @ self.down_RI.t() @ self.up_OR.t() * self.scale
+
+
 class LoraAdapter(nn.Module):
     """The matrices of an adapter in float32, under the names that PEFT gives them.
 
@@ -51,6 +67,8 @@ class LoraAdapter(nn.Module):
         super().__init__()
         self.lora_config = files.config
         self._fields = files.fields
+        self._newest: AdapterVersion | None = None
+        self._lineage = secrets.token_hex(8)
         for name, matrix in files.matrices.items():
             _register(self, name.split("."), nn.Parameter(matrix.detach().clone()))
 
@@ -113,6 +131,20 @@ class LoraAdapter(nn.Module):
 
     save_pretrained = save
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy an adapter of its own."""
+        super().__setstate__(state)
+        self._newest, self._lineage = None, secrets.token_hex(8)
+
+    def get_head(self) -> HeadPart | None:
+        """Return what it adds to the logits, where it adapts the head."""
+        matrices = self.named_matrices()
+        if PREFIX + HEAD + DOWN not in matrices:
+            return None
+        return HeadPart(
+            matrices[PREFIX + HEAD + DOWN], matrices[PREFIX + HEAD + UP], self.lora_config.scale
+        )
+
     def extra_repr(self) -> str:
         """Return what `print(adapter)` shows of this module."""
         return f"rank {self.lora_config.rank}, {len(self.named_matrices()) // 2} linears"
@@ -127,6 +159,22 @@ class LoraAdapter(nn.Module):
             name: matrix.detach().to("cpu", torch.float32, copy=True)
             for name, matrix in self.named_parameters()
         }
+
+    def take_version(self) -> AdapterVersion:
+        """Return the matrices as they are now; the same object while they do not change."""
+        is_trained = any(matrix.requires_grad for matrix in self.parameters())
+        known, number = self._newest, 0
+        if known is not None:
+            number = known.number + 1
+            is_same = known.is_trained == is_trained and all(
+                torch.equal(matrix.detach().cpu().float(), known.matrices[name])
+                for name, matrix in self.named_parameters()
+            )
+            if is_same:
+                return known
+        matrices = self.copy_matrices()
+        self._newest = AdapterVersion(self.lora_config, matrices, is_trained, self._lineage, number)
+        return self._newest
 
     def forward(self, *inputs: object) -> None:
         """Refuse: peers apply an adapter."""

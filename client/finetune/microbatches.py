@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_PASS_PROMPTS
+from .adapter_versions import AdapterGradients, AdapterVersion, RowAdapters, add_gradients
 
 MOST_TOKENS = 1024
 """Rows times tokens of one microbatch, unless one row has more."""
@@ -36,6 +38,7 @@ class Texts:
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None
     shares_prompts: bool = False
+    adapters: RowAdapters = ()
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +63,12 @@ class Texts:
         prompts = self.prompts_LBPH
         if prompts is not None and not self.shares_prompts:
             prompts = prompts[:, rows]
-        return replace(self, hidden_BTH=self.hidden_BTH[rows], prompts_LBPH=prompts)
+        return replace(
+            self,
+            hidden_BTH=self.hidden_BTH[rows],
+            prompts_LBPH=prompts,
+            adapters=self.adapters[rows],
+        )
 
     def take_blocks(self, blocks: slice) -> Texts:
         """Return the texts with the deep prompts of some of the blocks, counted from the first."""
@@ -78,12 +86,17 @@ class TextGradients:
 
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None
+    adapters: AdapterGradients = field(default_factory=dict[AdapterVersion, Any])
 
     def multiply(self, factor: float) -> TextGradients:
         """Return all of them times a number."""
         prompts = self.prompts_LBPH
+        adapters = {
+            adapter: {name: factor * gradient for name, gradient in gradients.items()}
+            for adapter, gradients in self.adapters.items()
+        }
         return TextGradients(
-            factor * self.hidden_BTH, None if prompts is None else factor * prompts
+            factor * self.hidden_BTH, None if prompts is None else factor * prompts, adapters
         )
 
 
@@ -120,8 +133,9 @@ def cut_rows(
 def join_gradients(parts: Sequence[TextGradients], shares_prompts: bool) -> TextGradients:
     """Return the gradients of a batch from those of its microbatches."""
     hidden_BTH = torch.cat([part.hidden_BTH for part in parts])
+    adapters = add_gradients([part.adapters for part in parts])
     prompts = [part.prompts_LBPH for part in parts if part.prompts_LBPH is not None]
     if not prompts:
-        return TextGradients(hidden_BTH)
+        return TextGradients(hidden_BTH, None, adapters)
     joined = torch.stack(prompts).sum(0) if shares_prompts else torch.cat(prompts, dim=1)
-    return TextGradients(hidden_BTH, joined)
+    return TextGradients(hidden_BTH, joined, adapters)

@@ -34,6 +34,14 @@ from ..blame import blame
 from ..config import ClientConfig
 from ..router import Hop
 from ..swarm import Fault, Swarm
+from .adapter_courier import AdapterCourier
+from .adapter_versions import (
+    AdapterVersion,
+    count_gradients,
+    list_adapter_rows,
+    list_adapters,
+    split_gradients,
+)
 from .microbatches import TextGradients, Texts
 from .pass_link import PassAnswer
 from .pass_links import NotWantedError, PassLinks
@@ -71,6 +79,7 @@ class PassAsker:
         self._config = config
         self._speeds = PassSpeeds(random.Random(config.seed))
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
+        self._courier = AdapterCourier(clock, swarm.line)
         self._forgiven: set[PeerId] = set()
         self._recent_hops: dict[PeerId, Hop] = {}
         self._refreshing = asyncio.Lock()
@@ -125,7 +134,9 @@ class PassAsker:
                 if prompts is not None and texts.prompts_LBPH is not None:
                     prompts = prompts.view(texts.prompts_LBPH.shape)
                 hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
-                return TextGradients(hidden_BTH, prompts).multiply(1 / scale)
+                vectors = answer.tensors.get(Slot.ADAPTERS, hidden_BTH[:0])
+                adapters = split_gradients(texts.adapters, span, vectors)
+                return TextGradients(hidden_BTH, prompts, adapters).multiply(1 / scale)
 
     def take_recent_hops(self) -> list[Hop]:
         """Return who answered since this was called last, in the order of blocks."""
@@ -145,8 +156,7 @@ class PassAsker:
         except NotWantedError:
             return None
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            if isinstance(error, RefusedError) and error.code is ErrorCode.OUT_OF_MEMORY:
-                trouble.too_small.add(hop.peer.peer_id)
+            if isinstance(error, RefusedError) and self._may_ask_others(error, hop, texts, trouble):
                 trouble.note(error)
                 return None
             lost = blame(self._swarm, hop, error, self._forgiven)
@@ -159,6 +169,21 @@ class PassAsker:
         self._swarm.note_pass(hop.peer.peer_id)
         self._recent_hops[hop.peer.peer_id] = hop
         return answer
+
+    def _may_ask_others(
+        self, error: RefusedError, hop: Hop, texts: Texts, trouble: Trouble
+    ) -> bool:
+        """Note a refusal that is neither the peer's fault nor that of the texts."""
+        if error.code is ErrorCode.UNKNOWN_ADAPTER:
+            # It has expired, or the peer was restarted: it gets it again, if it is ours.
+            self._courier.forget(hop.peer.peer_id)
+            is_ours = all(isinstance(one, AdapterVersion) for one in list_adapters(texts.adapters))
+            if is_ours:
+                return True
+        elif error.code not in (ErrorCode.OUT_OF_MEMORY, ErrorCode.NO_ROOM_FOR_ADAPTER):
+            return False
+        trouble.too_small.add(hop.peer.peer_id)
+        return True
 
     def _make_trouble(self, span: Span) -> Trouble:
         return Trouble(span, self._clock, self._config.failover_timeout_seconds)
@@ -180,6 +205,7 @@ class PassAsker:
             # Others may have found out meanwhile that the peer is dead.
             is_wanted = partial(self._is_wanted, hop, trouble)
             async with self._links.lend(hop.peer, is_wanted) as link:
+                await self._courier.bring(link, list_adapters(texts.adapters), hop.span)
                 asked_at = self._clock.now()
                 with line.carry(num_bytes) as carrying_seconds:
                     carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
@@ -198,7 +224,7 @@ class PassAsker:
         return any(peer.peer_id == hop.peer.peer_id for peer in hosts)
 
     def _make_pass(self, hop: Hop, texts: Texts, is_backward: bool) -> Pass:
-        num_rows, num_tokens, _ = texts.hidden_BTH.shape
+        num_rows, num_tokens, hidden_size = texts.hidden_BTH.shape
         prompts = texts.prompts_LBPH
         prompt_rows, prompt_tokens = (0, 0) if prompts is None else prompts.shape[1:3]
         return Pass(
@@ -211,6 +237,8 @@ class PassAsker:
             self._choose_dtype(hop.peer),
             prompt_rows,
             prompt_tokens,
+            list_adapter_rows(texts.adapters, hop.span),
+            count_gradients(texts.adapters, hop.span, hidden_size) if is_backward else 0,
         )
 
     def _choose_dtype(self, peer: Announcement) -> WireDtype:

@@ -10,14 +10,30 @@ import torch
 from torch import Tensor
 
 from ...kernels.compress import decode_as, encode_as, has_only_finite
+from ...protocol.adapters import cut_adapter
 from ...protocol.announcements import Announcement
 from ...protocol.errors import RemoteProtocolError, SilentError
-from ...protocol.ids import ClientToken, PassId
-from ...protocol.messages import Message, Pass, Passed, PassPiece, Queued, Slot
+from ...protocol.ids import ClientToken, SessionId
+from ...protocol.messages import (
+    AdapterHead,
+    AdapterKept,
+    Message,
+    Pass,
+    Passed,
+    PassPiece,
+    Queued,
+    Slot,
+)
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet, receive
 from ...protocol.net.transport import Lane, Stream, Transport
-from ...protocol.passes import PiecesReader, cut_vectors, list_answer_slots, list_question_slots
+from ...protocol.passes import (
+    PiecesReader,
+    choose_answer_dtype,
+    cut_vectors,
+    list_answer_slots,
+    list_question_slots,
+)
 from ...protocol.tensors import WireCodec, WireTensor
 from ...protocol.wire import encode_frame
 from ..deadlines import WakefulTimeout
@@ -118,6 +134,21 @@ class PassLink:
         self.used_at = self._clock.now()
         return PassAnswer(joined, way_seconds)
 
+    async def bring(self, head: AdapterHead, tensors: bytes, carrying_seconds: float) -> float:
+        """Give the peer an adapter to keep; return for how long it does so, if nobody uses it.
+
+        Raises what `ask` does.
+        """
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        await self._send(encode_frame(head), timeout_seconds)
+        for piece in cut_adapter(head.upload_id, tensors):
+            await self._send(encode_frame(piece), timeout_seconds)
+        answer = await self._receive(head.upload_id, timeout_seconds)
+        if not isinstance(answer, AdapterKept) or answer.upload_id != head.upload_id:
+            raise RemoteProtocolError(f"{self._name} answered an adapter with {answer!r:.80}")
+        self.used_at = self._clock.now()
+        return answer.keep_seconds
+
     async def close(self) -> None:
         """Hang up: the peer drops what it has not answered. Never raises."""
         await self._stream.close()
@@ -139,7 +170,7 @@ class PassLink:
             message = await self._receive(asked.pass_id, timeout_seconds)
             heard_at = self._clock.now() if heard_at is None else heard_at
             if isinstance(message, PassPiece) and message.pass_id == asked.pass_id:
-                if message.tensor.dtype is not asked.dtype:
+                if message.tensor.dtype is not choose_answer_dtype(asked, message.slot):
                     raise RemoteProtocolError(f"{self._name} answers in {message.tensor.dtype!r}")
                 began_at = self._clock.now() if began_at is None else began_at
                 reader.take(message)
@@ -151,7 +182,7 @@ class PassLink:
             raise RemoteProtocolError(f"{self._name} left out a part of its answer")
         return heard_at + self._clock.now() - began_at
 
-    async def _receive(self, pass_id: PassId, timeout_seconds: float) -> Message:
+    async def _receive(self, pass_id: SessionId, timeout_seconds: float) -> Message:
         try:
             async with WakefulTimeout(timeout_seconds):
                 return await receive(self._stream, self._name, pass_id)

@@ -19,6 +19,7 @@ from torch import Tensor
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.spans import Span
 from ..router import Hop
+from .adapter_versions import AdapterGradients, add_gradients
 from .microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, join_gradients
 from .pass_asking import PassAsker
 
@@ -119,12 +120,15 @@ class RemotePasses:
     async def _backward(self, stages: Sequence[Stage], grads_BTH: Tensor) -> TextGradients:
         """Take the gradients of one microbatch back along its way."""
         prompts: list[Tensor] = []
+        adapters: list[AdapterGradients] = []
         for stage in reversed(stages):
             gradients = await self._go_back(stage, grads_BTH)
             grads_BTH = gradients.hidden_BTH
+            adapters.append(gradients.adapters)
             if gradients.prompts_LBPH is not None:
                 prompts.insert(0, gradients.prompts_LBPH)
-        return TextGradients(grads_BTH, torch.cat(prompts) if prompts else None)
+        joined = torch.cat(prompts) if prompts else None
+        return TextGradients(grads_BTH, joined, add_gradients(adapters))
 
     async def _go_back(self, stage: Stage, grads_BTH: Tensor) -> TextGradients:
         """Take gradients back through one hop; in two halves if a peer has no memory for them."""

@@ -1,0 +1,149 @@
+"""Which adapters the rows of a call have, in a model or some of its blocks.
+
+Tensor suffixes: B rows, T tokens, H hidden, V vocabulary, R rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ...protocol.errors import UsageError
+from ...protocol.ids import ADAPTER_ID_BYTES, AdapterId
+from ...protocol.spans import Span
+from .adapter_versions import AdapterVersion, PublishedAdapter, RowAdapters, SentAdapter
+from .lora import LoraAdapter
+from .peft_files import find_block
+
+Adapter = LoraAdapter | str
+"""One of one's own, or the digest of one that somebody has published."""
+
+AdapterChoice = Adapter | Sequence[Adapter | None] | None
+"""For all rows, or for each row its own."""
+
+
+@dataclass(frozen=True)
+class ChosenAdapters:
+    """What rows are sent with, and whose parameters that are. Without rows, none has any."""
+
+    rows: RowAdapters = ()
+    sources: Mapping[AdapterVersion, LoraAdapter] = field(
+        default_factory=dict[AdapterVersion, LoraAdapter]
+    )
+
+    def list_parameters(self, span: Span) -> list[tuple[AdapterVersion, str, nn.Parameter]]:
+        """Return all matrices of some blocks."""
+        return [
+            (version, name, matrix)
+            for version, source in self.sources.items()
+            for name, matrix in source.named_parameters()
+            if (block := find_block(name)) is not None and block in span
+        ]
+
+
+NO_ADAPTERS = ChosenAdapters()
+
+
+class ActiveAdapters:
+    """The adapters that are active: those of a `with` in this thread or task, or the default."""
+
+    def __init__(self) -> None:
+        self.default: AdapterChoice = None
+        self._active: ContextVar[tuple[AdapterChoice] | None] = ContextVar(
+            "active adapters", default=None
+        )
+
+    @property
+    def choice(self) -> AdapterChoice:
+        """What is active."""
+        active = self._active.get()
+        return self.default if active is None else active[0]
+
+    @contextmanager
+    def use(self, choice: AdapterChoice) -> Iterator[None]:
+        """Make adapters active inside of the `with`; None: none. Raises UsageError for others."""
+        check_choice(choice)
+        token = self._active.set((choice,))
+        try:
+            yield
+        finally:
+            self._active.reset(token)
+
+    def take(self, num_rows: int) -> ChosenAdapters:
+        """Return the adapters of so many rows, as they are now."""
+        rows = self._list_rows(num_rows)
+        if not any(adapter is not None for adapter in rows):
+            return NO_ADAPTERS
+        sent: dict[Adapter, SentAdapter] = {}
+        sources: dict[AdapterVersion, LoraAdapter] = {}
+        for adapter in dict.fromkeys(rows):
+            if isinstance(adapter, LoraAdapter):
+                sent[adapter] = version = adapter.take_version()
+                sources[version] = adapter
+            elif adapter is not None:
+                sent[adapter] = PublishedAdapter(read_digest(adapter))
+        is_mixed = len(sources) < len(sent) and any(version.is_trained for version in sources)
+        if is_mixed and torch.is_grad_enabled():
+            raise UsageError(
+                "rows with an adapter to train and rows with a published one go in separate calls"
+            )
+        return ChosenAdapters(tuple(None if one is None else sent[one] for one in rows), sources)
+
+    def change_logits(self, hidden_BTH: Tensor) -> Tensor | None:
+        """Return what adapters add to logits [B, T, V], in float32; None for nothing."""
+        rows = self._list_rows(len(hidden_BTH))
+        heads = {one: one.get_head() for one in rows if isinstance(one, LoraAdapter)}
+        if not any(heads.values()):
+            return None
+        changes: list[Tensor | None] = []
+        for row, adapter in enumerate(rows):
+            head = heads[adapter] if isinstance(adapter, LoraAdapter) else None
+            changes.append(None if head is None else head.compute(hidden_BTH[row]))
+        zeros = torch.zeros_like(next(change for change in changes if change is not None))
+        return torch.stack([zeros if change is None else change for change in changes])
+
+    def _list_rows(self, num_rows: int) -> list[Adapter | None]:
+        choice = self.choice
+        if choice is None or isinstance(choice, LoraAdapter | str):
+            return [choice] * num_rows
+        if len(choice) != num_rows:
+            raise UsageError(f"{len(choice)} active adapters do not fit {num_rows} rows")
+        return list(choice)
+
+
+def check_choice(choice: object) -> None:
+    """Raise UsageError unless this says which adapters rows have."""
+    listed = choice if isinstance(choice, list | tuple) else [choice]
+    for adapter in listed:
+        if isinstance(adapter, str):
+            read_digest(adapter)
+        elif adapter is not None and not isinstance(adapter, LoraAdapter):
+            raise UsageError(
+                "active_adapter is a LoraAdapter, the digest of a published one, or a list with "
+                f"one for each row, not {adapter!r:.60}"
+            )
+
+
+def is_digest(text: str) -> bool:
+    """Return whether this can be the name of a published adapter.
+
+    >>> is_digest("ab" * 32), is_digest("my-adapter")
+    (True, False)
+    """
+    return re.fullmatch(f"[0-9a-f]{{{2 * ADAPTER_ID_BYTES}}}", text) is not None
+
+
+def read_digest(text: str) -> AdapterId:
+    """Return the name of a published adapter; raises UsageError for anything else."""
+    if not is_digest(text):
+        raise UsageError(
+            f"{text!r:.80} is no digest of a published adapter, which has "
+            f"{2 * ADAPTER_ID_BYTES} hexadecimal digits"
+        )
+    return AdapterId(bytes.fromhex(text))

@@ -1,0 +1,76 @@
+"""What models over a swarm know of adapters."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from .active_adapters import AdapterChoice, check_choice, is_digest
+from .lora import LoraAdapter
+
+UNCHANGED: Any = object()
+"""Stands for the adapter that is active anyway."""
+
+
+class AdaptedModel:
+    """Gives a model adapters: active for one call, inside of a `with`, or from now on.
+
+    Those of transformers' own methods that would look for peft are replaced.
+    """
+
+    transformer: Any
+    config: Any
+
+    @property
+    def active_adapter(self) -> AdapterChoice:
+        """The LoraAdapter that calls use, the digest of a published one, one for each row, or None.
+
+        What is assigned is active from now on, outside of `use_adapter()`. Its parameters are not
+        among those of the model: an optimizer is given `adapter.parameters()`.
+        """
+        return self.transformer.h.adapters.choice
+
+    @active_adapter.setter
+    def active_adapter(self, adapter: AdapterChoice) -> None:
+        self.set_adapter(adapter)
+
+    def set_adapter(self, adapter: AdapterChoice) -> None:
+        """Make an adapter active from now on; None: none."""
+        check_choice(adapter)
+        self.transformer.h.adapters.default = adapter
+
+    def use_adapter(self, adapter: AdapterChoice) -> AbstractContextManager[None]:
+        """Make an adapter active inside of a `with`, in this thread or task; None: none."""
+        return self.transformer.h.adapters.use(adapter)
+
+    def load_adapter(self, folder: str | Path) -> LoraAdapter:
+        """Read an adapter that was saved here or by peft, and make it active from now on.
+
+        Raises UsageError for one that does not fit this model.
+        """
+        adapter = LoraAdapter.load(folder, self)
+        self.set_adapter(adapter)
+        return adapter
+
+    def open_adapter(self, given: str | Path) -> None:
+        """Make an adapter active that is a folder or the digest of a published one."""
+        if isinstance(given, str) and is_digest(given):
+            self.set_adapter(given)
+        else:
+            self.load_adapter(given)
+
+    def __call__(
+        self, *inputs: Any, active_adapter: AdapterChoice = UNCHANGED, **options: Any
+    ) -> Any:
+        """Run the model, with other adapters than those that are active if they are given."""
+        keeps = active_adapter is UNCHANGED
+        with nullcontext() if keeps else self.use_adapter(active_adapter):
+            return super().__call__(*inputs, **options)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Take an adapter for what it is: torch would make it a part of the model."""
+        if name == "active_adapter":
+            self.set_adapter(value)
+        else:
+            super().__setattr__(name, value)

@@ -1,0 +1,93 @@
+"""Brings adapters to the peers that are about to need them, and remembers who has which."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId, SessionId, UploadId
+from ...protocol.messages import AdapterHead
+from ...protocol.net.clock import Clock
+from ...protocol.spans import Span
+from ..line import Line
+from .adapter_versions import AdapterVersion, SentAdapter
+from .pass_link import PassLink
+
+
+@dataclass
+class _Kept:
+    """An adapter that a peer has, until nobody has used it for so long."""
+
+    keep_seconds: float
+    used_at: float
+
+
+class AdapterCourier:
+    """What a client has brought to each peer. Owned by the client's loop.
+
+    What a peer has forgotten it says when it is asked for it (`forget`), and gets it again.
+    """
+
+    def __init__(self, clock: Clock, line: Line) -> None:
+        self._clock = clock
+        self._line = line
+        self._kept: dict[PeerId, dict[AdapterId, _Kept]] = defaultdict(dict)
+        self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
+        self._locks: dict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    async def bring(self, link: PassLink, adapters: Iterable[SentAdapter], span: Span) -> None:
+        """See that a peer has all of some adapters for some blocks; raises what the link does."""
+        for adapter in adapters:
+            if isinstance(adapter, AdapterVersion):
+                async with self._locks[link.peer.peer_id]:
+                    await self._bring(link, adapter, span)
+
+    async def publish(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
+        """Give a peer an adapter for everybody; return how long it is kept unused."""
+        head, tensors = _make_head(adapter, span, is_published=True)
+        return await self._send(link, head, tensors)
+
+    def forget(self, peer_id: PeerId) -> None:
+        """Note that a peer does not have what it was brought."""
+        self._kept.pop(peer_id, None)
+
+    async def _bring(self, link: PassLink, adapter: AdapterVersion, span: Span) -> None:
+        cut, peer_id = adapter.cut(span), link.peer.peer_id
+        if cut is None:
+            return
+        kept, now = self._kept[peer_id], self._clock.now()
+        known = kept.get(cut.name)
+        if known is not None and now < known.used_at + known.keep_seconds / 2:
+            known.used_at = now
+            return
+        place = peer_id, adapter.lineage, span
+        number, name = self._newest.get(place, (adapter.number, NO_ADAPTER))
+        # An older version may be gone back through still: it takes nothing away.
+        replaces = name if number < adapter.number else NO_ADAPTER
+        head, tensors = _make_head(adapter, span, replaces=replaces)
+        keep_seconds = await self._send(link, head, tensors)
+        kept.pop(replaces, None)
+        kept[cut.name] = _Kept(keep_seconds, self._clock.now())
+        if number <= adapter.number:
+            self._newest[place] = adapter.number, cut.name
+
+    async def _send(self, link: PassLink, head: AdapterHead, tensors: bytes) -> float:
+        with self._line.carry(len(tensors)) as carrying_seconds:
+            return await link.bring(head, tensors, carrying_seconds)
+
+
+def _make_head(
+    adapter: AdapterVersion,
+    span: Span,
+    *,
+    replaces: AdapterId = NO_ADAPTER,
+    is_published: bool = False,
+) -> tuple[AdapterHead, bytes]:
+    cut = adapter.cut(span)
+    assert cut is not None
+    upload_id = UploadId(SessionId(secrets.token_bytes(16)))
+    head = AdapterHead(upload_id, cut.name, cut.config, len(cut.tensors), is_published, replaces)
+    return head, cut.tensors

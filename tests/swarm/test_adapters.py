@@ -1,0 +1,282 @@
+"""Adapters that peers apply and clients train: gradients are peft's, whoever is lost on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.client.finetune.lora import LoraAdapter
+from shoal.client.model import DistributedCausalLM
+from shoal.peer.adapter_shelf import AdapterShelf
+from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
+
+peft = pytest.importorskip("peft")
+
+# peft's own affair.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Setting .save_embedding_layers.:UserWarning"),
+]
+
+ONE_HOP = ((0, 4),)
+FOUR_HOPS = ((0, 1), (1, 2), (2, 3), (3, 4))
+REPLICAS = ((0, 2), (0, 2), (2, 4), (2, 4))
+TOLERANCE = 1e-4
+TOKENS = torch.arange(60).view(3, 20) % 128
+
+
+@contextlib.contextmanager
+def swarm_of(
+    tiny_models: Any,
+    spans: Sequence[tuple[int, int]] = FOUR_HOPS,
+    variant: str = "llama",
+    **settings: Any,
+) -> Iterator[tuple[LoopbackSwarm, DistributedCausalLM]]:
+    directory = tiny_models.get(variant).directory
+    swarm = LoopbackSwarm(directory, spans, weights="fp32")
+    with DistributedCausalLM.from_pretrained(
+        directory, connect=swarm.connect, torch_dtype="float32", **settings
+    ) as model:
+        yield swarm, model
+
+
+def make_adapter(model: Any, seed: int = 1, **settings: Any) -> LoraAdapter:
+    """Return an adapter with matrices that change something."""
+    adapter = LoraAdapter.create(model, **{"rank": 3, "alpha": 5, **settings})
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for matrix in adapter.parameters():
+            matrix.copy_(0.1 * torch.randn(matrix.shape, generator=generator))
+    return adapter
+
+
+def open_with_peft(tiny_model: Any, adapter: LoraAdapter, folder: Path) -> Any:
+    adapter.save(folder)
+    reference = copy.deepcopy(tiny_model.reference)
+    return peft.PeftModel.from_pretrained(reference, folder, is_trainable=True)
+
+
+def list_peft_gradients(model: Any) -> dict[str, Tensor]:
+    return {
+        name.replace(".default", ""): matrix.grad
+        for name, matrix in model.named_parameters()
+        if "lora_" in name
+    }
+
+
+def assert_close(found: Tensor | None, expected: Tensor | None) -> None:
+    assert found is not None
+    assert expected is not None
+    assert found.shape == expected.shape
+    found, expected = found.detach().double(), expected.detach().double()
+    error = float((found - expected).norm() / expected.norm())
+    assert error < TOLERANCE, error
+
+
+def compute_loss(model: Any, tokens: Tensor = TOKENS) -> Tensor:
+    return model(tokens, labels=tokens).loss
+
+
+def assert_learns_like_peft(adapter: LoraAdapter, theirs: Any) -> None:
+    expected = list_peft_gradients(theirs)
+    assert adapter.named_matrices().keys() == expected.keys()
+    for name, matrix in adapter.named_matrices().items():
+        assert_close(matrix.grad, expected[name])
+
+
+@pytest.mark.parametrize("spans", [ONE_HOP, FOUR_HOPS], ids=["one hop", "four hops"])
+@pytest.mark.parametrize("variant", ["llama", "gpt2", "bloom"])
+def test_outputs_and_gradients_are_those_of_peft(
+    tiny_models: Any, spans: Sequence[tuple[int, int]], variant: str, tmp_path: Path
+) -> None:
+    with swarm_of(tiny_models, spans, variant) as (_, model):
+        adapter = make_adapter(model)
+        theirs = open_with_peft(tiny_models.get(variant), adapter, tmp_path)
+        with model.use_adapter(adapter):
+            loss = compute_loss(model)
+        loss.backward()
+        expected = compute_loss(theirs)
+        expected.backward()
+
+        assert_close(loss, expected)
+        assert_learns_like_peft(adapter, theirs)
+
+
+def test_head_is_adapted_at_the_client(tiny_models: Any, tmp_path: Path) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        adapter = make_adapter(model, target_modules=["v_proj", "lm_head"])
+        theirs = open_with_peft(tiny_models.get(), adapter, tmp_path)
+        model.active_adapter = adapter
+        compute_loss(model).backward()
+        compute_loss(theirs).backward()
+
+        assert_learns_like_peft(adapter, theirs)
+
+
+def test_training_is_that_of_peft(tiny_models: Any, tmp_path: Path) -> None:
+    """Each step of the optimizer makes a new adapter, and peers forget the old one."""
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
+        adapter = make_adapter(model)
+        theirs = open_with_peft(tiny_models.get(), adapter, tmp_path)
+        ours_optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.01)
+        matrices = [matrix for matrix in theirs.parameters() if matrix.requires_grad]
+        their_optimizer = torch.optim.AdamW(matrices, lr=0.01)
+        for _ in range(5):
+            losses = []
+            for trained, optimizer in ((model, ours_optimizer), (theirs, their_optimizer)):
+                optimizer.zero_grad()
+                ours = {"active_adapter": adapter} if trained is model else {}
+                loss = trained(TOKENS, labels=TOKENS, **ours).loss
+                loss.backward()
+                optimizer.step()
+                losses.append(loss.item())
+            assert abs(losses[0] - losses[1]) < 1e-4 * losses[1]
+        assert [len(peer.service.adapters) for peer in swarm.peers] == [1, 1]
+
+        adapter.save(tmp_path / "after")
+        again = LoraAdapter.load(tmp_path / "after", model)
+        with torch.no_grad():
+            assert_close(model(TOKENS, active_adapter=again).logits, theirs(TOKENS).logits)
+
+
+def test_rows_with_different_adapters_share_a_batch(tiny_models: Any, tmp_path: Path) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        one, other = make_adapter(model, 1), make_adapter(model, 2, rank=5)
+        rows = [one, other, None]
+        logits = model(TOKENS, active_adapter=rows).logits
+        logits.square().sum().backward()
+
+        for row, adapter in enumerate(rows[:2]):
+            theirs = open_with_peft(tiny_models.get(), adapter, tmp_path / str(row))
+            expected = theirs(TOKENS[row : row + 1]).logits
+            expected.square().sum().backward()
+            assert_close(logits[row : row + 1], expected)
+            assert_learns_like_peft(adapter, theirs)
+        assert_close(logits[2:], tiny_models.get().reference(TOKENS[2:]).logits)
+
+
+def test_two_adapters_of_the_same_numbers_have_gradients_of_their_own(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        one, same = make_adapter(model), make_adapter(model)
+        copied = copy.deepcopy(one)
+        with model.use_adapter([one, same, copied]):
+            logits = model(TOKENS).logits
+        logits[0].square().sum().backward()
+
+        name = next(iter(one.named_matrices()))
+        learned = [adapter.named_matrices()[name].grad for adapter in (one, same, copied)]
+        assert [bool(gradient is not None and gradient.any()) for gradient in learned] == [
+            True, False, False
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "between"])
+def test_lost_peer_is_replaced_by_one_that_gets_the_adapter(
+    tiny_models: Any, when: str, tmp_path: Path
+) -> None:
+    with swarm_of(tiny_models, REPLICAS) as (swarm, model):
+        adapter = make_adapter(model)
+        theirs = open_with_peft(tiny_models.get(), adapter, tmp_path)
+        compute_loss(theirs).backward()
+        model.active_adapter = adapter
+        compute_loss(model)  # whoever is asked has it now
+        if when == "before":
+            swarm.network.kill("peer0")
+            swarm.network.kill("peer3")
+        loss = compute_loss(model)
+        if when == "between":
+            swarm.network.kill("peer0")
+            swarm.network.kill("peer3")
+        loss.backward()
+
+        assert_learns_like_peft(adapter, theirs)
+
+
+def test_peer_that_has_forgotten_an_adapter_gets_it_again(tiny_models: Any, tmp_path: Path) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
+        adapter = make_adapter(model)
+        theirs = open_with_peft(tiny_models.get(), adapter, tmp_path)
+        compute_loss(theirs).backward()
+        model.active_adapter = adapter
+        compute_loss(model)
+        for peer in swarm.peers:
+            peer.service.adapters = AdapterShelf(peer.service.clock)
+        loss = compute_loss(model)
+        for peer in swarm.peers:
+            peer.service.adapters = AdapterShelf(peer.service.clock)
+        loss.backward()
+
+        assert_learns_like_peft(adapter, theirs)
+
+
+def test_gradients_are_those_of_the_adapter_that_forward_used(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        adapter = make_adapter(model)
+        theirs = open_with_peft(tiny_models.get(), adapter, tmp_path)
+        compute_loss(theirs).backward()
+        model.active_adapter = adapter
+        loss = compute_loss(model)
+        with torch.no_grad():
+            for matrix in adapter.parameters():
+                matrix.mul_(0.5)
+            compute_loss(model)  # peers have the new one, in place of the old one
+        loss.backward()
+
+        assert_learns_like_peft(adapter, theirs)
+
+
+def test_frozen_adapter_changes_rows_and_gets_no_gradients(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        adapter = make_adapter(model).requires_grad_(False)
+        model.active_adapter = adapter
+        hidden = model.get_input_embeddings()(TOKENS).requires_grad_()
+        model(inputs_embeds=hidden).logits.sum().backward()
+
+        assert hidden.grad is not None
+        assert all(matrix.grad is None for matrix in adapter.parameters())
+
+
+def test_adapter_of_another_model_never_leaves_the_client(tiny_models: Any, tmp_path: Path) -> None:
+    LoraAdapter.create(tiny_models.get("gpt2").reference).save(tmp_path)
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        with pytest.raises(UsageError, match="this model has no linear"):
+            model.load_adapter(tmp_path)
+        with pytest.raises(UsageError, match="2 active adapters do not fit 3 rows"):
+            model(TOKENS, active_adapter=[None, None])
+        with pytest.raises(UsageError, match="active_adapter is a LoraAdapter"):
+            model.active_adapter = 7  # type: ignore[assignment]
+        with pytest.raises(UsageError, match="is no digest of a published adapter"):
+            model(TOKENS, active_adapter="my-adapter")
+
+
+def test_adapter_that_finds_no_room_is_refused_in_one_sentence(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shoal.peer.adapter_shelf.MAX_BYTES_OF_ADAPTERS", 1000)
+    with swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=1.0) as (_, model):
+        model.active_adapter = make_adapter(model)
+        with pytest.raises(RefusedError, match="more than this peer keeps") as refusal:
+            compute_loss(model)
+        assert refusal.value.code is ErrorCode.NO_ROOM_FOR_ADAPTER
+
+
+def test_folder_is_opened_with_the_model(tiny_models: Any, tmp_path: Path) -> None:
+    reference = tiny_models.get().reference
+    theirs = open_with_peft(tiny_models.get(), make_adapter(reference), tmp_path)
+    with (
+        swarm_of(tiny_models, ONE_HOP, active_adapter=str(tmp_path)) as (_, model),
+        torch.no_grad(),
+    ):
+        assert_close(model(TOKENS).logits, theirs(TOKENS).logits)
+        assert_close(model(TOKENS, active_adapter=None).logits, reference(TOKENS).logits)
+        assert isinstance(model.active_adapter, LoraAdapter)
