@@ -114,10 +114,14 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         generation_config = load_generation_config(model, checkpoint)
         client = cls._join(checkpoint, model_config, config, connect)
         opened = cls(model_config, layers, client, generation_config, tuning)
-        if trained is not None:
-            opened.load_trained(trained)
-        if adapter is not None:
-            opened.open_adapter(adapter)
+        try:
+            if trained is not None:
+                opened.load_trained(trained)
+            if adapter is not None:
+                opened.open_adapter(adapter)
+        except BaseException:
+            opened.close()
+            raise
         return opened
 
     @classmethod
