@@ -5,10 +5,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
+from .adapter_folder import find_adapter
 from .bundled_model import BUNDLED_NAME, find_model
 from .interrupts import quitting_at_once
 from .joining import add_join_arguments, read_joining
@@ -47,23 +49,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
     add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
     parser.add_argument(
+        "--adapter", type=Path, metavar="DIR",
+        help="use what `shoal finetune` wrote there, or a LoRA adapter in the format of PEFT",
+    )  # fmt: skip
+    parser.add_argument(
         "--max-new-tokens", type=parse_count, default=64, metavar="N",
         help="end after so many tokens (default: %(default)s)",
     )  # fmt: skip
-    parser.add_argument(
-        "--temperature", type=parse_non_negative, metavar="T",
-        help="sample, and how boldly (0: greedy)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--top-p", type=parse_fraction, metavar="P",
-        help="sample among the likeliest tokens that share P",
-    )  # fmt: skip
-    parser.add_argument(
-        "--top-k", type=parse_count, metavar="K", help="sample among the K likeliest tokens"
-    )
-    parser.add_argument(
-        "--seed", type=parse_whole, metavar="S", help="sample; the same seed gives the same text"
-    )
+    _add_sampling_arguments(parser)
     parser.add_argument(
         "--beams", type=parse_count, default=1, metavar="N",
         help="search with N beams; the text comes at the end",
@@ -96,6 +89,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write what every token took at every hop, for ui.perfetto.dev, and sum it up",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temperature", type=parse_non_negative, metavar="T",
+        help="sample, and how boldly (0: greedy)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-p", type=parse_fraction, metavar="P",
+        help="sample among the likeliest tokens that share P",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-k", type=parse_count, metavar="K", help="sample among the K likeliest tokens"
+    )
+    parser.add_argument(
+        "--seed", type=parse_whole, metavar="S", help="sample; the same seed gives the same text"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -136,7 +146,7 @@ def _generate(
         options.seed,
         options.beams,
     )
-    name = find_model(options.model)
+    name, adapter = find_model(options.model), find_adapter(options.adapter)
     with Progress(notices, lambda: "Joining the swarm"):
         # transformers imports its parts when they are first used, and makes errors of its own of
         # an interrupt there.
@@ -152,6 +162,7 @@ def _generate(
             join=joining.join,
             delivery=options.delivery,
             standby=options.standby,
+            **adapter,
         )
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []

@@ -46,6 +46,26 @@ def end_in_good_order() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextlib.contextmanager
+def hold_interrupts() -> Iterator[None]:
+    """Let Ctrl-C and requests to end wait for the end of what must not be left half done.
+
+    Belongs to the main thread.
+    """
+    held: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    previous = [
+        signal.signal(number, lambda number, frame: held.append(number)) for number in numbers
+    ]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, previous, strict=True):
+            signal.signal(number, handler)
+    if held:
+        raise KeyboardInterrupt
+
+
 def _quit(number: int, frame: object) -> None:
     if os.isatty(2):
         os.write(2, b"\n")  # the line that ^C stands on

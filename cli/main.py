@@ -24,6 +24,7 @@ _COMMANDS = {
     "revoke": "shut peers out of a private swarm",
     "swarm": "run a whole swarm on this machine until Ctrl-C",
     "generate": "stream text from a swarm",
+    "finetune": "teach a model your texts, through a swarm that serves it",
     "doctor": "say which link of a swarm is broken",
     "bench": "measure swarms on this machine beside plain transformers",
 }

@@ -75,6 +75,26 @@ def parse_fraction(text: str) -> float:
     return number
 
 
+def parse_part(text: str) -> float:
+    """Read a number from 0 on and below 1.
+
+    >>> parse_part("0"), parse_part("0.05")
+    (0.0, 0.05)
+    """
+    number = _parse_float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on and below 1")
+    return number
+
+
+def parse_positive(text: str) -> float:
+    """Read a number above 0."""
+    number = _parse_float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
 def _parse_float(text: str) -> float:
     try:
         number = float(text)

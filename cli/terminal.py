@@ -204,6 +204,7 @@ class Progress:
         self._terminal = terminal
         self._describe = describe
         self._is_over = threading.Event()
+        self._drawing = threading.Lock()
         self._thread = threading.Thread(target=self._draw, daemon=True)
         self._started_at = time.monotonic()
 
@@ -221,7 +222,15 @@ class Progress:
         self._is_over.set()
         if self._thread.is_alive():
             self._thread.join()
-            self._terminal.write("\r" + " " * (self._terminal.width - 1) + "\r")
+            self._erase()
+
+    @contextlib.contextmanager
+    def making_room(self) -> Iterator[None]:
+        """Take the line away while something is printed that stays."""
+        with self._drawing:
+            if self._thread.is_alive():
+                self._erase()
+            yield
 
     @property
     def seconds(self) -> float:
@@ -234,5 +243,12 @@ class Progress:
             sign = _SPINNER[num_ticks % len(_SPINNER)]
             num_ticks += 1
             room = self._terminal.width - 1
-            line = f"  {sign} {self._describe()}  {self.seconds:.0f} s"[:room].ljust(room)
-            self._terminal.write("\r" + self._terminal.paint(line, "dim"))
+            with self._drawing:
+                line = f"  {sign} {self._compose()}"[:room].ljust(room)
+                self._terminal.write("\r" + self._terminal.paint(line, "dim"))
+
+    def _compose(self) -> str:
+        return f"{self._describe()}  {self.seconds:.0f} s"
+
+    def _erase(self) -> None:
+        self._terminal.write("\r" + " " * (self._terminal.width - 1) + "\r")

@@ -204,7 +204,8 @@ class TextModel:
         has_beams = sampling.num_beams > 1
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
-        max_length = ids_BT.shape[1] + sampling.max_new_tokens
+        num_prompt_tokens = self._model.transformer.num_prompt_tokens  # of one that was learned
+        max_length = num_prompt_tokens + ids_BT.shape[1] + sampling.max_new_tokens
         with self._model.inference_session(max_length=max_length) as session:
             on_session(session)
             started_at = time.perf_counter()

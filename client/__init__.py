@@ -20,6 +20,7 @@ from .auto import (
 from .client import Client
 from .config import ClientConfig
 from .distributed_config import AutoDistributedConfig
+from .finetune.lora import LoraAdapter
 from .inference_session import InferenceSession
 from .remote_blocks import RemoteSequential
 
@@ -34,6 +35,7 @@ __all__ = [
     "ClientConfig",
     "DirectoryError",
     "InferenceSession",
+    "LoraAdapter",
     "ModelError",
     "RefusedError",
     "RemoteProtocolError",

@@ -13,10 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from ..finetune.batches import IGNORED
 from .dataset import Example
-
-NOT_LEARNED = -100
-"""The label of tokens that do not count, as transformers has it."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Batch:
     @property
     def num_learned(self) -> int:
         """Tokens that the loss is the mean over."""
-        return int((self.labels_BT[:, 1:] != NOT_LEARNED).sum())
+        return int((self.labels_BT[:, 1:] != IGNORED).sum())
 
 
 def make_batch(examples: Sequence[Example], padding_id: int) -> Batch:
@@ -43,7 +41,7 @@ def make_batch(examples: Sequence[Example], padding_id: int) -> Batch:
     shape = len(examples), max(len(example.token_ids) for example in examples)
     input_ids_BT = torch.full(shape, padding_id, dtype=torch.long)
     attention_mask_BT = torch.zeros(shape, dtype=torch.long)
-    labels_BT = torch.full(shape, NOT_LEARNED, dtype=torch.long)
+    labels_BT = torch.full(shape, IGNORED, dtype=torch.long)
     for row, example in enumerate(examples):
         ids = torch.tensor(example.token_ids, dtype=torch.long)
         input_ids_BT[row, : len(ids)] = ids

@@ -6,10 +6,13 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from ...protocol.errors import UnavailableError, UsageError
 
@@ -18,6 +21,7 @@ NUM_KEPT = 2
 
 _NAME = re.compile(r"checkpoint-(\d{6,12})")
 _STATE_FILE = "state.json"
+_PART_NAME = ".checkpoint.part"
 
 
 @dataclass
@@ -75,9 +79,9 @@ class Checkpoints:
         Raises UnavailableError when the disk does not take it; what was there before stays.
         """
         path = self.folder / f"checkpoint-{progress.num_updates:06}"
-        part = self.folder / f".{path.name}.part"
-        try:
-            shutil.rmtree(part, ignore_errors=True)
+        part = self.folder / _PART_NAME
+        with naming_failures(self.folder):
+            shutil.rmtree(part, ignore_errors=True)  # of a run that was killed meanwhile
             part.mkdir(parents=True)
             write(part)
             (part / _STATE_FILE).write_text(progress.to_json(), encoding="utf-8")
@@ -87,11 +91,6 @@ class Checkpoints:
                 shutil.rmtree(path)  # of the same update: nothing new is in it
             part.rename(path)
             _flush(self.folder)
-        except OSError as error:
-            shutil.rmtree(part, ignore_errors=True)
-            raise UnavailableError(
-                f"no checkpoint can be written to {self.folder}: {error.strerror or error}"
-            ) from error
         for old in self.find()[:-NUM_KEPT]:
             shutil.rmtree(old, ignore_errors=True)
         return path
@@ -102,6 +101,16 @@ class Checkpoints:
             return Progress.from_json((path / _STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(make_damage_text(path, error)) from error
+
+
+@contextmanager
+def naming_failures(folder: Path) -> Iterator[None]:
+    """Raise UnavailableError with the folder when a disk does not take what is written inside."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UnavailableError(f"{folder} cannot be written to: {reason:.200}") from error
 
 
 def make_damage_text(path: Path, error: Exception) -> str:

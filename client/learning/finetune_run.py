@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
 from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
-from .checkpoints import Checkpoints, Progress, make_damage_text
+from .checkpoints import Checkpoints, Progress, make_damage_text, naming_failures
 from .dataset import Dataset
 from .schedules import compute_rate_fraction
 
@@ -169,6 +169,11 @@ class FinetuneRun:
     def save_checkpoint(self) -> Path:
         """Write where the run is now; return the folder. Not while an update is applied."""
         return self.checkpoints.save(self.progress, self._write)
+
+    def save_result(self) -> None:
+        """Write what was learned into the folder of the run, for those who use it."""
+        with naming_failures(self.checkpoints.folder):
+            self._learner.save(self.checkpoints.folder)
 
     def _update(self) -> Updated:
         """Learn from the next texts."""

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from shoal.cli.interrupts import hold_interrupts
 
 PROGRAM = Path(__file__).with_name("interrupted_shoal.py")
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -51,3 +54,20 @@ def test_interrupted_start_ends_quietly(
 
     assert process.stderr == ""
     assert process.returncode == 130
+
+
+def test_interrupts_wait_for_what_must_not_be_left_half_done() -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        with hold_interrupts():
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            done.append("all of it")
+
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt):
+        work()
+
+    assert done == ["all of it"]
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers

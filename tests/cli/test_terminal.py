@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import textwrap
+import threading
 
 import pytest
 from screens import Screen
@@ -113,3 +114,21 @@ def test_half_a_line_is_ended_before_an_error() -> None:
         fail()
 
     assert screen.text == "half\n"
+
+
+def test_progress_makes_room_for_what_stays() -> None:
+    screen = Screen()
+    terminal, drawn = Terminal(screen), threading.Event()
+
+    def describe() -> str:
+        drawn.set()
+        return "Working"
+
+    with Progress(terminal, describe) as progress:
+        assert drawn.wait(30)
+        with progress.making_room():
+            terminal.print("A line.")
+
+    erased = "\r" + " " * (terminal.width - 1) + "\r"
+    assert "Working  0 s" in screen.text
+    assert f"{erased}A line.\n" in screen.text

@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from shoal.client.finetune.batches import IGNORED
 from shoal.client.learning.batches import (
-    NOT_LEARNED,
     ShuffledTexts,
     cut_into_batches,
     make_batch,
@@ -48,7 +48,7 @@ def test_only_completions_are_learned(tokenizer: Any) -> None:
 
     batch = make_batch(dataset.training, dataset.padding_id)
 
-    learned = batch.labels_BT[batch.labels_BT != NOT_LEARNED]
+    learned = batch.labels_BT[batch.labels_BT != IGNORED]
     assert tokenizer.decode(learned) == " lived a girl." + tokenizer.eos_token
     assert tokenizer.decode(batch.input_ids_BT[0]).endswith("There once lived a girl.</s>")
     assert batch.num_learned == len(learned)
@@ -132,7 +132,7 @@ def test_batches_pad_behind_shorter_texts(tokenizer: Any) -> None:
 
     short = len(dataset.training[1].token_ids)
     assert batch.attention_mask_BT[1].tolist()[short:] == [0] * (batch.labels_BT.shape[1] - short)
-    assert (batch.labels_BT[1, short:] == NOT_LEARNED).all()
+    assert (batch.labels_BT[1, short:] == IGNORED).all()
     assert batch.num_tokens == sum(len(example.token_ids) for example in dataset.training)
     assert batch.num_learned == batch.num_tokens - 2  # nothing precedes the first of each
 

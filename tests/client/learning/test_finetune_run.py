@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -137,6 +138,17 @@ def test_accumulated_gradients_are_those_of_one_large_batch(tmp_path: Path) -> N
     assert large.progress.losses == pytest.approx(small.progress.losses)
 
 
+def test_updates_go_as_far_as_the_schedule_says(tmp_path: Path) -> None:
+    learner = Bigrams()
+    before = learner.scores.detach().clone()
+
+    next(event for event in make_run(tmp_path, learner).learn() if isinstance(event, Updated))
+
+    # The first update of Adam goes as far as its rate, here half of the highest.
+    moved = float((learner.scores.detach() - before).abs().max())
+    assert moved == pytest.approx(CONFIG.learning_rate / 2, rel=1e-3)
+
+
 def test_gradients_are_clipped_and_their_length_reported_as_it_was(tmp_path: Path) -> None:
     learner = Bigrams()
 
@@ -158,6 +170,8 @@ def test_update_without_a_finite_loss_is_skipped_and_changes_nothing(tmp_path: P
     for event in run.learn():
         if isinstance(event, Updated):
             seen[event.number] = event.is_skipped, learner.scores.detach().clone()
+            # What is no number is not taken back either: peers would refuse it.
+            assert (learner.scores.grad is None) == event.is_skipped
 
     assert [number for number, (is_skipped, _) in seen.items() if is_skipped] == [2]
     assert torch.equal(seen[1][1], seen[2][1])
@@ -197,19 +211,40 @@ def test_last_two_checkpoints_are_kept_and_hold_no_pickles(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
-def test_checkpoint_that_cannot_be_written_leaves_the_last_one(tmp_path: Path) -> None:
-    learner = Bigrams()
-    run = make_run(tmp_path, learner)
+@pytest.mark.parametrize(
+    "error",
+    [OSError(28, "No space left on device"), SafetensorError("I/O: No space left on device")],
+)
+def test_checkpoint_that_cannot_be_written_leaves_the_last_one(
+    tmp_path: Path, error: Exception
+) -> None:
+    run = make_run(tmp_path)
     run.save_checkpoint()
 
     def fail(folder: Path) -> None:
         (folder / "half").write_text("")
-        raise OSError(28, "No space left on device")
+        raise error
 
-    with pytest.raises(UnavailableError, match=r"no checkpoint can be written .*No space left"):
+    with pytest.raises(UnavailableError, match=r"cannot be written to: .*No space left on device"):
         run.checkpoints.save(Progress(3), fail)
 
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000"]
+    assert [path.name for path in run.checkpoints.find()] == ["checkpoint-000000"]
+    run.checkpoints.save(Progress(3), lambda folder: None)
+    assert [path.name for path in run.checkpoints.find()] == [
+        "checkpoint-000000", "checkpoint-000003"
+    ]  # fmt: skip
+    assert not (tmp_path / "checkpoint-000003" / "half").exists()
+
+
+def test_result_is_what_learned_beside_the_checkpoints(tmp_path: Path) -> None:
+    learner = Bigrams()
+    run = make_run(tmp_path, learner)
+
+    list(run.learn())
+    run.save_result()
+
+    stored = load_file(tmp_path / "bigrams.safetensors")["scores"]
+    assert torch.equal(stored, learner.scores)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,209 @@
+"""`shoal finetune`: teach a model texts of one's own, through a swarm that serves it."""
+
+import argparse
+import importlib
+import itertools
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..protocol.errors import ShoalError, UsageError
+from .bundled_model import find_model
+from .finetune_options import LEARNING_RATES, MAX_LENGTH, MOST_BETWEEN_MILESTONES, add_arguments
+from .finetune_plot import draw_losses, save_losses
+from .finetune_screen import Reporter, RunFacts, RunResult, make_reporter, quote_use
+from .interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
+from .joining import Joining, read_joining
+from .terminal import Progress, Terminal
+from .text_generation import import_client, load_tokenizer
+
+if TYPE_CHECKING:
+    from ..client.learning.dataset import Dataset
+    from ..client.learning.finetune_run import FinetuneRun
+    from ..client.learning.text_files import TrainingText
+
+_MAX_PROMPT_LETTERS = 40
+
+__all__ = ["add_arguments", "run"]
+
+
+def run(options: argparse.Namespace) -> int:
+    """Fine-tune; return 0, or 130 after Ctrl-C, which leaves a checkpoint."""
+    joining = read_joining(
+        options,
+        f"; or start one on this machine: `shoal swarm {options.model} --peers 2` in another "
+        "terminal prints an address",
+    )
+    name = find_model(options.model)
+    _check_folder(options.out, options.resume)
+    reporter = make_reporter(options.json)
+    notices = Terminal(sys.stderr)
+    with end_in_good_order():
+        with Progress(notices, lambda: f"Reading {options.data.name}"):
+            texts = _read_texts(name, options)
+        with Progress(notices, lambda: "Joining the swarm"):
+            model = _open_model(name, joining, options)
+        with model:
+            return _fine_tune(model, texts, joining, options, reporter)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """What is to be learned."""
+
+    dataset: "Dataset"
+    max_length: int
+    prompt: str
+    """For the line that uses what was learned."""
+
+
+def _check_folder(folder: Path, is_resumed: bool) -> None:
+    """Refuse, before anything else takes time, a folder that holds something else."""
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is a file; --out takes a folder")
+    files = list(folder.iterdir()) if folder.is_dir() else []
+    has_checkpoint = any(file.name.startswith("checkpoint-") for file in files)
+    if is_resumed and not has_checkpoint:
+        raise UsageError(
+            f"there is no checkpoint in {folder} to go on from; leave out --resume to begin"
+        )
+    if not is_resumed and (has_checkpoint or any(file.suffix == ".safetensors" for file in files)):
+        raise UsageError(
+            f"{folder} holds a run already: --resume goes on with it, --out takes another folder"
+        )
+
+
+def _read_texts(name: str, options: argparse.Namespace) -> _Texts:
+    """Read the data and turn it into tokens; the swarm is not needed for that."""
+    with quitting_at_once():
+        tokenizer = load_tokenizer(name)
+    dataset = importlib.import_module("..client.learning.dataset", __package__)
+    text_files = importlib.import_module("..client.learning.text_files", __package__)
+    num_positions = _count_positions(name)
+    if options.method != "lora":
+        num_positions -= options.pre_seq_len
+    max_length = options.max_length or min(MAX_LENGTH, num_positions)
+    if not 2 <= max_length <= num_positions:
+        raise UsageError(
+            f"texts of {max_length} tokens cannot be learned: this model takes 2 to {num_positions}"
+            + (" beside such a prompt" if options.method != "lora" else "")
+        )
+    texts = text_files.read_texts(options.data)
+    first = next(texts)
+    texts = itertools.chain([first], texts)
+    made = dataset.make_dataset(texts, tokenizer, max_length, options.eval, options.seed)
+    return _Texts(made, max_length, _choose_prompt(first))
+
+
+def _choose_prompt(text: "TrainingText") -> str:
+    """Return a prompt to try what was learned with: that of a text, or how it begins.
+
+    Quotes and the like would be read by the shell.
+    """
+    words = (text.prompt or text.completion).split()
+    prompt = " ".join(words if text.prompt else words[:4])
+    is_plain = len(prompt) <= _MAX_PROMPT_LETTERS and not set(prompt) & set('"$`\\!')
+    return prompt if is_plain else "…"
+
+
+def _count_positions(name: str) -> int:
+    checkpoints = importlib.import_module("..kernels.checkpoint", __package__)
+    local_layers = importlib.import_module("..client.local_layers", __package__)
+    config = local_layers.load_config(checkpoints.Checkpoint.open(name))
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize
+
+
+def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> Any:
+    torch = importlib.import_module("torch")
+    torch.manual_seed(options.seed)  # new prompts are random
+    prompts = {"tuning_mode": options.method, "pre_seq_len": options.pre_seq_len}
+    return import_client().AutoDistributedModelForCausalLM.from_pretrained(
+        name,
+        initial_peers=list(joining.initial_peers),
+        join=joining.join,
+        failover_timeout_seconds=options.wait,
+        **(prompts if options.method != "lora" else {}),
+    )
+
+
+def _plan_run(texts: _Texts, options: argparse.Namespace) -> Any:
+    """Return how the run learns, as a RunConfig."""
+    finetune_run = importlib.import_module("..client.learning.finetune_run", __package__)
+    texts_per_update = options.batch_size * options.accumulate
+    num_texts = len(texts.dataset.training)
+    num_updates = options.updates or math.ceil(options.epochs * num_texts / texts_per_update)
+    return finetune_run.RunConfig(
+        num_updates,
+        options.learning_rate or LEARNING_RATES[options.method],
+        options.batch_size,
+        options.accumulate,
+        options.schedule,
+        math.ceil(options.warmup * num_updates),
+        options.weight_decay,
+        options.clip,
+        options.eval_every or min(MOST_BETWEEN_MILESTONES, math.ceil(num_updates / 10)),
+        options.seed,
+    )
+
+
+def _fine_tune(
+    model: Any, texts: _Texts, joining: Joining, options: argparse.Namespace, reporter: Reporter
+) -> int:
+    learners = importlib.import_module("..client.learning.learners", __package__)
+    finetune_run = importlib.import_module("..client.learning.finetune_run", __package__)
+    learner = learners.make_learner(
+        model, options.rank, options.alpha or 2 * options.rank, options.target_modules, options.seed
+    )
+    config = _plan_run(texts, options)
+    tuning = finetune_run.FinetuneRun(learner, texts.dataset, config, options.out, hold_interrupts)
+    if options.resume:
+        tuning.resume()
+    facts = RunFacts(
+        options.model,
+        options.method,
+        sum(parameter.numel() for parameter in learner.named_parameters().values()),
+        len(texts.dataset.training),
+        len(texts.dataset.evaluation),
+        config.num_updates,
+        config.batch_rows * config.num_accumulated,
+        options.out,
+        texts.dataset.describe_limits(texts.max_length),
+    )
+    reporter.begin(facts, tuning.progress.num_updates)
+    try:
+        _learn(tuning, model, reporter)
+    except (KeyboardInterrupt, ShoalError) as error:
+        tuning.save_checkpoint()
+        reporter.stop(tuning.progress.num_updates)
+        if isinstance(error, ShoalError):
+            raise
+        return INTERRUPTED
+    tuning.save_result()
+    reporter.finish(_finish(tuning, texts.prompt, options, joining))
+    return 0
+
+
+def _learn(tuning: "FinetuneRun", model: Any, reporter: Reporter) -> None:
+    finetune_run: Any = importlib.import_module("..client.learning.finetune_run", __package__)
+    with reporter.watching(lambda: model.missing_blocks):
+        events: Iterator[Any] = tuning.learn()
+        for event in events:
+            if isinstance(event, finetune_run.Milestone):
+                reporter.note_milestone(event)
+            else:
+                reporter.note_update(event, model.transformer.h.take_recent_hops())
+
+
+def _finish(
+    tuning: "FinetuneRun", prompt: str, options: argparse.Namespace, joining: Joining
+) -> RunResult:
+    """Write what is left to write; what was learned is safe by now."""
+    progress, plot, table = tuning.progress, options.out / "losses.png", options.out / "losses.csv"
+    save_losses(progress.losses, progress.eval_losses, table)
+    title = f"{options.model} learns {options.data.name} by {options.method}"
+    draw_losses(progress.losses, progress.eval_losses, title, plot)
+    use = quote_use(options.model, prompt, options.out, joining.initial_peers, options.join)
+    return RunResult(progress, options.out, plot, table, use)

@@ -1,0 +1,64 @@
+"""Draws the losses of a run over its updates, and writes them as a table."""
+
+import csv
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .benchmarks.plot import STYLE
+
+_NUM_SMOOTHED = 25
+"""The curve has so many points at least that are no means over each other's updates."""
+
+
+def save_losses(
+    losses: Sequence[float | None], eval_losses: Mapping[int, float], path: Path
+) -> None:
+    """Write a row for each update; update 0 is what the model was like before."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["update", "loss", "evaluation_loss"])
+        for number, loss in enumerate([None, *losses]):
+            writer.writerow([number, loss, eval_losses.get(number)])
+
+
+def draw_losses(
+    losses: Sequence[float | None], eval_losses: Mapping[int, float], title: str, path: Path
+) -> None:
+    """Write the plot as PNG."""
+    matplotlib: Any = importlib.import_module("matplotlib")
+    figures: Any = importlib.import_module("matplotlib.figure")
+    with matplotlib.rc_context(STYLE):
+        figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")
+        axes = figure.subplots()
+        numbers = [number for number, loss in enumerate(losses, 1) if loss is not None]
+        known = [loss for loss in losses if loss is not None]
+        window = max(1, len(known) // _NUM_SMOOTHED)
+        if window > 1:
+            axes.plot(numbers, known, color="0.82", linewidth=0.8)
+        axes.plot(numbers, smooth(known, window), color="0.35", label="texts that it learns")
+        if eval_losses:
+            axes.plot(
+                list(eval_losses), list(eval_losses.values()), color="0.05", marker="o",
+                linestyle="--", linewidth=1.0, markersize=4.0, label="evaluation",
+            )  # fmt: skip
+            axes.legend(frameon=False, loc="upper right")
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("update")
+        axes.set_ylabel("loss, nats per token")
+        axes.set_xlim(left=0)
+        # No version of the program: the same numbers are the same file.
+        figure.savefig(path, dpi=160, metadata={"Software": None})
+
+
+def smooth(values: Sequence[float], window: int) -> list[float]:
+    """Return for each value the mean of it and those before it, `window` at most.
+
+    >>> smooth([4.0, 2.0, 0.0], 2)
+    [4.0, 3.0, 1.0]
+    """
+    return [
+        sum(values[max(0, stop - window) : stop]) / min(window, stop)
+        for stop in range(1, len(values) + 1)
+    ]

@@ -1,0 +1,265 @@
+"""`shoal finetune` and `shoal generate --adapter`: a run from data to text, on real processes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import warm_python
+
+from shoal.cli.bundled_model import BUNDLED_NAME, find_model
+from shoal.cli.main import main
+from shoal.peer.local_swarm import LocalSwarm
+
+CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+PROGRAM = [sys.executable, "-P", "-m", "shoal.cli"]
+
+
+@pytest.fixture(scope="module")
+def swarm(byte_model: Path) -> Iterator[LocalSwarm]:
+    """Two peers, one for each half of the blocks."""
+    with LocalSwarm(byte_model, spans=[(0, 2), (2, 4)], weights="fp32") as swarm:
+        yield swarm
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Twenty texts of few letters."""
+    path = tmp_path / "data.jsonl"
+    texts = [{"prompt": f"{number % 4} says", "completion": " aha"} for number in range(20)]
+    path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+    return path
+
+
+def name_run(model: str | Path, data: Path, out: Path, *more: str, peer: str = CLOSED) -> list[str]:
+    command = ["finetune", str(model), "--data", str(data), "--out", str(out), *more]
+    return [*command, "--initial-peers", peer]
+
+
+def read_events(output: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in output.splitlines()]
+
+
+def fail(command: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command that fails; return what it says."""
+    assert main(command) == 1
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert len(output.err.splitlines()) == 1
+    return output.err
+
+
+def test_without_a_swarm_one_is_told_how_to_start_one(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SHOAL_JOIN", raising=False)
+    command = ["finetune", "shoal-stories", "--data", str(data), "--out", str(tmp_path / "out")]
+
+    sentence = fail(command, capsys)
+
+    assert "--join CODE takes what `shoal serve --new-swarm` printed" in sentence
+    assert "`shoal swarm shoal-stories --peers 2` in another terminal" in sentence
+
+
+def test_data_that_is_wrong_is_named_before_a_swarm_is_joined(
+    byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text('{"text": "fine"}\n{"text": 3}\n')
+
+    sentence = fail(name_run(byte_model, data, tmp_path / "out"), capsys)
+
+    assert sentence == f"shoal finetune: {data}:2: `text` must be a text, not 3\n"
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        (
+            ["--max-length", "513"],
+            "texts of 513 tokens cannot be learned: this model takes 2 to 512",
+        ),
+        (["--max-length", "1"], "texts of 1 tokens cannot be learned"),
+        (
+            ["--method", "ptune", "--max-length", "500"],
+            "this model takes 2 to 496 beside such a prompt",
+        ),
+        (["--method", "ptune", "--pre-seq-len", "9999"], "texts of -9487 tokens cannot be learned"),
+        (["--resume"], "there is no checkpoint in"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(
+    byte_model: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: list[str],
+    sentence: str,
+) -> None:
+    assert sentence in fail(name_run(byte_model, data, tmp_path / "out", *more), capsys)
+
+
+@pytest.mark.parametrize("name", ["checkpoint-000003", "adapter_model.safetensors"])
+def test_folder_that_holds_a_run_is_not_written_over(
+    byte_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "out" / name).mkdir(parents=True)
+
+    sentence = fail(name_run(byte_model, data, tmp_path / "out"), capsys)
+
+    assert "out holds a run already: --resume goes on with it" in sentence
+
+
+def test_out_that_is_a_file_is_refused(
+    byte_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "is a file; --out takes a folder" in fail(name_run(byte_model, data, data), capsys)
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [([], "there is no folder"), (["config.json"], "holds neither an adapter nor prompts")],
+)
+def test_adapter_that_is_none_is_refused(
+    byte_model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    files: list[str],
+    sentence: str,
+) -> None:
+    folder = tmp_path / "adapter"
+    for file in files:
+        folder.mkdir()
+        (folder / file).write_text("{}")
+
+    command = ["generate", str(byte_model), "a", "--adapter", str(folder)]
+
+    assert sentence in fail([*command, "--initial-peers", CLOSED], capsys)
+
+
+@pytest.fixture(scope="module")
+def story_swarm() -> Iterator[LocalSwarm]:
+    """Two peers for the bundled model."""
+    with LocalSwarm(find_model(), spans=[(0, 4), (4, 8)]) as swarm:
+        yield swarm
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "rate"), [("ptune", "0.1"), ("deep_ptune", "0.1"), ("lora", "0.01")]
+)
+def test_run_learns_and_its_result_generates(
+    story_swarm: LocalSwarm,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    method: str,
+    rate: str,
+) -> None:
+    out, peer, data = tmp_path / "out", story_swarm.initial_peers[0], tmp_path / "data.csv"
+    rows = [f"{name} has a kite., Ahoy!" for name in ("Ella", "Mia", "Tom", "Finn")] * 5
+    data.write_text("\n".join(["prompt,completion", *rows]))
+    options = ["--method", method, "--updates", "30", "--learning-rate", rate, "--eval", "0.2"]
+
+    assert main([*name_run(BUNDLED_NAME, data, out, *options, peer=peer), "--json"]) == 0
+    output = capsys.readouterr()
+    begun, *events, finished = read_events(output.out)
+
+    assert output.err == ""
+    assert (begun["event"], begun["texts"], begun["evaluation_texts"]) == ("begun", 16, 4)
+    updates = [event for event in events if event["event"] == "updated"]
+    assert [event["update"] for event in updates] == list(range(1, 31))
+    assert [hop["span"] for hop in updates[-1]["hops"]] == ["0:4", "4:8"]
+    saved = [event for event in events if event["event"] == "saved"]
+    assert [event["update"] for event in saved] == list(range(0, 31, 3))
+    assert saved[-1]["evaluation_loss"] < 0.5 * saved[0]["evaluation_loss"]
+    assert finished["evaluation_loss"] == saved[-1]["evaluation_loss"]
+    assert (out / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert len((out / "losses.csv").read_text().splitlines()) == 32
+    assert finished["use"].startswith(
+        f'shoal generate shoal-stories "Ella has a kite." --adapter {out} --initial-peers /ip4/'
+    )
+
+    if method != "ptune":
+        return
+    command = ["generate", BUNDLED_NAME, "Mia has a kite.", "--max-new-tokens", "8", "--json"]
+    texts = []
+    for more in ([], ["--adapter", str(out)]):
+        assert main([*command, *more, "--initial-peers", peer]) == 0
+        texts.append(json.loads(capsys.readouterr().out)["text"])
+    assert "Ahoy" not in texts[0]
+    assert texts[1] == " Ahoy!"
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_interrupted_run_goes_on_where_it_stopped(
+    swarm: LocalSwarm, byte_model: Path, data: Path, tmp_path: Path
+) -> None:
+    options = ["--method", "ptune", "--updates", "12", "--json"]
+    peer = swarm.initial_peers[0]
+    whole = warm_python.run(
+        [*PROGRAM, *name_run(byte_model, data, tmp_path / "whole", *options, peer=peer)],
+        capture_output=True,
+        text=True,
+    )
+    command = [*PROGRAM, *name_run(byte_model, data, tmp_path / "parts", *options, peer=peer)]
+
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as first:
+        assert first.stdout is not None
+        lines = [first.stdout.readline()]
+        while json.loads(lines[-1])["event"] != "updated":
+            lines.append(first.stdout.readline())
+        first.send_signal(signal.SIGINT)
+        rest, errors = first.communicate(timeout=120)
+    stopped = read_events(rest)[-1]
+    second = warm_python.run([*command, "--resume"], capture_output=True, text=True)
+
+    assert (first.returncode, errors) == (130, "")
+    assert stopped["event"] == "stopped"
+    begun, *events = read_events(second.stdout)
+    assert begun["updates_done"] == stopped["update"]
+    losses = {event["update"]: event["loss"] for event in events if event["event"] == "updated"}
+    expected = {
+        event["update"]: event["loss"]
+        for event in read_events(whole.stdout)
+        if event["event"] == "updated"
+    }
+    assert min(losses) == stopped["update"] + 1
+    assert max(losses) == 12
+    # Peers compute in 32 bits, though not in the same order each time.
+    assert losses == pytest.approx({number: expected[number] for number in losses}, rel=1e-4)
+
+
+@pytest.mark.network
+@pytest.mark.slow
+def test_run_that_loses_its_last_peer_keeps_what_it_learned(
+    byte_model: Path, data: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with LocalSwarm(byte_model, spans=[(0, 4)], weights="fp32") as swarm:
+        options = ["--method", "ptune", "--updates", "500", "--wait", "1", "--json"]
+        command = name_run(byte_model, data, out, *options, peer=swarm.initial_peers[0])
+        with subprocess.Popen(
+            [*PROGRAM, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            while json.loads(process.stdout.readline())["event"] != "updated":
+                pass
+            swarm.peers[0].kill()
+            rest, errors = process.communicate(timeout=120)
+
+    *_, stopped, error = read_events(rest)
+    assert process.returncode == 1
+    assert (stopped["event"], error["kind"]) == ("stopped", "RouteError")
+    assert len(errors.splitlines()) == 1
+    assert (out / f"checkpoint-{stopped['update']:06}" / "state.json").exists()
