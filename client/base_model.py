@@ -239,6 +239,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
                 hidden_BTH, deep_prompts, last_token_only=last_token_only
             )
         else:
+            self.transformer.h.adapters.check_session(cache.session.adapter)
             if position == 0:
                 cache.session.num_prompt_tokens = num_prompt_tokens
             output_BTH = cache.step(hidden_BTH, last_token_only=last_token_only)

@@ -23,6 +23,8 @@ _FAULTS = {
     ErrorCode.CACHE_FULL: Fault.SILENT,
     ErrorCode.BUSY: Fault.SILENT,
     ErrorCode.DRAINING: Fault.SILENT,
+    ErrorCode.UNKNOWN_ADAPTER: Fault.SILENT,
+    ErrorCode.NO_ROOM_FOR_ADAPTER: Fault.SILENT,
     ErrorCode.WRONG_MODEL: Fault.STALE,
     ErrorCode.WRONG_SPAN: Fault.STALE,
 }

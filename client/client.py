@@ -18,9 +18,11 @@ from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
 from .config import ClientConfig, make_whole, read_kv_format
 from .farewells import Farewells
+from .finetune.adapter_versions import SentAdapter
 from .finetune.autograd import PassRunner
 from .finetune.pass_asking import PassAsker
 from .finetune.remote_passes import RemotePasses
+from .finetune.session_adapter import SessionAdapter
 from .inference_session import InferenceSession
 from .live_hops import LiveHops
 from .portal import Portal
@@ -71,8 +73,8 @@ class Client:
         self._config = config
         self._farewells = Farewells()
         self._secret = secrets.token_bytes(16)
-        asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
-        self._passes = RemotePasses(asker)
+        self._asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
+        self._passes = RemotePasses(self._asker)
         self.passes = PassRunner(self._passes, portal)
         portal.run_last(self._leave)
 
@@ -131,12 +133,17 @@ class Client:
         self.close()
 
     def open_session(
-        self, max_length: int, span: Span, kv_format: str | None = None
+        self,
+        max_length: int,
+        span: Span,
+        kv_format: str | None = None,
+        adapter: SentAdapter | None = None,
     ) -> InferenceSession:
         """Return a session over some blocks; its route is chosen with the first step.
 
-        `kv_format` is that of all of its hops; None: the client's.
+        `kv_format` is that of all of its hops; None: the client's. All rows have the `adapter`.
         """
+        sent = None if adapter is None else SessionAdapter(adapter, self._asker)
         known_format = read_kv_format(self._config.kv_format if kv_format is None else kv_format)
         max_length = make_whole("max_length", max_length)
         if max_length < 1:
@@ -156,6 +163,7 @@ class Client:
                 max_length,
                 self._secret,
                 known_format,
+                sent,
             )
             hops = LiveHops(
                 facts,

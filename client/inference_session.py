@@ -24,7 +24,8 @@ class InferenceSession:
     """A generation over the swarm, for one thread at a time. Made by `Client.open_session`.
 
     `output_ids` holds the tokens [B, T] of the text so far when `generate` drives the session. A
-    trained prompt may stand before the text: the first `num_prompt_tokens` positions.
+    trained prompt may stand before the text: the first `num_prompt_tokens` positions. `adapter` is
+    what was active when the session was opened, and stays its own as it was then.
     """
 
     def __init__(self, open_remote: Callable[[], RemoteSession], portal: Portal) -> None:
@@ -44,6 +45,7 @@ class InferenceSession:
         self.closed = False
         self.output_ids: Tensor | None = None
         self.num_prompt_tokens = 0
+        self.adapter: object = None
 
     def __repr__(self) -> str:
         return f"<InferenceSession of {self._remote!r}>"
@@ -116,6 +118,7 @@ class InferenceSession:
                 twin.close()  # interrupted, perhaps when the peers had just opened it
                 raise
             twin.output_ids, twin.num_prompt_tokens = self.output_ids, self.num_prompt_tokens
+            twin.adapter = self.adapter
             if at > 0:
                 twin._num_rows, twin._row_map = self._num_rows, self._row_map
             if position is not None:

@@ -126,8 +126,6 @@ class RemoteSequential(nn.Module):
         """
         self.check_hidden(hidden_BTH)
         if self.active_session is not None:
-            if self.adapters.take(len(hidden_BTH)).rows:
-                raise UsageError("adapters do not work in sessions and generate() yet")
             with torch.no_grad():
                 return self._step(hidden_BTH, prompts, hypo_ids, last_token_only)
         if hidden_BTH.numel() == 0:
@@ -172,6 +170,8 @@ class RemoteSequential(nn.Module):
         last_token_only: bool,
     ) -> Tensor:
         active = self.active_session
+        if active is not None:
+            self.adapters.check_session(active.adapter)
         with nullcontext(active) if active else self.open_session(hidden_BTH.shape[1]) as session:
             output = session.step(
                 hidden_BTH.to("cpu"), prompts, hypo_ids, last_token_only=last_token_only
@@ -194,7 +194,10 @@ class RemoteSequential(nn.Module):
 
     def open_session(self, max_length: int, kv_format: str | None = None) -> InferenceSession:
         """Open a session over these blocks without making it active; the caller closes it."""
-        return self._client.open_session(max_length, self._span, kv_format)
+        adapter = self.adapters.take_for_session()
+        session = self._client.open_session(max_length, self._span, kv_format, adapter)
+        session.adapter = self.adapters.choice
+        return session
 
     @contextmanager
     def inference_session(

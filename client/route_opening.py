@@ -17,6 +17,7 @@ from ..protocol.announcements import Announcement
 from ..protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ..protocol.ids import (
     CAPABILITY_BYTES,
+    NO_ADAPTER,
     NO_CAPABILITY,
     NO_CLIENT,
     SESSION_ID_BYTES,
@@ -37,6 +38,7 @@ from ..protocol.versions import INT8_VERSION
 from .blame import LostHopError, blame
 from .config import ClientConfig
 from .deadlines import choose_open_timeout_seconds
+from .finetune.session_adapter import SessionAdapter
 from .hop_link import HopLink
 from .mailbox import Mailbox
 from .router import Hop, Route
@@ -75,6 +77,7 @@ class SessionFacts:
     client_secret: bytes = b""
     """What the client's name at each peer is made of; empty: it has none."""
     kv_format: KVFormat = KVFormat.FLOAT
+    adapter: SessionAdapter | None = None
 
     def count_kv_tokens(self, num_rows: int) -> float:
         """Return how much room so many rows may need, in the tokens that announcements count."""
@@ -228,7 +231,7 @@ class RouteOpener:
         prefix_tokens: int,
     ) -> None:
         assert self.wire_dtype is not None
-        hop = live.hop
+        hop, adapter = live.hop, self._facts.adapter
         if self.wire_dtype is WireDtype.INT8 and hop.peer.max_version < INT8_VERSION:
             raise LostHopError(hop, "its version is too old for hidden states in int8")
         opening = Open(
@@ -245,6 +248,7 @@ class RouteOpener:
             prefix_tokens=0 if parent is None else prefix_tokens,
             capability=live.capability,
             next=live.next,
+            adapter=NO_ADAPTER if adapter is None else adapter.name_for(hop.span),
         )
 
         def note_queued(seconds: float) -> None:
@@ -253,6 +257,8 @@ class RouteOpener:
 
         timeout_seconds = self._choose_timeout_seconds(hop, deadline, max_wait_seconds == 0)
         try:
+            if adapter is not None:
+                await adapter.bring(hop)
             live.link, facts = await HopLink.open(
                 self._transport,
                 self._clock,
@@ -263,6 +269,8 @@ class RouteOpener:
                 note_queued,
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            if adapter is not None:
+                adapter.note_failure(hop, error)
             raise blame(self._swarm, hop, error, self.forgiven) from error
         finally:
             if self.waiting is not None and self.waiting.hop is hop:

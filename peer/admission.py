@@ -152,6 +152,9 @@ class Admission:
         service = self._service
         self._check(message)
         parent = self._find_parent(message, holder)
+        adapter = service.adapters.find(message.adapter, holder) if message.adapter else None
+        if parent is not None and parent.adapter is not adapter:
+            raise RefusedError(ErrorCode.BAD_VALUES, "a fork has the adapter of its parent")
         self._make_place(holder)
         self._opening[message.session] = holder
         try:
@@ -168,8 +171,10 @@ class Admission:
         outlet = Outlet(message.session, holder, service.ways, post)
         held = HeldSession(
             state, cache, message.span, message.dtype, service.clock.now(), holder, outlet,
-            message.capability,
+            message.capability, adapter,
         )  # fmt: skip
+        if adapter is not None:
+            service.adapters.use_in_session(adapter)
         service.sessions[message.session] = held
         if message.next is not None:
             log = None if parent is None else parent.outlet.fork_log(message.prefix_tokens)

@@ -338,7 +338,7 @@ class Conversation:
             self._used.add(step.session)
             answer: Answer | None = None if held.capability else asyncio.Future()
             self._count_step(held, answer, len(step.hidden.data))
-            work = make_work(step, held.cache, held.span, held.outlet.next is not None)
+            work = make_work(step, held)
             future = self._service.compute.submit(work, held.holder)
             held.running.add(future)
             future.add_done_callback(partial(self._settle, step, held, answer))

@@ -8,6 +8,7 @@ from ..protocol.ids import NO_CAPABILITY, Capability
 from ..protocol.session import SessionState
 from ..protocol.spans import Span
 from ..protocol.tensors import WireDtype
+from .adapter_shelf import Kept
 from .engine.jobs import ComputedStep
 from .engine.kv_cache import SessionCache
 from .outlet import Outlet
@@ -21,7 +22,8 @@ class HeldSession:
     it has to say goes to the stream that opened it.
 
     `used_at` is when it was last stepped, on whatever stream; `holder` is who opened it, as
-    `fair_share` counts; `running` are the steps of it in the engine. The clock is the service's.
+    `fair_share` counts; `adapter` changes all of its rows; `running` are the steps of it in the
+    engine. The clock is the service's.
     """
 
     state: SessionState
@@ -32,6 +34,7 @@ class HeldSession:
     holder: Holder
     outlet: Outlet
     capability: Capability = NO_CAPABILITY
+    adapter: Kept | None = None
     running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
     used_at: float = field(init=False)
 

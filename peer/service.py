@@ -151,6 +151,8 @@ class Service:
             return
         del self.sessions[session]
         held.outlet.close()
+        if held.adapter is not None:
+            self.adapters.leave_session(held.adapter)
         for future in held.running:
             future.cancel()
         closing = self.compute.call(held.cache.close)

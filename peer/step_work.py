@@ -6,11 +6,10 @@ from ..kernels.compress import decode_as, encode_as, has_only_finite
 from ..protocol import limits
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.messages import Output, Step
-from ..protocol.spans import Span
 from ..protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
 from .engine.engine import StepWork
 from .engine.jobs import ComputedStep
-from .engine.kv_cache import SessionCache
+from .held_session import HeldSession
 
 _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
 """The tensor of one answer; what is left of the frame is enough for everything else."""
@@ -39,17 +38,19 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: b
         )
 
 
-def make_work(step: Step, cache: SessionCache, span: Span, is_pushed: bool) -> StepWork:
+def make_work(step: Step, held: HeldSession) -> StepWork:
     """Return what the engine has to do for a step; who pushes needs all of its tokens."""
+    is_pushed = held.outlet.next is not None
     hidden_BTH = decode_as(step.hidden.dtype.name, step.hidden.data, step.hidden.shape)
     return StepWork(
-        cache=cache,
-        span=span,
+        cache=held.cache,
+        span=held.span,
         position=step.position,
         hidden_BTH=hidden_BTH,
         row_map=step.row_map,
         last_token_only=step.last_token_only and not is_pushed,
         decoded=step.is_decoded,
+        adapter=None if held.adapter is None else held.adapter.adapter,
     )
 
 

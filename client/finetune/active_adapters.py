@@ -95,6 +95,21 @@ class ActiveAdapters:
             )
         return ChosenAdapters(tuple(None if one is None else sent[one] for one in rows), sources)
 
+    def take_for_session(self) -> SentAdapter | None:
+        """Return the adapter of a session that is opened now; raises UsageError for several."""
+        if isinstance(self.choice, list | tuple):
+            raise UsageError("a session has one adapter for all rows; make one active for it")
+        rows = self.take(1).rows
+        return rows[0] if rows else None
+
+    def check_session(self, adapter: object) -> None:
+        """Raise UsageError where another adapter is active than a session was opened with."""
+        if adapter is not self.choice and adapter != self.choice:
+            raise UsageError(
+                "the session was opened with another adapter than is active; open one where that "
+                "is active"
+            )
+
     def change_logits(self, hidden_BTH: Tensor) -> Tensor | None:
         """Return what adapters add to logits [B, T, V], in float32; None for nothing."""
         rows = self._list_rows(len(hidden_BTH))

@@ -37,6 +37,7 @@ from ..swarm import Fault, Swarm
 from .adapter_courier import AdapterCourier
 from .adapter_versions import (
     AdapterVersion,
+    SentAdapter,
     count_gradients,
     list_adapter_rows,
     list_adapters,
@@ -137,6 +138,19 @@ class PassAsker:
                 vectors = answer.tensors.get(Slot.ADAPTERS, hidden_BTH[:0])
                 adapters = split_gradients(texts.adapters, span, vectors)
                 return TextGradients(hidden_BTH, prompts, adapters).multiply(1 / scale)
+
+    async def bring_adapter(self, hop: Hop, adapter: SentAdapter) -> None:
+        """See that a peer has an adapter for a session that is about to be opened there.
+
+        Raises UnavailableError, RefusedError or RemoteProtocolError.
+        """
+        if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
+            async with self._links.lend(hop.peer, lambda: True) as link:
+                await self._courier.bring(link, [adapter], hop.span)
+
+    def forget_adapters(self, hop: Hop) -> None:
+        """Note that a peer does not have what it was brought."""
+        self._courier.forget(hop.peer.peer_id)
 
     def take_recent_hops(self) -> list[Hop]:
         """Return who answered since this was called last, in the order of blocks."""

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from ...kernels.linear import Linear
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.lora_config import parse_lora_config
 from ...protocol.spans import Span
@@ -24,9 +25,14 @@ from .spec import MlpKind, ModelSpec
 
 MAX_CONFIG_BYTES = 2**16
 
+_NUMBERS_AT_ONCE = 2**18
+"""As many as stay in a core's cache."""
+
 _PREFIX = "base_model.model."
 _DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+Parts = tuple["AdapterPart", ...]
 
 Place = tuple[int, str]
 """A block, and the name of one of our linears in it: "query_key_value", "gate_up", …"""
@@ -53,6 +59,18 @@ class AdapterPart:
         down_RI, up_OR = self.down_RI.to(hidden_NI.dtype), up_OR.to(hidden_NI.dtype)
         return (hidden_NI @ down_RI.t()) @ up_OR.t() * self.scale
 
+    def compute_apart(self, hidden_NI: Tensor) -> Tensor:
+        """Return the same for each row to the bit, whatever other rows there are.
+
+        On the CPU, where products of matrices depend on how many rows there are, and on where they
+        lie in memory.
+        """
+        if hidden_NI.device.type != "cpu":
+            return self.compute(hidden_NI)
+        up_OR = self.up_OR if self.order_O is None else self.up_OR[self.order_O]
+        hidden_NR = _multiply_apart(hidden_NI.float(), self.down_RI.float())
+        return (_multiply_apart(hidden_NR, up_OR.float()) * self.scale).to(hidden_NI.dtype)
+
     def open(self, place: torch.device, has_gradients: bool) -> AdapterPart:
         """Return the part on a device; for gradients with copies in float32 that gather them."""
         if not has_gradients:
@@ -76,11 +94,23 @@ class Adapter:
     rank: int
     parts: Mapping[Place, tuple[AdapterPart, ...]]
 
+    def move_to(self, place: torch.device) -> Adapter:
+        """Return it on a device."""
+        moved = {
+            where: tuple(part.open(place, has_gradients=False) for part in parts)
+            for where, parts in self.parts.items()
+        }
+        return Adapter(self.rank, moved)
+
     def cut(self, span: Span) -> Adapter:
         """Return what belongs to some of the blocks."""
         return Adapter(
             self.rank, {place: parts for place, parts in self.parts.items() if place[0] in span}
         )
+
+    def bind(self, block: int, linears: Mapping[str, Linear]) -> dict[Linear, Parts]:
+        """Return what changes the linears of a block, which are known by their places."""
+        return {linear: self.parts.get((block, name), ()) for name, linear in linears.items()}
 
     @property
     def num_numbers(self) -> int:
@@ -135,6 +165,16 @@ def read_adapter(
             part = AdapterPart(module, target.outputs, down_RI, up_OR, scale, target.order_O)
             parts.setdefault(target.place, []).append(part)
     return Adapter(rank, {place: tuple(found) for place, found in parts.items()})
+
+
+def _multiply_apart(rows_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return the product with each sum taken by itself, in the same order for each row."""
+    step = max(1, _NUMBERS_AT_ONCE // weight_OI.numel())
+    products = [
+        (rows_NI[start : start + step, None] * weight_OI).sum(-1)
+        for start in range(0, len(rows_NI), step)
+    ]
+    return products[0] if len(products) == 1 else torch.cat(products)
 
 
 def _refuse(detail: str) -> RefusedError:

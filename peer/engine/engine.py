@@ -38,7 +38,7 @@ from .passes import GiveWay, Gradients, Passes, PassWork
 from .rows import RowRange, Segments
 from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
 from .spec import ModelShape, ModelSpec
-from .steps import AcceptedStep, StepWork, cut_stretches, lay_out
+from .steps import AcceptedStep, StepWork, adapt, cut_stretches, lay_out
 
 
 class Engine:
@@ -157,9 +157,9 @@ class Engine:
                 f"models of type {self.spec.family!r} run through transformers here, where "
                 "adapters are not applied",
             )
-        return read_adapter(
-            config, tensors, self.spec, family, self.span, MAX_ADAPTER_BYTES + len(config)
-        )
+        most_bytes = MAX_ADAPTER_BYTES + len(config)
+        adapter = read_adapter(config, tensors, self.spec, family, self.span, most_bytes)
+        return adapter.move_to(self._device.place)
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> torch.Tensor:
         """Return what texts become without a cache, [B, T, H]; raises RefusedError.
@@ -264,13 +264,19 @@ class Engine:
             hidden_NH = _join([step.hidden_NH for step in active])
             placed, ranges = lay_out(active)
             segments = Segments(placed, self._rotary)
-            if self._graphs is not None and stretch == self.span and self._graphs.can_run(segments):
+            is_adapted = any(step.work.adapter is not None for step in active)
+            graphs = None if is_adapted else self._graphs
+            if graphs is not None and stretch == self.span and graphs.can_run(segments):
                 if before_block is not None:
                     before_block()
-                hidden_NH = self._graphs.run(hidden_NH, segments.paged_rows[0])
+                hidden_NH = graphs.run(hidden_NH, segments.paged_rows[0])
             else:
                 blocks = self._blocks[stretch.start - self.span.start :][: len(stretch)]
-                hidden_NH = _run_blocks(blocks, hidden_NH, segments, ranges, before_block)
+                ranges_of_blocks = [
+                    adapt(ranges, active, placed, index, block.linears) if is_adapted else ranges
+                    for index, block in enumerate(blocks, stretch.start)
+                ]
+                hidden_NH = _run_blocks(blocks, hidden_NH, segments, ranges_of_blocks, before_block)
             for step, segment in zip(active, placed, strict=True):
                 step.hidden_NH = hidden_NH[segment.start : segment.stop]
 
@@ -312,7 +318,7 @@ def _make_graphs(blocks: Sequence[HostedBlock], device: Device) -> DecodeGraphs 
 
     def compute(hidden_NH: torch.Tensor, segments: Segments) -> torch.Tensor:
         ranges = [RowRange(0, len(hidden_NH), RowPrecision.TWO_DIGITS)]
-        return _run_blocks(blocks, hidden_NH, segments, ranges, None)
+        return _run_blocks(blocks, hidden_NH, segments, [ranges] * len(blocks), None)
 
     return DecodeGraphs(compute, device.capturer)
 
@@ -321,10 +327,10 @@ def _run_blocks(
     blocks: Sequence[HostedBlock],
     hidden_NH: torch.Tensor,
     segments: Segments,
-    ranges: Sequence[RowRange],
+    ranges_of_blocks: Sequence[Sequence[RowRange]],
     before_block: Callable[[], object] | None,
 ) -> torch.Tensor:
-    for block in blocks:
+    for block, ranges in zip(blocks, ranges_of_blocks, strict=True):
         if before_block is not None:
             before_block()
         hidden_NH = block(hidden_NH, segments, ranges)

@@ -116,7 +116,7 @@ class RowRange:
     def apply(self, linear: Linear, rows_NI: torch.Tensor) -> torch.Tensor:
         """Return what a linear makes of these rows."""
         if self.linears is None:
-            return linear(rows_NI, self.precision)
+            return self._change(linear, rows_NI, linear(rows_NI, self.precision))
         rows_NO = self.linears(linear, rows_NI, self.precision)
         changes = [
             (adapted.rows, part)
@@ -129,6 +129,13 @@ class RowRange:
         for rows, part in changes:
             added_NO[rows, part.outputs] += part.compute(rows_NI[rows])
         return rows_NO + added_NO
+
+    def _change(self, linear: Linear, rows_NI: torch.Tensor, rows_NO: torch.Tensor) -> torch.Tensor:
+        """Add what adapters change in steps, in place."""
+        for adapted in self.adapters:
+            for part in adapted.parts.get(linear, ()):
+                rows_NO[adapted.rows, part.outputs] += part.compute_apart(rows_NI[adapted.rows])
+        return rows_NO
 
 
 def apply_linear(

@@ -6,16 +6,17 @@ H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from ...kernels.linear import RowPrecision
+from ...kernels.linear import Linear, RowPrecision
 from ...protocol.spans import Span
+from .adapters import Adapter
 from .kv_cache import SessionCache
-from .rows import Rotation, RowRange, Segment
+from .rows import AdaptedRows, Rotation, RowRange, Segment
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class StepWork:
     for. `hidden_BTH` may be of any float dtype. `row_map` reorders the rows of the cache first.
     `decoded` says that these tokens were computed one by one, or are a replay of such tokens:
     they get the numerics of single tokens, however many arrive at once.
+
+    All rows are changed by the `adapter`, if there is one.
 
     A part is made by `cut`; `num_behind` tokens of the step follow it.
     """
@@ -38,6 +41,7 @@ class StepWork:
     last_token_only: bool = False
     decoded: bool = False
     num_behind: int = 0
+    adapter: Adapter | None = None
 
     @property
     def num_rows(self) -> int:
@@ -123,3 +127,32 @@ def lay_out(steps: Sequence[AcceptedStep]) -> tuple[list[Segment], list[RowRange
             ranges.append(RowRange(start, stop, step.precision))
         start = stop
     return segments, ranges
+
+
+def adapt(
+    ranges: Sequence[RowRange],
+    steps: Sequence[AcceptedStep],
+    placed: Sequence[Segment],
+    block: int,
+    linears: Mapping[str, Linear],
+) -> Sequence[RowRange]:
+    """Return the ranges with what the steps' adapters change in a block: each its own rows.
+
+    The rows of two steps never share a product, even if they share the adapter.
+    """
+    adapted = [
+        (segment, step.work.adapter.bind(block, linears))
+        for step, segment in zip(steps, placed, strict=True)
+        if step.work.adapter is not None
+    ]
+    return [
+        replace(
+            part,
+            adapters=tuple(
+                AdaptedRows(slice(segment.start - part.start, segment.stop - part.start), parts)
+                for segment, parts in adapted
+                if part.start <= segment.start < part.stop
+            ),
+        )
+        for part in ranges
+    ]
