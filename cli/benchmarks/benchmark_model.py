@@ -39,9 +39,9 @@ class BenchmarkModel:
         middle = self.num_blocks // 2
         return [(0, middle), (middle, self.num_blocks)]
 
-    def make_hidden(self, num_tokens: int) -> Tensor:
-        """Return new random hidden states [1, T, H]: never the same, since peers may remember."""
-        return torch.randn(1, num_tokens, self.hidden_size) * _HIDDEN_SCALE
+    def make_hidden(self, num_tokens: int, num_rows: int = 1) -> Tensor:
+        """Return new random hidden states [B, T, H]: never the same, since peers may remember."""
+        return torch.randn(num_rows, num_tokens, self.hidden_size) * _HIDDEN_SCALE
 
     def make_tokens(self, num_rows: int, num_tokens: int) -> Tensor:
         """Return new random tokens [B, T]."""

@@ -40,6 +40,9 @@ class Effort:
     num_flooding: int
     """Sessions of the client that floods the peers."""
 
+    texts: tuple[int, int]
+    """Rows of a batch to train on, and their length."""
+
     has_targets: bool
     """Whether figures are held against targets, which are those of the benchmark model."""
 
@@ -56,6 +59,7 @@ FULL = Effort(
     maximum=8000,
     lengths=(100, 1000),
     num_flooding=32,
+    texts=(8, 256),
     has_targets=True,
 )
 
@@ -71,5 +75,6 @@ QUICK = Effort(
     maximum=1000,
     lengths=(100, 500),
     num_flooding=4,
+    texts=(4, 32),
     has_targets=False,
 )

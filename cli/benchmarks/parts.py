@@ -11,6 +11,7 @@ PARTS = {
     "hop": "What a hop costs beside computing: tiny model, one peer",
     "memory": "Memory of a session, of all peers together",
     "flood": "A client beside another one that floods the peers",
+    "finetune": "Gradients through frozen blocks, and steps beside a client that trains",
     "failover": "A lost peer",
     "start": "Starting",
     "accuracy": "int8 against fp32",

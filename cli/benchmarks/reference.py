@@ -34,7 +34,21 @@ class Reference:
         tokens_BT = self._model.make_tokens(1, num_tokens)
         return num_tokens / self._time(lambda model: model.model(tokens_BT))
 
-    def _time(self, call: Any) -> float:
+    def measure_training(self, num_rows: int, num_tokens: int) -> float:
+        """Return tokens per second forward and back to what goes into the blocks, all frozen."""
+
+        def train(model: Any) -> None:
+            model.requires_grad_(False)
+            inputs_BTH, grads_BTH = (
+                self._model.make_hidden(num_tokens, num_rows).bfloat16() for _ in range(2)
+            )
+            inputs_BTH.requires_grad_()
+            output = model.model(inputs_embeds=inputs_BTH, use_cache=False)
+            output.last_hidden_state.backward(grads_BTH)
+
+        return num_rows * num_tokens / self._time(train, torch.enable_grad)
+
+    def _time(self, call: Any, mode: Any = torch.inference_mode) -> float:
         """Return the median seconds of a call with the model."""
         if self._loaded is None:
             self._loaded = AutoModelForCausalLM.from_pretrained(
@@ -42,7 +56,7 @@ class Reference:
             )
         torch.set_num_threads(_NUM_THREADS)
         try:
-            with torch.inference_mode():
+            with mode():
                 return compute_median(time_calls(lambda: call(self._loaded), self._num_calls))
         finally:
             torch.set_num_threads(1)

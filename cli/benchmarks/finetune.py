@@ -1,0 +1,135 @@
+"""Gradients through two peers, against plain transformers with the same blocks frozen; what travels
+for them; and the steps of a client beside another one that trains.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import torch
+
+from ...client import AutoDistributedModelForCausalLM
+from ...client.client import connect_over_network
+from ...client.config import ClientConfig
+from ...client.remote_blocks import RemoteSequential
+from ...peer.local_swarm import LocalSwarm
+from ...protocol.net.directory import Directory
+from ...protocol.net.transport import Transport
+from .benchmark_model import BenchmarkModel
+from .clients import SwarmAddress, join_swarm
+from .figures import Figure, at_least, at_most, compute_median, compute_percentile
+from .helper_process import HelperProcess
+from .reference import CONTEXT_TOKENS
+from .report import Findings
+from .setting import Setting
+from .timing import time_calls, time_load
+from .training_client import start_training_client
+from .watched_transport import WatchedTransport
+
+_MAX_TOKENS = 2000
+
+
+def measure(setting: Setting) -> Findings:
+    """Measure a client that trains alone, and then one beside it that decodes."""
+    swarm = setting.start_swarm(setting.model)
+    setting.say("plain transformers")
+    reference = setting.reference.measure_training(*setting.effort.texts)
+    return Findings([*_measure_speed(setting, swarm, reference), *_measure_steps(setting, swarm)])
+
+
+def train(blocks: RemoteSequential, model: BenchmarkModel, num_rows: int, num_tokens: int) -> None:
+    """Take random texts forth through blocks, and random gradients back."""
+    inputs_BTH = model.make_hidden(num_tokens, num_rows).requires_grad_()
+    blocks(inputs_BTH).backward(model.make_hidden(num_tokens, num_rows))
+    assert inputs_BTH.grad is not None
+
+
+def _measure_speed(setting: Setting, swarm: LocalSwarm, reference: float) -> list[Figure]:
+    texts, num_calls = setting.effort.texts, setting.effort.num_calls
+    num_tokens = texts[0] * texts[1]
+
+    def run_forward(blocks: RemoteSequential) -> None:
+        with torch.no_grad():
+            blocks(setting.model.make_hidden(texts[1], texts[0]))
+
+    def run_both(blocks: RemoteSequential) -> None:
+        train(blocks, setting.model, *texts)
+
+    setting.say("forward")
+    forward_seconds, _ = _time(swarm, setting.model, run_forward, num_calls)
+    setting.say("forward and backward")
+    seconds, num_bytes = _time(swarm, setting.model, run_both, num_calls)
+    setting.say("int8 on the wire")
+    int8_seconds, num_int8_bytes = _time(swarm, setting.model, run_both, 1, "int8")
+    speed = num_tokens / seconds
+    return [
+        Figure("plain transformers, forward and backward", reference, "tok/s"),
+        Figure("through the swarm, forward", num_tokens / forward_seconds, "tok/s"),
+        Figure("through the swarm, forward and backward", speed, "tok/s", at_least(560)),
+        Figure("ratio to plain transformers", speed / reference, "x", at_least(0.7)),
+        Figure("the same with int8 on the wire", num_tokens / int8_seconds, "tok/s"),
+        Figure("what travels for a token", num_bytes / num_tokens, "bytes"),
+        Figure("with int8, against 16 bits", num_int8_bytes / num_bytes, "x", at_most(0.55)),
+    ]
+
+
+def _time(
+    swarm: LocalSwarm,
+    model: BenchmarkModel,
+    call: Callable[[RemoteSequential], None],
+    num_calls: int,
+    wire_dtype: str = "auto",
+) -> tuple[float, float]:
+    """Return the median seconds of a call with remote blocks, and the bytes that it moves."""
+    watched: list[WatchedTransport] = []
+
+    async def connect(config: ClientConfig) -> tuple[Transport, Directory]:
+        transport, directory = await connect_over_network(config)
+        watched.append(WatchedTransport(transport))
+        return watched[0], directory
+
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        model.directory,
+        initial_peers=swarm.initial_peers,
+        connect=connect,
+        wire_dtype=wire_dtype,
+    ) as remote:
+        seconds = time_calls(lambda: call(remote.transformer.h), num_calls)
+    return compute_median(seconds), watched[0].num_bytes / (num_calls + 1)
+
+
+def _measure_steps(setting: Setting, swarm: LocalSwarm) -> list[Figure]:
+    address = SwarmAddress.of(swarm, setting.model)
+    setting.say("starting the client that trains")
+    with start_training_client(address, *setting.effort.texts) as training:
+        training.read()
+        quiet, beside = setting.run(_time_steps(setting, address, training))
+        speed = training.read()
+    quiet_p95, beside_p95 = compute_percentile(quiet, 95), compute_percentile(beside, 95)
+    return [
+        Figure("steps of a quiet swarm, median", 1000 * compute_median(quiet), "ms"),
+        Figure("steps of a quiet swarm, 95th percentile", 1000 * quiet_p95, "ms"),
+        Figure("beside a client that trains, median", 1000 * compute_median(beside), "ms"),
+        Figure("beside a client that trains, 95th percentile", 1000 * beside_p95, "ms"),
+        Figure("ratio of the 95th percentiles", beside_p95 / quiet_p95, "x", at_most(2)),
+        Figure("that client's speed meanwhile", speed, "tok/s"),
+    ]
+
+
+async def _time_steps(
+    setting: Setting, address: SwarmAddress, training: HelperProcess
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of steps, quiet and beside a client that trains."""
+    model, seconds = setting.model, setting.effort.load_seconds
+    async with join_swarm(address) as clients:
+        session = clients.open(_MAX_TOKENS)
+        await session.step(model.make_hidden(CONTEXT_TOKENS), last_token_only=True)
+        await time_load([session], model, seconds / 5)  # warms up
+        setting.say("steps of a quiet swarm")
+        quiet, _ = await time_load([session], model, seconds)
+        setting.say("steps beside a client that trains")
+        training.tell("begin")
+        await asyncio.sleep(seconds / 5)
+        beside, _ = await time_load([session], model, 2 * seconds)
+        training.tell("end")
+        clients.check_nothing_was_lost()
+    return quiet, beside
