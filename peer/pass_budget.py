@@ -19,8 +19,8 @@ class PassBudget:
     >>> budget = PassBudget(2**32)
     >>> [size // 2**20 for size in (budget.tensor_bytes, budget.max_tensor_bytes)]
     [1024, 256]
-    >>> budget.max_work_bytes // 2**20
-    1536
+    >>> [size // 2**20 for size in (budget.kept_bytes, budget.max_work_bytes)]
+    [512, 1280]
     """
 
     num_bytes: int
@@ -36,9 +36,14 @@ class PassBudget:
         return min(self.tensor_bytes // 4, _MOST_TENSOR_BYTES)
 
     @property
+    def kept_bytes(self) -> int:
+        """For what went into the blocks of passes that were answered, until somebody goes back."""
+        return self.num_bytes // 8
+
+    @property
     def max_work_bytes(self) -> int:
         """For what computing one pass takes; its guests take as much again, at most."""
-        return (self.num_bytes - self.tensor_bytes) // 2
+        return (self.num_bytes - self.tensor_bytes - self.kept_bytes) // 2
 
 
 def choose_pass_bytes(free_bytes: int) -> int:

@@ -59,6 +59,11 @@ class Attention:
         """What computes generated tokens, and what prompts, for people."""
         return ["torch" if kernel is None else kernel.name for kernel in self._kernels]
 
+    @property
+    def first(self) -> Linear:
+        """The linear that makes queries, keys and values."""
+        return self._query_key_value
+
     def project(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
         """Return queries, keys and values side by side."""
         return apply_linear(self._query_key_value, normed_NH, ranges)

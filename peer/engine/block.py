@@ -81,7 +81,7 @@ class Block:
                 grads_NH[piece],
             )
         (fused_grads_NO,) = torch.autograd.grad(attended_NO, fused_NO, attended_grads_NO)
-        for piece, ranges in pieces:
+        for piece, ranges in rows.cut(is_whole=self._is_whole, unread=self._attention.first):
             (more_NH,) = differentiate(
                 partial(self._project, ranges=ranges), (hidden_NH[piece],), fused_grads_NO[piece]
             )

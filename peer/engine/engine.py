@@ -172,6 +172,10 @@ class Engine:
         """Return gradients of what went into such a pass, given those of its result."""
         return self._passes.run_backward(work, grads_BTH, give_way)
 
+    def keep_pass_inputs(self, budget_bytes: int) -> None:
+        """Keep what went into the blocks in so much memory, for who comes back with gradients."""
+        self._passes.kept_inputs.limit(budget_bytes)
+
     def estimate_pass_bytes(
         self, num_blocks: int, num_rows: int, num_tokens: int, *, is_backward: bool
     ) -> int:

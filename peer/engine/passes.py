@@ -10,7 +10,7 @@ of a prompt, H hidden.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ from ...kernels.rotary import RotaryTable
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.spans import Span
 from .adapters import Adapter
+from .kept_inputs import KeptInputs, make_key
 from .loader import HostedBlock
 from .numerics import Numerics
 from .pass_adapters import PassAdapters
@@ -75,7 +76,7 @@ class Gradients:
 class Passes:
     """Runs passes through the blocks of a span.
 
-    A pass keeps one tensor of the size of its hidden states, or one for each block on its way
+    A pass needs one tensor of the size of its hidden states, or one for each block on its way
     back, and what a single block needs at once: its queries, keys and values for all tokens, and
     the rest for some hundred tokens. It computes a block once on its way forth; on its way back
     twice, and then the gradient, which is as much again.
@@ -99,6 +100,7 @@ class Passes:
         self._device = numerics.device
         self._dtype = numerics.dtype
         self._weights = numerics.weights
+        self.kept_inputs = KeptInputs()
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
         """Return the hidden states behind the last block of the work's span, [B, T, H]."""
@@ -171,46 +173,66 @@ class Passes:
 
     def _run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
         rows = self._lay_out(work, give_way)
+        adapted = self._bind(work, self._open_adapters(work, has_gradients=False), rows)
+        blocks = self._find_blocks(work)
+        # Who comes for gradients needs the inputs again: training goes both ways.
+        num_bytes = work.hidden_BTH.numel() * self._dtype.itemsize * len(blocks)
+        inputs: list[Tensor] | None = [] if self.kept_inputs.make_room(num_bytes) else None
+        hidden_NH = self._run_blocks(work, adapted, len(blocks), inputs, give_way)
+        output_BTH = self._fetch(hidden_NH, work.hidden_BTH.shape)
+        if inputs is not None:
+            self.kept_inputs.keep(_make_key(work), inputs)
+        return output_BTH
+
+    def _run_blocks(
+        self,
+        work: PassWork,
+        adapted: Sequence[PassRows],
+        num_outputs: int,
+        inputs: list[Tensor] | None,
+        give_way: GiveWay,
+    ) -> Tensor:
+        """Return the output of the first `num_outputs` blocks; note the input of every one."""
         hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH), self._bring_prompts(work)
-        adapters = self._open_adapters(work, has_gradients=False)
-        for place, block in enumerate(self._find_blocks(work)):
+        for place, (block, rows) in enumerate(zip(self._find_blocks(work), adapted, strict=True)):
             give_way()
-            input_NH = _add_prompt(hidden_NH, prompts_LBPH, place, rows)
-            adapted = adapters.bind(work.span.start + place, block.linears)
-            hidden_NH = block.run_pass(input_NH, replace(rows, adapters=adapted))
-        return self._fetch(hidden_NH, work.hidden_BTH.shape)
+            hidden_NH = _add_prompt(hidden_NH, prompts_LBPH, place, rows)
+            if inputs is not None:
+                inputs.append(hidden_NH)
+            if place < num_outputs:
+                hidden_NH = block.run_pass(hidden_NH, rows)
+        return hidden_NH
 
     def _run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
-        rows = self._lay_out(work, give_way)
-        hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH), self._bring_prompts(work)
+        adapters = self._open_adapters(work, has_gradients=True)
+        adapted = self._bind(work, adapters, self._lay_out(work, give_way))
         blocks = self._find_blocks(work)
-        adapters = self._open_adapters(work, has_gradients=work.wants_adapters)
-        adapted = [
-            replace(rows, adapters=adapters.bind(index, block.linears))
-            for index, block in enumerate(blocks, work.span.start)
-        ]
-        inputs: list[Tensor] = []
-        for place, block in enumerate(blocks):
-            give_way()
-            inputs.append(_add_prompt(hidden_NH, prompts_LBPH, place, rows))
-            if place < len(blocks) - 1:
-                hidden_NH = block.run_pass(inputs[-1], adapted[place])
-        del hidden_NH
-        grads_NH = self._bring(grads_BTH)
+        inputs = self.kept_inputs.take(_make_key(work))
+        if inputs is None:
+            inputs = []
+            self._run_blocks(work, adapted, len(blocks) - 1, inputs, give_way)
+        grads_NH, prompts_LBPH = self._bring(grads_BTH), self._bring_prompts(work)
         prompt_grads_LBPH = None if prompts_LBPH is None else torch.empty_like(prompts_LBPH)
         for place, block in reversed(list(enumerate(blocks))):
             give_way()
             grads_NH = block.run_pass_back(inputs.pop(), grads_NH, adapted[place])
             if prompt_grads_LBPH is not None:
-                _take_prompt(grads_NH, prompt_grads_LBPH[place], rows)
+                _take_prompt(grads_NH, prompt_grads_LBPH[place], adapted[place])
         hidden_grads_BTH = self._fetch(grads_NH, grads_BTH.shape)
         if prompt_grads_LBPH is not None:
             prompt_grads_LBPH = self._fetch(prompt_grads_LBPH, prompt_grads_LBPH.shape)
         adapter_grads = {
-            adapter: {name: _fetch_matrix(name, grad) for name, grad in grads.items()}
-            for adapter, grads in (adapters.collect() if work.wants_adapters else {}).items()
+            adapter: {name: self._fetch(grad, grad.shape) for name, grad in grads.items()}
+            for adapter, grads in adapters.collect().items()
         }
         return Gradients(hidden_grads_BTH, prompt_grads_LBPH, adapter_grads)
+
+    def _bind(self, work: PassWork, adapters: PassAdapters, rows: PassRows) -> list[PassRows]:
+        """Return the rows as each block computes them, with the adapters for its linears."""
+        return [
+            replace(rows, adapters=adapters.bind(index, block.linears))
+            for index, block in enumerate(self._find_blocks(work), work.span.start)
+        ]
 
     def _open_adapters(self, work: PassWork, *, has_gradients: bool) -> PassAdapters:
         num_tokens, place = work.hidden_BTH.shape[1], self._device.place
@@ -253,6 +275,10 @@ def _fetch_matrix(name: str, grads: Tensor) -> Tensor:
     if not has_only_finite(grads):
         raise _make_refusal(f"the gradients of {name} are not finite")
     return grads.cpu()
+
+
+def _make_key(work: PassWork) -> Hashable:
+    return make_key(work.span, (work.hidden_BTH, work.prompts_LBPH), work.adapters)
 
 
 def _make_refusal(detail: str) -> RefusedError:

@@ -215,10 +215,10 @@ def test_pass_takes_a_part_of_the_memory_for_training_at_most(engine: Engine) ->
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
         needed = engine.estimate_pass_bytes(len(SPAN), ROWS, TOKENS, is_backward=False)
-        peer.service.pass_budget = PassBudget(needed * 8 // 3 - 8)
+        peer.service.pass_budget = PassBudget(needed * 16 // 5 - 16)
         (refusal,) = await ask(talk, make_pass(), HIDDEN=TEXTS)
         assert_declined(refusal, ErrorCode.OUT_OF_MEMORY)
-        peer.service.pass_budget = PassBudget(needed * 8 // 3 + 8)
+        peer.service.pass_budget = PassBudget(needed * 16 // 5 + 16)
         assert isinstance((await ask(talk, make_pass(2), HIDDEN=TEXTS))[-1], Passed)
 
     run(engine, test)
