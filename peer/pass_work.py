@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..kernels.compress import decode_as, encode_as
@@ -59,11 +58,18 @@ def _read_prompts(
 
 def _join(pieces: Sequence[WireTensor], give_way: GiveWay) -> Tensor:
     """Return all vectors of a slot, [vectors, H]."""
-    decoded: list[Tensor] = []
+    joined: Tensor | None = None
+    start = 0
     for piece in pieces:
         give_way()
-        decoded.append(decode_as(piece.dtype.name, piece.data, piece.shape)[0])
-    return torch.cat(decoded)
+        decoded_NH = decode_as(piece.dtype.name, piece.data, piece.shape)[0]
+        if joined is None:
+            num_vectors = sum(one.shape[1] for one in pieces)
+            joined = decoded_NH.new_empty(num_vectors, decoded_NH.shape[1])
+        joined[start : start + len(decoded_NH)] = decoded_NH
+        start += len(decoded_NH)
+    assert joined is not None  # or the slot would not be complete
+    return joined
 
 
 def _encode(message: Pass, slot: Slot, tensor: Tensor, give_way: GiveWay) -> list[bytes]:

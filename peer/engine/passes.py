@@ -43,6 +43,9 @@ _TOKENS_AT_ONCE = {WeightFormat.INT8: 64, WeightFormat.BF16: 256, WeightFormat.F
 
 _TOKENS_AT_ONCE_ON_DEVICES = 4096
 
+_NUMBERS_AT_ONCE = 2**20
+"""Of tensors that are looked at or copied as a whole: that takes about a millisecond."""
+
 
 @dataclass(frozen=True)
 class PassWork:
@@ -104,18 +107,18 @@ class Passes:
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
         """Return the hidden states behind the last block of the work's span, [B, T, H]."""
-        self._check(work)
+        self._check(work, give_way)
         return self._guard(work, lambda: self._run_forward(work, give_way))
 
     def run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
         """Return the gradients of what went in, given those of what `run_forward` returns."""
-        self._check(work)
+        self._check(work, give_way)
         if grads_BTH.shape != work.hidden_BTH.shape:
             raise _make_refusal(
                 f"the gradients have shape {tuple(grads_BTH.shape)}, the hidden states "
                 f"{tuple(work.hidden_BTH.shape)}"
             )
-        _check_floats(grads_BTH, "the gradients")
+        _check_floats(grads_BTH, "the gradients", give_way)
         return self._guard(work, lambda: self._run_backward(work, grads_BTH, give_way))
 
     def estimate_bytes(
@@ -127,7 +130,7 @@ class Passes:
             tokens_at_once=self._tokens_at_once, is_backward=is_backward,
         )  # fmt: skip
 
-    def _check(self, work: PassWork) -> None:
+    def _check(self, work: PassWork, give_way: GiveWay) -> None:
         if not self._span.covers(work.span):
             raise RefusedError(
                 ErrorCode.WRONG_SPAN, f"this peer hosts blocks {self._span}, not {work.span}"
@@ -142,7 +145,7 @@ class Passes:
                 ErrorCode.TOO_LONG,
                 f"the model handles {self._spec.max_positions} tokens, not {shape[1]}",
             )
-        _check_floats(work.hidden_BTH, "the hidden states")
+        _check_floats(work.hidden_BTH, "the hidden states", give_way)
         if len(work.adapters) not in (0, shape[0]):
             raise _make_refusal(f"{len(work.adapters)} adapters for {shape[0]} rows")
         if any(work.adapters) and isinstance(self._spec, WrappedShape):
@@ -152,7 +155,7 @@ class Passes:
             )
         if work.prompts_LBPH is not None:
             _check_prompts(work.prompts_LBPH, work)
-            _check_floats(work.prompts_LBPH, "the prompts")
+            _check_floats(work.prompts_LBPH, "the prompts", give_way)
 
     def _guard(self, work: PassWork, run: Callable[[], Result]) -> Result:
         """Run in the modes that a pass needs; a lack of memory is a refusal."""
@@ -179,7 +182,7 @@ class Passes:
         num_bytes = work.hidden_BTH.numel() * self._dtype.itemsize * len(blocks)
         inputs: list[Tensor] | None = [] if self.kept_inputs.make_room(num_bytes) else None
         hidden_NH = self._run_blocks(work, adapted, len(blocks), inputs, give_way)
-        output_BTH = self._fetch(hidden_NH, work.hidden_BTH.shape)
+        output_BTH = self._fetch(hidden_NH, work.hidden_BTH.shape, give_way)
         if inputs is not None:
             self.kept_inputs.keep(_make_key(work), inputs)
         return output_BTH
@@ -193,7 +196,7 @@ class Passes:
         give_way: GiveWay,
     ) -> Tensor:
         """Return the output of the first `num_outputs` blocks; note the input of every one."""
-        hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH), self._bring_prompts(work)
+        hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH, give_way), self._bring_prompts(work)
         for place, (block, rows) in enumerate(zip(self._find_blocks(work), adapted, strict=True)):
             give_way()
             hidden_NH = _add_prompt(hidden_NH, prompts_LBPH, place, rows)
@@ -204,26 +207,27 @@ class Passes:
         return hidden_NH
 
     def _run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
-        adapters = self._open_adapters(work, has_gradients=True)
+        adapters = self._open_adapters(work, has_gradients=work.wants_adapters)
         adapted = self._bind(work, adapters, self._lay_out(work, give_way))
         blocks = self._find_blocks(work)
         inputs = self.kept_inputs.take(_make_key(work))
         if inputs is None:
             inputs = []
             self._run_blocks(work, adapted, len(blocks) - 1, inputs, give_way)
-        grads_NH, prompts_LBPH = self._bring(grads_BTH), self._bring_prompts(work)
+        grads_NH, prompts_LBPH = self._bring(grads_BTH, give_way), self._bring_prompts(work)
         prompt_grads_LBPH = None if prompts_LBPH is None else torch.empty_like(prompts_LBPH)
         for place, block in reversed(list(enumerate(blocks))):
             give_way()
             grads_NH = block.run_pass_back(inputs.pop(), grads_NH, adapted[place])
             if prompt_grads_LBPH is not None:
                 _take_prompt(grads_NH, prompt_grads_LBPH[place], adapted[place])
-        hidden_grads_BTH = self._fetch(grads_NH, grads_BTH.shape)
+        hidden_grads_BTH = self._fetch(grads_NH, grads_BTH.shape, give_way)
         if prompt_grads_LBPH is not None:
-            prompt_grads_LBPH = self._fetch(prompt_grads_LBPH, prompt_grads_LBPH.shape)
+            shape = prompt_grads_LBPH.shape
+            prompt_grads_LBPH = self._fetch(prompt_grads_LBPH, shape, give_way)
         adapter_grads = {
-            adapter: {name: self._fetch(grad, grad.shape) for name, grad in grads.items()}
-            for adapter, grads in adapters.collect().items()
+            adapter: {name: _fetch_matrix(name, grad) for name, grad in grads.items()}
+            for adapter, grads in (adapters.collect() if work.wants_adapters else {}).items()
         }
         return Gradients(hidden_grads_BTH, prompt_grads_LBPH, adapter_grads)
 
@@ -256,17 +260,24 @@ class Passes:
     def _tokens_at_once(self) -> int:
         return _TOKENS_AT_ONCE[self._weights] if self._is_on_cpu else _TOKENS_AT_ONCE_ON_DEVICES
 
-    def _bring(self, hidden_BTH: Tensor) -> Tensor:
+    def _bring(self, hidden_BTH: Tensor, give_way: GiveWay) -> Tensor:
         """Return a copy on the device, [N, H], which autograd may use."""
-        hidden_BTH = hidden_BTH.to(self._device.place, self._dtype, copy=True)
-        return hidden_BTH.reshape(-1, self._spec.hidden_size)
+        hidden_NH = hidden_BTH.reshape(-1, self._spec.hidden_size)
+        brought_NH = torch.empty(hidden_NH.shape, dtype=self._dtype, device=self._device.place)
+        num_vectors = max(1, _NUMBERS_AT_ONCE // self._spec.hidden_size)
+        for target, source in zip(
+            brought_NH.split(num_vectors), hidden_NH.split(num_vectors), strict=True
+        ):
+            give_way()
+            target.copy_(source)
+        return brought_NH
 
     def _bring_prompts(self, work: PassWork) -> Tensor | None:
         prompts_LBPH = work.prompts_LBPH
         return None if prompts_LBPH is None else prompts_LBPH.to(self._device.place, self._dtype)
 
-    def _fetch(self, result: Tensor, shape: torch.Size) -> Tensor:
-        if not has_only_finite(result):
+    def _fetch(self, result: Tensor, shape: torch.Size, give_way: GiveWay) -> Tensor:
+        if not _has_only_finite(result, give_way):
             raise _make_refusal("these hidden states or gradients make the blocks overflow")
         return result.view(shape).cpu()
 
@@ -285,11 +296,19 @@ def _make_refusal(detail: str) -> RefusedError:
     return RefusedError(ErrorCode.BAD_VALUES, detail)
 
 
-def _check_floats(tensor: Tensor, name: str) -> None:
+def _check_floats(tensor: Tensor, name: str, give_way: GiveWay) -> None:
     if not tensor.is_floating_point():
         raise _make_refusal(f"{name} are not floats but {tensor.dtype}")
-    if not has_only_finite(tensor):
+    if not _has_only_finite(tensor, give_way):
         raise _make_refusal(f"{name} are not finite")
+
+
+def _has_only_finite(tensor: Tensor, give_way: GiveWay) -> bool:
+    for part in tensor.reshape(-1).split(_NUMBERS_AT_ONCE):
+        give_way()
+        if not has_only_finite(part):
+            return False
+    return True
 
 
 def _check_prompts(prompts_LBPH: Tensor, work: PassWork) -> None:

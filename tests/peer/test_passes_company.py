@@ -132,6 +132,23 @@ def test_the_gradient_pauses_as_often_as_the_way_there(tiny_models) -> None:
     assert len(turns) >= 2.5 * forth
 
 
+def test_tensors_are_looked_at_and_copied_in_parts(
+    tiny_models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = load_engine(tiny_models.get("llama"))
+    work, grads = PassWork(engine.span, draw(2, 60, 64)), draw(2, 60, 64)
+    turns: list[int] = []
+
+    def count(num_numbers: int) -> int:
+        monkeypatch.setattr(passes, "_NUMBERS_AT_ONCE", num_numbers)
+        turns.clear()
+        engine.run_backward(work, grads, lambda: turns.append(1))
+        return len(turns)
+
+    # Both are looked at and copied there, and what comes of them is looked at.
+    assert count(2 * 60 * 64 // 10) - count(2 * 60 * 64) == 5 * 9
+
+
 def test_what_fails_in_the_turn_of_others_ends_the_pass_as_it_is(tiny_models) -> None:
     engine = load_engine(tiny_models.get("llama"))
 
