@@ -78,7 +78,8 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=4, vocab_size=16, max_position_embeddings=2048,
     )  # fmt: skip
     torch.manual_seed(0)
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    model: Any = LlamaForCausalLM(config)
+    model.to(torch.bfloat16).save_pretrained(path)
     return path
 
 
