@@ -16,6 +16,7 @@ from .client import Client
 from .config import make_whole
 from .distributed_config import DistributedConfig
 from .finetune.active_adapters import ActiveAdapters, ChosenAdapters
+from .finetune.lora import LoraAdapter
 from .inference_session import InferenceSession, check_is_session
 from .router import Hop
 
@@ -191,6 +192,24 @@ class RemoteSequential(nn.Module):
     def take_recent_hops(self) -> list[Hop]:
         """Return who answered in stateless passes since this was called last."""
         return self._client.passes.take_recent_hops()
+
+    def publish_adapter(self, adapter: LoraAdapter) -> str:
+        """Let everybody use an adapter as it is now, by the digest that is returned.
+
+        All peers that serve these blocks now keep it, until nobody has used it for some minutes:
+        publish it again from time to time. Raises UsageError for one that adapts the head, which
+        is computed at the client, and what the peers say if none of them keeps it.
+        """
+        if adapter.get_head() is not None:
+            raise UsageError(
+                "an adapter of the head cannot be published: every client has a head of its own"
+            )
+        published = adapter.take_version().publish()
+        cut = published.cut(self._span)
+        if cut is None:
+            raise UsageError(f"the adapter changes nothing in blocks {self._span}")
+        self._client.passes.publish(published, self._span)
+        return cut.name.hex()
 
     def open_session(self, max_length: int, kv_format: str | None = None) -> InferenceSession:
         """Open a session over these blocks without making it active; the caller closes it."""

@@ -53,6 +53,10 @@ class AdaptedModel:
         self.set_adapter(adapter)
         return adapter
 
+    def publish_adapter(self, adapter: LoraAdapter) -> str:
+        """See `RemoteSequential.publish_adapter`."""
+        return self.transformer.h.publish_adapter(adapter)
+
     def open_adapter(self, given: str | Path) -> None:
         """Make an adapter active that is a folder or the digest of a published one."""
         if isinstance(given, str) and is_digest(given):

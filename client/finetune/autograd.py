@@ -16,6 +16,7 @@ from ...protocol.spans import Span
 from ..portal import Portal
 from ..router import Hop
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
+from .adapter_versions import AdapterVersion
 from .microbatches import TextGradients, Texts
 from .remote_passes import RemotePasses, Trail
 
@@ -57,6 +58,10 @@ class PassRunner:
     def run_backward(self, trails: list[Trail], grads_BTH: Tensor) -> TextGradients:
         """See `RemotePasses.run_backward`."""
         return self._portal.run(self._passes.run_backward(trails, grads_BTH))
+
+    def publish(self, adapter: AdapterVersion, span: Span) -> int:
+        """See `PassAsker.publish`."""
+        return self._portal.run(self._passes.publish(adapter, span))
 
     def take_recent_hops(self) -> list[Hop]:
         """See `PassAsker.take_recent_hops`."""

@@ -19,6 +19,7 @@ from ...protocol.errors import (
     RefusedError,
     RemoteProtocolError,
     RouteError,
+    ShoalError,
     UnavailableError,
 )
 from ...protocol.ids import PassId, PeerId, SessionId
@@ -147,6 +148,26 @@ class PassAsker:
         if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
             async with self._links.lend(hop.peer, lambda: True) as link:
                 await self._courier.bring(link, [adapter], hop.span)
+
+    async def publish(self, adapter: AdapterVersion, span: Span) -> int:
+        """Give an adapter to everybody who serves some of the blocks; return how many keep it.
+
+        Raises what the last one did if nobody does.
+        """
+        await self._refresh(0.0)
+        peers = [peer for peer in self._swarm.view.online if _takes_passes(peer, None)]
+        failure: ShoalError = _make_route_error(span, self._swarm.view, None)
+        num_kept = 0
+        for peer in peers:
+            try:
+                async with self._links.lend(peer, lambda: True) as link:
+                    await self._courier.publish(link, adapter, span)
+                num_kept += 1
+            except (UnavailableError, RefusedError, RemoteProtocolError) as error:
+                failure = error
+        if not num_kept:
+            raise failure
+        return num_kept
 
     def forget_adapters(self, hop: Hop) -> None:
         """Note that a peer does not have what it was brought."""

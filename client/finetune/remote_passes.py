@@ -19,7 +19,7 @@ from torch import Tensor
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.spans import Span
 from ..router import Hop
-from .adapter_versions import AdapterGradients, add_gradients
+from .adapter_versions import AdapterGradients, AdapterVersion, add_gradients
 from .microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, join_gradients
 from .pass_asking import PassAsker
 
@@ -78,6 +78,10 @@ class RemotePasses:
             self._backward(trail.stages, grads_BTH[trail.rows]) for trail in trails
         )
         return join_gradients(gradients, trails[0].stages[0].texts.shares_prompts)
+
+    async def publish(self, adapter: AdapterVersion, span: Span) -> int:
+        """See `PassAsker.publish`."""
+        return await self._asker.publish(adapter, span)
 
     async def take_recent_hops(self) -> list[Hop]:
         """See `PassAsker.take_recent_hops`."""

@@ -242,3 +242,33 @@ def test_folder_is_opened_with_the_model(tiny_models: Any, tmp_path: Path) -> No
         assert_close(model(TOKENS).logits, theirs(TOKENS).logits)
         assert_close(model(TOKENS, active_adapter=None).logits, reference(TOKENS).logits)
         assert isinstance(model.active_adapter, LoraAdapter)
+
+
+def test_published_adapter_is_used_by_its_digest(tiny_models: Any, tmp_path: Path) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+        adapter = make_adapter(model)
+        theirs = open_with_peft(tiny_models.get(), adapter, tmp_path)
+        digest = model.publish_adapter(adapter)
+        assert digest == model.publish_adapter(adapter)
+        with model.use_adapter(digest), torch.no_grad():
+            assert_close(model(TOKENS).logits, theirs(TOKENS).logits)
+            text = model.generate(TOKENS[:1], max_new_tokens=8, do_sample=False)
+            expected = theirs.generate(TOKENS[:1], max_new_tokens=8, do_sample=False)
+            assert isinstance(text, Tensor)
+            assert torch.equal(text, expected)
+        with pytest.raises(RefusedError, match="this peer has no adapter") as refusal:
+            model(TOKENS, active_adapter="ab" * 32)
+        assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
+
+
+def test_what_cannot_be_published_is_refused(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=1.0) as (_, model):
+        head = make_adapter(model, target_modules=["v_proj", "lm_head"])
+        with pytest.raises(UsageError, match="every client has a head of its own"):
+            model.publish_adapter(head)
+        digest = model.publish_adapter(make_adapter(model))
+        with (
+            model.use_adapter([make_adapter(model), digest, None]),
+            pytest.raises(UsageError, match="go in separate calls"),
+        ):
+            compute_loss(model)
