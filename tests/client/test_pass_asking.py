@@ -73,7 +73,7 @@ async def _crowd(scene: Scene, is_free: asyncio.Lock) -> asyncio.Task[None]:
     async def go_on() -> None:
         while True:
             async with is_free:
-                await asyncio.sleep(5.0)
+                await asyncio.sleep(3.0)
 
     crowding = asyncio.create_task(go_on())
     await asyncio.sleep(0)

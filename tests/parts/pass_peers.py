@@ -58,12 +58,11 @@ class PassPeer:
         started_at = now()
         await stream.send(encode_frame(Queued(asked.pass_id, 0, 0.0)))
         async with self.is_free:
+            queue_seconds = now() - started_at
             await self._compute(stream, asked)
-        queue_seconds = self.says_queue_seconds
-        if queue_seconds is None:
-            passed = Passed(asked.pass_id, 0.0, now() - started_at)
-        else:
-            passed = Passed(asked.pass_id, queue_seconds, 0.0)
+        passed = Passed(asked.pass_id, queue_seconds, self.seconds)
+        if self.says_queue_seconds is not None:
+            passed = Passed(asked.pass_id, self.says_queue_seconds, 0.0)
         for slot, num_vectors in list_answer_slots(asked).items():
             for part in cut_vectors(num_vectors, asked.dtype, WIDTH):
                 data = encode_as(asked.dtype.name, torch.zeros(len(part), WIDTH))
