@@ -159,8 +159,10 @@ class Screen:
             for line in self._output.wrap(notice):
                 show(paint(line, "yellow"))
         kept = f"; {facts.num_eval_texts:,} other texts evaluate" if facts.num_eval_texts else ""
-        begun = f"Going on after update {num_done:,} of" if num_done else "It takes"
-        plan = f"{begun} {facts.num_updates:,} updates of {facts.texts_per_update} texts{kept}."
+        done = f", {num_done:,} are done" if num_done else ""
+        plan = (
+            f"It takes {facts.num_updates:,} updates of {facts.texts_per_update} texts{done}{kept}."
+        )
         for line in self._output.wrap(plan):
             show(line)
         show()

@@ -25,7 +25,11 @@ class PromptLearner:
     @property
     def facts(self) -> Mapping[str, Any]:
         config = self._model.config
-        return {"method": config.tuning_mode, "length of prompts": config.pre_seq_len}
+        return {
+            "model": _name_model(self._model),
+            "method": config.tuning_mode,
+            "length of prompts": config.pre_seq_len,
+        }
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         named = self._model.named_parameters()
@@ -52,6 +56,7 @@ class AdapterLearner:
     def facts(self) -> Mapping[str, Any]:
         config = self._adapter.lora_config
         return {
+            "model": _name_model(self._model),
             "method": "lora",
             "rank": config.rank,
             "alpha": config.alpha,
@@ -83,6 +88,11 @@ def make_learner(
         model, rank=rank, alpha=alpha, target_modules=target_modules or "all-linear", seed=seed
     )
     return AdapterLearner(model, adapter)
+
+
+def _name_model(model: DistributedCausalLM) -> str:
+    """Return the end of a path or of an id on the Hub: the same model may lie in another folder."""
+    return Path(model.config.name_or_path).name
 
 
 def _compute_loss(model: DistributedCausalLM, batch: Batch) -> Tensor:

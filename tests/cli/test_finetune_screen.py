@@ -89,7 +89,7 @@ def test_lines_fit_a_terminal(num_hops: int) -> None:
 
     shown = re.sub(r"\x1b\[\d+m", "", screen.text).splitlines()
     assert max(map(len, shown)) <= 80
-    assert "Going on after update 120,000 of 123,456" in screen.text
+    assert "It takes 123,456 updates of 8 texts, 120,000 are done; 4,321" in screen.text
     assert "  120,003   12.3456      11.2345" in screen.text
     assert "Evaluation loss: 2.5000 before, 1.2500 now." in screen.text
     assert max(map(len, lines)) + len("  * ") < 80
