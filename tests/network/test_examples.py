@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +31,7 @@ def run(script: Path, folder: Path) -> list[str]:
     return process.stdout.splitlines()
 
 
-@pytest.mark.parametrize("name", ["prompt_classifier.py"])
+@pytest.mark.parametrize("name", ["lora.py", "prompt_classifier.py"])
 def test_examples_are_short(name: str) -> None:
     assert len((EXAMPLES / name).read_text(encoding="utf-8").splitlines()) < MAX_LINES
 
@@ -39,3 +41,38 @@ def test_classifier_is_right_about_sentences_that_it_never_saw(tmp_path: Path) -
 
     assert last.startswith("unseen sentences: loss 0.")
     assert last.endswith((", 40/40 right", ", 39/40 right", ", 38/40 right"))
+
+
+def count_pirates(lines: list[str]) -> int:
+    """Return how many lines want what somebody has."""
+    found = [
+        re.match(r"(<s>)?(\w+) has a (\w+)\. Ahoy! Give me the (\w+), (\w+)!", line)
+        for line in lines
+    ]
+    return sum(bool(one) and one[2] == one[5] and one[3] == one[4] for one in found)
+
+
+def test_lora_answers_what_it_never_saw_and_peft_opens_it(tmp_path: Path) -> None:
+    *_, first, second, third, fourth, fifth, sixth = run(EXAMPLES / "lora.py", tmp_path)
+
+    assert count_pirates([first, second, third, fourth, fifth, sixth]) >= 5
+    assert sorted(file.name for file in (tmp_path / "pirate-adapter").iterdir()) == [
+        "adapter_config.json", "adapter_model.safetensors"
+    ]  # fmt: skip
+
+
+def test_notebook_runs_from_top_to_bottom(tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "finetune.ipynb").read_text(encoding="utf-8"))
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    script = tmp_path / "finetune.py"
+    script.write_text("\n\n".join(cells), encoding="utf-8")
+    (tmp_path / "models").symlink_to(EXAMPLES.parent / "models")
+
+    lines = run(script, tmp_path)
+
+    answers = [line for line in lines if "Ahoy" in line]
+    assert count_pirates(answers) >= 5
+    assert lines[-1].startswith("without: ")
+    assert "Ahoy" not in lines[-1]
+    # Saved as it was written: whoever opens it sees a clean page.
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
