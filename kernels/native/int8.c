@@ -87,13 +87,20 @@ void shoal_int8_pack(
     }
 }
 
-/* Transposes 4 columns of 4 outputs: 16 bytes, of which 4 lie together in either layout. */
+/* Transposes 4 columns of 4 outputs: 16 bytes, of which 4 lie together in either layout.
+   First squares of 2 times 2 bytes change places inside of pairs of words, then pairs of bytes. */
 INLINE void transpose_words(const uint8_t *source, uint8_t *target) {
-    uint32_t words[GROUP], columns[GROUP] = {0};
+    const uint32_t even = 0x00ff00ff, low = 0x0000ffff;
+    uint32_t words[GROUP], pairs[GROUP], columns[GROUP];
     memcpy(words, source, sizeof words);
-    for (size_t i = 0; i < GROUP; i++)
-        for (size_t j = 0; j < GROUP; j++)
-            columns[j] |= (words[i] >> 8 * j & 255) << 8 * i;
+    for (size_t i = 0; i < GROUP; i += 2) {
+        pairs[i] = (words[i] & even) | (words[i + 1] & even) << 8;
+        pairs[i + 1] = (words[i] >> 8 & even) | (words[i + 1] & ~even);
+    }
+    for (size_t i = 0; i < 2; i++) {
+        columns[i] = (pairs[i] & low) | pairs[i + 2] << 16;
+        columns[i + 2] = pairs[i] >> 16 | (pairs[i + 2] & ~low);
+    }
     memcpy(target, columns, sizeof columns);
 }
 
