@@ -229,12 +229,10 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         position = 0 if cache is None else cache.session.position
         num_prompt_tokens = self.transformer.num_prompt_tokens if position == 0 else 0
         num_tokens = num_prompt_tokens + embeddings_BTH.shape[1]
-        if cache is not None and self.transformer.deep_prompts is not None:
-            raise UsageError("deep prompts do not work in sessions and generate() yet")
         check_positions(position + num_tokens, self.config)
         hidden_BTH = self.transformer.prepare(embeddings_BTH, position)
+        deep_prompts = self.transformer.deep_prompts if position == 0 else None
         if cache is None:
-            deep_prompts = self.transformer.deep_prompts
             output_BTH = self.transformer.h(
                 hidden_BTH, deep_prompts, last_token_only=last_token_only
             )
@@ -242,7 +240,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
             self.transformer.h.adapters.check_session(cache.session.adapter)
             if position == 0:
                 cache.session.num_prompt_tokens = num_prompt_tokens
-            output_BTH = cache.step(hidden_BTH, last_token_only=last_token_only)
+            output_BTH = cache.step(hidden_BTH, deep_prompts, last_token_only=last_token_only)
         output_BTH = output_BTH.to(self.device)
         return output_BTH if last_token_only else output_BTH[:, num_prompt_tokens:]
 

@@ -1,7 +1,7 @@
 """One hop of one session on the wire: open it, ask one step at a time, check what comes back."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
@@ -24,6 +24,7 @@ from ..protocol.messages import (
     Open,
     Opened,
     Output,
+    PassPiece,
     Queued,
     Step,
     Welcome,
@@ -94,12 +95,14 @@ class HopLink:
     async def open(
         cls, transport: Transport, clock: Clock, hop: Hop, opening: Open, client: ClientToken,
         timeout_seconds: float, on_queued: Callable[[float], None] = lambda seconds: None,
+        prompts: Sequence[PassPiece] = (),
     ) -> tuple["HopLink", LinkFacts]:  # fmt: skip
         """Dial a peer and open a session for the hop's span, under the name of `client`.
 
-        A peer without room may take as long as `opening` allows; `on_queued` gets its estimate in
-        seconds. Raises UnavailableError (StaleAnnouncementError where the peer is not what it
-        announced), RefusedError or RemoteProtocolError; nothing is left open then.
+        Its deep `prompts` follow. A peer without room may take as long as `opening` allows;
+        `on_queued` gets its estimate in seconds. Raises UnavailableError (StaleAnnouncementError
+        where the peer is not what it announced), RefusedError or RemoteProtocolError; nothing is
+        left open then.
         """
         opening = replace(opening, span=hop.span)
         async with AsyncExitStack() as undo:
@@ -110,6 +113,8 @@ class HopLink:
                     link = cls(transport, clock, hop, opening, client, stream)
                     welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
                     check_welcome(welcome, hop, opening.model_id)
+                    for piece in prompts:
+                        await stream.send(encode_frame(piece))
                     opened = await receive(stream, link.name, opening.session)
                     if isinstance(opened, Queued) and opening.max_wait_seconds > 0:
                         on_queued(opened.wait_seconds)

@@ -11,6 +11,7 @@ from torch import Tensor
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .config import make_whole
+from .deep_prompts import are_same, check_prompts, share_prompts
 from .handoff import Handoff
 from .live_hops import Waiting
 from .mending import Failover
@@ -112,6 +113,7 @@ class InferenceSession:
             self.check_is_idle()
             at = self.position if position is None else make_whole("position", position)
             twin = InferenceSession(self._open_remote, self._portal)
+            twin._remote.prompts_LPH = self._remote.prompts_LPH
             try:
                 self._portal.run(self._remote.fork_into(twin._remote, at))
             except BaseException:
@@ -227,22 +229,26 @@ class InferenceSession:
 
         `hypo_ids` [B] names for each row the row whose prefix it continues. A step of no tokens
         only moves rows. `is_decoded` says that the tokens were generated one by one; by default a
-        step of one token is. Returns [B, T, H], or [B, 1, H] with `last_token_only`, in the dtype
-        of the input. Errors are those of `RemoteSession.step`, and UsageError for another number
-        of rows than the prefix has.
+        step of one token is. `prompts`, [L, 1, P, H], come with the first step of a text: peers add
+        them to the first P inputs of each block. Returns [B, T, H], or [B, 1, H] with
+        `last_token_only`, in the dtype of the input. Errors are those of `RemoteSession.step`, and
+        UsageError for another number of rows than the prefix has.
         """
-        if prompts is not None:
-            raise UsageError("prompts inside of blocks are not supported yet")
         with self.claim():
             self.check_is_idle()
             return self.advance(
-                hidden_BTH, hypo_ids, last_token_only=last_token_only, is_decoded=is_decoded
+                hidden_BTH,
+                hypo_ids,
+                prompts,
+                last_token_only=last_token_only,
+                is_decoded=is_decoded,
             )
 
     def advance(
         self,
         hidden_BTH: Tensor,
         hypo_ids: Tensor | None,
+        prompts: Tensor | None = None,
         *,
         last_token_only: bool,
         is_decoded: bool | None,
@@ -254,6 +260,7 @@ class InferenceSession:
             _check_is_tensor("hypo_ids", hypo_ids)
         if hidden_BTH.dim() == 3:
             self._make_rows(hidden_BTH.shape[0])
+            self._take_prompts(prompts, hidden_BTH)
         row_map = self._compose(hypo_ids)
         if hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 0:
             self._remote.check_rows(hidden_BTH.shape[0], row_map)
@@ -278,6 +285,25 @@ class InferenceSession:
             with self.beginning_anew():
                 pass
         self._num_rows = num_rows
+
+    def _take_prompts(self, prompts: Tensor | None, hidden_BTH: Tensor) -> None:
+        """Let the text that begins with this step have deep prompts: peers get them with `Open`."""
+        if prompts is not None:
+            check_prompts(prompts, len(self._remote.span), hidden_BTH)
+            if self.position > 0:
+                raise UsageError(
+                    f"deep prompts belong to the beginning of a text, and {self.position} tokens "
+                    "are there; set session.position = 0 to begin anew"
+                )
+        if self.position > 0 or hidden_BTH.shape[1] == 0:
+            return
+        shared = None if prompts is None else share_prompts(prompts)
+        if are_same(shared, self._remote.prompts_LPH):
+            return
+        if self.hops:
+            with self.beginning_anew():
+                self._num_rows = hidden_BTH.shape[0]
+        self._remote.prompts_LPH = shared
 
     @contextmanager
     def beginning_anew(self) -> Iterator[None]:

@@ -110,6 +110,15 @@ class LiveHops:
         self._opener.recorder = recorder
 
     @property
+    def prompts_LPH(self) -> Tensor | None:
+        """The deep prompts that hops are opened with."""
+        return self._opener.prompts_LPH
+
+    @prompts_LPH.setter
+    def prompts_LPH(self, prompts_LPH: Tensor | None) -> None:
+        self._opener.prompts_LPH = prompts_LPH
+
+    @property
     def mailbox(self) -> Mailbox:
         """Where the hops of a chain say what they have to say."""
         return self._opener.mailbox

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..protocol.errors import ErrorCode, RefusedError, UsageError
-from ..protocol.limits import MAX_PASS_PROMPTS
 from ..protocol.spans import Span
 from .client import Client
 from .config import make_whole
+from .deep_prompts import check_prompts
 from .distributed_config import DistributedConfig
 from .finetune.active_adapters import ActiveAdapters, ChosenAdapters
 from .finetune.lora import LoraAdapter
@@ -249,26 +249,3 @@ class RemoteSequential(nn.Module):
         if session is None:
             raise UsageError("no session is active; use `with model.inference_session(...)`")
         return session.position
-
-
-def check_prompts(prompts: Tensor, num_blocks: int, hidden_BTH: Tensor) -> None:
-    """Raise UsageError unless these can be deep prompts of so many blocks and these inputs."""
-    num_rows, num_tokens, hidden_size = hidden_BTH.shape
-    fits = (
-        prompts.ndim == 4
-        and prompts.is_floating_point()
-        and prompts.shape[0] == num_blocks
-        and prompts.shape[1] in (1, num_rows)
-        and 0 < prompts.shape[2] <= num_tokens
-        and prompts.shape[3] == hidden_size
-    )
-    if not fits:
-        raise UsageError(
-            f"prompts inside of blocks are floats [{num_blocks}, {num_rows} or 1, 1 to "
-            f"{num_tokens}, {hidden_size}] here, got {list(prompts.shape)} of {prompts.dtype}"
-        )
-    if num_blocks * prompts.shape[2] > MAX_PASS_PROMPTS:
-        raise UsageError(
-            f"prompts of {prompts.shape[2]} tokens are too long: {num_blocks} blocks times them "
-            f"are more than {MAX_PASS_PROMPTS}"
-        )

@@ -32,7 +32,9 @@ class RemoteCache(Cache):
         """The session whose caches this stands for."""
         return self._session
 
-    def step(self, hidden_BTH: Tensor, *, last_token_only: bool) -> Tensor:
+    def step(
+        self, hidden_BTH: Tensor, prompts: Tensor | None = None, *, last_token_only: bool
+    ) -> Tensor:
         """Send hidden states of the next tokens through the session; return what comes back.
 
         A single token after the prefix counts as decoded: peers compute it on the path of
@@ -42,6 +44,7 @@ class RemoteCache(Cache):
             output = self._session.advance(
                 hidden_BTH.to("cpu"),
                 self._row_map,
+                prompts,
                 last_token_only=last_token_only,
                 is_decoded=hidden_BTH.shape[1] == 1 and self._session.position > 0,
             )

@@ -28,16 +28,17 @@ from ..protocol.ids import (
     SessionId,
     make_client_token,
 )
-from ..protocol.messages import NextHop, Open
+from ..protocol.messages import NextHop, Open, PassPiece
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Transport
 from ..protocol.recovery_log import RecoveryLog
 from ..protocol.spans import Span
 from ..protocol.tensors import KVFormat, WireDtype, compute_num_bytes
-from ..protocol.versions import INT8_VERSION
+from ..protocol.versions import INT8_VERSION, PASS_VERSION
 from .blame import LostHopError, blame
 from .config import ClientConfig
 from .deadlines import choose_open_timeout_seconds
+from .deep_prompts import encode_prompts
 from .finetune.session_adapter import SessionAdapter
 from .hop_link import HopLink
 from .mailbox import Mailbox
@@ -140,6 +141,7 @@ class RouteOpener:
         self.forgiven: set[PeerId] = set()
         self.waiting: Waiting | None = None  # for whoever watches
         self.recorder: Recorder | None = None
+        self.prompts_LPH: Tensor | None = None
         self.mailbox = Mailbox()
         self.on_leaving: Callable[[], None] = _do_nothing
         self._num_twins = 0
@@ -153,6 +155,7 @@ class RouteOpener:
         secret = self._derive(f"twin {self._num_twins}", self._facts.span, SESSION_ID_BYTES)
         facts = replace(self._facts, session=SessionId(secret))
         twin = RouteOpener(facts, self._swarm, self._transport, self._clock, self._config)
+        twin.prompts_LPH = self.prompts_LPH
         twin.epoch, twin.wire_dtype, twin.on_leaving = self.epoch, self.wire_dtype, self.on_leaving
         return twin
 
@@ -232,8 +235,7 @@ class RouteOpener:
     ) -> None:
         assert self.wire_dtype is not None
         hop, adapter = live.hop, self._facts.adapter
-        if self.wire_dtype is WireDtype.INT8 and hop.peer.max_version < INT8_VERSION:
-            raise LostHopError(hop, "its version is too old for hidden states in int8")
+        self._check_version(hop)
         opening = Open(
             self.name_session(hop.span),
             self.epoch,
@@ -249,7 +251,9 @@ class RouteOpener:
             capability=live.capability,
             next=live.next,
             adapter=NO_ADAPTER if adapter is None else adapter.name_for(hop.span),
+            prompt_tokens=0 if self.prompts_LPH is None else self.prompts_LPH.shape[1],
         )
+        prompts = self._encode_prompts(opening)
 
         def note_queued(seconds: float) -> None:
             self.waiting = Waiting(hop, seconds)
@@ -259,15 +263,17 @@ class RouteOpener:
         try:
             if adapter is not None:
                 await adapter.bring(hop)
-            live.link, facts = await HopLink.open(
-                self._transport,
-                self._clock,
-                hop,
-                opening,
-                self._name_for(hop),
-                timeout_seconds,
-                note_queued,
-            )
+            with self._swarm.line.carry(_count_bytes(prompts)) as carrying_seconds:
+                live.link, facts = await HopLink.open(
+                    self._transport,
+                    self._clock,
+                    hop,
+                    opening,
+                    self._name_for(hop),
+                    timeout_seconds + carrying_seconds,
+                    note_queued,
+                    prompts,
+                )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             if adapter is not None:
                 adapter.note_failure(hop, error)
@@ -278,6 +284,22 @@ class RouteOpener:
         live.link.on_leaving = self.on_leaving
         live.link.listen(self.mailbox if live.capability else None)
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
+
+    def _check_version(self, hop: Hop) -> None:
+        """Raise LostHopError when a peer is too old for what the session needs."""
+        if self.wire_dtype is WireDtype.INT8 and hop.peer.max_version < INT8_VERSION:
+            raise LostHopError(hop, "its version is too old for hidden states in int8")
+        if self.prompts_LPH is not None and hop.peer.max_version < PASS_VERSION:
+            raise LostHopError(hop, "its version is too old for deep prompts")
+
+    def _encode_prompts(self, opening: Open) -> list[PassPiece]:
+        if self.prompts_LPH is None:
+            return []
+        start, span = self._facts.span.start, opening.span
+        prompts_LPH = self.prompts_LPH[span.start - start : span.stop - start]
+        # Rounded to 8 bits they would be others than those that were trained.
+        dtype = WireDtype.BF16 if opening.dtype is WireDtype.INT8 else opening.dtype
+        return encode_prompts(opening.session, prompts_LPH, dtype)
 
     def _choose_timeout_seconds(self, hop: Hop, deadline: float, is_first_look: bool) -> float:
         longest_seconds = self._config.connect_timeout_seconds
@@ -292,6 +314,10 @@ class RouteOpener:
     def _name_for(self, hop: Hop) -> ClientToken:
         secret = self._facts.client_secret
         return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
+
+
+def _count_bytes(pieces: Sequence[PassPiece]) -> int:
+    return sum(len(piece.tensor.data) for piece in pieces)
 
 
 def _do_nothing() -> None:

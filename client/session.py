@@ -72,6 +72,20 @@ class RemoteSession:
         return self._facts.max_tokens
 
     @property
+    def span(self) -> Span:
+        """The blocks that it goes through."""
+        return self._facts.span
+
+    @property
+    def prompts_LPH(self) -> Tensor | None:
+        """What peers add to the inputs of blocks at the first P positions; set before the hops."""
+        return self._driver.prompts_LPH
+
+    @prompts_LPH.setter
+    def prompts_LPH(self, prompts_LPH: Tensor | None) -> None:
+        self._driver.prompts_LPH = prompts_LPH
+
+    @property
     def waiting(self) -> Waiting | None:
         """The peer that has no room for the session yet, and how long it expects that to last."""
         return self._driver.waiting

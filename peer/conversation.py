@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import math
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import TYPE_CHECKING
@@ -43,6 +42,7 @@ from .answers import conclude, encode_gap, encode_refusal
 from .engine.jobs import ComputedStep
 from .greeting import Greeting
 from .held_session import HeldSession
+from .large_frames import LargeFrames
 from .pass_desk import PassDesk
 from .steering import Steering, check_attach, check_epoch, may_push, steer
 from .step_work import check_step_size, make_work
@@ -58,12 +58,6 @@ _HELLO_SECONDS = 20.0
 _STREAMS_PER_SESSION = 4
 """Streams that a peer serves for each session it may hold: a session uses two, and some streams
 have none yet. By default far fewer than the listener takes, so that a refusal can be told."""
-
-_ROOM_SECONDS = 30.0
-"""How long a large frame that has begun to arrive may wait for room: its sender waits as well."""
-
-_LOOK_AGAIN_SECONDS = 1.0
-"""How soon to ask again whether a stream is idle on which a large frame is on its way."""
 
 
 class Conversation:
@@ -83,7 +77,7 @@ class Conversation:
         self._idle_seconds = service.facts.session_idle_seconds
         self._greeting = Greeting(service)
         self._active_at = service.clock.now()
-        self._frame_arrives_until = 0.0
+        self._large_frames = LargeFrames(service.pending, service.clock)
         stream.set_gate(self._let_in)
 
     @property
@@ -109,6 +103,7 @@ class Conversation:
                 reading.cancel()
                 for waiting in self._waiting.values():
                     waiting.cancel()
+                self._passes.prompts.end()  # no more of them come, and answers wait for them
                 self._answers.finish()
                 await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
                 sending.cancel()
@@ -175,7 +170,7 @@ class Conversation:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     frame = await self._stream.receive()
-                    self._frame_arrives_until = 0.0
+                    self._large_frames.note_received()
                     return frame
         raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the stream was idle for too long")
 
@@ -194,24 +189,14 @@ class Conversation:
         if not self._used and not self._waiting:
             idle_seconds = min(idle_seconds, _HELLO_SECONDS)
         active_at = max([self._active_at, self._passes.active_at, *(one.used_at for one in held)])
-        arrives_until = min(self._frame_arrives_until, now + _LOOK_AGAIN_SECONDS)
-        return max(active_at + idle_seconds, arrives_until)
+        return max(active_at + idle_seconds, self._large_frames.find_deadline())
 
     @contextlib.asynccontextmanager
     async def _let_in(self, num_bytes: int) -> AsyncGenerator[None]:
-        """Keep room for a large frame while it arrives; its time is bounded by the transport."""
+        """Let a large frame arrive once it is known who sends it."""
         self._greeting.check_is_done()
-        pending, holder = self._service.pending, self.holder
-        self._frame_arrives_until = math.inf
-        try:
-            await pending.wait_for_room(holder, num_bytes, _ROOM_SECONDS)
-            pending.count(holder, num_bytes)
-            try:
-                yield
-            finally:
-                pending.count(holder, -num_bytes)
-        finally:
-            self._frame_arrives_until = self._service.clock.now() + _LOOK_AGAIN_SECONDS
+        async with self._large_frames.let_in(self.holder, num_bytes):
+            yield
 
     def _end_stream(self, error: RefusedError) -> None:
         _logger.info("closing a stream: %s", error)
@@ -272,15 +257,19 @@ class Conversation:
             if len(self._opened) + len(self._waiting) >= limits.MAX_SESSIONS_PER_STREAM:
                 may_wait = False
                 raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
+            self._passes.prompts.expect(message, self.holder)
             opened = await self._service.admission.open(message, self.holder, self._answers.post)
         except RefusedError as error:
             seconds = error.retry_after_seconds
             if may_wait and seconds is not None and self._service.admission.may_wait(self.holder):
                 self._wait_for_session(message, seconds)
             else:
+                self._passes.prompts.refuse(message.session)
                 self._answers.put(encode_refusal(message.session, 0, error))
         else:
-            self._answers.put(self._note_opened(message, *opened))
+            self._passes.prompts.answer(
+                message.session, opened[0], self._note_opened(message, *opened)
+            )
 
     def _wait_for_session(self, message: Open, seconds: float) -> None:
         """Leave a session that has to wait to a task, and say about how long that takes."""
@@ -291,8 +280,10 @@ class Conversation:
                     message, self.holder, self._answers.post
                 )
             except RefusedError as error:
+                self._passes.prompts.refuse(message.session)
                 return encode_refusal(message.session, 0, error)
-            return self._note_opened(message, *opened)
+            frame = self._note_opened(message, *opened)
+            return await self._passes.prompts.wait(message.session, opened[0], frame)
 
         def settle(task: asyncio.Task[bytes]) -> None:
             del self._waiting[message.session]

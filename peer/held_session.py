@@ -36,6 +36,7 @@ class HeldSession:
     capability: Capability = NO_CAPABILITY
     adapter: Kept | None = None
     running: set[asyncio.Future[ComputedStep]] = field(default_factory=set)
+    num_prompt_bytes: int = 0
     used_at: float = field(init=False)
 
     def __post_init__(self) -> None:

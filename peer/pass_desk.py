@@ -29,6 +29,7 @@ from .engine.adapters import Adapter
 from .engine.pass_queue import ComputedPass, PassJob
 from .pass_adapters import check_adapters, find_adapters
 from .pass_work import run_pass
+from .session_prompts import SessionPrompts
 
 if TYPE_CHECKING:
     from .service import Service
@@ -74,6 +75,7 @@ class PassDesk:
         self._timer: asyncio.TimerHandle | None = None  # of the next sign, or of the upload's end
         self._active_at = service.clock.now()
         self._adapters = AdapterDesk(service, answers)
+        self.prompts = SessionPrompts(service, answers)
 
     @property
     def active_at(self) -> float:
@@ -93,7 +95,8 @@ class PassDesk:
             self._adapters.take(message, holder)
             return
         if isinstance(message, PassPiece):
-            self._take_piece(message)
+            if not self.prompts.take(message):
+                self._take_piece(message)
             return
         if self._asked is not None:
             raise RemoteProtocolError("a stream has one pass at a time")
@@ -108,6 +111,7 @@ class PassDesk:
     def end(self) -> None:
         """Drop the pass: nobody is left to read its answer. Or to bring the rest of an adapter."""
         self._adapters.end()
+        self.prompts.end()
         asked = self._asked
         if asked is None:
             return

@@ -32,6 +32,10 @@ MAX_LOGGED_BYTES = 256 * 2**20
 tokens of a model of width 4096 in 16 bits. A session that finds no room is not logged."""
 
 
+MAX_BYTES_OF_PROMPTS = 2**28
+"""Deep prompts of all sessions."""
+
+
 @dataclass(frozen=True)
 class ServiceFacts:
     """What a service says of itself and checks requests against."""
@@ -57,6 +61,7 @@ class Service:
     has_hung_up: bool = False
     read_free_bytes: Callable[[], int] = read_free_bytes
     pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
+    prompts: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_BYTES_OF_PROMPTS, 3))
     num_passes: int = 0
     """Passes that come in, wait, are computed or answered."""
     passes: SharedBytes = field(init=False)
@@ -154,6 +159,7 @@ class Service:
         held.outlet.close()
         if held.adapter is not None:
             self.adapters.leave_session(held.adapter)
+        self.prompts.count(held.holder, -held.num_prompt_bytes)
         for future in held.running:
             future.cancel()
         closing = self.compute.call(held.cache.close)

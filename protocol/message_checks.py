@@ -222,6 +222,10 @@ def _check_open(message: Open) -> None:
     _check_seconds(message.max_wait_seconds)
     _check_parent(message)
     _check_adapter(message.adapter)
+    if message.prompt_tokens:
+        _check_count(message.prompt_tokens, message.max_tokens, "length of deep prompts")
+        num_prompts = len(message.span) * message.prompt_tokens
+        _check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
     if message.capability:
         _check_capability(message.capability)
     _check_next(message.next, message.session)

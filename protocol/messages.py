@@ -90,6 +90,10 @@ class Open:
 
     In a chain, `capability` is what the peer before has to show, and `next` where outputs go. All
     rows have the `adapter`, if there is one.
+
+    With `prompt_tokens`, deep prompts follow in `PassPiece`s under the id of the session: that many
+    for each block, which are added to its inputs at the first positions whenever these are
+    computed. `Opened` comes when they are here.
     """
 
     session: SessionId
@@ -106,6 +110,7 @@ class Open:
     capability: Capability = NO_CAPABILITY
     next: NextHop | None = None
     adapter: AdapterId = NO_ADAPTER
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,6 +154,7 @@ def _encode_open(message: Open) -> Parts:
         capability=message.capability,
         next=chain.encode_next(message.next),
         adapter=message.adapter,
+        prompt_tokens=message.prompt_tokens,
     )
     return Parts(Kind.OPEN, message.session, message.epoch, control=body.SerializeToString())
 
@@ -175,6 +176,7 @@ def _decode_open(parts: Parts) -> Open:
         capability=Capability(body.capability),
         next=chain.decode_next(body.next) if body.HasField("next") else None,
         adapter=AdapterId(body.adapter),
+        prompt_tokens=body.prompt_tokens,
     )
 
 

@@ -38,6 +38,7 @@ from .passes import GiveWay, Gradients, Passes, PassWork
 from .rows import RowRange, Segments
 from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
 from .spec import ModelShape, ModelSpec
+from .step_prompts import PromptedSegment, add_prompts, find_prompts
 from .steps import AcceptedStep, StepWork, adapt, cut_stretches, lay_out
 
 
@@ -161,6 +162,10 @@ class Engine:
         adapter = read_adapter(config, tensors, self.spec, family, self.span, most_bytes)
         return adapter.move_to(self._device.place)
 
+    def place_prompts(self, prompts_LPH: torch.Tensor) -> torch.Tensor:
+        """Return deep prompts as a cache of this engine keeps them."""
+        return prompts_LPH.to(self._device.place, self.dtype)
+
     def run_forward(self, work: PassWork, give_way: GiveWay) -> torch.Tensor:
         """Return what texts become without a cache, [B, T, H]; raises RefusedError.
 
@@ -268,8 +273,9 @@ class Engine:
             hidden_NH = _join([step.hidden_NH for step in active])
             placed, ranges = lay_out(active)
             segments = Segments(placed, self._rotary)
+            prompts = find_prompts(active, placed, stretch)
             is_adapted = any(step.work.adapter is not None for step in active)
-            graphs = None if is_adapted else self._graphs
+            graphs = None if is_adapted or prompts else self._graphs
             if graphs is not None and stretch == self.span and graphs.can_run(segments):
                 if before_block is not None:
                     before_block()
@@ -280,7 +286,9 @@ class Engine:
                     adapt(ranges, active, placed, index, block.linears) if is_adapted else ranges
                     for index, block in enumerate(blocks, stretch.start)
                 ]
-                hidden_NH = _run_blocks(blocks, hidden_NH, segments, ranges_of_blocks, before_block)
+                hidden_NH = _run_blocks(
+                    blocks, hidden_NH, segments, ranges_of_blocks, before_block, prompts
+                )
             for step, segment in zip(active, placed, strict=True):
                 step.hidden_NH = hidden_NH[segment.start : segment.stop]
 
@@ -333,10 +341,12 @@ def _run_blocks(
     segments: Segments,
     ranges_of_blocks: Sequence[Sequence[RowRange]],
     before_block: Callable[[], object] | None,
+    prompts: Sequence[PromptedSegment] = (),
 ) -> torch.Tensor:
-    for block, ranges in zip(blocks, ranges_of_blocks, strict=True):
+    for place, (block, ranges) in enumerate(zip(blocks, ranges_of_blocks, strict=True)):
         if before_block is not None:
             before_block()
+        hidden_NH = add_prompts(hidden_NH, prompts, place)
         hidden_NH = block(hidden_NH, segments, ranges)
     return hidden_NH
 

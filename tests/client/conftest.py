@@ -51,12 +51,13 @@ class FakeSession:
     def step(
         self, hidden: Tensor, prompts: None = None, hypo_ids: Tensor | None = None, **options: Any
     ) -> Tensor:
-        return self.advance(hidden, hypo_ids, **options)
+        return self.advance(hidden, hypo_ids, prompts, **options)
 
     def advance(
         self,
         hidden: Tensor,
         hypo_ids: Tensor | None = None,
+        prompts: None = None,
         *,
         last_token_only: bool = False,
         is_decoded: bool | None = None,
@@ -166,7 +167,13 @@ class FakePasses:
     def can_run(self, span: Span, hidden_BTH: Tensor) -> bool:
         return True
 
-    def run(self, span: Span, hidden_BTH: Tensor, prompts_LBPH: Tensor | None = None) -> Tensor:
+    def run(
+        self,
+        span: Span,
+        hidden_BTH: Tensor,
+        prompts_LBPH: Tensor | None = None,
+        adapters: object = None,
+    ) -> Tensor:
         assert prompts_LBPH is None
         self.spans.append(span)
         self.dtypes.append(hidden_BTH.dtype)
@@ -184,7 +191,7 @@ class FakeClient:
         self.is_closed = False
 
     def open_session(
-        self, max_length: int, span: Span, kv_format: str | None = None
+        self, max_length: int, span: Span, kv_format: str | None = None, adapter: object = None
     ) -> FakeSession:
         self.sessions.append(self.make_session(max_length, span))
         self.spans.append(span)

@@ -137,6 +137,7 @@ HONEST: list[Message] = [
     replace(OPEN, parent=PARENT, prefix_tokens=OPEN.max_tokens),
     replace(OPEN, kv_format=KVFormat.INT8),
     replace(OPEN, capability=CAPABILITY, next=NEXT),
+    replace(OPEN, prompt_tokens=OPEN.max_tokens),
     replace(OPEN, next=replace(NEXT, endpoints=ENDPOINTS[:1] * limits.MAX_ENDPOINTS)),
     Queued(SESSION, 1, 0.0),
     Queued(SESSION, U32, 1234.5),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from tuning_scene import REPLICAS, LocalPromptTuning, open_model
+from tuning_scene import REPLICAS, LocalPromptTuning, open_model, roughen
 
 from shoal.protocol.errors import UsageError
 
@@ -16,11 +16,12 @@ IDS = torch.tensor([[5, 9, 60, 17], [30, 31, 8, 99]])
 NUM_PROMPT_TOKENS = 6
 
 
-@pytest.fixture(params=["ptune"])
+@pytest.fixture(params=["ptune", "deep_ptune"])
 def tuned(request: pytest.FixtureRequest, tiny_models: Any) -> Iterator[tuple[Any, Any]]:
     """A tuned model, and what its texts must equal."""
     options = {"tuning_mode": request.param, "pre_seq_len": NUM_PROMPT_TOKENS}
     with open_model(tiny_models.get(), REPLICAS, **options) as model:
+        roughen(model)
         yield model, LocalPromptTuning(tiny_models.get(), model)
 
 

@@ -1,0 +1,140 @@
+"""Deep prompts of a session come behind `Open`, and steps wait for them."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import torch
+from service_scene import (
+    SPAN,
+    Peer,
+    Talk,
+    assert_declined,
+    compute_alone,
+    draw_hidden,
+    expect_output,
+    make_open,
+    make_session,
+    make_step,
+    run,
+)
+from torch import Tensor
+
+from shoal.client.deep_prompts import encode_prompts
+from shoal.peer.engine.engine import Engine
+from shoal.peer.service import MAX_BYTES_OF_PROMPTS
+from shoal.protocol.errors import ErrorCode
+from shoal.protocol.fair_share import Holder
+from shoal.protocol.messages import Close, Opened, PassPiece, Queued
+from shoal.protocol.tensors import WireDtype
+
+PROMPTS = 0.3 * draw_hidden(5, len(SPAN), 2)
+TEXT = draw_hidden(1, 1, 4)
+
+
+def make_pieces(number: int = 1, prompts: Tensor = PROMPTS) -> list[PassPiece]:
+    return encode_prompts(make_session(number), prompts, WireDtype.FP32)
+
+
+async def step(talk: Talk) -> Tensor:
+    return expect_output(await talk.ask(make_step(1, 0, TEXT)))
+
+
+def test_session_is_opened_when_its_prompts_are_here(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_open(prompt_tokens=2))
+        other = await peer.greet()
+        await other.wait_until_read()
+        assert peer.service.prompts.used_bytes == PROMPTS.numel() * 4
+
+        assert isinstance(await talk.ask(make_pieces()[0]), Opened)
+        output = await step(talk)
+
+        (without,) = compute_alone(engine, TEXT)
+        assert not torch.allclose(output, without, atol=1e-2)
+        await talk.say(Close(make_session(1), 1))
+        await talk.wait_until_read()
+        assert peer.service.prompts.used_bytes == 0
+
+    run(engine, test)
+
+
+def test_prompts_that_never_come_are_forgotten_with_their_stream(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_open(prompt_tokens=2))
+        await (await peer.greet()).wait_until_read()
+
+        await talk.stream.close()
+        await peer.wait_until_empty()
+
+        assert peer.service.prompts.used_bytes == 0
+
+    run(engine, test)
+
+
+def test_prompts_of_a_refused_session_are_passed_over(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        opening = make_open(prompt_tokens=2, max_tokens=10_000)
+
+        await talk.say(opening, *make_pieces())
+
+        assert_declined(await talk.hear(), ErrorCode.TOO_LONG)
+        await talk.say(make_open(2, prompt_tokens=2), *make_pieces(2))
+        assert isinstance(await talk.hear(), Opened)
+
+    run(engine, test)
+
+
+def test_session_that_waits_for_room_keeps_its_prompts(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        first = await peer.at_host("first").open(7)
+        talk = await peer.at_host("second").greet()
+
+        await talk.say(make_open(prompt_tokens=2, max_wait_seconds=100.0), *make_pieces())
+        assert isinstance(await talk.hear(), Queued)
+        await first.say(Close(make_session(7), 1))
+
+        assert isinstance(await talk.hear(), Opened)
+        await step(talk)
+
+    run(engine, test, max_sessions=1)
+
+
+def test_pieces_that_do_not_belong_there_end_the_stream(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        (piece,) = make_pieces()
+        for wrong in (replace(piece, offset=1), *make_pieces(prompts=PROMPTS[:1])):
+            talk = await peer.greet()
+            await talk.say(make_open(prompt_tokens=2), wrong)
+            assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
+            await talk.stream.close()
+            await peer.wait_until_empty()
+        stranger = await peer.greet()
+        assert_declined(await stranger.ask(piece), ErrorCode.BAD_FRAME)
+
+    run(engine, test)
+
+
+def test_prompts_that_are_no_numbers_are_refused(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.greet()
+        await talk.say(make_open(prompt_tokens=2), *make_pieces(prompts=PROMPTS / 0))
+        assert_declined(await talk.hear(), ErrorCode.BAD_VALUES)
+
+    run(engine, test)
+
+
+def test_prompts_beyond_the_budget_are_refused(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        peer.service.prompts.count(Holder("somebody else"), MAX_BYTES_OF_PROMPTS)
+        talk = await peer.greet()
+        await talk.say(make_open(prompt_tokens=2), *make_pieces())
+        assert_declined(await talk.hear(), ErrorCode.BUSY)
+        peer.service.prompts.count(Holder("somebody else"), -MAX_BYTES_OF_PROMPTS)
+        await asyncio.sleep(0)
+
+    run(engine, test)
