@@ -187,8 +187,6 @@ def test_run_learns_and_its_result_generates(
         f'shoal generate shoal-stories "Ella has a kite." --adapter {out} --initial-peers /ip4/'
     )
 
-    if method == "deep_ptune":
-        return
     command = ["generate", BUNDLED_NAME, "Mia has a kite.", "--max-new-tokens", "8", "--json"]
     texts = []
     for more in ([], ["--adapter", str(out)]):
