@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shoal.client import remote_blocks
+from shoal.client import deep_prompts
 from shoal.client.finetune import microbatches, remote_passes
 from shoal.client.finetune.pass_link import PassLink
 from shoal.client.finetune.pass_links import MAX_IN_FLIGHT
@@ -311,7 +311,7 @@ def test_batch_of_more_prompts_than_a_message_has_is_cut(
 def test_prompts_that_no_message_has_room_for_are_named(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote_blocks, "MAX_PASS_PROMPTS", 11)
+    monkeypatch.setattr(deep_prompts, "MAX_PASS_PROMPTS", 11)
     with swarm_of(tiny_models, ONE_HOP) as (_, model), pytest.raises(UsageError, match="too long"):
         model.transformer.h(draw(1, 5, HIDDEN), draw(4, 1, 3, HIDDEN))
 
