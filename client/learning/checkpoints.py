@@ -61,10 +61,27 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints in the folder of a run; the last two are kept."""
+    """The checkpoints in the folder of a run; the last two are kept.
+
+    A folder is for one run: those of two could not be told apart, and one would delete the other's.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._is_taken = False
+
+    def take_folder(self) -> None:
+        """Note that the folder is this run's; raises UsageError if another run has left any."""
+        if not self._is_taken and self.find():
+            raise UsageError(
+                f"{self.folder} holds a run already: --resume goes on with it, --out takes "
+                "another folder"
+            )
+        self._is_taken = True
+
+    def go_on(self) -> None:
+        """Note that this run is the one that has left what is in the folder."""
+        self._is_taken = True
 
     def find(self) -> list[Path]:
         """Return all checkpoints, the oldest first."""
@@ -77,7 +94,9 @@ class Checkpoints:
         """Write a checkpoint, with what `write` puts into its folder besides; return the folder.
 
         Raises UnavailableError when the disk does not take it; what was there before stays.
+        Raises UsageError, and writes nothing, in the folder of another run.
         """
+        self.take_folder()
         path = self.folder / f"checkpoint-{progress.num_updates:06}"
         part = self.folder / _PART_NAME
         with naming_failures(self.folder):
@@ -92,7 +111,8 @@ class Checkpoints:
             part.rename(path)
             _flush(self.folder)
         for old in self.find()[:-NUM_KEPT]:
-            shutil.rmtree(old, ignore_errors=True)
+            if old != path:  # somebody may have put later ones there
+                shutil.rmtree(old, ignore_errors=True)
         return path
 
     def load_progress(self, path: Path) -> Progress:

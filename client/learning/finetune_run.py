@@ -148,13 +148,16 @@ class FinetuneRun:
                 raise UsageError(f"the run in {self.checkpoints.folder} has another {name}{said}")
         self._learner.load(found[-1])
         self._load_optimizer(found[-1])
+        self.checkpoints.go_on()
         self.progress = progress
 
     def learn(self) -> Iterator[Updated | Milestone]:
         """Learn until the last update; yield everything that happened, as it happens.
 
-        Raises UsageError when it leads nowhere, and what passes through a swarm raise.
+        Raises UsageError in the folder of another run or when it leads nowhere, and what passes
+        through a swarm raise.
         """
+        self.checkpoints.take_folder()
         while True:
             number, last = self.progress.num_updates, self._config.num_updates
             is_due = number % self._config.eval_period == 0 or number >= last

@@ -211,6 +211,35 @@ def test_last_two_checkpoints_are_kept_and_hold_no_pickles(tmp_path: Path) -> No
     ]  # fmt: skip
 
 
+def test_new_run_leaves_the_folder_of_another_one_alone(tmp_path: Path) -> None:
+    list(make_run(tmp_path).learn())
+    before = sorted(tmp_path.rglob("*"))
+    learner = Bigrams()
+    other = make_run(tmp_path, learner)
+
+    with pytest.raises(UsageError, match="holds a run already: --resume goes on with it"):
+        next(other.learn())
+    with pytest.raises(UsageError, match="--resume"):
+        other.save_checkpoint()
+
+    assert sorted(tmp_path.rglob("*")) == before
+    assert learner.num_losses == 0
+
+
+def test_checkpoint_just_written_stays_whatever_else_is_there(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    run.save_checkpoint()
+    for number in (6, 12):
+        (tmp_path / f"checkpoint-{number:06}").mkdir()
+
+    written = run.checkpoints.save(Progress(3), lambda folder: None)
+
+    assert written.is_dir()
+    assert [path.name for path in run.checkpoints.find()] == [
+        "checkpoint-000003", "checkpoint-000006", "checkpoint-000012"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "error",
     [OSError(28, "No space left on device"), SafetensorError("I/O: No space left on device")],
