@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...protocol.errors import UsageError
 from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
 from ..portal import Portal
 from ..router import Hop
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
-from .adapter_versions import AdapterVersion
+from .adapter_versions import AdapterVersion, RowAdapters
 from .microbatches import TextGradients, Texts
 from .remote_passes import RemotePasses, Trail
 
@@ -119,6 +120,7 @@ class _RemoteBlocks(torch.autograd.Function):
         ctx.places = [(None, None) if x is None else (x.device, x.dtype) for x in inputs]
         # Names only: whose parameters these are would keep them alive, and they this graph.
         ctx.names = [(version, name) for version, name, _ in adapters.list_parameters(span)]
+        ctx.adapters = adapters.rows
         return output_BTH.to(hidden_BTH.device, hidden_BTH.dtype)
 
     @staticmethod
@@ -127,6 +129,7 @@ class _RemoteBlocks(torch.autograd.Function):
         ctx: Any, grads_BTH: Tensor
     ) -> tuple[Tensor | None, ...]:
         (keepsake,) = ctx.saved_tensors
+        _check_adapters(keepsake.trails, ctx.adapters)
         gradients = ctx.runner.run_backward(keepsake.trails, _copy(grads_BTH))
         matrices = [gradients.adapters.get(version, {}).get(name) for version, name in ctx.names]
         found = (gradients.hidden_BTH, gradients.prompts_LBPH, *matrices)
@@ -137,6 +140,20 @@ class _RemoteBlocks(torch.autograd.Function):
                 grad.to(*place) if is_wanted and grad is not None else None
                 for grad, place, is_wanted in zip(found, ctx.places, wanted, strict=True)
             ),
+        )
+
+
+def _check_adapters(trails: list[Trail], adapters: RowAdapters) -> None:
+    """Raise UsageError where a pass was computed again with other adapters than the first time.
+
+    Its gradients would be those of another function, and none of them for the adapters.
+    """
+    recomputed = [one for trail in trails for one in trail.stages[0].texts.adapters]
+    if tuple(recomputed) != adapters:
+        raise UsageError(
+            "a checkpoint has computed a pass again with other adapters than the first time: "
+            "choose the adapter inside of what is checkpointed, or call backward() where it is "
+            "active, and change its matrices only afterwards"
         )
 
 

@@ -19,6 +19,7 @@ from adapter_scene import (
     swarm_of,
 )
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from shoal.client.finetune.lora import LoraAdapter
 from shoal.peer.adapter_shelf import AdapterShelf
@@ -195,6 +196,41 @@ def test_gradients_are_those_of_the_adapter_that_forward_used(
         loss.backward()
 
         assert_learns_like_peft(adapter, theirs)
+
+
+def test_checkpoint_computes_again_with_the_adapter_of_the_first_time(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+        adapter, blocks = make_adapter(model), model.transformer.h
+        matrices = list(adapter.parameters())
+        hidden = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+        with model.use_adapter(adapter):
+            expected = torch.autograd.grad(blocks(hidden).sum(), [hidden, *matrices])
+
+        def run(hidden: Tensor) -> Tensor:
+            with model.use_adapter(adapter):
+                return blocks(hidden)
+
+        output = checkpoint(run, hidden, use_reentrant=False)
+        found = torch.autograd.grad(output.sum(), [hidden, *matrices])
+        for ours, theirs in zip(found, expected, strict=True):
+            assert_close(ours, theirs)
+
+
+def test_checkpoint_that_lost_its_adapter_loses_no_gradients_silently(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        adapter, blocks = make_adapter(model), model.transformer.h
+        hidden = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
+        with model.use_adapter(adapter):
+            output = checkpoint(blocks, hidden, use_reentrant=False)
+        with pytest.raises(UsageError, match="again with other adapters than the first time"):
+            output.sum().backward()
+
+        model.active_adapter = adapter
+        output = checkpoint(blocks, hidden, use_reentrant=False)
+        with torch.no_grad():
+            next(adapter.parameters()).mul_(0.5)
+        with pytest.raises(UsageError, match="again with other adapters than the first time"):
+            output.sum().backward()
 
 
 def test_frozen_adapter_changes_rows_and_gets_no_gradients(tiny_models: Any) -> None:
