@@ -97,13 +97,23 @@ class AdapterDesk:
         self.active_at = self._service.clock.now()
         if upload.reader.is_complete:
             self._stop_timer()
-            # To read some megabytes takes milliseconds, in which the event loop should not stand.
-            read = partial(_read, self._service.engine, upload.head, upload.reader.join())
-            upload.reading = self._service.compute.call(read)
+            upload.reading = asyncio.create_task(self._read(upload))
             upload.reading.add_done_callback(partial(self._finish, upload))
+
+    async def _read(self, upload: _Upload) -> Adapter:
+        """Read an adapter on a thread of its own: tens of megabytes are checked number by number.
+
+        Neither the event loop should stand meanwhile, nor who computes everybody's tokens.
+        """
+        engine = self._service.engine
+        adapter = await asyncio.to_thread(_read, engine, upload.head, upload.reader)
+        # Devices belong to the compute thread: it may be capturing what they do.
+        return await self._service.compute.call(partial(engine.place_adapter, adapter))
 
     def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter]) -> None:
         """Keep the adapter, also when the stream is over by now: others may be there."""
+        if reading.cancelled():
+            return  # with the event loop
         head, error = upload.head, reading.exception()
         self._upload, self.active_at = None, self._service.clock.now()
         if error is None:
@@ -139,8 +149,9 @@ class AdapterDesk:
             self._timer.cancel()
 
 
-def _read(engine: Engine, head: AdapterHead, tensors: bytes) -> Adapter:
+def _read(engine: Engine, head: AdapterHead, reader: AdapterReader) -> Adapter:
     """Return the adapter of two files that are what they are called; raises RefusedError."""
+    tensors = reader.join()
     if make_adapter_id(head.config, tensors) != head.adapter:
         raise RefusedError(ErrorCode.BAD_VALUES, "the adapter is not what its digest says")
     return engine.read_adapter(head.config, tensors)

@@ -11,15 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
 from ...kernels.linear import Linear
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.lora_config import parse_lora_config
 from ...protocol.spans import Span
+from .adapter_file import DOWN, PREFIX, UP, AdapterFile, refuse
 from .families.family import Family, FusedOrder
 from .spec import MlpKind, ModelSpec
 
@@ -27,10 +26,6 @@ MAX_CONFIG_BYTES = 2**16
 
 _NUMBERS_AT_ONCE = 2**18
 """As many as stay in a core's cache."""
-
-_PREFIX = "base_model.model."
-_DOWN, _UP = ".lora_A.weight", ".lora_B.weight"
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Parts = tuple["AdapterPart", ...]
 
@@ -83,8 +78,8 @@ class AdapterPart:
 
     def named_matrices(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
         """Return both matrices by what PEFT calls them."""
-        name = _PREFIX + self.module
-        return (name + _DOWN, self.down_RI), (name + _UP, self.up_OR)
+        name = PREFIX + self.module
+        return (name + DOWN, self.down_RI), (name + UP, self.up_OR)
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,6 +129,11 @@ class _Target:
     num_inputs: int
     order_O: Tensor | None
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many inputs and outputs it has."""
+        return self.num_inputs, self.outputs.stop - self.outputs.start
+
 
 def read_adapter(
     config: bytes, tensors: bytes, spec: ModelSpec, family: Family, span: Span, max_bytes: int
@@ -149,18 +149,10 @@ def read_adapter(
         )
     rank, scale = _read_config(config)
     known = _list_targets(spec, family)
+    file = AdapterFile(tensors, rank, {name: target.sizes for name, target in known.items()})
     parts: dict[Place, list[AdapterPart]] = {}
-    for module, (down_RI, up_OR) in _read_matrices(tensors).items():
-        target = known.get(module)
-        if target is None:
-            raise _refuse(f"this model has no linear {module} that an adapter could change")
-        num_outputs = target.outputs.stop - target.outputs.start
-        for name, matrix, shape in (
-            (module + _DOWN, down_RI, (rank, target.num_inputs)),
-            (module + _UP, up_OR, (num_outputs, rank)),
-        ):
-            if tuple(matrix.shape) != shape:
-                raise _refuse(f"{name} has shape {tuple(matrix.shape)}, this model needs {shape}")
+    for module in file:
+        target, (down_RI, up_OR) = known[module], file.read(module)
         if target.place[0] in span:
             part = AdapterPart(module, target.outputs, down_RI, up_OR, scale, target.order_O)
             parts.setdefault(target.place, []).append(part)
@@ -177,39 +169,13 @@ def _multiply_apart(rows_NI: Tensor, weight_OI: Tensor) -> Tensor:
     return products[0] if len(products) == 1 else torch.cat(products)
 
 
-def _refuse(detail: str) -> RefusedError:
-    return RefusedError(ErrorCode.BAD_VALUES, f"the adapter cannot be used: {detail}")
-
-
 def _read_config(config: bytes) -> tuple[int, float]:
     """Return the rank and what the product of both matrices is multiplied by."""
     try:
         known, _ = parse_lora_config(config)
     except ValueError as error:
-        raise _refuse(str(error)) from None
+        raise refuse(str(error)) from None
     return known.rank, known.scale
-
-
-def _read_matrices(tensors: bytes) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return both matrices of each linear by the linear's name in the checkpoint."""
-    try:
-        loaded = safetensors.torch.load(tensors)
-    except (SafetensorError, ValueError, KeyError):
-        raise _refuse("its weights are no safetensors file") from None
-    modules: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in loaded.items():
-        ending = next((end for end in (_DOWN, _UP) if name.endswith(end)), None)
-        if ending is None or not name.startswith(_PREFIX):
-            raise _refuse(f"{name:.200} is no matrix of LoRA as PEFT names them")
-        if tensor.dtype not in _DTYPES or not bool(tensor.isfinite().all()):
-            raise _refuse(f"{name:.200} does not hold finite floats")
-        modules.setdefault(name[len(_PREFIX) : -len(ending)], {})[ending] = tensor
-    for module, found in modules.items():
-        if len(found) != 2:
-            raise _refuse(f"{module:.200} has only one of lora_A and lora_B")
-    if not modules:
-        raise _refuse("it has no matrices")
-    return {module: (found[_DOWN], found[_UP]) for module, found in modules.items()}
 
 
 def _list_targets(spec: ModelSpec, family: Family) -> dict[str, _Target]:

@@ -150,7 +150,10 @@ class Engine:
         return self.pool.open(num_rows, max_tokens, span, holder, kv_format)
 
     def read_adapter(self, config: bytes, tensors: bytes) -> Adapter:
-        """Return what an adapter has for the span; raises RefusedError that says what is wrong."""
+        """Return what an adapter has for the span; raises RefusedError that says what is wrong.
+
+        Any thread may do it, which takes a while: passes and steps need `place_adapter` of it.
+        """
         family = FAMILIES.get(self.spec.family)
         if family is None or not isinstance(self.spec, ModelSpec):
             raise RefusedError(
@@ -159,7 +162,10 @@ class Engine:
                 "adapters are not applied",
             )
         most_bytes = MAX_ADAPTER_BYTES + len(config)
-        adapter = read_adapter(config, tensors, self.spec, family, self.span, most_bytes)
+        return read_adapter(config, tensors, self.spec, family, self.span, most_bytes)
+
+    def place_adapter(self, adapter: Adapter) -> Adapter:
+        """Return an adapter on the engine's device."""
         return adapter.move_to(self._device.place)
 
     def place_prompts(self, prompts_LPH: torch.Tensor) -> torch.Tensor:

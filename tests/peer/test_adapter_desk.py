@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from shoal.peer import adapter_shelf
 from shoal.peer.adapter_shelf import KEEP_SECONDS
+from shoal.peer.engine.adapters import Adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import PassWork
 from shoal.protocol import limits
@@ -340,6 +342,27 @@ def test_files_that_cannot_be_used_are_refused_by_name(
     run(engine, test)
 
 
+def test_strangers_files_are_not_read_where_tokens_are_computed(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers: list[threading.Thread] = []
+    read_adapter = Engine.read_adapter
+
+    def watch(self: Engine, config: bytes, tensors: bytes) -> Adapter:
+        readers.append(threading.current_thread())
+        return read_adapter(self, config, tensors)
+
+    monkeypatch.setattr(Engine, "read_adapter", watch)
+
+    async def test(peer: Peer) -> None:
+        await keep(await greet(peer), pack())
+        computing = await peer.service.compute.call(threading.current_thread)
+        assert readers
+        assert not {computing, threading.current_thread()}.intersection(readers)
+
+    run(engine, test)
+
+
 def test_files_that_are_not_what_their_digest_says_are_refused(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await greet(peer)
@@ -358,7 +381,8 @@ def test_gradients_that_are_not_finite_are_refused_by_name(engine: Engine) -> No
         matrices = {name: 1e-30 * matrix for name, matrix in draw_matrices().items()}
         rows = (AdapterRows(await keep(talk, pack(matrices)), ROWS),)
         asked = make_pass(kind=PassKind.BACKWARD, adapters=rows, adapter_vectors=4 * RANK)
-        (answer,) = await ask(talk, asked, HIDDEN=1e-20 * TEXTS, GRADIENTS=1e37 * GRADIENTS)
+        with VirtualClock().hold():
+            (answer,) = await ask(talk, asked, HIDDEN=1e-20 * TEXTS, GRADIENTS=1e37 * GRADIENTS)
         refusal = assert_declined(answer, ErrorCode.BAD_VALUES)
         assert "finite" in refusal.detail or "overflow" in refusal.detail
         assert isinstance(await run_forward(talk, rows[0].adapter, 2), Passed)

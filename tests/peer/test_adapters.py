@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from typing import Any
 
@@ -129,6 +130,64 @@ def test_what_is_no_safetensors_file_is_refused(tiny_models, data: bytes) -> Non
         read(tiny_models, tensors=data)
     with pytest.raises(RefusedError, match="it has no matrices"):
         read(tiny_models, tensors={})
+
+
+def write_file(header: Any, num_bytes: int) -> bytes:
+    """Return a safetensors file by hand; its matrices are all 0."""
+    written = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(written).to_bytes(8, "little") + written + bytes(num_bytes)
+
+
+def make_entry(start: int, shape: Any, **changes: Any) -> dict[str, Any]:
+    num_bytes = 4 * math.prod(shape)
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, start + num_bytes], **changes}
+
+
+UP_AT = 4 * 4 * 64
+DOWN_ENTRY, UP_ENTRY = make_entry(0, [4, 64]), make_entry(UP_AT, [64, 4])
+
+
+@pytest.mark.parametrize(
+    ("down", "up", "num_bytes", "complaint"),
+    [
+        (DOWN_ENTRY, UP_ENTRY, 2 * UP_AT + 1, "no safetensors file"),
+        (DOWN_ENTRY, UP_ENTRY, 2 * UP_AT - 1, "no safetensors file"),
+        (DOWN_ENTRY, make_entry(0, [64, 4]), UP_AT, "no safetensors file"),  # the same bytes twice
+        (DOWN_ENTRY, make_entry(UP_AT + 4, [64, 4]), 2 * UP_AT + 4, "no safetensors file"),
+        ({**DOWN_ENTRY, "data_offsets": [0, 0]}, make_entry(0, [64, 4]), UP_AT, "no safetensors"),
+        ({**DOWN_ENTRY, "data_offsets": [UP_AT, 0]}, UP_ENTRY, 2 * UP_AT, "no safetensors file"),
+        ({**DOWN_ENTRY, "data_offsets": [0.0, UP_AT]}, UP_ENTRY, 2 * UP_AT, "no safetensors file"),
+        ({**DOWN_ENTRY, "data_offsets": None}, UP_ENTRY, 2 * UP_AT, "no safetensors file"),
+        ([], UP_ENTRY, 2 * UP_AT, "no safetensors file"),
+        ({**DOWN_ENTRY, "shape": [4, 64, 1]}, UP_ENTRY, 2 * UP_AT, "no safetensors file"),
+        ({**DOWN_ENTRY, "shape": [0, 64]}, UP_ENTRY, 2 * UP_AT, r"\(0, 64\), this model needs"),
+    ],
+)
+def test_headers_that_lie_about_their_file_are_refused(
+    tiny_models, down: Any, up: Any, num_bytes: int, complaint: str
+) -> None:
+    names = [PATH.format(1, "q_proj", letter) for letter in "AB"]
+    honest = write_file(dict(zip(names, (DOWN_ENTRY, UP_ENTRY), strict=True)), 2 * UP_AT)
+    assert read(tiny_models, tensors=honest).parts.keys() == {(1, "query_key_value")}
+
+    lying = write_file(dict(zip(names, (down, up), strict=True)), num_bytes)
+    with pytest.raises(RefusedError, match=complaint):
+        read(tiny_models, tensors=lying)
+
+
+@pytest.mark.parametrize("header", [b"[" * 50_000, b"[]", b"{", b"\xff", b"9" * 9000])
+def test_headers_that_are_no_objects_are_refused(tiny_models, header: bytes) -> None:
+    with pytest.raises(RefusedError, match="no safetensors file"):
+        read(tiny_models, tensors=write_file(header, 0))
+
+
+def test_nothing_is_made_of_a_header_larger_than_the_model_needs(tiny_models) -> None:
+    """A million empty tensors would take as many kilobytes, and many seconds."""
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    file = write_file({str(number): entry for number in range(20_000)}, 0)
+
+    with pytest.raises(RefusedError, match="are enough for all linears of this model"):
+        read(tiny_models, tensors=file, max_bytes=2**24)
 
 
 def test_an_adapter_larger_than_its_quota_is_refused_before_it_is_read(tiny_models) -> None:
