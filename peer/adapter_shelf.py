@@ -26,13 +26,14 @@ _Key = tuple[AdapterId, Holder | None]
 
 @dataclass
 class Kept:
-    """One adapter, and who has brought it. It stays while `num_sessions` have it."""
+    """One adapter, and who has brought it. It counts while `num_users` have it."""
 
     adapter: Adapter
     holder: Holder
     num_bytes: int
     used_at: float
-    num_sessions: int = 0
+    num_users: int = 0
+    """Sessions, and passes that are not over."""
     is_given_up: bool = False
 
 
@@ -109,29 +110,29 @@ class AdapterShelf:
     def give_up(self, name: AdapterId, holder: Holder) -> int:
         """Forget a private adapter that its holder has replaced; return how many bytes are free.
 
-        Passes and sessions that have it go on with it.
+        Passes and sessions that have it go on with it, and it counts until they are over.
         """
         kept = self._kept.pop((name, holder), None)
         if kept is None:
             return 0
         self._count_out(kept)
-        return 0 if kept.num_sessions else kept.num_bytes
+        return 0 if kept.num_users else kept.num_bytes
 
-    def use_in_session(self, kept: Kept) -> None:
-        """Let an adapter stay until `leave_session`, used or not."""
-        kept.num_sessions += 1
+    def use(self, kept: Kept) -> None:
+        """Let an adapter stay until `leave`; whoever holds on to one says so here."""
+        kept.num_users += 1
 
-    def leave_session(self, kept: Kept) -> None:
-        """Note that a session is over that had an adapter."""
-        kept.num_sessions -= 1
+    def leave(self, kept: Kept) -> None:
+        """Note that a session or a pass is over that had an adapter."""
+        kept.num_users -= 1
         kept.used_at = self._clock.now()
-        if kept.is_given_up and not kept.num_sessions:
+        if kept.is_given_up and not kept.num_users:
             self.release(kept.holder, kept.num_bytes)
 
     def _count_out(self, kept: Kept) -> None:
-        """Count an adapter no longer: at once, or when the last session that has it is over."""
+        """Count an adapter no longer: at once, or when the last one that has it is over."""
         kept.is_given_up = True
-        if not kept.num_sessions:
+        if not kept.num_users:
             self.release(kept.holder, kept.num_bytes)
 
     def _look_after(self, seconds: float) -> None:
@@ -142,9 +143,9 @@ class AdapterShelf:
         self._timer = None
         now = self._clock.now()
         for key, kept in list(self._kept.items()):
-            if not kept.num_sessions and now - kept.used_at >= KEEP_SECONDS:
+            if not kept.num_users and now - kept.used_at >= KEEP_SECONDS:
                 del self._kept[key]
                 self._count_out(kept)
         if self._kept:
-            ages = [now - kept.used_at for kept in self._kept.values() if not kept.num_sessions]
+            ages = [now - kept.used_at for kept in self._kept.values() if not kept.num_users]
             self._look_after(KEEP_SECONDS - max(ages, default=0.0))

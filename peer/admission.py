@@ -174,7 +174,7 @@ class Admission:
             message.capability, adapter,
         )  # fmt: skip
         if adapter is not None:
-            service.adapters.use_in_session(adapter)
+            service.adapters.use(adapter)
         service.sessions[message.session] = held
         if message.next is not None:
             log = None if parent is None else parent.outlet.fork_log(message.prefix_tokens)

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.fair_share import Holder
+from ..protocol.ids import AdapterId
 from ..protocol.messages import Pass
-from .adapter_shelf import AdapterShelf
+from .adapter_shelf import AdapterShelf, Kept
 from .engine.adapters import Adapter
 
 Adapters = tuple[Adapter | None, ...]
@@ -23,13 +24,18 @@ Adapters = tuple[Adapter | None, ...]
 _FLOAT_BYTES = 4
 
 
-def find_adapters(message: Pass, shelf: AdapterShelf, holder: Holder) -> Adapters:
-    """Return what the adapters of a pass have for its blocks, row by row.
+def find_kept(message: Pass, shelf: AdapterShelf, holder: Holder) -> dict[AdapterId, Kept]:
+    """Return the adapters that a pass names, each once.
 
     Raises RefusedError with UNKNOWN_ADAPTER: whoever has it may bring it again.
     """
     names = dict.fromkeys(run.adapter for run in message.adapters if run.adapter)
-    found = {name: shelf.find(name, holder).adapter.cut(message.span) for name in names}
+    return {name: shelf.find(name, holder) for name in names}
+
+
+def cut_adapters(message: Pass, kept: Mapping[AdapterId, Kept]) -> Adapters:
+    """Return what the adapters of a pass have for its blocks, row by row."""
+    found = {name: one.adapter.cut(message.span) for name, one in kept.items()}
     return tuple(found.get(run.adapter) for run in message.adapters for _ in range(run.num_rows))
 
 

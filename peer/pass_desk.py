@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,11 +24,11 @@ from ..protocol.messages import (
 from ..protocol.passes import PiecesReader, list_answer_slots, list_question_slots
 from ..protocol.wire import encode_frame
 from .adapter_desk import AdapterDesk
+from .adapter_shelf import Kept
 from .answer_queue import AnswerQueue
 from .answers import encode_refusal
-from .engine.adapters import Adapter
 from .engine.pass_queue import ComputedPass, PassJob
-from .pass_adapters import check_adapters, find_adapters
+from .pass_adapters import Adapters, check_adapters, cut_adapters, find_kept
 from .pass_work import run_pass
 from .session_prompts import SessionPrompts
 
@@ -57,7 +58,8 @@ class _Asked:
     holder: Holder
     reader: PiecesReader
     num_bytes: int
-    adapters: tuple[Adapter | None, ...]
+    adapters: Adapters
+    kept: Collection[Kept]
     job: PassJob | None = None
 
 
@@ -151,7 +153,8 @@ class PassDesk:
                 ErrorCode.TOO_LONG,
                 f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
             )
-        adapters = find_adapters(message, service.adapters, holder)
+        kept = find_kept(message, service.adapters, holder)
+        adapters = cut_adapters(message, kept)
         width = engine.spec.hidden_size
         num_adapter_bytes = check_adapters(message, adapters, width)
         slots = list_question_slots(message)
@@ -174,7 +177,10 @@ class PassDesk:
         service.passes.check_room_for(holder, num_bytes)
         service.passes.count(holder, num_bytes)
         service.num_passes += 1
-        return _Asked(message, holder, PiecesReader(slots, width), num_bytes, adapters)
+        for one in kept.values():
+            service.adapters.use(one)
+        reader = PiecesReader(slots, width)
+        return _Asked(message, holder, reader, num_bytes, adapters, kept.values())
 
     def _refuse(self, pass_id: PassId, error: RefusedError) -> None:
         self._refused = pass_id  # whose pieces are on their way already
@@ -234,6 +240,8 @@ class PassDesk:
         self._stop_timer()
         self._asked, self._active_at = None, self._service.clock.now()
         self._recount(asked, 0)
+        for kept in asked.kept:
+            self._service.adapters.leave(kept)
         self._service.num_passes -= 1
         self._service.note_change()
 

@@ -158,7 +158,7 @@ class Service:
         del self.sessions[session]
         held.outlet.close()
         if held.adapter is not None:
-            self.adapters.leave_session(held.adapter)
+            self.adapters.leave(held.adapter)
         self.prompts.count(held.holder, -held.num_prompt_bytes)
         for future in held.running:
             future.cancel()

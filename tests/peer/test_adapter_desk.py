@@ -14,7 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 from pass_scene import check_close
-from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, join, make_pass
+from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 from torch import Tensor
 
@@ -40,6 +40,8 @@ from shoal.protocol.messages import (
     AdapterRows,
     Passed,
     PassKind,
+    PassPiece,
+    Queued,
     Slot,
     Welcome,
 )
@@ -222,6 +224,35 @@ def test_new_state_replaces_the_old_one(engine: Engine) -> None:
         assert peer.service.adapters.shared.used_bytes == held
         assert_declined(await run_forward(talk, old), ErrorCode.UNKNOWN_ADAPTER)
         assert isinstance(await run_forward(talk, new, 2), Passed)
+
+    run(engine, test)
+
+
+def test_replaced_adapter_counts_while_a_pass_holds_it(engine: Engine) -> None:
+    """Else whoever replaces and asks again, stream after stream, had all memory for nothing."""
+
+    async def test(peer: Peer) -> None:
+        shelf, size = peer.service.adapters, sum(map(len, pack()))
+        bringing, asking = await greet(peer), await greet(peer)
+        old = await keep(bringing, pack())
+        with VirtualClock().hold():
+            asked = make_pass(adapters=(AdapterRows(old, 1), AdapterRows(NO_ADAPTER, ROWS - 1)))
+            await asking.say(asked)  # whose tensors do not come yet
+            await asking.wait_until_read()
+            new = await keep(bringing, pack(draw_matrices(2)), replaces=old)
+            assert (len(shelf), shelf.shared.used_bytes) == (1, 2 * size)
+            await asking.say(*cut(asked, Slot.HIDDEN, TEXTS))
+            while not isinstance(answer := await asking.hear(), Passed):
+                assert isinstance(answer, Queued | PassPiece)
+            assert shelf.shared.used_bytes == size
+
+            await asking.say(make_pass(2, adapters=(AdapterRows(new, ROWS),)))
+            await asking.wait_until_read()
+            await keep(bringing, pack(draw_matrices(3)), replaces=new)
+            assert shelf.shared.used_bytes == 2 * size
+        await asking.stream.close()
+        await asyncio.sleep(1)
+        assert shelf.shared.used_bytes == size
 
     run(engine, test)
 
