@@ -209,15 +209,20 @@ class PassAsker:
         self, error: RefusedError, hop: Hop, texts: Texts, trouble: Trouble
     ) -> bool:
         """Note a refusal that is neither the peer's fault nor that of the texts."""
+        peer_id = hop.peer.peer_id
         if error.code is ErrorCode.UNKNOWN_ADAPTER:
-            # It has expired, or the peer was restarted: it gets it again, if it is ours.
-            self._courier.forget(hop.peer.peer_id)
-            is_ours = all(isinstance(one, AdapterVersion) for one in list_adapters(texts.adapters))
-            if is_ours:
-                return True
+            self._courier.forget(peer_id)
+            if all(isinstance(one, AdapterVersion) for one in list_adapters(texts.adapters)):
+                # It has expired, or the peer was restarted: it gets it again, but only once.
+                is_sound = peer_id not in trouble.brought_again
+                trouble.brought_again.add(peer_id)
+                return is_sound
+        elif error.code is ErrorCode.NO_ROOM_FOR_ADAPTER and error.retry_after_seconds is not None:
+            trouble.note_full(peer_id, error.retry_after_seconds)
+            return True
         elif error.code not in (ErrorCode.OUT_OF_MEMORY, ErrorCode.NO_ROOM_FOR_ADAPTER):
             return False
-        trouble.too_small.add(hop.peer.peer_id)
+        trouble.too_small.add(peer_id)
         return True
 
     def _make_trouble(self, span: Span) -> Trouble:
@@ -292,6 +297,9 @@ class PassAsker:
             hosts = self._find_hosts(span.start, trouble, weights)
             if hosts:
                 return hosts
+            if trouble.full:
+                await trouble.wait_for_room()
+                continue
             trouble.raise_refusal()
             await self._refresh(0.0)
             hosts = self._find_hosts(span.start, trouble, weights)
@@ -316,7 +324,7 @@ class PassAsker:
             if not _takes_passes(peer, weights)
         }
         return self._swarm.find_hosts(
-            block, {*others, *trouble.refusals.peer_ids, *trouble.too_small}
+            block, {*others, *trouble.refusals.peer_ids, *trouble.too_small, *trouble.full}
         )
 
 

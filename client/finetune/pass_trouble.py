@@ -23,12 +23,21 @@ class Trouble:
         self.refusals = Refusals()
         self.too_small: set[PeerId] = set()
         """Peers that have no memory for it."""
+        self.brought_again: set[PeerId] = set()
+        """Peers that had lost an adapter, and got it once more."""
+        self._full_until: dict[PeerId, float] = {}
         self._span = span
         self._clock = clock
         self._timeout_seconds = timeout_seconds
         self._deadline = math.inf
         self._num_failures = 0
         self._error: _Failure | None = None
+
+    @property
+    def full(self) -> set[PeerId]:
+        """Peers that have no room for an adapter at present."""
+        now = self._clock.now()
+        return {peer_id for peer_id, until in self._full_until.items() if now < until}
 
     @property
     def is_known(self) -> bool:
@@ -41,6 +50,15 @@ class Trouble:
             self._deadline = self._clock.now() + self._timeout_seconds
         self._num_failures += 1
         self._error = error
+
+    def note_full(self, peer_id: PeerId, seconds: float) -> None:
+        """Note that a peer has no room for an adapter, and said when to ask again."""
+        self._full_until[peer_id] = self._clock.now() + seconds
+
+    async def wait_for_room(self) -> None:
+        """Wait until one of those that were full may be asked again, or the time is up."""
+        until = min(self._deadline, *(self._full_until[peer_id] for peer_id in self.full))
+        await asyncio.sleep(max(0.0, until - self._clock.now()))
 
     def raise_refusal(self) -> None:
         """Raise what a peer said against the texts, if one did: nobody else is left to ask."""

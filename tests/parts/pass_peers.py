@@ -3,18 +3,33 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from session_scene import MODEL_ID, NUM_BLOCKS, SECRET, WIDTH, Scene, now
 from torch import Tensor
 
+from shoal.client.finetune.adapter_versions import AdapterVersion
 from shoal.client.finetune.microbatches import Texts
 from shoal.client.finetune.pass_asking import PassAsker
 from shoal.kernels.compress import encode_as
+from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Hello, Pass, Passed, PassPiece, Queued, Welcome
+from shoal.protocol.ids import SessionId
+from shoal.protocol.lora_config import LoraConfig
+from shoal.protocol.messages import (
+    AdapterHead,
+    AdapterKept,
+    AdapterPiece,
+    Declined,
+    Hello,
+    Pass,
+    Passed,
+    PassPiece,
+    Queued,
+    Welcome,
+)
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.loopback import LoopbackTransport
 from shoal.protocol.net.transport import Stream
@@ -29,7 +44,10 @@ WHOLE = Span(0, NUM_BLOCKS)
 
 @dataclass
 class PassPeer:
-    """Answers every pass with zeros. Of `seconds` for one pass it says what it likes."""
+    """Answers every pass with zeros. Of `seconds` for one pass it says what it likes.
+
+    It has room for adapters from some time on, and may forget those that it said it keeps.
+    """
 
     identity: Identity
     seconds: float
@@ -37,6 +55,9 @@ class PassPeer:
     span: Span = WHOLE
     asked: list[Pass] = field(default_factory=list)
     is_free: asyncio.Lock = field(default_factory=asyncio.Lock)
+    has_room_at: float = 0.0
+    forgets_adapters: bool = False
+    brought: list[AdapterHead] = field(default_factory=list)
 
     async def serve(self, stream: Stream) -> None:
         reader: PiecesReader | None = None
@@ -53,8 +74,35 @@ class PassPeer:
                 reader.take(message)
                 if reader.is_complete:
                     await self._answer(stream, self.asked[-1])
+            elif isinstance(message, AdapterHead):
+                self.brought.append(message)
+            elif isinstance(message, AdapterPiece):
+                await self._take_piece(stream, message)
+
+    async def _take_piece(self, stream: Stream, piece: AdapterPiece) -> None:
+        head = self.brought[-1]
+        if piece.offset + len(piece.data) < head.num_bytes:
+            return
+        if now() < self.has_room_at:
+            code = ErrorCode.NO_ROOM_FOR_ADAPTER
+            await self._decline(stream, head.upload_id, code, retry_after_seconds=5.0)
+        else:
+            await stream.send(encode_frame(AdapterKept(head.upload_id, 300.0)))
+
+    async def _decline(
+        self,
+        stream: Stream,
+        what: SessionId,
+        code: ErrorCode,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        declined = Declined(what, 0, code, "as the test says", retry_after_seconds)
+        await stream.send(encode_frame(declined))
 
     async def _answer(self, stream: Stream, asked: Pass) -> None:
+        if asked.adapters and self.forgets_adapters:
+            await self._decline(stream, asked.pass_id, ErrorCode.UNKNOWN_ADAPTER)
+            return
         started_at = now()
         await stream.send(encode_frame(Queued(asked.pass_id, 0, 0.0)))
         async with self.is_free:
@@ -101,3 +149,11 @@ def make_texts(num_tokens: int = 64) -> tuple[Texts, Tensor]:
     """Return some texts, and gradients of as many."""
     hidden_BTH = torch.ones(1, num_tokens, WIDTH)
     return Texts(hidden_BTH), hidden_BTH
+
+
+def make_adapted_texts(num_numbers: int = 8) -> Texts:
+    """Return some texts with an adapter of their own."""
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    matrices = {name: torch.ones(2, num_numbers // 2)}
+    adapter = AdapterVersion(LoraConfig(2, 4), matrices, False, "one", 0)
+    return replace(make_texts()[0], adapters=(adapter,))

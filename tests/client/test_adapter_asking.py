@@ -1,0 +1,71 @@
+"""Whom a client asks when peers lose the adapters that it brings, or have no room for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from pass_peers import WHOLE, add_pass_peer, make_adapted_texts, make_asker
+from session_scene import CONFIG, Scene, now, run
+
+from shoal.protocol.errors import ErrorCode, RefusedError
+
+
+def test_peer_that_loses_what_it_is_brought_gets_it_twice_and_then_another_is_asked() -> None:
+    async def test(scene: Scene) -> None:
+        liar = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
+        liar.forgets_adapters = True
+        sound = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1.0)
+        asker = make_asker(scene)
+        for _ in range(5):
+            await asker.ask_forward(WHOLE, make_adapted_texts())
+        await asker.close()
+
+        assert (len(liar.asked), len(liar.brought)) == (2, 2)
+        assert len(sound.asked) == 5
+
+    run(test)
+
+
+def test_peer_without_room_for_an_adapter_is_asked_again_when_it_said() -> None:
+    async def test(scene: Scene) -> None:
+        peer = await add_pass_peer(scene, 1.0)
+        peer.has_room_at = now() + 8.0
+        asker = make_asker(scene)
+        await asker.ask_forward(WHOLE, make_adapted_texts())
+        await asker.close()
+
+        assert (len(peer.brought), len(peer.asked)) == (3, 1)
+        assert 10.0 <= now() < 13.0
+
+    run(test, config=replace(CONFIG, failover_timeout_seconds=30.0))
+
+
+def test_another_peer_is_asked_before_anybody_waits_for_room() -> None:
+    async def test(scene: Scene) -> None:
+        full = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
+        full.has_room_at = now() + 8.0
+        await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1.0)
+        asker, began_at = make_asker(scene), now()
+        await asker.ask_forward(WHOLE, make_adapted_texts())
+        await asker.close()
+
+        assert len(full.brought) == 1
+        assert now() - began_at < 3.0
+
+    run(test)
+
+
+def test_room_that_never_comes_is_waited_for_no_longer_than_for_a_lost_peer() -> None:
+    async def test(scene: Scene) -> None:
+        peer = await add_pass_peer(scene, 1.0)
+        peer.has_room_at = now() + 1000.0
+        asker, began_at = make_asker(scene), now()
+        with pytest.raises(RefusedError, match="as the test says") as refusal:
+            await asker.ask_forward(WHOLE, make_adapted_texts())
+        await asker.close()
+
+        assert refusal.value.code is ErrorCode.NO_ROOM_FOR_ADAPTER
+        assert now() - began_at == pytest.approx(12.0, abs=1.0)
+
+    run(test, config=replace(CONFIG, failover_timeout_seconds=12.0))
