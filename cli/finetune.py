@@ -159,8 +159,7 @@ def _fine_tune(
     )
     config = _plan_run(texts, options)
     tuning = finetune_run.FinetuneRun(learner, texts.dataset, config, options.out, hold_interrupts)
-    if options.resume:
-        tuning.resume()
+    changes = tuning.resume() if options.resume else []
     facts = RunFacts(
         options.model,
         options.method,
@@ -170,7 +169,7 @@ def _fine_tune(
         config.num_updates,
         config.batch_rows * config.num_accumulated,
         options.out,
-        texts.dataset.describe_limits(texts.max_length),
+        [*texts.dataset.describe_limits(texts.max_length), *changes],
     )
     reporter.begin(facts, tuning.progress.num_updates)
     try:

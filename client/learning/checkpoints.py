@@ -36,6 +36,8 @@ class Progress:
     """By the number of updates before."""
     facts: dict[str, Any] = field(default_factory=dict)
     """What the run is about, which has to be the same when it goes on."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """How it learns at present, which may be another way when it goes on."""
 
     def to_json(self) -> str:
         """Return it as JSON."""
@@ -53,9 +55,10 @@ class Progress:
             }
             progress = cls(**fields)
             is_whole = len(progress.losses) == progress.num_updates
+            is_about = isinstance(progress.facts, dict) and isinstance(progress.settings, dict)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from error
-        if not is_whole or not isinstance(progress.facts, dict):
+        if not is_whole or not is_about:
             raise ValueError("its fields contradict each other")
         return progress
 

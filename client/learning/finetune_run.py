@@ -8,25 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
 from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
-from .checkpoints import Checkpoints, Progress, make_damage_text, naming_failures
+from .checkpoints import Checkpoints, Progress, naming_failures
 from .dataset import Dataset
+from .optimizer_files import load_optimizer, save_optimizer
 from .schedules import compute_rate_fraction
 
 MOST_SKIPPED_IN_A_ROW = 3
 """Updates without a finite loss before a run is given up: more data will not mend it."""
-
-_OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class Learner(Protocol):
@@ -71,6 +68,20 @@ class RunConfig:
     eval_period: int = 50
     """Updates from one milestone to the next."""
     seed: int = 0
+
+    def list_settings(self) -> dict[str, Any]:
+        """Return what may be another when a run goes on, as it is called before people.
+
+        A rate that was too high has to be lowered, and a run may be made longer.
+        """
+        return {
+            "learning rate": self.learning_rate,
+            "schedule": self.schedule,
+            "number of updates": self.num_updates,
+            "number of updates to warm up": self.num_warmup_updates,
+            "weight decay": self.weight_decay,
+            "limit of gradients": self.max_gradient_norm,
+        }
 
 
 @dataclass(frozen=True)
@@ -121,7 +132,7 @@ class FinetuneRun:
             self._parameters.values(), lr=config.learning_rate, weight_decay=config.weight_decay
         )
         self.checkpoints = Checkpoints(folder)
-        self.progress = Progress(facts=self._make_facts())
+        self.progress = Progress(facts=self._make_facts(), settings=config.list_settings())
         self._num_skipped_in_a_row = 0
 
     def _make_facts(self) -> dict[str, Any]:
@@ -132,8 +143,11 @@ class FinetuneRun:
             "seed": self._config.seed,
         }
 
-    def resume(self) -> None:
-        """Go on from the newest checkpoint; raises UsageError if there is none that fits."""
+    def resume(self) -> Sequence[str]:
+        """Go on from the newest checkpoint; return a sentence about each setting that is another.
+
+        Raises UsageError if there is no checkpoint, or it is of something else than this run.
+        """
         found = self.checkpoints.find()
         if not found:
             raise UsageError(
@@ -141,15 +155,20 @@ class FinetuneRun:
                 "--resume to begin"
             )
         progress = self.checkpoints.load_progress(found[-1])
-        for name, ours in self.progress.facts.items():
-            theirs = progress.facts.get(name)
-            if theirs != ours:
-                said = f": {theirs} there, {ours} here" if len(f"{theirs}{ours}") < 60 else ""
-                raise UsageError(f"the run in {self.checkpoints.folder} has another {name}{said}")
+        others = _list_differences(progress.facts, self.progress.facts)
+        if others:
+            differences = ", and another ".join(others)
+            raise UsageError(
+                f"the run in {self.checkpoints.folder} has another {differences}; --resume needs "
+                "the same"
+            )
         self._learner.load(found[-1])
-        self._load_optimizer(found[-1])
+        has_updates = any(loss is not None for loss in progress.losses)
+        load_optimizer(self._optimizer, self._parameters, found[-1], has_updates)
         self.checkpoints.go_on()
-        self.progress = progress
+        changes = _list_differences(progress.settings, self.progress.settings)
+        self.progress = replace(progress, settings=self.progress.settings)
+        return [f"It goes on with another {change}." for change in changes]
 
     def learn(self) -> Iterator[Updated | Milestone]:
         """Learn until the last update; yield everything that happened, as it happens.
@@ -257,25 +276,15 @@ class FinetuneRun:
 
     def _write(self, folder: Path) -> None:
         self._learner.save(folder)
-        tensors: dict[str, Tensor] = {}
-        for name, parameter in self._parameters.items():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                tensors[f"{name}/{key}"] = value.contiguous()
-        save_file(tensors, folder / _OPTIMIZER_FILE)
+        save_optimizer(self._optimizer, self._parameters, folder)
 
-    def _load_optimizer(self, folder: Path) -> None:
-        path = folder / _OPTIMIZER_FILE
-        try:
-            tensors = load_file(path)
-        except (OSError, SafetensorError) as error:
-            raise UsageError(make_damage_text(folder, error)) from error
-        for name, parameter in self._parameters.items():
-            found = {
-                full_name.rpartition("/")[2]: value
-                for full_name, value in tensors.items()
-                if full_name.rpartition("/")[0] == name
-            }
-            if any(value.shape not in (parameter.shape, ()) for value in found.values()):
-                raise UsageError(f"{path} does not fit: {name} has another shape")
-            if found:
-                self._optimizer.state[parameter] = found
+
+def _list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """Return the names of what differs, with both values where they are short."""
+    differences: list[str] = []
+    for name, value in ours.items():
+        known = theirs.get(name)
+        if known != value:
+            is_short = len(f"{known}{value}") < 60
+            differences.append(f"{name}: {known} there, {value} here" if is_short else name)
+    return differences

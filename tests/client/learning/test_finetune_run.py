@@ -316,13 +316,73 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, file: str, content: str |
         make_run(tmp_path).resume()
 
 
-def test_optimizer_of_another_shape_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value", "sentence"),
+    [
+        ("step", None, "lacks step of scores"),
+        ("exp_avg", None, "lacks exp_avg of scores"),
+        ("exp_avg_sq", torch.zeros(3), "exp_avg_sq of scores .* another shape"),
+        ("exp_avg", torch.zeros(12, 12, dtype=torch.int32), "another shape or type"),
+        ("exp_avg", torch.full((12, 12), math.nan), "numbers that cannot be"),
+        ("exp_avg_sq", torch.full((12, 12), -1.0), "numbers that cannot be"),
+        ("step", torch.tensor(math.inf), "numbers that cannot be"),
+    ],
+)
+def test_optimizer_that_is_incomplete_or_no_numbers_is_refused(
+    tmp_path: Path, key: str, value: Tensor | None, sentence: str
+) -> None:
     list(make_run(tmp_path).learn())
     path = tmp_path / "checkpoint-000012" / "optimizer.safetensors"
-    save_file({"scores/exp_avg": torch.zeros(3)}, path)
+    tensors = load_file(path)
+    tensors.pop(f"scores/{key}")
+    save_file(tensors if value is None else {**tensors, f"scores/{key}": value}, path)
 
-    with pytest.raises(UsageError, match="does not fit: scores has another shape"):
+    with pytest.raises(UsageError, match=f"checkpoint-000012 is damaged .*{sentence}.*; delete it"):
         make_run(tmp_path).resume()
+
+
+def test_run_whose_updates_were_all_skipped_goes_on(tmp_path: Path) -> None:
+    learner = Bigrams()
+    learner.bad_updates = {1, 2}
+    run = make_run(tmp_path, learner)
+    next(event for event in run.learn() if isinstance(event, Updated) and event.number == 2)
+    run.save_checkpoint()
+
+    later = make_run(tmp_path)
+    later.resume()
+
+    assert later.progress.losses == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"learning_rate": 0.01}, "learning rate: 0.05 there, 0.01 here"),
+        ({"schedule": "linear"}, "schedule: cosine there, linear here"),
+        ({"num_updates": 14}, "number of updates: 12 there, 14 here"),
+        ({"num_warmup_updates": 0}, "number of updates to warm up: 2 there, 0 here"),
+        ({"weight_decay": 0.1}, "weight decay: 0.0 there, 0.1 here"),
+        ({"max_gradient_norm": 2.0}, "limit of gradients: 1.0 there, 2.0 here"),
+    ],
+)
+def test_resumed_run_says_which_settings_are_others(
+    tmp_path: Path, changes: dict[str, Any], sentence: str
+) -> None:
+    make_run(tmp_path).save_checkpoint()
+    same, other = make_run(tmp_path), make_run(tmp_path, **changes)
+
+    assert same.resume() == []
+    assert other.resume() == [f"It goes on with another {sentence}."]
+
+    other.save_checkpoint()
+    assert make_run(tmp_path, **changes).resume() == []
+
+
+def test_refusal_names_all_that_a_run_did_not_begin_with(tmp_path: Path) -> None:
+    make_run(tmp_path).save_checkpoint()
+
+    with pytest.raises(UsageError, match=r"another method: .*, and another seed: 0 there, 1 here;"):
+        make_run(tmp_path, Bigrams("others"), seed=1).resume()
 
 
 def test_finished_run_has_nothing_left_to_do_and_may_be_made_longer(tmp_path: Path) -> None:
