@@ -52,6 +52,7 @@ def count_pirates(lines: list[str]) -> int:
     return sum(bool(one) and one[2] == one[5] and one[3] == one[4] for one in found)
 
 
+@pytest.mark.thorough  # the notebook is the same, cell by cell
 def test_lora_answers_what_it_never_saw_and_peft_opens_it(tmp_path: Path) -> None:
     *_, first, second, third, fourth, fifth, sixth = run(EXAMPLES / "lora.py", tmp_path)
 
