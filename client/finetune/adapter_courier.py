@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from ...protocol.errors import SilentError
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId, SessionId, UploadId
 from ...protocol.messages import AdapterHead
 from ...protocol.net.clock import Clock
@@ -15,6 +16,11 @@ from ...protocol.spans import Span
 from ..line import Line
 from .adapter_versions import AdapterVersion, SentAdapter
 from .pass_link import PassLink
+
+_LEAST_PATIENCE_SECONDS = 20.0
+_PATIENCE = 2.0
+"""All of an adapter may take so many times what the line is expected to take: others wait for the
+peer meanwhile, and one that reads now and then a piece could keep them waiting for an hour."""
 
 
 @dataclass
@@ -38,23 +44,30 @@ class AdapterCourier:
         self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
         self._locks: dict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def bring(self, link: PassLink, adapters: Iterable[SentAdapter], span: Span) -> None:
-        """See that a peer has all of some adapters for some blocks; raises what the link does."""
+    async def bring(
+        self, link: PassLink, adapters: Iterable[SentAdapter], span: Span, way: Line
+    ) -> None:
+        """See that a peer has all of some adapters for some blocks; raises what the link does.
+
+        `way` is the line to this peer, as far as it has shown.
+        """
         for adapter in adapters:
             if isinstance(adapter, AdapterVersion):
                 async with self._locks[link.peer.peer_id]:
-                    await self._bring(link, adapter, span)
+                    await self._bring(link, adapter, span, way)
 
-    async def publish(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
+    async def publish(
+        self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line
+    ) -> float:
         """Give a peer an adapter for everybody; return how long it is kept unused."""
         head, tensors = _make_head(adapter, span, is_published=True)
-        return await self._send(link, head, tensors)
+        return await self._send(link, head, tensors, way)
 
     def forget(self, peer_id: PeerId) -> None:
         """Note that a peer does not have what it was brought."""
         self._kept.pop(peer_id, None)
 
-    async def _bring(self, link: PassLink, adapter: AdapterVersion, span: Span) -> None:
+    async def _bring(self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line) -> None:
         cut, peer_id = adapter.cut(span), link.peer.peer_id
         if cut is None:
             return
@@ -68,15 +81,23 @@ class AdapterCourier:
         # An older version may be gone back through still: it takes nothing away.
         replaces = name if number < adapter.number else NO_ADAPTER
         head, tensors = _make_head(adapter, span, replaces=replaces)
-        keep_seconds = await self._send(link, head, tensors)
+        keep_seconds = await self._send(link, head, tensors, way)
         kept.pop(replaces, None)
         kept[cut.name] = _Kept(keep_seconds, self._clock.now())
         if number <= adapter.number:
             self._newest[place] = adapter.number, cut.name
 
-    async def _send(self, link: PassLink, head: AdapterHead, tensors: bytes) -> float:
-        with self._line.carry(len(tensors)) as carrying_seconds:
-            return await link.bring(head, tensors, carrying_seconds)
+    async def _send(self, link: PassLink, head: AdapterHead, tensors: bytes, way: Line) -> float:
+        line = self._line
+        with line.carry(len(tensors)) as carrying_seconds:
+            carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
+            patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * carrying_seconds
+            try:
+                return await link.bring(head, tensors, carrying_seconds, patience_seconds)
+            except SilentError:
+                line.note_silence(len(tensors))
+                way.note_silence(len(tensors))
+                raise
 
 
 def _make_head(

@@ -147,7 +147,8 @@ class PassAsker:
         """
         if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
             async with self._links.lend(hop.peer, lambda: True) as link:
-                await self._courier.bring(link, [adapter], hop.span)
+                way = self._speeds.find_line(hop.peer.peer_id)
+                await self._courier.bring(link, [adapter], hop.span, way)
 
     async def publish(self, adapter: AdapterVersion, span: Span) -> int:
         """Give an adapter to everybody who serves some of the blocks; return how many keep it.
@@ -161,7 +162,8 @@ class PassAsker:
         for peer in peers:
             try:
                 async with self._links.lend(peer, lambda: True) as link:
-                    await self._courier.publish(link, adapter, span)
+                    way = self._speeds.find_line(peer.peer_id)
+                    await self._courier.publish(link, adapter, span, way)
                 num_kept += 1
             except (UnavailableError, RefusedError, RemoteProtocolError) as error:
                 failure = error
@@ -245,7 +247,7 @@ class PassAsker:
             # Others may have found out meanwhile that the peer is dead.
             is_wanted = partial(self._is_wanted, hop, trouble)
             async with self._links.lend(hop.peer, is_wanted) as link:
-                await self._courier.bring(link, list_adapters(texts.adapters), hop.span)
+                await self._courier.bring(link, list_adapters(texts.adapters), hop.span, way)
                 asked_at = self._clock.now()
                 with line.carry(num_bytes) as carrying_seconds:
                     carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))

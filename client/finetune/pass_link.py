@@ -134,12 +134,20 @@ class PassLink:
         self.used_at = self._clock.now()
         return PassAnswer(joined, way_seconds)
 
-    async def bring(self, head: AdapterHead, tensors: bytes, carrying_seconds: float) -> float:
+    async def bring(
+        self, head: AdapterHead, tensors: bytes, carrying_seconds: float, patience_seconds: float
+    ) -> float:
         """Give the peer an adapter to keep; return for how long it does so, if nobody uses it.
 
-        Raises what `ask` does.
+        Takes `patience_seconds` at most, all pieces together. Raises what `ask` does.
         """
-        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        try:
+            async with WakefulTimeout(patience_seconds):
+                return await self._bring(head, tensors, _SILENCE_SECONDS + carrying_seconds)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} takes too long for an adapter") from error
+
+    async def _bring(self, head: AdapterHead, tensors: bytes, timeout_seconds: float) -> float:
         await self._send(encode_frame(head), timeout_seconds)
         for piece in cut_adapter(head.upload_id, tensors):
             await self._send(encode_frame(piece), timeout_seconds)

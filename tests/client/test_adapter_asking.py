@@ -69,3 +69,18 @@ def test_room_that_never_comes_is_waited_for_no_longer_than_for_a_lost_peer() ->
         assert now() - began_at == pytest.approx(12.0, abs=1.0)
 
     run(test, config=replace(CONFIG, failover_timeout_seconds=12.0))
+
+
+def test_peer_that_reads_an_adapter_piece_by_piece_is_left_in_time() -> None:
+    async def test(scene: Scene) -> None:
+        slow = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
+        slow.piece_seconds = 3.0
+        await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1.0)
+        asker, began_at = make_asker(scene), now()
+        await asker.ask_forward(WHOLE, make_adapted_texts(2**22))
+        await asker.close()
+
+        assert len(slow.brought) == 1
+        assert 140.0 < now() - began_at < 160.0
+
+    run(test)

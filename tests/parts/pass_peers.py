@@ -57,6 +57,7 @@ class PassPeer:
     is_free: asyncio.Lock = field(default_factory=asyncio.Lock)
     has_room_at: float = 0.0
     forgets_adapters: bool = False
+    piece_seconds: float = 0.0
     brought: list[AdapterHead] = field(default_factory=list)
 
     async def serve(self, stream: Stream) -> None:
@@ -81,6 +82,7 @@ class PassPeer:
 
     async def _take_piece(self, stream: Stream, piece: AdapterPiece) -> None:
         head = self.brought[-1]
+        await asyncio.sleep(self.piece_seconds)
         if piece.offset + len(piece.data) < head.num_bytes:
             return
         if now() < self.has_room_at:
