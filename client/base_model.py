@@ -6,6 +6,7 @@ machines.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -40,6 +41,8 @@ from .remote_cache import RemoteCache
 from .transformer import DistributedTransformer
 
 # Shape suffixes: B rows, T tokens, H hidden size.
+
+_ADAPTER_IS_APART = "the active adapter is saved by its own save(folder)"
 
 
 class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
@@ -267,18 +270,22 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
     ) -> None:
         """Write what was trained, as safetensors and a description; `trained=` opens it again.
 
-        The model itself is not written: its blocks are not here. Raises UsageError where nothing
+        The model itself is not written: its blocks are not here. Nor is an adapter, which has its
+        own `save()`; a warning says so where one is in training. Raises UsageError where nothing
         is trained. Other arguments of transformers make no difference.
         """
         if options.get("push_to_hub"):
             raise UsageError("save what was trained to a folder, and upload that")
         state = self.state_dict() if state_dict is None else state_dict
+        has_adapter = self.has_adapter_in_training
         if not state:
             raise UsageError(
                 "the blocks of this model are on other machines, so it cannot be saved; the model "
-                f"directory it was opened from ({self.name_or_path!r}) is the model, and nothing "
-                "was trained on top of it"
+                f"directory it was opened from ({self.name_or_path!r}) is the model, and "
+                + (_ADAPTER_IS_APART if has_adapter else "nothing was trained on top of it")
             )
+        if has_adapter:
+            warnings.warn(f"saved without the adapter: {_ADAPTER_IS_APART}", stacklevel=2)
         if is_main_process:
             save_trained(save_directory, self.config, self._list_settings(), state)
 

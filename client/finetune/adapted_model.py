@@ -53,6 +53,18 @@ class AdaptedModel:
         self.set_adapter(adapter)
         return adapter
 
+    @property
+    def has_adapter_in_training(self) -> bool:
+        """Whether an adapter is active whose matrices get gradients."""
+        choice = self.active_adapter
+        listed = choice if isinstance(choice, list | tuple) else [choice]
+        return any(
+            matrix.requires_grad
+            for adapter in listed
+            if isinstance(adapter, LoraAdapter)
+            for matrix in adapter.parameters()
+        )
+
     def publish_adapter(self, adapter: LoraAdapter) -> str:
         """See `RemoteSequential.publish_adapter`."""
         return self.transformer.h.publish_adapter(adapter)

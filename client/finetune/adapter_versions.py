@@ -10,7 +10,9 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from ...protocol.errors import UsageError
 from ...protocol.ids import NO_ADAPTER, AdapterId, make_adapter_id
+from ...protocol.limits import MAX_ADAPTER_BYTES
 from ...protocol.lora_config import LoraConfig
 from ...protocol.messages import AdapterRows
 from ...protocol.spans import Span
@@ -53,7 +55,10 @@ class AdapterVersion:
     )
 
     def cut(self, span: Span) -> AdapterCut | None:
-        """Return what belongs to some blocks; None if nothing does."""
+        """Return what belongs to some blocks; None if nothing does.
+
+        Raises UsageError where that is more than a peer takes.
+        """
         if span not in self._cuts:
             self._cuts[span] = self._cut(span)
         return self._cuts[span]
@@ -65,6 +70,12 @@ class AdapterVersion:
         if not matrices:
             return None
         config, tensors = self.config.to_json(self.lineage), safetensors.torch.save(matrices)
+        if len(tensors) > MAX_ADAPTER_BYTES:
+            raise UsageError(
+                f"the adapter has {len(tensors) / 2**20:.1f} MiB in blocks {span}, and a peer "
+                f"takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: make one of a lower rank, or for "
+                "fewer target_modules"
+            )
         shapes = {name: matrix.shape for name, matrix in matrices.items()}
         return AdapterCut(make_adapter_id(config, tensors), config, tensors, shapes)
 
