@@ -39,10 +39,11 @@ def cut_adapters(message: Pass, kept: Mapping[AdapterId, Kept]) -> Adapters:
     return tuple(found.get(run.adapter) for run in message.adapters for _ in range(run.num_rows))
 
 
-def check_adapters(message: Pass, adapters: Adapters, width: int) -> int:
+def check_adapters(message: Pass, adapters: Adapters, width: int, most_bytes: int) -> int:
     """Return the bytes that a pass needs for its adapters.
 
-    Raises RefusedError when their gradients do not fill as many vectors as the client expects.
+    Raises RefusedError when their gradients do not fill as many vectors as the client expects, or
+    take more than `most_bytes`, however few texts there are.
     """
     if not message.adapter_vectors:
         return 0
@@ -52,6 +53,12 @@ def check_adapters(message: Pass, adapters: Adapters, width: int) -> int:
             ErrorCode.BAD_VALUES,
             f"the gradients of these adapters are {num_numbers} numbers for blocks {message.span}, "
             f"which do not fill {message.adapter_vectors} vectors of {width}",
+        )
+    if num_numbers * _FLOAT_BYTES > most_bytes:
+        raise RefusedError(
+            ErrorCode.NO_ROOM_FOR_ADAPTER,
+            f"gradients of {num_numbers * _FLOAT_BYTES} bytes for adapters are more than the "
+            f"{most_bytes} that this peer has memory for; train a smaller rank or fewer modules",
         )
     return 2 * num_numbers * _FLOAT_BYTES  # copies of the matrices, and their gradients
 

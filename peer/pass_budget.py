@@ -36,14 +36,27 @@ class PassBudget:
         return min(self.tensor_bytes // 4, _MOST_TENSOR_BYTES)
 
     @property
+    def max_gradient_bytes(self) -> int:
+        """For the gradients of the adapters of one pass, which no microbatch makes smaller.
+
+        With them one client still has no more than its share of all tensors.
+        """
+        return self.max_tensor_bytes
+
+    @property
     def kept_bytes(self) -> int:
         """For what went into the blocks of passes that were answered, until somebody goes back."""
         return self.num_bytes // 8
 
     @property
+    def work_bytes(self) -> int:
+        """For what computing takes: a pass with its adapters, and its guests."""
+        return self.num_bytes - self.tensor_bytes - self.kept_bytes
+
+    @property
     def max_work_bytes(self) -> int:
-        """For what computing one pass takes; its guests take as much again, at most."""
-        return (self.num_bytes - self.tensor_bytes - self.kept_bytes) // 2
+        """For what computing one pass takes without adapters, so that guests find room."""
+        return self.work_bytes // 2
 
 
 def choose_pass_bytes(free_bytes: int) -> int:

@@ -58,6 +58,7 @@ class _Asked:
     holder: Holder
     reader: PiecesReader
     num_bytes: int
+    work_bytes: int
     adapters: Adapters
     kept: Collection[Kept]
     job: PassJob | None = None
@@ -137,10 +138,10 @@ class PassDesk:
             self._compute(asked)
 
     def _admit(self, message: Pass, holder: Holder) -> _Asked:
-        service, engine, budget = self._service, self._service.engine, self._service.pass_budget
+        service, engine = self._service, self._service.engine
         if service.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
-        if not budget.num_bytes:
+        if not service.pass_budget.num_bytes:
             raise RefusedError(ErrorCode.OUT_OF_MEMORY, "this peer has no memory for training")
         if message.model_id != service.facts.model_id:
             raise RefusedError(ErrorCode.WRONG_MODEL, "this peer serves another model")
@@ -155,32 +156,40 @@ class PassDesk:
             )
         kept = find_kept(message, service.adapters, holder)
         adapters = cut_adapters(message, kept)
-        width = engine.spec.hidden_size
-        num_adapter_bytes = check_adapters(message, adapters, width)
-        slots = list_question_slots(message)
-        num_vectors = sum(slots.values()) + sum(list_answer_slots(message).values())
-        num_bytes = num_vectors * width * _FLOAT_BYTES
-        needed_bytes = engine.estimate_pass_bytes(
-            len(message.span),
-            message.num_rows,
-            message.num_tokens,
-            is_backward=message.kind is PassKind.BACKWARD,
-        )
-        needed_bytes += num_adapter_bytes
-        has_room = num_bytes <= budget.max_tensor_bytes and needed_bytes <= budget.max_work_bytes
-        if not has_room or needed_bytes > service.read_free_bytes():
-            raise RefusedError(
-                ErrorCode.OUT_OF_MEMORY,
-                f"a pass of {message.num_rows} x {message.num_tokens} tokens is more than this "
-                "peer has memory for; send smaller microbatches",
-            )
+        num_bytes, work_bytes = self._measure(message, adapters)
         service.passes.check_room_for(holder, num_bytes)
         service.passes.count(holder, num_bytes)
         service.num_passes += 1
         for one in kept.values():
             service.adapters.use(one)
-        reader = PiecesReader(slots, width)
-        return _Asked(message, holder, reader, num_bytes, adapters, kept.values())
+        reader = PiecesReader(list_question_slots(message), engine.spec.hidden_size)
+        return _Asked(message, holder, reader, num_bytes, work_bytes, adapters, kept.values())
+
+    def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
+        """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
+        engine, budget = self._service.engine, self._service.pass_budget
+        vector_bytes = engine.spec.hidden_size * _FLOAT_BYTES
+        adapter_bytes = check_adapters(
+            message, adapters, engine.spec.hidden_size, budget.max_gradient_bytes
+        )
+        slots = *list_question_slots(message).values(), *list_answer_slots(message).values()
+        num_bytes = sum(slots) * vector_bytes
+        text_bytes = num_bytes - message.adapter_vectors * vector_bytes
+        work_bytes = engine.estimate_pass_bytes(
+            len(message.span),
+            message.num_rows,
+            message.num_tokens,
+            is_backward=message.kind is PassKind.BACKWARD,
+        )
+        has_room = text_bytes <= budget.max_tensor_bytes and work_bytes <= budget.max_work_bytes
+        work_bytes += adapter_bytes
+        if not has_room or work_bytes > self._service.read_free_bytes():
+            raise RefusedError(
+                ErrorCode.OUT_OF_MEMORY,
+                f"a pass of {message.num_rows} x {message.num_tokens} tokens is more than this "
+                "peer has memory for; send smaller microbatches",
+            )
+        return num_bytes, work_bytes
 
     def _refuse(self, pass_id: PassId, error: RefusedError) -> None:
         self._refused = pass_id  # whose pieces are on their way already
@@ -196,7 +205,8 @@ class PassDesk:
         message = asked.message
         run = partial(run_pass, self._service.engine, message, asked.reader.tensors, asked.adapters)
         cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
-        asked.job = self._service.compute.submit_pass(run, cost, asked.holder)
+        compute = self._service.compute
+        asked.job = compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
         asked.job.future.add_done_callback(partial(self._answer, asked))
         self._stop_timer()
         self._give_sign()

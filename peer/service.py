@@ -76,6 +76,7 @@ class Service:
     def __post_init__(self) -> None:
         self.pass_budget = PassBudget(self.facts.pass_bytes)
         self.engine.keep_pass_inputs(self.pass_budget.kept_bytes)
+        self.compute.limit_passes(self.pass_budget.work_bytes)
         self.passes = SharedBytes(self.pass_budget.tensor_bytes, times_free=3)
         self.admission = Admission(self)
         self.adapters = AdapterShelf(self.clock)

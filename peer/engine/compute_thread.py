@@ -111,15 +111,24 @@ class ComputeThread:
         self._enqueue(self._jobs.append, job)
         return future
 
+    def limit_passes(self, num_bytes: int) -> None:
+        """Let no more guests into a pass than find room with it in so much memory."""
+        self._passes.max_bytes = num_bytes
+
     def submit_pass(
-        self, run: Callable[[GiveWay], Any], cost: int, holder: tuple[str, str] = ("", "")
+        self,
+        run: Callable[[GiveWay], Any],
+        cost: int,
+        holder: tuple[str, str] = ("", ""),
+        num_bytes: int = 0,
     ) -> PassJob:
         """Queue a pass: `run` computes it, and calls what it is given every few milliseconds.
 
         Passes are for the time in which no step waits, and for a part of the other.
         """
         loop = self._loop
-        job = PassJob(run, cost, holder, loop.create_future(), loop.create_future(), self._now())
+        future, released = loop.create_future(), loop.create_future()
+        job = PassJob(run, cost, holder, future, released, self._now(), num_bytes)
         self._enqueue(self._passes.append, job)
         return job
 

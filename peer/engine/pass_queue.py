@@ -15,7 +15,7 @@ _logger = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
 """Passes that are begun and not over. Each costs half as much as the one before it, at most: so
-all of them together take about the memory of two like the first."""
+all of them together take about the time of two like the first. Of memory that says nothing."""
 
 _SMOOTHING = 0.3
 
@@ -65,16 +65,20 @@ class PassJob:
     released: asyncio.Future[None]
     """Done when nothing on the thread holds on to it, however it ended."""
     submitted_at: float
+    num_bytes: int = 0
+    """The most memory that computing it takes."""
 
 
 class PassQueue:
     """Runs passes one after the other, and lets others compute in between.
 
     Holders take turns like those of sessions. A long pass does not hold up the short ones of other
-    holders: they are guests in its middle, up to half as long as it.
+    holders: they are guests in its middle, up to half as long as it, if their memory
+    and its own are no more than `max_bytes`.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
+        self.max_bytes = 0
         self._now = now
         self._jobs: list[PassJob] = []
         self._turns: list[_Turn] = []  # each but the first is a guest of the one before
@@ -130,6 +134,9 @@ class PassQueue:
         if not self._turns:
             return True
         is_short = 2 * job.cost <= self._turns[-1].job.cost and len(self._turns) < _MOST_AT_ONCE
+        num_bytes = job.num_bytes + sum(turn.job.num_bytes for turn in self._turns)
+        if num_bytes > self.max_bytes:
+            return False
         return is_short and all(job.holder != turn.job.holder for turn in self._turns)
 
     def run(self, job: PassJob, let_in: LetIn) -> ComputedPass | ShoalError | None:

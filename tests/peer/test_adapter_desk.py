@@ -18,7 +18,7 @@ from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 from torch import Tensor
 
-from shoal.peer import adapter_shelf
+from shoal.peer import adapter_shelf, pass_budget
 from shoal.peer.adapter_shelf import KEEP_SECONDS
 from shoal.peer.engine.adapters import Adapter
 from shoal.peer.engine.engine import Engine
@@ -179,6 +179,28 @@ def test_gradients_of_another_size_are_not_computed(engine: Engine, vectors: int
         asked = make_pass(kind=PassKind.BACKWARD, adapters=rows, adapter_vectors=vectors)
         (answer,) = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
         assert "do not fill" in assert_declined(answer, ErrorCode.BAD_VALUES).detail
+
+    run(engine, test)
+
+
+def test_gradients_of_adapters_have_a_budget_of_their_own(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No microbatch makes them smaller: the texts may take as much as without an adapter."""
+    text_bytes, num_bytes = 3 * ROWS * TOKENS * HIDDEN * 4, 4 * RANK * HIDDEN * 4
+
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        rows = (AdapterRows(await keep(talk, pack()), ROWS),)
+        asked = make_pass(kind=PassKind.BACKWARD, adapters=rows, adapter_vectors=4 * RANK)
+        monkeypatch.setattr(pass_budget, "_MOST_TENSOR_BYTES", num_bytes - 1)
+        (answer,) = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
+        refusal = assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
+        assert refusal.retry_after_seconds is None
+
+        monkeypatch.setattr(pass_budget, "_MOST_TENSOR_BYTES", max(text_bytes, num_bytes))
+        asked = replace(asked, pass_id=make_pass(2).pass_id)
+        assert isinstance((await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS))[-1], Passed)
 
     run(engine, test)
 

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -204,6 +205,38 @@ def test_cancelled_pass_is_never_begun() -> None:
         assert len(queue) == 0
 
     with_loop(test)
+
+
+@pytest.mark.parametrize(("max_bytes", "num_guests"), [(9, 0), (10, 1), (14, 1), (15, 2)])
+def test_guests_find_room_in_the_memory_that_is_left(max_bytes: int, num_guests: int) -> None:
+    """A pass that is computed faster may need more memory: forward, with many tokens."""
+    begun: list[str] = []
+
+    def test() -> None:
+        queue = PassQueue(float)
+        queue.max_bytes = max_bytes
+
+        def let_in(kinds: Collection[Guest]) -> Guest | None:
+            job = queue.choose()
+            if job is None:
+                return None
+            begun.append(job.holder[0])
+            queue.run(job, let_in)
+            return Guest.PASS
+
+        def compute(give_way: GiveWay) -> None:
+            give_way()
+
+        host, *guests = [
+            replace(make_job(compute, name, cost), num_bytes=5)
+            for name, cost in (("host", 100), ("guest", 10), ("its guest", 1))
+        ]
+        for guest in guests:
+            queue.append(guest)
+        queue.run(host, let_in)
+
+    with_loop(test)
+    assert len(begun) == num_guests
 
 
 # ---- on the thread
