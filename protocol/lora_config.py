@@ -87,4 +87,7 @@ def parse_lora_config(data: bytes) -> tuple[LoraConfig, dict[str, Any]]:
         raise ValueError(f"its rank r must be a number from 1 to {MAX_RANK}, not {rank!r:.60}")
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= 1e6:
         raise ValueError(f"lora_alpha must be a number, not {alpha!r:.60}")
-    return LoraConfig(rank, alpha, bool(fields.get("use_rslora"))), fields
+    uses_root = fields.get("use_rslora") or False
+    if not isinstance(uses_root, bool):
+        raise ValueError(f"use_rslora must be true or false, not {uses_root!r:.60}")
+    return LoraConfig(rank, alpha, uses_root), fields

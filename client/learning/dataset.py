@@ -109,13 +109,15 @@ def make_dataset(
 
 def encode_text(text: TrainingText, tokenizer: Any) -> Example:
     """Return the tokens of a text, with the end of a text behind it where the model knows one."""
+    end = tokenizer.eos_token_id
     prompt_ids: list[int] = tokenizer(text.prompt).input_ids if text.prompt else []
+    if end is not None and prompt_ids[-1:] == [end]:
+        prompt_ids = prompt_ids[:-1]  # some tokenizers end every text, and this one goes on
     ids: list[int] = tokenizer(text.prompt + text.completion).input_ids
     if prompt_ids and ids[: len(prompt_ids)] != prompt_ids:
         # Where a word goes on over the border, the prompt keeps the tokens that it has alone:
         # with those the model will be asked.
         ids = prompt_ids + tokenizer(text.completion, add_special_tokens=False).input_ids
-    end = tokenizer.eos_token_id
     if end is not None and ids[-1:] != [end]:
         ids = [*ids, end]
     return Example(array("i", ids), len(prompt_ids))

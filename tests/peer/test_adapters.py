@@ -87,6 +87,7 @@ def test_scale_is_that_of_peft(tiny_models, changes: dict, scale: float) -> None
         ({**CONFIG, "r": 8}, r"lora_A.weight has shape \(4, 64\), this model needs \(8, 64\)"),
         ({**CONFIG, "lora_alpha": None}, "lora_alpha must be a number"),
         ({**CONFIG, "lora_alpha": float("nan")}, "lora_alpha must be a number"),
+        ({**CONFIG, "use_rslora": "false"}, "use_rslora must be true or false, not 'false'"),
         ({**CONFIG, "use_dora": True}, "use_dora = True is not supported"),
         ({**CONFIG, "init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported"),
         ({**CONFIG, "alora_invocation_tokens": [3]}, "alora_invocation_tokens = .* not supported"),

@@ -15,7 +15,7 @@ from shoal.client.learning.batches import (
     cut_into_batches,
     make_batch,
 )
-from shoal.client.learning.dataset import Dataset, make_dataset
+from shoal.client.learning.dataset import Dataset, encode_text, make_dataset
 from shoal.client.learning.text_files import TrainingText
 from shoal.protocol.errors import UsageError
 
@@ -25,6 +25,20 @@ STORIES = Path(__file__).resolve().parents[3] / "models" / "shoal-stories"
 @pytest.fixture(scope="module")
 def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(STORIES)
+
+
+class EndingTokenizer:
+    """Puts the end behind every text, as some do."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.eos_token_id = tokenizer.eos_token_id
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        found = self._tokenizer(text, add_special_tokens=add_special_tokens)
+        if add_special_tokens:
+            found["input_ids"].append(self.eos_token_id)
+        return found
 
 
 def make_texts(count: int) -> list[TrainingText]:
@@ -64,6 +78,18 @@ def test_prompts_keep_the_tokens_that_they_have_alone(tokenizer: Any) -> None:
     assert list(example.token_ids[: len(prompt_ids)]) == prompt_ids
     assert example.num_prompt_tokens == len(prompt_ids)
     assert tokenizer("a girl was").input_ids[: len(prompt_ids)] != prompt_ids
+
+
+def test_end_that_a_tokenizer_puts_behind_every_text_stands_behind_the_whole(
+    tokenizer: Any,
+) -> None:
+    text = TrainingText("d:1", "l was", "a gir")
+
+    example = encode_text(text, EndingTokenizer(tokenizer))
+
+    assert list(example.token_ids).count(tokenizer.eos_token_id) == 1
+    assert example.token_ids[-1] == tokenizer.eos_token_id
+    assert example == encode_text(text, tokenizer)
 
 
 def test_texts_that_are_too_long_are_cut_and_counted(tokenizer: Any) -> None:
