@@ -43,6 +43,16 @@ class NoEngine:
     def __init__(self, span: Span) -> None:
         self.span = span
 
+    def keep_pass_inputs(self, num_bytes: int) -> None:
+        """Keep nothing: there are no passes."""
+
+
+class NoComputeThread:
+    """Enough of one for streams without sessions."""
+
+    def limit_passes(self, num_bytes: int) -> None:
+        """Limit nothing: there are no passes."""
+
 
 @dataclass
 class Pusher:
@@ -79,7 +89,7 @@ class PublicPeer:
         """Serve a span from now on."""
         facts = ServiceFacts(self.identity.peer_id, MODEL_ID, 8, 600.0)
         engine: Any = NoEngine(span)
-        compute: Any = None
+        compute: Any = NoComputeThread()
         service = Service(facts, engine, compute, VirtualClock(), self.neighbours)
         self.door.open(service)
         return service

@@ -76,6 +76,7 @@ class IdleCompute:
     """Calls at once what is to be called on the compute thread."""
 
     queue_seconds = 0.0
+    pass_queue_seconds = 0.0
 
     async def call(self, function: Callable[[], Any]) -> Any:
         return function()
@@ -355,6 +356,7 @@ def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> No
         for other in world.peers[:2]:
             await other.kill()
         while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
+            assert not peer.running.done()
             await asyncio.sleep(0.1)
 
         await peer.door.serve(stream)
@@ -395,6 +397,7 @@ def test_move_outlasts_a_directory_in_trouble() -> None:
         for other in world.peers[:2]:
             await other.kill()
         while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
+            assert not peer.running.done()
             await asyncio.sleep(0.1)
 
         peer.directory.is_broken = True
