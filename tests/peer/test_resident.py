@@ -355,7 +355,7 @@ def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> No
         stream: Any = SimpleNamespace(wait_over=asyncio.Event().wait)
         for other in world.peers[:2]:
             await other.kill()
-        while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
+        while not peer.num_moves:
             assert not peer.running.done()
             await asyncio.sleep(0.1)
 
@@ -396,7 +396,7 @@ def test_move_outlasts_a_directory_in_trouble() -> None:
         await asyncio.sleep(PERIOD_SECONDS)
         for other in world.peers[:2]:
             await other.kill()
-        while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
+        while not peer.num_moves:
             assert not peer.running.done()
             await asyncio.sleep(0.1)
 
