@@ -154,7 +154,12 @@ def story_swarm() -> Iterator[LocalSwarm]:
 @pytest.mark.network
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("method", "rate"), [("ptune", "0.1"), ("deep_ptune", "0.1"), ("lora", "0.01")]
+    ("method", "rate"),
+    [
+        pytest.param("ptune", "0.1", marks=pytest.mark.thorough),
+        ("deep_ptune", "0.1"),
+        pytest.param("lora", "0.01", marks=pytest.mark.thorough),  # see test_finetune_for_peft.py
+    ],
 )
 def test_run_learns_and_its_result_generates(
     story_swarm: LocalSwarm,
@@ -243,6 +248,7 @@ def test_interrupted_run_goes_on_where_it_stopped(
 
 @pytest.mark.network
 @pytest.mark.slow
+@pytest.mark.thorough
 def test_run_that_loses_its_last_peer_keeps_what_it_learned(
     byte_model: Path, data: Path, tmp_path: Path
 ) -> None:

@@ -24,12 +24,12 @@ DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
 @pytest.mark.parametrize(
     ("module", "command"),
     [
-        ("shoal.cli.main", SERVE),
+        pytest.param("shoal.cli.main", SERVE, marks=pytest.mark.thorough),
         ("shoal.cli.serve", SERVE),
         pytest.param("torch.nn.functional", SERVE, marks=pytest.mark.thorough),
         ("hivemind.proto.runtime_pb2", SERVE),
         pytest.param("shoal.peer.peer", SERVE, marks=pytest.mark.thorough),
-        ("torch._C", GENERATE),
+        pytest.param("torch._C", GENERATE, marks=pytest.mark.thorough),
         ("transformers", GENERATE),
         pytest.param("transformers.models.llama", GENERATE, marks=pytest.mark.thorough),
         ("transformers.tokenization_utils_tokenizers", GENERATE),
