@@ -134,11 +134,11 @@ def _compare(
         Figure(f"{num_hops} hops, chain, computing", 1000 * chain.compute, "ms"),
         Figure(f"{num_hops} hops, chain, waiting to be computed", 1000 * chain.queue, "ms"),
         Figure(
-            f"{num_hops} hops, chain, to its ways and computing", chain.step / chain_bound, "x",
-            at_most(1.1),
+            f"{num_hops} hops, chain, to its ways and computing", chain.step / chain_bound, "x"
         ),
         Figure(
-            f"{num_hops} hops, chain, to mere delays and computing", chain.step / bare_bound, "x"
+            f"{num_hops} hops, chain, to mere delays and computing", chain.step / bare_bound, "x",
+            at_most(1.1),
         ),
         Figure(f"{num_hops} hops, chain, the rest for each hop", 1000 * rest / num_hops, "ms"),
         Figure(f"{num_hops} hops, chain to star", chain.step / star.step, "x"),
