@@ -36,7 +36,7 @@ from .loader import HostedBlock, ReportProgress, load_span
 from .numerics import Numerics
 from .passes import GiveWay, Gradients, Passes, PassWork
 from .rows import RowRange, Segments
-from .scheduler import PART_TOKENS, SHORT_PART_TOKENS
+from .scheduler import PART_TOKENS, SHORT_PART_TOKENS, count_part_tokens
 from .spec import ModelShape, ModelSpec
 from .step_prompts import PromptedSegment, add_prompts, find_prompts
 from .steps import AcceptedStep, StepWork, adapt, cut_stretches, lay_out
@@ -73,6 +73,7 @@ class Engine:
         self._blocks = blocks
         self._device = numerics.device
         self._graphs = _make_graphs(blocks, numerics.device)
+        self._is_exact = numerics.weights is WeightFormat.FP32
         can_cut = all(block.is_cut_anywhere for block in blocks)
         self.part_tokens = SHORT_PART_TOKENS if can_cut else PART_TOKENS
         self._rotary = rotary
@@ -235,7 +236,13 @@ class Engine:
                 # Without its frames, which hold the batch: they hold these results, too.
                 results[index] = copy(refusal)
         # Steps of one precision lie side by side, so that each linear runs once for each.
-        return sorted(steps, key=lambda step: step.precision is RowPrecision.ONE_DIGIT)
+        return sorted(
+            steps,
+            key=lambda step: (
+                step.piece_tokens is not None,
+                step.precision is RowPrecision.ONE_DIGIT,
+            ),
+        )
 
     def _prepare(self, index: int, work: StepWork) -> AcceptedStep:
         self._check(work)
@@ -247,7 +254,18 @@ class Engine:
         # Not by the number of rows: that depends on how a prompt was cut into steps.
         precision = RowPrecision.TWO_DIGITS if work.decoded else RowPrecision.ONE_DIGIT
         rotations = tuple(table.rows(work.position, num_tokens) for table in self._rotary)
-        return AcceptedStep(index, work, precision, rotations, hidden_NH)
+        pieces = self._choose_piece_tokens(work)
+        return AcceptedStep(index, work, precision, rotations, hidden_NH, pieces)
+
+    def _choose_piece_tokens(self, work: StepWork) -> int | None:
+        """Return how many tokens linears take at once where more would change a result.
+
+        Float32 linears round the last digit by how many rows they multiply. In a cache of integers
+        that may tip one, and then a session's words would depend on who computes beside it.
+        """
+        if not self._is_exact or not work.cache.keeps_integers:
+            return None
+        return 1 if work.decoded else count_part_tokens(work.num_rows, self.part_tokens)
 
     def _check(self, work: StepWork) -> None:
         if work.span != work.cache.span:
@@ -281,7 +299,8 @@ class Engine:
             segments = Segments(placed, self._rotary)
             prompts = find_prompts(active, placed, stretch)
             is_adapted = any(step.work.adapter is not None for step in active)
-            graphs = None if is_adapted or prompts else self._graphs
+            has_pieces = any(step.piece_tokens is not None for step in active)
+            graphs = None if is_adapted or has_pieces or prompts else self._graphs
             if graphs is not None and stretch == self.span and graphs.can_run(segments):
                 if before_block is not None:
                     before_block()

@@ -67,6 +67,11 @@ class SessionCache:
         return f"<SessionCache {self.span} x {self.num_rows} rows, {state}>"
 
     @property
+    def keeps_integers(self) -> bool:
+        """Whether keys and values are rounded to integers."""
+        return self._layout.dtype is torch.int8
+
+    @property
     def committed_bytes(self) -> int:
         """Bytes that this lease has taken from the budget."""
         return self._num_pages * self._page_bytes

@@ -75,13 +75,18 @@ class StepWork:
 
 @dataclass(slots=True)
 class AcceptedStep:
-    """A step that was accepted, with its hidden states as they move through the blocks."""
+    """A step that was accepted, with its hidden states as they move through the blocks.
+
+    Linears take `piece_tokens` tokens of one row at a time, where that makes a difference to the
+    result; None: all of them, together with those of others.
+    """
 
     index: int
     work: StepWork
     precision: RowPrecision
     rotations: tuple[Rotation, ...]
     hidden_NH: torch.Tensor
+    piece_tokens: int | None = None
 
 
 def cut_stretches(steps: Sequence[AcceptedStep]) -> Iterator[tuple[Span, list[AcceptedStep]]]:
@@ -102,9 +107,13 @@ def cut_stretches(steps: Sequence[AcceptedStep]) -> Iterator[tuple[Span, list[Ac
 
 
 def lay_out(steps: Sequence[AcceptedStep]) -> tuple[list[Segment], list[RowRange]]:
-    """Place the steps' rows one after the other; ranges of one precision are merged."""
+    """Place the steps' rows one after the other; ranges of one precision are merged.
+
+    Not those of steps that have pieces: each of these is a range.
+    """
     segments: list[Segment] = []
     ranges: list[RowRange] = []
+    may_grow = False
     start = 0
     for step in steps:
         num_rows, num_tokens, _ = step.work.hidden_BTH.shape
@@ -121,10 +130,20 @@ def lay_out(steps: Sequence[AcceptedStep]) -> tuple[list[Segment], list[RowRange
                 rotations=step.rotations,
             )
         )
-        if ranges and ranges[-1].precision is step.precision:
+        if step.piece_tokens is not None:
+            ranges += [
+                RowRange(
+                    row + first, row + min(first + step.piece_tokens, num_tokens), step.precision
+                )
+                for row in range(start, stop, num_tokens)
+                for first in range(0, num_tokens, step.piece_tokens)
+            ]
+            may_grow = False
+        elif may_grow and ranges[-1].precision is step.precision:
             ranges[-1] = replace(ranges[-1], stop=stop)
         else:
             ranges.append(RowRange(start, stop, step.precision))
+            may_grow = True
         start = stop
     return segments, ranges
 
@@ -149,9 +168,15 @@ def adapt(
         replace(
             part,
             adapters=tuple(
-                AdaptedRows(slice(segment.start - part.start, segment.stop - part.start), parts)
+                AdaptedRows(
+                    slice(
+                        max(segment.start, part.start) - part.start,
+                        min(segment.stop, part.stop) - part.start,
+                    ),
+                    parts,
+                )
                 for segment, parts in adapted
-                if part.start <= segment.start < part.stop
+                if segment.start < part.stop and part.start < segment.stop
             ),
         )
         for part in ranges
