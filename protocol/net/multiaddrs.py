@@ -7,6 +7,7 @@ import ipaddress
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from ..announcements import Announcement
 from ..errors import DirectoryError, RemoteProtocolError, UsageError
@@ -170,10 +171,23 @@ def replace_host(addresses: Sequence[str], host: str | None) -> list[str]:
     return sorted(f"/{form}/{host}/{end}" for end in rest)
 
 
+def find_relay_address(peer: Announcement) -> PeerAddress | None:
+    """Return where a peer can be joined that says that it is a relay for others.
+
+    None also where it says what is no address, such as 300.1.1.1: strangers name their hosts.
+    """
+    if (relay := peer.as_relay) is None:
+        return None
+    try:
+        return PeerAddress.parse(str(relay))
+    except UsageError:
+        return None
+
+
 def list_relay_addresses(announcements: Iterable[Announcement]) -> list[PeerAddress]:
     """Return where some of those peers can be joined who say that they are relays for others."""
-    relays = (peer.as_relay for peer in announcements)
-    return [PeerAddress.parse(str(relay)) for relay in relays if relay is not None][:_MAX_RELAYS]
+    found = (address for peer in announcements if (address := find_relay_address(peer)))
+    return list(islice(found, _MAX_RELAYS))
 
 
 async def find_listening(
@@ -200,7 +214,7 @@ async def _is_listening(address: PeerAddress, timeout_seconds: float) -> bool:
     try:
         async with asyncio.timeout(timeout_seconds):
             _, writer = await asyncio.open_connection(address.host, address.tcp_port)
-    except (OSError, TimeoutError):
+    except (OSError, TimeoutError, UnicodeError):  # the last one for a name that cannot be
         return False
     writer.close()
     return True
