@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import re
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
-from ..announcements import Announcement
+from ..announcements import Announcement, PeerState
 from ..endpoints import Endpoint, Relay
 from ..errors import DirectoryError, LocalProtocolError, RemoteProtocolError, UsageError
 from ..identity import Identity
@@ -218,7 +219,9 @@ class HivemindDirectory:
             raise DirectoryError("no replica of the directory took our announcement")
         if self.membership.is_private:
             await self._hand_on_revocations()
-        await self._neighbourhood.look_for_lost()
+        if announcement.state is not PeerState.OFFLINE:
+            announced = self._gate.list_current(announcement.model_id)
+            await self._neighbourhood.look_for_lost(announced, self._gate.wall())
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
         """See Directory.lookup."""
@@ -232,7 +235,8 @@ class HivemindDirectory:
             if self._is_reader:
                 raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
         found = self._gate.list_current(model_id)
-        self._relay_addresses = list_relay_addresses(found) or self._relay_addresses
+        drawn = random.sample(found, len(found))  # else made-up peers could be the first ones
+        self._relay_addresses = list_relay_addresses(drawn) or self._relay_addresses
         return found
 
     async def revoke(self, peer_ids: Collection[PeerId]) -> Revocations:

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,9 @@ from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
 from shoal.protocol.membership import Membership
 from shoal.protocol.net import p2p_daemon
 from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.multiaddrs import split_multiaddr
 from shoal.protocol.net.record_exchange import QUESTION, Entry, encode_answer
+from shoal.protocol.spans import Span
 
 pytestmark = pytest.mark.network
 
@@ -229,9 +231,52 @@ def test_swarm_stays_whole_when_the_peer_that_began_it_begins_it_again() -> None
     asyncio.run(main())
 
 
-async def announce_all(directories: Mapping[int, HivemindDirectory]) -> None:
+def test_split_swarm_becomes_one_again_without_those_it_was_joined_through() -> None:
+    """Each part has forgotten the other, and the peer that both had joined through is gone."""
+
+    async def main() -> None:
+        first = await HivemindDirectory.join([], identity=identity_of(1), clock=CLOCK)
+        others = {
+            number: await HivemindDirectory.join(
+                first.addresses, identity=identity_of(number), clock=CLOCK
+            )
+            for number in (2, 3, 4, 5)
+        }
+        for _ in range(2):
+            await announce_all(others)
+        await first.close()
+        await announce_all(others)
+
+        for number, directory in others.items():
+            away = {identity_of(other).peer_id for other in others if (number < 4) != (other < 4)}
+            forget(directory, away)
+        async with asyncio.timeout(60):
+            while any([await find_spans(one) != {Span(4, 8)} for one in others.values()]):
+                await announce_all(others, span=Span(4, 8))
+
+        for directory in others.values():
+            await directory.close()
+
+    asyncio.run(main())
+
+
+def forget(directory: HivemindDirectory, peer_ids: Collection[str]) -> None:
+    """Let a node do what it does when neighbours do not answer."""
+    table = directory._node.protocol.routing_table
+    known = {str(peer_id): node_id for node_id, peer_id in table.uid_to_peer_id.items()}
+    for peer_id in known.keys() & set(peer_ids):
+        del table[known[peer_id]]
+
+
+async def find_spans(directory: HivemindDirectory) -> set[Span]:
+    return {announcement.span for announcement in await directory.lookup(MODEL)}
+
+
+async def announce_all(directories: Mapping[int, HivemindDirectory], **changes: Any) -> None:
     for number, directory in directories.items():
-        await directory.announce(sign(make_announcement(number), number))
+        _, relay_port = split_multiaddr(directory.addresses[0])
+        announcement = make_announcement(number, relay_port=relay_port, **changes)
+        await directory.announce(sign(announcement, number))
 
 
 async def find_ids(directory: HivemindDirectory) -> set[str]:
