@@ -175,14 +175,9 @@ class Diagnosis:
                 "address", Status.BROKEN, f"{name} does not answer within {DIAL_SECONDS:g} s",
                 "check the address and that a firewall lets the port through",
             )  # fmt: skip
-        except OSError as error:
-            if isinstance(error, socket.gaierror):
-                fix = "check how the name is written, and that it can be looked up on this machine"
-            else:
-                fix = "check that this peer still runs and that the address is the one it "
-                fix += "printed last"
-            detail = f"{name} cannot be reached: {_explain_os_error(error)}"
-            return Finding("address", Status.BROKEN, detail, fix)
+        except (OSError, UnicodeError) as error:
+            detail = f"{name} cannot be reached: {_explain_failed_dial(error)}"
+            return Finding("address", Status.BROKEN, detail, _advise_dialling(address, error))
         seconds = self.probes.clock.now() - started_at
         return await self._hail(name, address.host, port) or Finding(
             "address", Status.OK, f"{name} accepts connections, {_show(seconds)}"
@@ -200,7 +195,7 @@ class Diagnosis:
                 "helps, start the peer again",
             )  # fmt: skip
         except OSError as error:
-            answer = _explain_os_error(error).encode()
+            answer = _explain_failed_dial(error).encode()
         if answer.startswith(LIBP2P_GREETING):
             return None
         return Finding(
@@ -372,10 +367,22 @@ class Diagnosis:
         return ", with a code that may serve, from the owner of the swarm: yours may only use it"
 
 
-def _explain_os_error(error: OSError) -> str:
+def _advise_dialling(address: PeerAddress, error: OSError | UnicodeError) -> str:
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return "check how the name is written, and that it can be looked up on this machine"
+    advice = "check that this peer still runs and that the address is the one it printed last"
+    if address.is_loopback:
+        return advice
+    return (
+        f"{advice}; if so, a firewall or router there shuts TCP port {address.tcp_port}: let it "
+        "through, or forward it to that machine (--directory-port keeps it the same)"
+    )
+
+
+def _explain_failed_dial(error: OSError | UnicodeError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens on that port"
-    if isinstance(error, socket.gaierror):
+    if isinstance(error, socket.gaierror | UnicodeError):
         return f"the name of this host is unknown here ({explain(error)})"
     return _NUMBER.sub("", " ".join(explain(error).split()))
 

@@ -55,7 +55,8 @@ class Fault(StrEnum):
 
 FIXES = {
     Fault.CLOSED_PORT: "the peer's process has ended: start it again, or wait until its "
-    "announcement expires",
+    "announcement expires; if it runs, a firewall or router there shuts its port: let it through "
+    "(--listen HOST:PORT keeps it the same)",
     Fault.UNREACHABLE: "check the network between here and there, and that the peer announces an "
     "address that you can reach (--announce-host)",
     Fault.SILENT: "its process is paused (resume it: kill -CONT) or overloaded; on another "

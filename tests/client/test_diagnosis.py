@@ -179,6 +179,31 @@ def test_unknown_name_is_told_from_a_closed_port_and_without_numbers() -> None:
     assert "how the name is written" in finding.fix
 
 
+def test_name_that_cannot_be_is_told_like_an_unknown_one() -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.dial_error = UnicodeError("label empty or too long")
+
+    finding = find(examine(build), "address")
+
+    assert "the name of this host is unknown here" in finding.detail
+    assert "how the name is written" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("address", "is_named"), [(ADDRESS, True), (ADDRESS.replace("10.0.0.1", "127.0.0.1"), False)]
+)
+def test_closed_port_of_another_machine_may_be_shut_by_a_firewall(
+    address: str, is_named: bool
+) -> None:
+    async def build(swarm: Swarm) -> None:
+        swarm.dial_error = ConnectionRefusedError(111, "refused")
+
+    fix = find(examine(build, addresses=[address]), "address").fix
+
+    assert "still runs" in fix
+    assert ("a firewall or router there shuts TCP port 4001" in fix) == is_named
+
+
 def test_several_failures_of_one_dial_are_shown_without_numbers() -> None:
     async def build(swarm: Swarm) -> None:
         swarm.dial_error = OSError("Multiple exceptions: [Errno 111] refused, [Errno 113] no route")

@@ -41,7 +41,7 @@ class Swarm:
         self.store = MemoryDirectoryStore()
         self.clock = VirtualClock()
         self.identities: list[Identity] = []
-        self.dial_error: OSError | None = None
+        self.dial_error: OSError | UnicodeError | None = None
         self.is_dial_silent = False
         self.hail_answer: bytes | None = LIBP2P_GREETING
         self.join_error: DirectoryError | None = None
