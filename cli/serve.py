@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +46,7 @@ _PURPOSES = {
     "use": "The swarm is private. Join code (--join) for those who may use it:",
     "serve": "Join code for those who may serve as well:",
 }
+_PUBLIC_PURPOSE = "The swarm is public: whoever has an address may join, or this code (--join):"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -244,45 +247,54 @@ def _print_for_people(event: "PeerEvent") -> None:
         terminal.print(f"Peer {facts['peer_id']}")
     elif event.name == "directory":
         terminal.print("Joined the directory. Others can join through:")
-        for address in facts["addresses"]:
+        for address in facts["dialled"]:
             terminal.print(f"  {address}")
         _print_codes(terminal, facts.get("join_codes", {}))
-    elif event.name == "draining":
-        terminal.print(
-            f"{facts['sessions']} sessions move to other peers, and {facts['passes']} microbatches "
-            "of training end. Ctrl-C again to leave at once."
-        )
-    elif event.name in ("placed", "moving"):
-        verb = "Taking" if event.name == "placed" else "Moving to"
-        terminal.print(f"{verb} blocks {facts['target']}: {facts['why']}.")
-    elif event.name == "returning":
-        terminal.print(f"Going back to blocks {facts['target']}: {facts['why']}.")
     elif event.name == "loading":
         is_done = facts["done"] == facts["blocks"]
         if terminal.is_terminal or is_done:
             end = "\n" if is_done else ""
             start = "\r" if terminal.is_terminal else ""
             terminal.write(f"{start}Loading block {facts['done']} of {facts['blocks']}{end}")
-    elif event.name == "online":
-        terminal.print(
-            f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
-            f"{facts['decode_steps_per_second']} steps/s. Ctrl-C to leave."
+    else:
+        # A peer runs for days: whoever reads this later wants to know when that was.
+        for sentence in _describe_event(event):
+            for line in terminal.wrap(f"{time.strftime('%H:%M:%S')} {sentence}"):
+                terminal.print(line)
+
+
+def _describe_event(event: "PeerEvent") -> Iterator[str]:
+    """Yield what happens to a peer that runs, in sentences for people."""
+    facts: dict[str, Any] = event.facts
+    if event.name == "draining":
+        yield (
+            f"{facts['sessions']} sessions move to other peers, and {facts['passes']} microbatches "
+            "of training end. Ctrl-C again to leave at once."
         )
-        terminal.print(f"Computing with {facts['kernels']}.")
+    elif event.name in ("placed", "moving"):
+        verb = "Taking" if event.name == "placed" else "Moving to"
+        yield f"{verb} blocks {facts['target']}: {facts['why']}."
+    elif event.name == "returning":
+        yield f"Going back to blocks {facts['target']}: {facts['why']}."
+    elif event.name == "online":
+        yield (
+            f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
+            f"{facts['decode_steps_per_second']} steps/s."
+        )
+        yield f"Computing with {facts['kernels']}. Ctrl-C to leave."
     elif event.name == "relayed":
-        terminal.print("Others reach this peer through another relay now:")
-        for relay in facts["relays"]:
-            terminal.print(f"  {relay}")
+        yield "Others reach this peer through another relay now:"
+        yield from facts["relays"]
     elif event.name == "parked" and facts["parked_at"]:
         endings = ", ".join(f"…{ending}" for ending in facts["parked_at"])
-        terminal.print(f"Others push to this peer over connections that it keeps open: {endings}.")
+        yield f"Others push to this peer over connections that it keeps open: {endings}."
     elif event.name == "left":
-        terminal.print("Left the swarm.")
+        yield "Left the swarm."
 
 
 def _print_codes(terminal: Terminal, codes: dict[str, str]) -> None:
     """Print a code on a line of its own, so that it can be copied whole."""
     for role, code in codes.items():
-        purpose = _PURPOSES[role] if len(codes) > 1 else "Or with the join code (--join):"
+        purpose = _PURPOSES[role] if len(codes) > 1 else _PUBLIC_PURPOSE
         terminal.print(purpose)
         terminal.print(code)

@@ -71,7 +71,9 @@ def run(options: argparse.Namespace) -> int:
     if options.out is None:
         Terminal(sys.stdout).print(str(code))
     meaning = _MEANINGS[membership.role] if membership.is_private else "is for everybody"
-    Terminal(sys.stderr).print(f"This code of {membership} {meaning}.")
+    notices = Terminal(sys.stderr)
+    for line in notices.wrap(f"This code of {membership} {meaning}."):
+        notices.print(line)
     return 0
 
 

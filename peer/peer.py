@@ -128,9 +128,9 @@ def _describe_directory(config: PeerConfig, directory: HivemindDirectory) -> dic
 
     Not those of other swarms: a peer that is started by a program should not log secrets.
     """
-    facts: dict[str, object] = {"addresses": list(directory.addresses)}
+    dialled = replace_host(directory.addresses, config.announce_host)
+    facts: dict[str, object] = {"addresses": list(directory.addresses), "dialled": dialled}
     if not config.initial_peers:
-        dialled = replace_host(directory.addresses, config.announce_host)
         facts["join_codes"] = make_codes(directory.membership, dialled)
     return facts
 

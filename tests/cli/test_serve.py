@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from screens import Screen
 
 from shoal.cli.main import _parse
-from shoal.cli.serve import _make_config
+from shoal.cli.serve import _make_config, _print_for_people
 from shoal.peer.config import PeerConfig
+from shoal.peer.resident import PeerEvent
 
 
 @pytest.mark.parametrize(
@@ -21,3 +25,57 @@ def test_block_cache_is_a_size_of_the_disk(words: list[str], expected: int) -> N
     config = _make_config(_parse(["serve", "m", "--new-swarm", *words]))
 
     assert config.block_cache_bytes == expected
+
+
+PLACE = {"target": "0:4", "why": "blocks 0:4 are served by nobody else, and those of others by two"}
+ONLINE = {
+    "endpoint": "192.168.100.200:40404",
+    "span": "100:126",
+    "num_blocks": 126,
+    "decode_steps_per_second": 1234.5,
+    "kernels": "int8 avx512-vnni, attention avx512",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "facts", "words"),
+    [
+        ("placed", PLACE, "Taking blocks 0:4: blocks 0:4 are served by nobody else"),
+        ("moving", PLACE, "Moving to blocks 0:4"),
+        ("returning", PLACE, "Going back to blocks 0:4"),
+        ("online", ONLINE, "blocks 100:126 of 126, 1234.5 steps/s."),
+        ("draining", {"sessions": 12, "passes": 3}, "12 sessions move to other peers"),
+        ("parked", {"parked_at": ["x6nXTN12"] * 8}, "it keeps open: …x6nXTN12, …x6nXTN12"),
+        ("left", {}, "Left the swarm."),
+    ],
+)
+def test_what_happens_to_a_peer_is_told_with_its_time_in_80_columns(
+    name: str, facts: dict[str, object], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", screen)
+
+    _print_for_people(PeerEvent(name, facts))
+
+    lines = screen.text.splitlines()
+    assert re.match(r"\d\d:\d\d:\d\d [A-Z1]", lines[0])
+    assert words in " ".join(line.strip() for line in lines)
+    assert all(len(line) <= 80 for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("codes", "words"), [(["serve"], "is public"), (["use", "serve"], "private")]
+)
+def test_new_swarm_says_who_may_join_and_shows_codes_whole(
+    codes: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+    code = "shoal:" + "a" * 210
+
+    facts = {"dialled": ["/ip4/10.0.0.1/tcp/4001"], "join_codes": dict.fromkeys(codes, code)}
+    _print_for_people(PeerEvent("directory", facts))
+
+    assert words in screen.text
+    assert screen.text.splitlines().count(code) == len(codes)
