@@ -71,8 +71,11 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ShoalError) as error:
         if os.environ.get("SHOAL_DEBUG"):
             raise
-        with contextlib.suppress(OSError):  # a stderr that takes no more has to do without
-            print(f"shoal {options.command}: {_in_one_line(error)}", file=sys.stderr)
+        # A stderr that takes no more has to do without.
+        with contextlib.suppress(UnavailableError, BrokenPipeError):
+            notices = Terminal(sys.stderr)
+            for line in notices.wrap(f"shoal {options.command}: {_in_one_line(error)}"):
+                notices.print(line)
         if getattr(options, "json", False):
             facts = {"error": _in_one_line(error), "kind": type(error).__name__}
             with contextlib.suppress(UnavailableError):  # the same of stdout

@@ -79,10 +79,19 @@ class Terminal:
         return f"\x1b[{codes}m{text}\x1b[0m"
 
     def wrap(self, text: str) -> list[str]:
-        """Return the lines of a sentence: as many as it needs on a terminal, elsewhere one."""
+        """Return the lines of a sentence: as many as it needs on a terminal, elsewhere one.
+
+        An address or a code stays whole, so that it can be copied.
+        """
         if not self.is_terminal:
             return [text]
-        return textwrap.wrap(text, self.width, subsequent_indent="  ", break_on_hyphens=False)
+        return textwrap.wrap(
+            text,
+            self.width,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
 
     def fit(self, text: str) -> str:
         """Return the text in characters that the stream can take."""

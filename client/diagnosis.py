@@ -370,7 +370,8 @@ class Diagnosis:
 def _advise_dialling(address: PeerAddress, error: OSError | UnicodeError) -> str:
     if isinstance(error, socket.gaierror | UnicodeError):
         return "check how the name is written, and that it can be looked up on this machine"
-    advice = "check that this peer still runs and that the address is the one it printed last"
+    advice = "check that this peer still runs and that the address is the one it printed last, or "
+    advice += "give that of another one (--initial-peers)"
     if address.is_loopback:
         return advice
     return (

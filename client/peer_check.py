@@ -58,7 +58,7 @@ FIXES = {
     "announcement expires; if it runs, a firewall or router there shuts its port: let it through "
     "(--listen HOST:PORT keeps it the same)",
     Fault.UNREACHABLE: "check the network between here and there, and that the peer announces an "
-    "address that you can reach (--announce-host)",
+    "address that you can reach (--announce-host) at a port that its firewall lets through",
     Fault.SILENT: "its process is paused (resume it: kill -CONT) or overloaded; on another "
     "network, let its port through the firewall (--listen HOST:PORT keeps it the same)",
     Fault.NO_TLS: "another program listens there: the peer's port was taken over or a proxy sits "

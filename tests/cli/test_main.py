@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import warm_python
+from screens import Screen
 
 from shoal.cli.bundled_model import BUNDLED_NAME, count_blocks, find_model
 from shoal.cli.main import _in_one_line, _parse, main
@@ -413,3 +414,15 @@ def test_arguments_are_checked_before_anything_heavy_is_imported() -> None:
 
     assert process.returncode == 0, process.stderr
     assert process.stdout.split() == []
+
+
+def test_error_is_wrapped_where_people_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Screen()
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr("sys.stderr", screen)
+
+    assert main(["revoke", "nobody"]) == 1
+
+    lines = screen.text.splitlines()
+    assert len(lines) > 1
+    assert all(len(line) <= 40 for line in lines)

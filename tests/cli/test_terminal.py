@@ -90,6 +90,8 @@ def test_sentence_is_wrapped_for_people_only(monkeypatch: pytest.MonkeyPatch) ->
 
     assert Terminal(Screen()).wrap("one two three four five") == ["one two three four", "  five"]
     assert Terminal(Screen(is_terminal=False)).wrap("one two " * 20) == ["one two " * 20]
+    address = "/ip4/10.0.0.1/tcp/4001/p2p/12D3KooW"
+    assert Terminal(Screen()).wrap(f"from {address}") == ["from", f"  {address}"]
 
 
 def test_progress_leaves_a_pipe_alone() -> None:
