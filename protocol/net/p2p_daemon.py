@@ -213,13 +213,38 @@ async def _start(
             )
         )
         try:
-            return await asyncio.shield(starting)
+            p2p = await asyncio.shield(starting)
         except asyncio.CancelledError:
             with suppress(P2PDaemonError):
                 await stop_p2pd(await starting)
             raise
         except P2PDaemonError as error:
             raise _translate(error, initial_peers, options) from error
+    cast(Any, p2p)._client.control._pending_calls = _Calls()
+    return p2p
+
+
+class _Call(asyncio.Future[Any]):
+    """A question to p2pd. Its answer may come in the moment in which the asker gives up.
+
+    What hivemind waits in would raise then, in the task that reads all answers, and end it: p2pd
+    would not be heard any more.
+    """
+
+    def set_result(self, result: Any, /) -> None:
+        if not self.done():
+            super().set_result(result)
+
+    def set_exception(self, exception: type | BaseException, /) -> None:
+        if not self.done():
+            super().set_exception(exception)
+
+
+class _Calls(dict[Any, asyncio.Future[Any]]):
+    """hivemind's list of its questions; it puts one in, and waits for the one that is there."""
+
+    def __setitem__(self, call_id: Any, call: asyncio.Future[Any], /) -> None:
+        super().__setitem__(call_id, _Call(loop=call.get_loop()))
 
 
 def _translate(
