@@ -7,6 +7,7 @@ import zlib
 
 import pytest
 
+from shoal.protocol import packed_json
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.packed_json import pack, unpack
 
@@ -16,6 +17,11 @@ LIMIT = 1000
 @pytest.mark.parametrize("text", [b"", b"{}", b'{"state":"online"}' * 50, bytes(range(256)) * 3])
 def test_text_survives(text: bytes) -> None:
     assert unpack(pack(text), LIMIT) == text
+
+
+def test_dictionary_is_that_of_the_announcements_out_there() -> None:
+    """Another one is another format, and needs another version byte in front of announcements."""
+    assert zlib.adler32(packed_json._DICTIONARY) == 0xB5981C2E
 
 
 def test_text_that_is_too_long_is_not_unpacked() -> None:
