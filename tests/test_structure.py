@@ -34,6 +34,7 @@ DOORS = {
         "protocol/net/reachability.py",
         "protocol/net/libp2p_transport.py",
         "protocol/net/neighbourhood.py",
+        "protocol/net/node_ids.py",
         "protocol/net/p2p_daemon.py",
         "protocol/net/replicas.py",
         "protocol/net/p2p_streams.py",

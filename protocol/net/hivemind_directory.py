@@ -32,6 +32,7 @@ from .dial_back import DialBack
 from .libp2p_transport import Libp2pTransport
 from .multiaddrs import PeerAddress, list_relay_addresses
 from .neighbourhood import Neighbourhood
+from .node_ids import distrust, make_node_id
 from .p2p_daemon import (
     answer_questions,
     child_of,
@@ -327,6 +328,7 @@ async def _start_node(
     try:
         node = await DHTNode.create(
             p2p=p2p,
+            node_id=make_node_id(cast(Any, p2p).peer_id),
             initial_peers=[f"/p2p/{peer.peer_id}" for peer in initial_peers],
             client_mode=client_mode,
             record_validator=validator,
@@ -345,6 +347,7 @@ async def _start_node(
     gate.when_displaced(forget)
     node.protocol.wait_timeout = _ANSWER_SECONDS
     cast(Any, node.protocol)._validate_dictionary = validator.keep_valid
+    distrust(node.protocol)
     return node
 
 

@@ -1,7 +1,9 @@
 """How a node of the DHT is asked for what stands under a key: it sends what the asker lacks.
 
 hivemind sends everything, and each replica does so each time. Here the question says what is known
-already, in a few bytes for each record; of a thousand records, mostly the renewed ones travel.
+already, in a few bytes for each record; of a thousand records, mostly the renewed ones travel. What
+is too much for one answer comes with the next: so a slow link gets on, and a liar cannot send more
+at once than is soon checked.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 import struct
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from ..errors import RemoteProtocolError
 
@@ -23,8 +26,8 @@ KEY_BYTES = 20
 MAX_KNOWN = 4096
 """How many records a question may name."""
 
-MAX_ANSWER_BYTES = 4 * 2**20 - 2**16
-"""p2pd carries 4 MiB at once."""
+MAX_ANSWER_BYTES = 128 * 2**10
+"""It arrives within the 1.5 s that an answer may take where a link carries 0.7 Mbit/s."""
 
 _DIGEST_BYTES = 8
 _HEAD = struct.Struct("!BHd")  # lengths of sub-key and value, and the wall second of the expiry
@@ -38,7 +41,7 @@ class Entry:
     value: bytes
     expires_at: float
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """A short name for exactly this entry."""
         return hashlib.sha256(self.encode()).digest()[:_DIGEST_BYTES]
@@ -77,6 +80,11 @@ def encode_answer(entries: Iterable[Entry], known: Collection[bytes]) -> bytes:
             break
         parts.append(part)
     return b"".join(parts)
+
+
+def may_be_cut(answer: bytes) -> bool:
+    """Return whether there may be more than one message held."""
+    return len(answer) > MAX_ANSWER_BYTES // 2  # far more than any entry that gates let in
 
 
 def decode_answer(answer: bytes) -> Sequence[Entry]:

@@ -14,11 +14,13 @@ import logging
 import random
 import warnings
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from itertools import islice
 from typing import Any, cast
 
 from ..errors import RemoteProtocolError
+from .node_ids import make_node_id
 from .record_exchange import (
     MAX_KNOWN,
     QUESTION,
@@ -27,6 +29,7 @@ from .record_exchange import (
     decode_question,
     encode_answer,
     encode_question,
+    may_be_cut,
 )
 from .record_gate import RecordGate
 
@@ -43,7 +46,14 @@ _logger = logging.getLogger(__name__)
 _NUM_ASKED = 10
 """Nodes near a key that are asked: twice as many as keep a record, for some come and some go."""
 
-_ANSWER_SECONDS = 1.5
+_NODE_SECONDS = 1.5
+"""How long one node may be waited for in a search; what it said by then counts."""
+
+_MAX_ANSWERS = 32
+"""Of one node in a search; they hold what a node keeps under a key at most, see RecordGate."""
+
+_NUM_AT_ONCE = 32
+"""Entries that are checked before others get their turn: what is new takes 0.2 ms for each."""
 
 
 class Replicas:
@@ -54,13 +64,18 @@ class Replicas:
         self._p2p = p2p
         self._gate = gate
         self._known: dict[DHTID, dict[bytes, float]] = {}  # expiry by digest, of what has passed
+        # Everybody asks for the same entries, and a digest takes a few microseconds.
+        self._make_entry = lru_cache(maxsize=MAX_KNOWN)(Entry)
 
     async def serve(self) -> None:
         """From now on answer what is asked for records that stand here."""
 
         async def answer(question: bytes, _: object) -> bytes:
             key, known = decode_question(question)
-            return encode_answer(self._list_stored(DHTID.from_bytes(key)), known)
+            # What the asker refuses comes again each time, and must not keep the rest from it.
+            stored = list(self._list_stored(DHTID.from_bytes(key)))
+            random.shuffle(stored)
+            return encode_answer(stored, known)
 
         await cast(Any, self._p2p)._client.add_unary_handler(QUESTION, answer)
 
@@ -92,7 +107,17 @@ class Replicas:
         found = await self._node.find_nearest_nodes(
             [sibling], k_nearest=_NUM_ASKED, exclude_self=exclude_self
         )
-        return [peer for peer in found[sibling].values() if peer not in self._node.blacklist]
+        # Whoever makes up nodes that are nearer shall not leave out those that we know.
+        nodes = found[sibling] | dict(
+            self._node.protocol.routing_table.get_nearest_neighbors(key_id, _NUM_ASKED)
+        )
+        nearest = (
+            nodes[node_id]
+            for node_id in sorted(nodes, key=key_id.xor_distance)
+            if node_id == make_node_id(nodes[node_id])
+        )
+        alive = (peer_id for peer_id in nearest if peer_id not in self._node.blacklist)
+        return list(islice(alive, _NUM_ASKED))
 
     async def _store_at(self, peer_id: PeerID, key_id: DHTID, entry: Entry) -> bool | None:
         """Return whether a node took a record; None without an answer."""
@@ -111,37 +136,52 @@ class Replicas:
         """Return whether nodes refused a record because they have it already."""
         if self._node.peer_id in refusing and entry in self._list_stored(key_id):
             return True
-        known = set(self._list_known(key_id)) - {entry.digest}
+        self._known.get(key_id, {}).pop(entry.digest, None)
         others = [peer_id for peer_id in refusing if peer_id != self._node.peer_id]
-        answers = await asyncio.gather(*(self._ask(peer, key_id, known) for peer in others))
-        return any(entry in answer for answer in answers)
+        await asyncio.gather(*(self._learn_from(peer_id, key_id) for peer_id in others))
+        return entry.digest in self._list_known(key_id)
 
     async def _search(self, key_id: DHTID) -> None:
         """Ask one node, a second one, and then all others, which have little left to tell."""
-        for entry in self._list_stored(key_id):
-            self._let_in(key_id, entry)
-        nearest = iter(_shuffle(await self._find_nearest(key_id)))
+        await self._let_in_new(key_id, list(self._list_stored(key_id)))
+        replicas = await self._find_nearest(key_id)
+        random.shuffle(replicas)  # it spreads the longest answers over all of them
+        asking = iter(replicas)
         for num_asked in (1, 1, _NUM_ASKED):
-            known, asked = self._list_known(key_id), islice(nearest, num_asked)
-            for answer in await asyncio.gather(*(self._ask(p, key_id, known) for p in asked)):
-                for entry in answer:
-                    self._let_in(key_id, entry)
+            asked = islice(asking, num_asked)
+            await asyncio.gather(*(self._learn_from(peer_id, key_id) for peer_id in asked))
 
-    async def _ask(
-        self, peer_id: PeerID, key_id: DHTID, known: Collection[bytes]
-    ) -> Sequence[Entry]:
-        """Return what stands at a node that is not known; nothing if it does not say."""
-        question = encode_question(key_id.to_bytes(), known)
+    async def _learn_from(self, peer_id: PeerID, key_id: DHTID) -> None:
+        """Ask a node until it has no more, or sends much that is of no use."""
+        loop, seconds = asyncio.get_running_loop(), _NODE_SECONDS
         try:
-            async with asyncio.timeout(_ANSWER_SECONDS):
-                client = cast(Any, self._p2p)._client
-                answer: bytes = await client.call_unary_handler(peer_id, QUESTION, question)
-            return decode_answer(answer)
+            for _ in range(_MAX_ANSWERS):
+                asked_at = loop.time()
+                async with asyncio.timeout(seconds):
+                    answer = await self._ask(peer_id, key_id)
+                seconds -= loop.time() - asked_at
+                num_new = await self._let_in_new(key_id, decode_answer(answer))
+                if not num_new or not may_be_cut(answer):
+                    return
         except (P2PDaemonError, P2PHandlerError, OSError, TimeoutError) as error:
-            _logger.debug("%s does not say what it stores: %r", peer_id, error)
+            _logger.debug("%s does not say all that it stores: %r", peer_id, error)
         except RemoteProtocolError as error:
             _logger.debug("%s does not speak as it should: %s", peer_id, error)
-        return ()
+
+    async def _ask(self, peer_id: PeerID, key_id: DHTID) -> bytes:
+        question = encode_question(key_id.to_bytes(), self._list_known(key_id))
+        client = cast(Any, self._p2p)._client
+        return await client.call_unary_handler(peer_id, QUESTION, question)
+
+    async def _let_in_new(self, key_id: DHTID, entries: Sequence[Entry]) -> int:
+        """Have the gate see what is not known yet; return how much of it passed."""
+        num_new = 0
+        for number, entry in enumerate(entries, 1):
+            if entry.digest not in self._known.get(key_id, ()):
+                num_new += self._let_in(key_id, entry)
+            if number % _NUM_AT_ONCE == 0:
+                await asyncio.sleep(0)
+        return num_new
 
     def _let_in(self, key_id: DHTID, entry: Entry) -> bool:
         """Return whether an entry passes the gate."""
@@ -169,13 +209,8 @@ class Replicas:
         stored: Any = self._node.protocol.storage.get(key_id)
         if stored is not None:
             for subkey, (value, expires_at) in list(stored.value.items()):
-                yield Entry(subkey, value, expires_at)
+                yield self._make_entry(subkey, value, expires_at)
 
 
 def _pack(value: str | bytes) -> bytes:
     return MSGPackSerializer.dumps(value)
-
-
-def _shuffle(peer_ids: Sequence[PeerID]) -> list[PeerID]:
-    """Spread the longest answers over all replicas."""
-    return random.sample(peer_ids, len(peer_ids))

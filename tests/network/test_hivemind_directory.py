@@ -287,11 +287,17 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.Ex
     """A node without our checks stores junk and answers with it; honest ones are not impressed."""
     from hivemind.dht.node import DHTNode
     from hivemind.dht.routing import DHTID
+    from hivemind.p2p import P2P
+
+    from shoal.protocol.net.node_ids import make_node_id
 
     async def main() -> None:
         honest = await HivemindDirectory.join([], identity=None, clock=CLOCK)
         (p2pd,) = children_of(os.getpid())
-        liar: Any = await DHTNode.create(initial_peers=list(honest.addresses), nat_port_map=False)
+        p2p: Any = await P2P.create(initial_peers=list(honest.addresses), nat_port_map=False)
+        liar: Any = await DHTNode.create(
+            p2p=p2p, node_id=make_node_id(p2p.peer_id), initial_peers=list(honest.addresses)
+        )
         await p2p_daemon.answer_questions(liar.p2p, honest.membership)
 
         async def say_what_is_stored(question: bytes, _: object) -> bytes:
@@ -334,6 +340,7 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.Ex
         await honest.close()
         assert await read_once(liars_addresses, honest.membership) == {bystander.peer_id}
         await liar.shutdown()
+        await p2p.shutdown()
 
     asyncio.run(main())
 
