@@ -3,8 +3,8 @@
 import argparse
 from collections.abc import Sequence
 
-from ..peer.config import NO_NF4, WEIGHT_FORMATS, PeerConfig
-from ..peer.device_names import parse_cuda_number
+from ..peer.config import WEIGHT_FORMATS, PeerConfig
+from ..peer.device_names import NO_NF4, parse_cuda_number
 from ..protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME
 
@@ -20,17 +20,17 @@ def add_optional_model_argument(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
 
-def add_weights_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare how peers hold their weights."""
+def add_weights_argument(parser: argparse.ArgumentParser, *, has_device: bool = False) -> None:
+    """Declare how peers hold their weights; `has_device`: not all of them compute on CPUs."""
     parser.add_argument(
-        "--weights", type=parse_weights, choices=WEIGHT_FORMATS,
+        "--weights", type=str if has_device else parse_weights, choices=WEIGHT_FORMATS,
         default=PeerConfig(model="").weights,
         help="how weights are held (default: %(default)s)",
     )  # fmt: skip
 
 
 def parse_weights(text: str) -> str:
-    """Refuse nf4 with advice; `choices` names the formats that there are."""
+    """Refuse nf4, which no CPU is for, with advice; `choices` names the formats that there are."""
     if text == "nf4":
         raise argparse.ArgumentTypeError(NO_NF4)
     return text

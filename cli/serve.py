@@ -101,7 +101,7 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-blocks", type=parse_count, metavar="N",
         help="how many of them (default: as many as free memory holds)",
     )  # fmt: skip
-    add_weights_argument(parser)
+    add_weights_argument(parser, has_device=True)
     parser.add_argument(
         "--device", type=parse_device, default=_DEFAULTS.device, metavar="DEVICE",
         help="where to compute: cpu, cuda, cuda:N, or auto, which is cuda if that can be used "

@@ -1,4 +1,4 @@
-"""The linear layers of a block, in one of three weight formats."""
+"""The linear layers of a block, in one of four weight formats."""
 
 import math
 from abc import ABC, abstractmethod
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .int8 import MAX_COLUMNS, OUTPUT_MULTIPLE
+from .nf4 import Nf4Weight
 from .pauses import Pauses
 from .quantize import Int8Weight, WeightFormat, dequantize_int8, quantize_int8
 from .select import choose_int8_kernel
@@ -102,6 +103,8 @@ def make_linear(
         return _Int8Linear(weight_OI if is_quantized else quantize_int8(weight_OI), bias_O)
     if isinstance(weight_OI, Int8Weight):
         weight_OI = dequantize_int8(weight_OI)
+    if weights is WeightFormat.NF4:
+        return _Nf4Linear(weight_OI, bias_O)
     stored = torch.bfloat16 if weights is WeightFormat.BF16 else torch.float32
     return _FloatLinear(_own(weight_OI, stored), bias_O, dtype)
 
@@ -172,6 +175,32 @@ def _multiply(rows_NK: Tensor, weight_KM: Tensor, bias_M: Tensor | None, pauses:
             else:
                 torch.addmm(bias_M[outputs], part_NK, factor_KM, out=target_NM)
     return result_NM
+
+
+class _Nf4Linear(Linear):
+    """Weights in four bits; the precision of rows makes no difference."""
+
+    def __init__(self, weight_OI: Tensor, bias_O: Tensor | None) -> None:
+        self.out_features, self.in_features = weight_OI.shape
+        self.num_parameters = _count(weight_OI.shape, bias_O)
+        self._weight = Nf4Weight(weight_OI)
+        self._bias_O = bias_O
+        self.num_bytes = self._weight.num_bytes + _count_bytes(bias_O)
+
+    def __call__(self, hidden_NI: Tensor, precision: RowPrecision) -> Tensor:
+        return self._weight.multiply(hidden_NI, self._bias_O)
+
+    def multiply_in_pieces(
+        self, hidden_NI: Tensor, precision: RowPrecision, pauses: Pauses
+    ) -> Tensor:
+        weight_OI = self._weight.dequantize(hidden_NI.dtype)
+        return _multiply(hidden_NI, weight_OI.t(), self._bias_O, pauses)
+
+    def open_gradient(self) -> InputGradient:
+        def multiply(grads_NO: Tensor, pauses: Pauses) -> Tensor:
+            return _multiply(grads_NO, self._weight.dequantize(grads_NO.dtype), None, pauses)
+
+        return multiply
 
 
 class _Int8Linear(Linear):

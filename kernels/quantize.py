@@ -14,6 +14,11 @@ class WeightFormat(StrEnum):
     INT8 = "int8"
     BF16 = "bf16"
     FP32 = "fp32"
+    NF4 = "nf4"
+
+
+ON_CPUS = (WeightFormat.INT8, WeightFormat.BF16, WeightFormat.FP32)
+"""The formats with which a CPU computes; a CUDA device does with all."""
 
 
 INT8_MAX = 127

@@ -88,5 +88,6 @@ def describe_kernels(
     'fp32: torch, attention: avx512 and torch'
     """
     is_int8 = weights is WeightFormat.INT8
-    linear = choose_int8_kernel(device_type).name if is_int8 else f"{weights.value}: torch"
+    library = "bitsandbytes" if weights is WeightFormat.NF4 else "torch"
+    linear = choose_int8_kernel(device_type).name if is_int8 else f"{weights.value}: {library}"
     return f"{linear}, attention: {' and '.join(sorted(set(attention)))}"

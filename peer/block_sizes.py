@@ -35,7 +35,7 @@ class BlockSizes:
                 _divide_by_mean([_count_active_weights(spec, index) for index in indexes]),
             )
         assert isinstance(spec, WrappedShape)
-        num_bytes = tuple(WEIGHT_BYTES[weights] * count for count in spec.block_parameters)
+        num_bytes = tuple(int(WEIGHT_BYTES[weights] * count) for count in spec.block_parameters)
         # Which of them a token meets is known to transformers alone.
         return cls(num_bytes, max(num_bytes), _divide_by_mean(spec.block_parameters))
 

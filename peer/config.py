@@ -6,13 +6,11 @@ from pathlib import Path
 from ..protocol.errors import UsageError
 from ..protocol.membership import Membership
 from ..protocol.spans import Span
-from .device_names import parse_cuda_number
+from .device_names import NO_NF4, parse_cuda_number
 from .pass_budget import LEAST_BYTES
 
-WEIGHT_FORMATS = ("int8", "bf16", "fp32")
-"""How block weights can be held."""
-
-NO_NF4 = "nf4 is not supported: on a CPU it would be about twenty times as slow as int8; use int8"
+WEIGHT_FORMATS = ("int8", "bf16", "fp32", "nf4")
+"""How block weights can be held; the last one on CUDA devices only."""
 
 
 @dataclass(frozen=True)
@@ -87,13 +85,12 @@ class PeerConfig:
     def __post_init__(self) -> None:
         if self.membership is not None:
             self.membership.check_may_serve()
-        if self.weights == "nf4":
-            raise UsageError(NO_NF4)
         if self.weights not in WEIGHT_FORMATS:
             raise UsageError(f"weights are one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}")
+        if parse_cuda_number(self.device) is None and self.weights == "nf4":
+            raise UsageError(NO_NF4)
         if self.pass_bytes and self.pass_bytes < LEAST_BYTES:
             raise UsageError(
                 f"training takes at least {LEAST_BYTES // 2**20} MiB of memory, or none "
                 f"(--training-memory 0), not {self.pass_bytes:,} bytes"
             )
-        parse_cuda_number(self.device)

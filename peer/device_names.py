@@ -4,6 +4,12 @@ import re
 
 from ..protocol.errors import UsageError
 
+NO_NF4 = (
+    "nf4 needs a CUDA device (shoal serve --device cuda): on a CPU it would be about twenty times "
+    "as slow as int8; use int8"
+)
+"""What there is to say about weights in four bits that no device is there for."""
+
 _NAME = re.compile(r"cpu|auto|cuda(:(?P<number>[0-9]{1,3}))?")
 
 

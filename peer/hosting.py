@@ -63,7 +63,7 @@ class HostedModel:
         span = config.span or Span(0, min(config.num_blocks or 1, spec.num_blocks))
         numerics = Numerics(WeightFormat(config.weights), choose_device(config.device))
         check_span(spec, span)
-        check_weights(spec, numerics.weights)
+        check_weights(spec, numerics)
         check_kv_budget(spec, span, numerics, config.kv_budget_bytes)
         model_id = make_model_id(checkpoint.config, checkpoint.revision)
         sizes = BlockSizes.of_model(spec, numerics.weights)

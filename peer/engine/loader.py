@@ -10,16 +10,19 @@ from typing import TYPE_CHECKING, Union
 import torch
 
 from ...kernels.checkpoint import Checkpoint, CheckpointError
-from ...kernels.quantize import WeightFormat
+from ...kernels.nf4 import BYTES_PER_WEIGHT
+from ...kernels.quantize import ON_CPUS, WeightFormat
 from ...kernels.routing import Router
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.ids import make_model_id
 from ...protocol.spans import Span
+from ..device_names import NO_NF4
 from .attention import Attention
 from .attention_options import AttentionOptions, QueryKeyTurn
 from .block import Block
 from .block_cache import BlockCache, name_entry
 from .block_tensors import BlockTensors
+from .device import CpuDevice
 from .mlp import Experts, GatedMlp, Mlp, PlainMlp
 from .numerics import Numerics
 from .spec import ACTIVATIONS, ExpertsSpec, MlpKind, ModelShape, ModelSpec
@@ -29,7 +32,13 @@ if TYPE_CHECKING:
 
 ReportProgress = Callable[[int, int], None]
 
-WEIGHT_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2, WeightFormat.FP32: 4}
+WEIGHT_BYTES = {
+    WeightFormat.INT8: 1,
+    WeightFormat.BF16: 2,
+    WeightFormat.FP32: 4,
+    WeightFormat.NF4: BYTES_PER_WEIGHT,
+}
+
 
 HostedBlock = Union[Block, "WrappedBlock"]
 """A block, whoever computes it."""
@@ -60,7 +69,7 @@ def load_span(
     of the checkpoint. `cache` is used for int8 weights; the others are only copied.
     """
     check_span(spec, span)
-    check_weights(spec, numerics.weights)
+    check_weights(spec, numerics)
     cache = cache if numerics.weights is WeightFormat.INT8 else None
     load = _choose_loader(checkpoint, spec, numerics, cache)
     kept = kept or {}
@@ -95,9 +104,12 @@ def check_span(spec: ModelShape, span: Span) -> None:
         )
 
 
-def check_weights(spec: ModelShape, weights: WeightFormat) -> None:
-    """Raise UsageError if the model's blocks cannot hold their weights in this format."""
-    if weights is WeightFormat.INT8 and not isinstance(spec, ModelSpec):
+def check_weights(spec: ModelShape, numerics: Numerics) -> None:
+    """Raise UsageError if the model's blocks cannot hold their weights in this format there."""
+    if numerics.weights not in ON_CPUS and isinstance(numerics.device, CpuDevice):
+        raise UsageError(NO_NF4)
+    is_float = numerics.weights in (WeightFormat.BF16, WeightFormat.FP32)
+    if not is_float and not isinstance(spec, ModelSpec):
         raise UsageError(
             f"models of type {spec.family!r} run through transformers, which needs float weights; "
             "use --weights bf16 or fp32"
@@ -130,7 +142,7 @@ def count_block_bytes(spec: ModelSpec, index: int, weights: WeightFormat) -> int
     weight_bytes = WEIGHT_BYTES[weights]
     scale_bytes = 4 if weights is WeightFormat.INT8 else 0
     return sum(
-        (shape[0] * shape[1] * weight_bytes + scale_bytes * shape[0])
+        int(shape[0] * shape[1] * weight_bytes + scale_bytes * shape[0])
         * (num_experts if "expert" in name else 1)
         for name, shape in spec.tensor_shapes(index).items()
         if len(shape) == 2

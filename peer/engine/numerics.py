@@ -10,6 +10,7 @@ from .device import CPU, Device
 COMPUTE_DTYPES = {
     WeightFormat.FP32: torch.float32,
     WeightFormat.BF16: torch.bfloat16,
+    WeightFormat.NF4: torch.bfloat16,
     # Precision is spent on the weights, where it buys speed. Exact activations let a replay
     # after a failure reproduce the same tokens.
     WeightFormat.INT8: torch.float32,

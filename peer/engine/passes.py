@@ -38,7 +38,7 @@ Result = TypeVar("Result")
 _COST_BETWEEN_PAUSES = 2**29
 """What one core does in about 3 milliseconds, see `Pauses`."""
 
-_TOKENS_AT_ONCE = {WeightFormat.INT8: 64, WeightFormat.BF16: 256, WeightFormat.FP32: 256}
+_TOKENS_AT_ONCE = dict.fromkeys(WeightFormat, 256) | {WeightFormat.INT8: 64}
 """As few as make products no slower, on the CPU: what they become stays in its caches."""
 
 _TOKENS_AT_ONCE_ON_DEVICES = 4096

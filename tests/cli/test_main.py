@@ -50,7 +50,6 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         (f"generate m p --dtype int4 --initial-peers {PEER}", "invalid choice: 'int4'"),
         ("swarm --peers none", "'none' is not a whole number"),
         ("swarm --weights fp64", "invalid choice: 'fp64'"),
-        ("serve m --new-swarm --weights nf4", "not supported: on a CPU it would be"),
         ("serve m --new-swarm --device gpu", "a device is cpu, cuda, cuda:N or auto, not 'gpu'"),
         ("serve m --new-swarm --device cuda:x", "not 'cuda:x'"),
         ("demo --weights nf4", "twenty times as slow as int8"),
@@ -90,6 +89,16 @@ def test_wrong_arguments_are_one_line(
     assert code == 2
     assert words in error
     assert "--help" in error
+
+
+def test_four_bits_on_a_cpu_are_refused_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
+    code, error = run_and_read_error(
+        "serve shoal-stories --new-swarm --weights nf4".split(), capsys
+    )
+
+    assert code == 1
+    assert "nf4 needs a CUDA device (shoal serve --device cuda)" in error
+    assert "use int8" in error
 
 
 @pytest.mark.parametrize(

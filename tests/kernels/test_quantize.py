@@ -8,6 +8,7 @@ from shoal.kernels.int8_native import list_kernels
 from shoal.kernels.int8_torch import make_kernel as make_torch_kernel
 from shoal.kernels.linear import RowPrecision, make_linear
 from shoal.kernels.quantize import (
+    ON_CPUS,
     Int8Weight,
     WeightFormat,
     dequantize_int8,
@@ -101,7 +102,7 @@ def test_stacked_weights_stand_below_each_other() -> None:
     assert stack_int8(weights[:1]) is weights[0]
 
 
-@pytest.mark.parametrize("weights", list(WeightFormat))
+@pytest.mark.parametrize("weights", ON_CPUS)
 def test_linear_of_a_quantized_weight_is_that_of_what_it_stands_for(weights: WeightFormat) -> None:
     generator = torch.Generator().manual_seed(3)
     quantized = quantize_int8(torch.randn(7, 33, generator=generator))

@@ -10,11 +10,16 @@ from shoal.protocol.errors import UsageError
 
 @pytest.mark.parametrize(
     ("weights", "words"),
-    [("nf4", "use int8"), ("NF4", "one of int8, bf16, fp32"), ("", "one of int8")],
+    [("nf4", "use int8"), ("NF4", "one of int8, bf16, fp32, nf4"), ("", "one of int8")],
 )
 def test_weights_that_cannot_be_are_refused_with_advice(weights: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         PeerConfig(model="m", weights=weights)
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "auto"])
+def test_nf4_is_for_devices(device: str) -> None:
+    assert PeerConfig(model="m", weights="nf4", device=device).weights == "nf4"
 
 
 @pytest.mark.parametrize("num_bytes", [1, 2**27 - 1])

@@ -13,7 +13,10 @@ from shoal.peer.config import PeerConfig
 from shoal.peer.engine.attention_kernels import MAX_PAGED_HEAD_DIM
 from shoal.peer.engine.cuda_device import choose_device
 from shoal.peer.engine.device import CPU
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loader import open_checkpoint
 from shoal.protocol.errors import UsageError
+from shoal.protocol.spans import Span
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
@@ -61,3 +64,11 @@ def test_heads_that_the_program_takes_are_those_that_the_engine_gives_it() -> No
     from shoal.kernels.triton_attention import MAX_HEAD_DIM
 
     assert MAX_PAGED_HEAD_DIM == MAX_HEAD_DIM
+
+
+def test_nf4_is_refused_on_a_cpu_with_advice(tiny_models: Any) -> None:
+    """Also where `--device auto` has found no other."""
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+
+    with pytest.raises(UsageError, match=r"nf4 needs a CUDA device .* use int8"):
+        Engine.load(checkpoint, Span(0, 1), WeightFormat.NF4, kv_budget_bytes=2**20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from shoal.kernels.prompt_attention import choose_prompt_instruction_set
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.quantize import ON_CPUS, WeightFormat
 from shoal.kernels.rotary import RotaryTable
 from shoal.peer.engine.block import Block
 from shoal.peer.engine.engine import Engine, StepWork
@@ -65,7 +65,7 @@ def assert_refused(result: object, code: ErrorCode) -> None:
     assert result.code is code
 
 
-@pytest.mark.parametrize("weights", list(WeightFormat))
+@pytest.mark.parametrize("weights", ON_CPUS)
 def test_compute_dtype_follows_the_weights(tiny_models, weights: WeightFormat) -> None:
     engine = load_engine(tiny_models, weights)
     output = run(engine, make_work(engine, draw_hidden(1, 1, 5).to(torch.float16)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.quantize import ON_CPUS, WeightFormat
 from shoal.peer import memory
 from shoal.peer.block_sizes import BlockSizes
 from shoal.peer.engine.families import read_spec
@@ -26,7 +26,7 @@ def spec(tiny_models: Any) -> Any:
 
 
 @pytest.mark.parametrize("variant", ["llama", "mixtral"])
-@pytest.mark.parametrize("weights", list(WeightFormat))
+@pytest.mark.parametrize("weights", ON_CPUS)
 def test_counted_bytes_are_those_of_a_loaded_block(
     tiny_models: Any, variant: str, weights: WeightFormat
 ) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shoal.kernels.linear import RowPrecision
-from shoal.kernels.quantize import WeightFormat, dequantize_int8, quantize_int8
+from shoal.kernels.quantize import ON_CPUS, WeightFormat, dequantize_int8, quantize_int8
 from shoal.peer.engine import pass_rows, passes
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import PassWork
@@ -220,7 +220,7 @@ def list_weights(engine: Engine) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("variant", ["llama", "mixtral", "bloom", "wrapped-stablelm"])
-@pytest.mark.parametrize("weights", list(WeightFormat))
+@pytest.mark.parametrize("weights", ON_CPUS)
 def test_passes_leave_every_weight_as_it_was(
     tiny_models, variant: str, weights: WeightFormat
 ) -> None:

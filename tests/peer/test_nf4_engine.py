@@ -1,0 +1,77 @@
+"""Blocks in four bits on a device. Where bitsandbytes is installed, the CPU stands in for one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_devices import WHOLE, decode, draw_hidden, every_device, execute, make_device, open_work
+from safetensors.torch import load_file, save_file
+
+from shoal.kernels.nf4 import Nf4Weight, has_bitsandbytes
+from shoal.kernels.quantize import WeightFormat
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.passes import PassWork
+from shoal.protocol.errors import UsageError
+
+pytestmark = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")
+
+
+@pytest.fixture
+def rounded(tiny_models: Any, tmp_path: Path) -> Path:
+    """The checkpoint with the weights that four bits stand for, in plain floats."""
+    directory = tmp_path / "rounded"
+    shutil.copytree(tiny_models.get().directory, directory)
+    path = directory / "model.safetensors"
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        if ".layers." in name and tensor.dim() == 2:
+            tensors[name] = Nf4Weight(tensor).dequantize(torch.float32)
+    save_file(tensors, path, {"format": "pt"})
+    return directory
+
+
+@every_device
+def test_results_are_those_of_what_four_bits_stand_for(
+    tiny_models: Any, rounded: Path, device_name: str
+) -> None:
+    prompt, tokens, grads = draw_hidden(1, 2, 70), draw_hidden(2, 2, 6), draw_hidden(3, 2, 70)
+
+    outputs: list[torch.Tensor] = []
+    for directory, weights in (
+        (tiny_models.get().directory, WeightFormat.NF4),
+        (rounded, WeightFormat.BF16),
+    ):
+        device, checkpoint = make_device(device_name), open_checkpoint(directory)
+        engine = Engine.load(checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25)
+        work = open_work(engine, prompt)
+        (first,) = execute(engine, work)
+        generated = decode(engine, [work], [tokens])
+        gradients = engine.run_backward(PassWork(WHOLE, prompt), grads, bool)
+        outputs.append(torch.cat([first, *generated, gradients.hidden_BTH], dim=1).float())
+
+    ours, expected = outputs
+    assert (ours - expected).norm() / expected.norm() < 2e-2
+
+
+def test_weights_take_little_more_than_half_a_byte(tiny_models: Any) -> None:
+    checkpoint = open_checkpoint(tiny_models.get().directory)
+    engine = Engine.load(
+        checkpoint, WHOLE, WeightFormat.NF4, device=make_device(), kv_budget_bytes=2**20
+    )
+
+    assert 0.56 < engine.num_weight_bytes / engine.num_parameters < 0.58
+    assert "bitsandbytes" in engine.kernels
+
+
+def test_layers_of_transformers_need_float_weights(tiny_models: Any) -> None:
+    checkpoint = open_checkpoint(tiny_models.get("wrapped-stablelm").directory)
+
+    with pytest.raises(UsageError, match="use --weights bf16 or fp32"):
+        Engine.load(
+            checkpoint, WHOLE, WeightFormat.NF4, device=make_device(), kv_budget_bytes=2**20
+        )
