@@ -358,7 +358,12 @@ def test_kill_while_a_long_prompt_is_on_its_way(live: LiveSwarm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("trouble", "index"), [(LocalPeer.kill, 0), (LocalPeer.pause, 1), (LocalPeer.kill, 2)]
+    ("trouble", "index"),
+    [
+        (LocalPeer.kill, 0),
+        (LocalPeer.pause, 1),
+        pytest.param(LocalPeer.kill, 2, marks=pytest.mark.thorough),
+    ],
 )
 def test_eight_sessions_of_different_texts_go_on(
     live: LiveSwarm, trouble: Callable[[LocalPeer], None], index: int
