@@ -39,6 +39,7 @@ _MAX_SIZE = 2**20
 _BUILD_ERRORS = (
     StrictDataclassError,
     ArithmeticError,
+    AssertionError,
     AttributeError,
     ImportError,
     LookupError,

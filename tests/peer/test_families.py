@@ -249,6 +249,10 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
             {"model_type": "stablelm", "hidden_act": "tan"},
             "cannot build a model of type 'stablelm'",
         ),
+        (
+            {"model_type": "stablelm", "pad_token_id": 500},
+            "cannot build a model of type 'stablelm'",
+        ),
         ({"model_type": "xglm"}, "its embedding or head is a special one"),
         (
             {"model_type": "gptj", "rotary_dim": 8},
