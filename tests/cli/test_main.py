@@ -93,7 +93,7 @@ def test_wrong_arguments_are_one_line(
 
 def test_four_bits_on_a_cpu_are_refused_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
     code, error = run_and_read_error(
-        "serve shoal-stories --new-swarm --weights nf4".split(), capsys
+        ["serve", "shoal-stories", "--new-swarm", "--weights", "nf4"], capsys
     )
 
     assert code == 1
