@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,7 @@ from .deep_prompts import check_prompts
 from .distributed_config import DistributedConfig
 from .finetune.active_adapters import ActiveAdapters, ChosenAdapters
 from .finetune.lora import LoraAdapter
+from .finetune.peer_optimizer import PeerOptimizer
 from .inference_session import InferenceSession, check_is_session
 from .router import Hop
 
@@ -192,6 +194,16 @@ class RemoteSequential(nn.Module):
     def take_recent_hops(self) -> list[Hop]:
         """Return who answered in stateless passes since this was called last."""
         return self._client.passes.take_recent_hops()
+
+    def optimizer_at_peers(
+        self, adapter: LoraAdapter, kind: str = "adamw", **options: Any
+    ) -> PeerOptimizer:
+        """Return an optimizer of an adapter that runs at the peers which apply it.
+
+        `kind` is "adamw" or "sgd", with the options and defaults of torch's. Raises UsageError for
+        others, and for an adapter of the head.
+        """
+        return PeerOptimizer(self._client.passes, adapter, kind, **options)
 
     def publish_adapter(self, adapter: LoraAdapter) -> str:
         """Let everybody use an adapter as it is now, by the digest that is returned.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,6 +20,8 @@ from .answer_queue import AnswerQueue
 from .answers import encode_refusal
 from .engine.adapters import Adapter
 from .engine.engine import Engine
+from .engine.trained_adapter import TrainedAdapter
+from .signs import Signs
 
 if TYPE_CHECKING:
     from .service import Service
@@ -37,18 +40,25 @@ class _Upload:
     head: AdapterHead
     holder: Holder
     reader: AdapterReader
-    reading: asyncio.Future[Adapter] | None = None
+    reading: asyncio.Future[Adapter | TrainedAdapter] | None = None
 
     @property
     def num_bytes(self) -> int:
-        return len(self.head.config) + self.head.num_bytes
+        """What it counts: where it is trained here, with moments and gradients of the same size."""
+        head = self.head
+        num_tensors = 2 + head.optimizer.num_moments if head.optimizer else 1
+        return len(head.config) + head.num_bytes // head.num_files * num_tensors
 
 
 class AdapterDesk:
     """Takes one adapter at a time from a stream. Its memory is counted from the head on."""
 
-    def __init__(self, service: Service, answers: AnswerQueue) -> None:
+    def __init__(
+        self, service: Service, answers: AnswerQueue, understands_signs: Callable[[], bool]
+    ) -> None:
         self._service = service
+        self._signs = Signs(service.compute, answers)
+        self._understands_signs = understands_signs
         self._answers = answers
         self._upload: _Upload | None = None
         self._refused: UploadId | None = None
@@ -75,6 +85,7 @@ class AdapterDesk:
 
     def end(self) -> None:
         """Drop what has not come in full: nobody is left to bring the rest."""
+        self._signs.stop()
         if self._upload is not None and self._upload.reading is None:
             self._forget(self._upload)
 
@@ -97,10 +108,12 @@ class AdapterDesk:
         self.active_at = self._service.clock.now()
         if upload.reader.is_complete:
             self._stop_timer()
+            if self._understands_signs():
+                self._signs.begin(upload.head.upload_id)
             upload.reading = asyncio.create_task(self._read(upload))
             upload.reading.add_done_callback(partial(self._finish, upload))
 
-    async def _read(self, upload: _Upload) -> Adapter:
+    async def _read(self, upload: _Upload) -> Adapter | TrainedAdapter:
         """Read an adapter on a thread of its own: tens of megabytes are checked number by number.
 
         Neither the event loop should stand meanwhile, nor who computes everybody's tokens.
@@ -108,12 +121,13 @@ class AdapterDesk:
         engine = self._service.engine
         adapter = await asyncio.to_thread(_read, engine, upload.head, upload.reader)
         # Devices belong to the compute thread: it may be capturing what they do.
-        return await self._service.compute.call(partial(engine.place_adapter, adapter))
+        return await self._service.compute.call(lambda: engine.place_adapter(adapter))
 
-    def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter]) -> None:
+    def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter | TrainedAdapter]) -> None:
         """Keep the adapter, also when the stream is over by now: others may be there."""
         if reading.cancelled():
             return  # with the event loop
+        self._signs.stop()
         head, error = upload.head, reading.exception()
         self._upload, self.active_at = None, self._service.clock.now()
         if error is None:
@@ -149,9 +163,16 @@ class AdapterDesk:
             self._timer.cancel()
 
 
-def _read(engine: Engine, head: AdapterHead, reader: AdapterReader) -> Adapter:
+def _read(engine: Engine, head: AdapterHead, reader: AdapterReader) -> Adapter | TrainedAdapter:
     """Return the adapter of two files that are what they are called; raises RefusedError."""
     tensors = reader.join()
     if make_adapter_id(head.config, tensors) != head.adapter:
         raise RefusedError(ErrorCode.BAD_VALUES, "the adapter is not what its digest says")
-    return engine.read_adapter(head.config, tensors)
+    if not head.optimizer:
+        return engine.read_adapter(head.config, tensors)
+    size = len(tensors) // head.num_files
+    files = [
+        engine.read_adapter(head.config, tensors[start : start + size])
+        for start in range(0, len(tensors), size)
+    ]
+    return TrainedAdapter.begin(files, head.optimizer, head.num_updates)

@@ -10,6 +10,7 @@ from ..protocol.fair_share import BUSY_SECONDS, Holder, compute_share
 from ..protocol.ids import AdapterId
 from ..protocol.net.clock import Clock
 from .engine.adapters import Adapter
+from .engine.trained_adapter import TrainedAdapter
 from .shared_bytes import SharedBytes
 
 KEEP_SECONDS = 300.0
@@ -35,6 +36,8 @@ class Kept:
     num_users: int = 0
     """Sessions, and passes that are not over."""
     is_given_up: bool = False
+    trained: TrainedAdapter | None = None
+    """The same one, where this peer is to train it."""
 
 
 class AdapterShelf:
@@ -81,16 +84,23 @@ class AdapterShelf:
         self.shared.count(holder, -num_bytes)
 
     def put(
-        self, name: AdapterId, adapter: Adapter, holder: Holder, num_bytes: int, is_published: bool
+        self,
+        name: AdapterId,
+        adapter: Adapter | TrainedAdapter,
+        holder: Holder,
+        num_bytes: int,
+        is_published: bool,
     ) -> None:
         """Keep an adapter whose bytes are counted; of two of one name the first one stays."""
         key = (name, None if is_published else holder)
+        trained = None if isinstance(adapter, Adapter) else adapter
+        adapter = adapter if isinstance(adapter, Adapter) else adapter.adapter
         known = self._kept.get(key)
         if known is not None:
             self.release(holder, num_bytes)
             known.used_at = self._clock.now()
             return
-        self._kept[key] = Kept(adapter, holder, num_bytes, self._clock.now())
+        self._kept[key] = Kept(adapter, holder, num_bytes, self._clock.now(), trained=trained)
         if self._timer is None:
             self._look_after(KEEP_SECONDS)
 
@@ -106,6 +116,29 @@ class AdapterShelf:
             )
         kept.used_at = self._clock.now()
         return kept
+
+    def has(self, name: AdapterId, holder: Holder) -> bool:
+        """Return whether a private adapter is here, which is used from now on then."""
+        kept = self._kept.get((name, holder))
+        if kept is not None:
+            kept.used_at = self._clock.now()
+        return kept is not None
+
+    def replace(
+        self, name: AdapterId, new_name: AdapterId, holder: Holder, updated: TrainedAdapter
+    ) -> None:
+        """Let what an update has made of an adapter take its place.
+
+        Raises RefusedError with NO_ROOM_FOR_ADAPTER, and keeps the old one, where passes hold on
+        to that and there is no room for both.
+        """
+        if self.has(new_name, holder):
+            return
+        old = self.find(name, holder)
+        num_freed = 0 if old.num_users else old.num_bytes
+        self.reserve(holder, old.num_bytes, num_freed)
+        self.give_up(name, holder)
+        self.put(new_name, updated, holder, old.num_bytes, is_published=False)
 
     def give_up(self, name: AdapterId, holder: Holder) -> int:
         """Forget a private adapter that its holder has replaced; return how many bytes are free.

@@ -18,8 +18,6 @@ from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, Unav
 from ..protocol.fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from ..protocol.ids import NO_CAPABILITY, Capability, SessionId
 from ..protocol.messages import (
-    AdapterHead,
-    AdapterPiece,
     Attach,
     Close,
     Hello,
@@ -28,14 +26,12 @@ from ..protocol.messages import (
     Offer,
     Open,
     Opened,
-    Pass,
-    PassPiece,
     Queued,
     Step,
 )
 from ..protocol.net.transport import Stream, open_gate
 from ..protocol.session import Action
-from ..protocol.versions import HANDOFF_VERSION
+from ..protocol.versions import HANDOFF_VERSION, OPTIMIZER_VERSION
 from ..protocol.wire import decode_frame, encode_frame
 from .answer_queue import Answer, AnswerQueue
 from .answers import conclude, encode_gap, encode_refusal
@@ -43,7 +39,7 @@ from .engine.jobs import ComputedStep
 from .greeting import Greeting
 from .held_session import HeldSession
 from .large_frames import LargeFrames
-from .pass_desk import PassDesk
+from .learning_desk import LearningDesk, LearningMessage
 from .steering import Steering, check_attach, check_epoch, may_push, steer
 from .step_work import check_step_size, make_work
 
@@ -73,9 +69,9 @@ class Conversation:
         self._attached: dict[SessionId, Capability] = {}  # sessions that another peer pushes here
         self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
         self._answers = AnswerQueue(stream, service.pending, self.holder)
-        self._passes = PassDesk(service, self._answers)
-        self._idle_seconds = service.facts.session_idle_seconds
         self._greeting = Greeting(service)
+        self._learning = LearningDesk(service, self._answers, self._understands_signs)
+        self._idle_seconds = service.facts.session_idle_seconds
         self._active_at = service.clock.now()
         self._large_frames = LargeFrames(service.pending, service.clock)
         stream.set_gate(self._let_in)
@@ -103,7 +99,7 @@ class Conversation:
                 reading.cancel()
                 for waiting in self._waiting.values():
                     waiting.cancel()
-                self._passes.prompts.end()  # no more of them come, and answers wait for them
+                self._learning.prompts.end()  # no more of them come, and answers wait for them
                 self._answers.finish()
                 await asyncio.wait({sending, watching}, return_when=asyncio.FIRST_COMPLETED)
                 sending.cancel()
@@ -113,9 +109,12 @@ class Conversation:
             self._stream.set_gate(open_gate)
             # What is in the engine still is somewhere in memory: it counts until it is done.
             self._answers.end()
-            self._passes.end()
+            self._learning.end()
             for session, held in self._opened.items():
                 self._service.close_session(session, held)
+
+    def _understands_signs(self) -> bool:
+        return self._greeting.version >= OPTIMIZER_VERSION
 
     def say_leaving(self) -> None:
         """Tell the client of every session here to move it, unless it is too old to understand."""
@@ -188,7 +187,7 @@ class Conversation:
         idle_seconds = self._idle_seconds
         if not self._used and not self._waiting:
             idle_seconds = min(idle_seconds, _HELLO_SECONDS)
-        active_at = max([self._active_at, self._passes.active_at, *(one.used_at for one in held)])
+        active_at = max([self._active_at, self._learning.active_at, *(one.used_at for one in held)])
         return max(active_at + idle_seconds, self._large_frames.find_deadline())
 
     @contextlib.asynccontextmanager
@@ -212,8 +211,8 @@ class Conversation:
             self._take_step(message)
         elif isinstance(message, Open):
             await self._open(message)
-        elif isinstance(message, Pass | PassPiece | AdapterHead | AdapterPiece):
-            self._passes.take(message, self.holder)
+        elif isinstance(message, LearningMessage):
+            self._learning.take(message, self.holder)
         elif isinstance(message, Close):
             self._close(message.session)
         elif isinstance(message, Steering):
@@ -257,17 +256,17 @@ class Conversation:
             if len(self._opened) + len(self._waiting) >= limits.MAX_SESSIONS_PER_STREAM:
                 may_wait = False
                 raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
-            self._passes.prompts.expect(message, self.holder)
+            self._learning.prompts.expect(message, self.holder)
             opened = await self._service.admission.open(message, self.holder, self._answers.post)
         except RefusedError as error:
             seconds = error.retry_after_seconds
             if may_wait and seconds is not None and self._service.admission.may_wait(self.holder):
                 self._wait_for_session(message, seconds)
             else:
-                self._passes.prompts.refuse(message.session)
+                self._learning.prompts.refuse(message.session)
                 self._answers.put(encode_refusal(message.session, 0, error))
         else:
-            self._passes.prompts.answer(
+            self._learning.prompts.answer(
                 message.session, opened[0], self._note_opened(message, *opened)
             )
 
@@ -280,10 +279,10 @@ class Conversation:
                     message, self.holder, self._answers.post
                 )
             except RefusedError as error:
-                self._passes.prompts.refuse(message.session)
+                self._learning.prompts.refuse(message.session)
                 return encode_refusal(message.session, 0, error)
             frame = self._note_opened(message, *opened)
-            return await self._passes.prompts.wait(message.session, opened[0], frame)
+            return await self._learning.prompts.wait(message.session, opened[0], frame)
 
         def settle(task: asyncio.Task[bytes]) -> None:
             del self._waiting[message.session]

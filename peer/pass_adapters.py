@@ -17,6 +17,7 @@ from ..protocol.ids import AdapterId
 from ..protocol.messages import Pass
 from .adapter_shelf import AdapterShelf, Kept
 from .engine.adapters import Adapter
+from .engine.trained_adapter import GatheredGradients
 
 Adapters = tuple[Adapter | None, ...]
 """One for each row, or none at all."""
@@ -33,6 +34,20 @@ def find_kept(message: Pass, shelf: AdapterShelf, holder: Holder) -> dict[Adapte
     return {name: shelf.find(name, holder) for name in names}
 
 
+def find_gathered(message: Pass, kept: Mapping[AdapterId, Kept]) -> GatheredGradients | None:
+    """Return where the gradients of a pass are added to; None where that is not asked for.
+
+    Raises RefusedError unless the peer trains the adapter.
+    """
+    if message.gather is None:
+        return None
+    (one,) = kept.values()  # check_message made sure
+    if one.trained is None:
+        detail = "this peer was not asked to train the adapter"
+        raise RefusedError(ErrorCode.BAD_VALUES, detail)
+    return one.trained.gathered
+
+
 def cut_adapters(message: Pass, kept: Mapping[AdapterId, Kept]) -> Adapters:
     """Return what the adapters of a pass have for its blocks, row by row."""
     found = {name: one.adapter.cut(message.span) for name, one in kept.items()}
@@ -45,10 +60,10 @@ def check_adapters(message: Pass, adapters: Adapters, width: int, most_bytes: in
     Raises RefusedError when their gradients do not fill as many vectors as the client expects, or
     take more than `most_bytes`, however few texts there are.
     """
-    if not message.adapter_vectors:
+    if not message.adapter_vectors and message.gather is None:
         return 0
     num_numbers = sum(adapter.num_numbers for adapter in _list(adapters))
-    if -(-num_numbers // width) != message.adapter_vectors:
+    if message.gather is None and -(-num_numbers // width) != message.adapter_vectors:
         raise RefusedError(
             ErrorCode.BAD_VALUES,
             f"the gradients of these adapters are {num_numbers} numbers for blocks {message.span}, "

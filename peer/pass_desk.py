@@ -12,33 +12,22 @@ from typing import TYPE_CHECKING
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.ids import PassId
-from ..protocol.messages import (
-    AdapterHead,
-    AdapterPiece,
-    Pass,
-    Passed,
-    PassKind,
-    PassPiece,
-    Queued,
-)
+from ..protocol.messages import Pass, Passed, PassKind, PassPiece
 from ..protocol.passes import PiecesReader, list_answer_slots, list_question_slots
 from ..protocol.wire import encode_frame
-from .adapter_desk import AdapterDesk
 from .adapter_shelf import Kept
 from .answer_queue import AnswerQueue
 from .answers import encode_refusal
 from .engine.pass_queue import ComputedPass, PassJob
-from .pass_adapters import Adapters, check_adapters, cut_adapters, find_kept
-from .pass_work import run_pass
-from .session_prompts import SessionPrompts
+from .engine.trained_adapter import GatheredGradients
+from .pass_adapters import Adapters, check_adapters, cut_adapters, find_gathered, find_kept
+from .pass_work import WireWork, run_pass
+from .signs import Signs
 
 if TYPE_CHECKING:
     from .service import Service
 
 _logger = logging.getLogger(__name__)
-
-_SIGN_SECONDS = 1.0
-"""How often a client hears that its pass still waits or is computed."""
 
 _UPLOAD_SECONDS = 300.0
 """How long the tensors of a pass may be on their way, while the memory for all of them is kept: 85
@@ -61,11 +50,12 @@ class _Asked:
     work_bytes: int
     adapters: Adapters
     kept: Collection[Kept]
+    gathered: GatheredGradients | None
     job: PassJob | None = None
 
 
 class PassDesk:
-    """Takes one pass at a time from a stream, and the adapters that passes name.
+    """Takes one pass at a time from a stream.
 
     The memory that the pass needs on its way is counted as a whole when it is asked for.
     """
@@ -75,10 +65,9 @@ class PassDesk:
         self._answers = answers
         self._asked: _Asked | None = None
         self._refused: PassId | None = None
-        self._timer: asyncio.TimerHandle | None = None  # of the next sign, or of the upload's end
+        self._timer: asyncio.TimerHandle | None = None  # of the upload's end
+        self._signs = Signs(service.compute, answers)
         self._active_at = service.clock.now()
-        self._adapters = AdapterDesk(service, answers)
-        self.prompts = SessionPrompts(service, answers)
 
     @property
     def active_at(self) -> float:
@@ -87,19 +76,15 @@ class PassDesk:
         """
         if self._asked is not None and self._asked.job is not None:
             return self._service.clock.now()
-        return max(self._active_at, self._adapters.active_at)
+        return self._active_at
 
-    def take(self, message: Pass | PassPiece | AdapterHead | AdapterPiece, holder: Holder) -> None:
-        """Begin a pass, or answer why not; or take the next piece of one. Or of an adapter.
+    def take(self, message: Pass | PassPiece, holder: Holder) -> None:
+        """Begin a pass, or answer why not; or take the next piece of one.
 
         Raises RemoteProtocolError where neither belongs there.
         """
-        if isinstance(message, AdapterHead | AdapterPiece):
-            self._adapters.take(message, holder)
-            return
         if isinstance(message, PassPiece):
-            if not self.prompts.take(message):
-                self._take_piece(message)
+            self._take_piece(message)
             return
         if self._asked is not None:
             raise RemoteProtocolError("a stream has one pass at a time")
@@ -112,9 +97,7 @@ class PassDesk:
         self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, asked)
 
     def end(self) -> None:
-        """Drop the pass: nobody is left to read its answer. Or to bring the rest of an adapter."""
-        self._adapters.end()
-        self.prompts.end()
+        """Drop the pass: nobody is left to read its answer."""
         asked = self._asked
         if asked is None:
             return
@@ -155,6 +138,7 @@ class PassDesk:
                 f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
             )
         kept = find_kept(message, service.adapters, holder)
+        gathered = find_gathered(message, kept)
         adapters = cut_adapters(message, kept)
         num_bytes, work_bytes = self._measure(message, adapters)
         service.passes.check_room_for(holder, num_bytes)
@@ -163,7 +147,9 @@ class PassDesk:
         for one in kept.values():
             service.adapters.use(one)
         reader = PiecesReader(list_question_slots(message), engine.spec.hidden_size)
-        return _Asked(message, holder, reader, num_bytes, work_bytes, adapters, kept.values())
+        return _Asked(
+            message, holder, reader, num_bytes, work_bytes, adapters, kept.values(), gathered
+        )
 
     def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
         """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
@@ -203,20 +189,14 @@ class PassDesk:
 
     def _compute(self, asked: _Asked) -> None:
         message = asked.message
-        run = partial(run_pass, self._service.engine, message, asked.reader.tensors, asked.adapters)
+        work = WireWork(message, asked.reader.tensors, asked.adapters, asked.gathered)
+        run = partial(run_pass, self._service.engine, work)
         cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
         compute = self._service.compute
         asked.job = compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
         asked.job.future.add_done_callback(partial(self._answer, asked))
         self._stop_timer()
-        self._give_sign()
-
-    def _give_sign(self) -> None:
-        """Say that the pass is not forgotten, and again in a while."""
-        assert self._asked is not None
-        queue_seconds = self._service.compute.pass_queue_seconds
-        self._answers.put(encode_frame(Queued(self._asked.message.pass_id, 0, queue_seconds)))
-        self._timer = asyncio.get_running_loop().call_later(_SIGN_SECONDS, self._give_sign)
+        self._signs.begin(message.pass_id)
 
     def _answer(self, asked: _Asked, computing: asyncio.Future[ComputedPass]) -> None:
         if computing.cancelled() or self._asked is not asked:
@@ -256,5 +236,6 @@ class PassDesk:
         self._service.note_change()
 
     def _stop_timer(self) -> None:
+        self._signs.stop()
         if self._timer is not None:
             self._timer.cancel()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -14,25 +15,32 @@ from ..protocol.wire import encode_frame
 from .engine.engine import Engine
 from .engine.pass_queue import GiveWay
 from .engine.passes import PassWork
+from .engine.trained_adapter import GatheredGradients
 from .pass_adapters import Adapters, join_gradients
 from .step_work import check_fits
 
 
-def run_pass(
-    engine: Engine,
-    message: Pass,
-    tensors: dict[Slot, list[WireTensor]],
-    adapters: Adapters,
-    give_way: GiveWay,
-) -> list[bytes]:
-    """Return the frames that answer a pass, but for the last; empties `tensors`.
+@dataclass(frozen=True)
+class WireWork:
+    """A pass as it came, and what was found here for it; its tensors are used up."""
+
+    message: Pass
+    tensors: dict[Slot, list[WireTensor]]
+    adapters: Adapters = ()
+    gathered: GatheredGradients | None = None
+    """Where the gradients of its adapter are added to, if they are."""
+
+
+def run_pass(engine: Engine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
+    """Return the frames that answer a pass, but for the last.
 
     On the compute thread: to decode and encode megabytes would hold up the event loop.
     """
+    message, tensors, adapters = asked.message, asked.tensors, asked.adapters
     shape = (message.num_rows, message.num_tokens, engine.spec.hidden_size)
     hidden_BTH = _join(tensors.pop(Slot.HIDDEN), give_way).view(shape)
     prompts = _read_prompts(message, tensors, give_way)
-    wants_adapters = message.adapter_vectors > 0
+    wants_adapters = message.adapter_vectors > 0 or asked.gathered is not None
     work = PassWork(message.span, hidden_BTH, prompts, adapters, wants_adapters)
     if message.kind is PassKind.FORWARD:
         return _encode(message, Slot.HIDDEN, engine.run_forward(work, give_way), give_way)
@@ -41,7 +49,10 @@ def run_pass(
     frames = _encode(message, Slot.HIDDEN, gradients.hidden_BTH, give_way)
     if gradients.prompts_LBPH is not None:
         frames += _encode(message, Slot.PROMPTS, gradients.prompts_LBPH, give_way)
-    if wants_adapters:
+    if message.gather is not None and asked.gathered is not None:
+        (found,) = gradients.adapters.values()  # only one is trained
+        asked.gathered.add(message.gather, found, give_way)
+    elif wants_adapters:
         vectors = join_gradients(adapters, gradients.adapters, engine.spec.hidden_size)
         frames += _encode(message, Slot.ADAPTERS, vectors, give_way)
     return frames

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from . import limits
 from .errors import RemoteProtocolError
-from .message_checks import NO_SESSION
+from .field_checks import NO_SESSION
 from .tensors import WireTensor, read_tensor
 
 FRAME_VERSION = 1
@@ -54,6 +54,10 @@ class Kind(IntEnum):
     ADAPTER_HEAD = 23
     ADAPTER_PIECE = 24
     ADAPTER_KEPT = 25
+    ADAPTER_MEASURE = 26
+    ADAPTER_MEASURED = 27
+    ADAPTER_UPDATE = 28
+    ADAPTER_FETCH = 29
 
 
 class Flag(IntFlag):

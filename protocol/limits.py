@@ -32,6 +32,15 @@ MAX_PASS_ADAPTERS = 2**16
 MAX_ADAPTER_BYTES = 2**26
 """The safetensors of one adapter, as far as it belongs to the blocks of one peer."""
 
+MAX_TRAINED_BYTES = 3 * MAX_ADAPTER_BYTES
+"""The same with what an optimizer remembers of it, where a peer trains it."""
+
+MAX_GRADIENT_PARTS = 2**12
+"""Backward passes whose gradients a peer adds up for one update of an adapter that it trains."""
+
+MAX_LEARNING_RATE = 100.0
+"""Of an update, and the same for its decay: with more, adapters become infinite within a few."""
+
 MAX_ADAPTER_CONFIG_BYTES = 2**14
 """Its `adapter_config.json`."""
 

@@ -3,25 +3,21 @@
 One check per message, in one table. A check raises ValueError; `wire` says whose fault it is.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import limits
+from .adapter_checks import ADAPTER_CHECKS, check_adapter, check_adapter_rows
 from .endpoints import check_endpoint
+from .field_checks import check_count, check_seconds, check_session
 from .identity import SIGNATURE_BYTES
 from .ids import (
-    ADAPTER_ID_BYTES,
     CAPABILITY_BYTES,
     CLIENT_TOKEN_BYTES,
     MODEL_ID_CHARACTERS,
     OFFER_NONCE_BYTES,
-    SESSION_ID_BYTES,
 )
 from .messages import (
-    AdapterHead,
-    AdapterKept,
-    AdapterPiece,
     Admit,
     Attach,
     Close,
@@ -40,7 +36,6 @@ from .messages import (
     Parked,
     Pass,
     Passed,
-    PassKind,
     PassPiece,
     Probe,
     Queued,
@@ -51,11 +46,6 @@ from .messages import (
 )
 from .spans import Span
 from .tensors import check_tensor
-
-NO_SESSION = bytes(SESSION_ID_BYTES)
-"""What stands in the header of a message that speaks of no session."""
-
-_MAX_SECONDS = 1e12
 
 
 def check_message(message: Message) -> None:
@@ -88,11 +78,6 @@ def clean_text(value: str) -> str:
     return "".join(character if character.isprintable() else " " for character in cut)
 
 
-def _check_session(value: bytes) -> None:
-    if len(value) != SESSION_ID_BYTES or value == NO_SESSION:
-        raise ValueError("the session id is missing or malformed")
-
-
 def _check_model_id(value: str) -> None:
     if len(value) != MODEL_ID_CHARACTERS or not value.isalnum() or not value.isascii():
         raise ValueError("malformed model id")
@@ -103,24 +88,19 @@ def _check_span(span: Span) -> None:
         raise ValueError(f"block {span.stop} is beyond {limits.MAX_BLOCKS}")
 
 
-def _check_count(value: int, bound: int, name: str) -> None:
-    if not 0 < value <= bound:
-        raise ValueError(f"{name} {value} is outside 1..{bound}")
-
-
 def _check_position(value: int) -> None:
     if not 0 <= value <= limits.MAX_SESSION_TOKENS:
         raise ValueError(f"position {value} is beyond {limits.MAX_SESSION_TOKENS}")
 
 
 def _check_pass(message: Pass) -> None:
-    _check_session(message.pass_id)
+    check_session(message.pass_id)
     _check_model_id(message.model_id)
     _check_span(message.span)
-    _check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
-    _check_count(message.num_tokens, limits.MAX_PASS_TOKENS, "number of tokens")
-    _check_count(message.num_rows * message.num_tokens, limits.MAX_PASS_TOKENS, "size of a pass")
-    _check_adapter_rows(message)
+    check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
+    check_count(message.num_tokens, limits.MAX_PASS_TOKENS, "number of tokens")
+    check_count(message.num_rows * message.num_tokens, limits.MAX_PASS_TOKENS, "size of a pass")
+    check_adapter_rows(message)
     rows, tokens = message.prompt_rows, message.prompt_tokens
     if (rows, tokens) == (0, 0):
         return
@@ -130,69 +110,20 @@ def _check_pass(message: Pass) -> None:
             f"{message.num_tokens} tokens"
         )
     num_prompts = len(message.span) * rows * tokens
-    _check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
-
-
-def _check_adapter_rows(message: Pass) -> None:
-    if not message.adapters:
-        if message.adapter_vectors:
-            raise ValueError("gradients of adapters are asked for, and there are none")
-        return
-    num_rows = 0
-    for run in message.adapters:
-        _check_adapter(run.adapter)
-        _check_count(run.num_rows, message.num_rows, "number of rows with an adapter")
-        num_rows += run.num_rows
-    if num_rows != message.num_rows:
-        raise ValueError(f"adapters of {num_rows} rows do not fit {message.num_rows} rows")
-    if message.adapter_vectors:
-        bound = limits.MAX_PASS_ADAPTERS if message.kind is PassKind.BACKWARD else 0
-        _check_count(message.adapter_vectors, bound, "gradients of adapters")
-
-
-def _check_adapter(value: bytes) -> None:
-    if len(value) not in (0, ADAPTER_ID_BYTES):
-        raise ValueError(f"an adapter's digest has {ADAPTER_ID_BYTES} bytes, not {len(value)}")
-
-
-def _check_adapter_head(message: AdapterHead) -> None:
-    _check_session(message.upload_id)
-    _check_adapter(message.adapter)
-    _check_adapter(message.replaces)
-    if not message.adapter:
-        raise ValueError("an adapter that is brought has a digest")
-    _check_count(message.num_bytes, limits.MAX_ADAPTER_BYTES, "size of an adapter")
-    _check_count(len(message.config), limits.MAX_ADAPTER_CONFIG_BYTES, "size of a configuration")
-
-
-def _check_adapter_piece(message: AdapterPiece) -> None:
-    _check_session(message.upload_id)
-    _check_count(message.offset + 1, limits.MAX_ADAPTER_BYTES, "offset")
-    _check_count(len(message.data), limits.MAX_CONTROL_BYTES, "size of a piece")
-
-
-def _check_adapter_kept(message: AdapterKept) -> None:
-    _check_session(message.upload_id)
-    _check_seconds(message.keep_seconds)
+    check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
 
 
 def _check_pass_piece(message: PassPiece) -> None:
-    _check_session(message.pass_id)
+    check_session(message.pass_id)
     check_tensor(message.tensor)
     if message.tensor.rows != 1:
         raise ValueError(f"a piece is one row of vectors, not {message.tensor.rows}")
-    _check_count(message.offset + 1, limits.MAX_PASS_PROMPTS, "offset")
+    check_count(message.offset + 1, limits.MAX_PASS_PROMPTS, "offset")
 
 
 def _check_passed(message: Passed) -> None:
-    _check_session(message.pass_id)
-    _check_seconds(message.queue_seconds, message.compute_seconds)
-
-
-def _check_seconds(*values: float) -> None:
-    for value in values:
-        if not math.isfinite(value) or not 0 <= value <= _MAX_SECONDS:
-            raise ValueError(f"{value} is not a duration")
+    check_session(message.pass_id)
+    check_seconds(message.queue_seconds, message.compute_seconds)
 
 
 def _check_hello(message: Hello) -> None:
@@ -208,24 +139,24 @@ def _check_welcome(message: Welcome) -> None:
     check_text(message.peer_id)
     _check_model_id(message.model_id)
     _check_span(message.span)
-    _check_seconds(message.wall_seconds)
+    check_seconds(message.wall_seconds)
     if len(message.nonce) not in (0, OFFER_NONCE_BYTES):
         raise ValueError(f"a nonce has {OFFER_NONCE_BYTES} bytes, not {len(message.nonce)}")
 
 
 def _check_open(message: Open) -> None:
-    _check_session(message.session)
+    check_session(message.session)
     _check_model_id(message.model_id)
     _check_span(message.span)
-    _check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
-    _check_count(message.max_tokens, limits.MAX_SESSION_TOKENS, "session length")
-    _check_seconds(message.max_wait_seconds)
+    check_count(message.num_rows, limits.MAX_BATCH_ROWS, "number of rows")
+    check_count(message.max_tokens, limits.MAX_SESSION_TOKENS, "session length")
+    check_seconds(message.max_wait_seconds)
     _check_parent(message)
-    _check_adapter(message.adapter)
+    check_adapter(message.adapter)
     if message.prompt_tokens:
-        _check_count(message.prompt_tokens, message.max_tokens, "length of deep prompts")
+        check_count(message.prompt_tokens, message.max_tokens, "length of deep prompts")
         num_prompts = len(message.span) * message.prompt_tokens
-        _check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
+        check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
     if message.capability:
         _check_capability(message.capability)
     _check_next(message.next, message.session)
@@ -236,24 +167,24 @@ def _check_parent(message: Open) -> None:
         if message.prefix_tokens:
             raise ValueError("a prefix has a parent")
         return
-    _check_session(message.parent)
+    check_session(message.parent)
     if message.parent == message.session:
         raise ValueError("a session cannot be its own parent")
-    _check_count(message.prefix_tokens, message.max_tokens, "prefix length")
+    check_count(message.prefix_tokens, message.max_tokens, "prefix length")
 
 
 def _check_queued(message: Queued) -> None:
-    _check_session(message.session)
-    _check_seconds(message.wait_seconds)
+    check_session(message.session)
+    check_seconds(message.wait_seconds)
 
 
 def _check_opened(message: Opened) -> None:
-    _check_session(message.session)
-    _check_seconds(message.queue_seconds)
+    check_session(message.session)
+    check_seconds(message.queue_seconds)
 
 
 def _check_step(message: Step) -> None:
-    _check_session(message.session)
+    check_session(message.session)
     _check_position(message.position)
     check_tensor(message.hidden)
     num_rows, row_map = message.hidden.rows, message.row_map
@@ -265,34 +196,34 @@ def _check_step(message: Step) -> None:
 
 
 def _check_output(message: Output) -> None:
-    _check_session(message.session)
+    check_session(message.session)
     _check_position(message.position)
     check_tensor(message.hidden)
-    _check_seconds(message.queue_seconds, message.compute_seconds)
+    check_seconds(message.queue_seconds, message.compute_seconds)
     _check_before(message.before)
 
 
 def _check_gap(message: Gap) -> None:
-    _check_session(message.session)
+    check_session(message.session)
     _check_position(message.length)
 
 
 def _check_bare(message: Close | Leaving | Probe) -> None:
-    _check_session(message.session)
+    check_session(message.session)
 
 
 def _check_declined(message: Declined) -> None:
     if message.session is not None:
-        _check_session(message.session)
+        check_session(message.session)
     if message.retry_after_seconds is not None:
-        _check_seconds(message.retry_after_seconds)
+        check_seconds(message.retry_after_seconds)
 
 
 def _check_before(before: Sequence[HopSeconds]) -> None:
     if len(before) > limits.MAX_HOPS:
         raise ValueError(f"{len(before)} hops are more than a route may have")
     for seconds in before:
-        _check_seconds(*seconds)
+        check_seconds(*seconds)
 
 
 def _check_capability(value: bytes) -> None:
@@ -308,24 +239,24 @@ def _check_next(following: NextHop | None, session: bytes) -> None:
         raise ValueError(f"a next hop has at most {limits.MAX_ENDPOINTS} endpoints")
     for endpoint in following.endpoints:
         check_endpoint(endpoint)
-    _check_session(following.session)
+    check_session(following.session)
     if following.session == session:
         raise ValueError("a session cannot be its own next hop")
     _check_capability(following.capability)
 
 
 def _check_capability_holder(message: Attach | Admit) -> None:
-    _check_session(message.session)
+    check_session(message.session)
     _check_capability(message.capability)
 
 
 def _check_redirect(message: Redirect | Mirror) -> None:
-    _check_session(message.session)
+    check_session(message.session)
     _check_next(message.next, message.session)
 
 
 def _check_status(message: Status) -> None:
-    _check_session(message.session)
+    check_session(message.session)
     _check_position(message.length)
 
 
@@ -362,7 +293,5 @@ _CHECKS: dict[type[Message], Callable[[Any], None]] = {
     Pass: _check_pass,
     PassPiece: _check_pass_piece,
     Passed: _check_passed,
-    AdapterHead: _check_adapter_head,
-    AdapterPiece: _check_adapter_piece,
-    AdapterKept: _check_adapter_kept,
+    **ADAPTER_CHECKS,
 }

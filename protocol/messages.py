@@ -14,13 +14,24 @@ the other one dials by saying `Hello` on it, now or in hours.
 Fine-tuning needs no session. On a stream of its own the client says `Pass` and sends tensors in
 `PassPiece`s; those of the answer come in the same way, and `Passed` ends them. An adapter that
 passes and sessions name is brought before, as `AdapterHead` and `AdapterPiece`s, and `AdapterKept`.
+A peer that trains one itself is told when, by `AdapterMeasure` and `AdapterUpdate`.
 """
 
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from .adapter_messages import AdapterHead, AdapterKept, AdapterPiece, AdapterRows
+from .adapter_messages import (
+    AdapterFetch,
+    AdapterHead,
+    AdapterKept,
+    AdapterMeasure,
+    AdapterMeasured,
+    AdapterPiece,
+    AdapterRows,
+    AdapterUpdate,
+    GatherOrder,
+)
 from .chain_messages import Admit, Attach, Mirror, NextHop, Redirect
 from .errors import ErrorCode
 from .ids import (
@@ -288,6 +299,7 @@ class Pass:
 
     `adapters` says which rows have which adapter; without, none has one. Backward,
     `adapter_vectors` are those that the gradients of all of them fill; 0: they are not wanted.
+    To `gather` them, of the one adapter that rows have, is for one that the peer trains.
     """
 
     pass_id: PassId
@@ -301,6 +313,7 @@ class Pass:
     prompt_tokens: int = 0
     adapters: tuple[AdapterRows, ...] = ()
     adapter_vectors: int = 0
+    gather: GatherOrder | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -348,4 +361,8 @@ Message = (
     | AdapterHead
     | AdapterPiece
     | AdapterKept
+    | AdapterMeasure
+    | AdapterMeasured
+    | AdapterUpdate
+    | AdapterFetch
 )

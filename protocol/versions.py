@@ -3,7 +3,7 @@
 from .errors import ErrorCode, RefusedError
 
 MIN_VERSION = 1
-MAX_VERSION = 4
+MAX_VERSION = 5
 CHAIN_VERSION = 2
 """From which version on a peer can push to another one."""
 
@@ -20,6 +20,9 @@ over it; a next hop needs no endpoint then."""
 PASS_VERSION = 4
 """From which version on a peer takes passes without a session, for fine-tuning."""
 
+OPTIMIZER_VERSION = 5
+"""From which version on a peer trains adapters itself where a client asks for it."""
+
 SOFTWARE = "shoal 0.1.0"
 
 
@@ -29,7 +32,7 @@ def agree_on_version(their_min: int, their_max: int) -> int:
     Raises RefusedError with BAD_VERSION and both ranges when there is none.
 
     >>> agree_on_version(1, 7)
-    4
+    5
     """
     version = min(MAX_VERSION, their_max)
     if version < max(MIN_VERSION, their_min):

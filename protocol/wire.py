@@ -11,13 +11,18 @@ from . import wire_adapters as adapters
 from . import wire_chain as chain
 from . import wire_passes as passes
 from .errors import ErrorCode, LocalProtocolError, RemoteProtocolError
+from .field_checks import NO_SESSION
 from .frames import Flag, Kind, Parts, join_frame, split_frame
 from .ids import AdapterId, Capability, ClientToken, ModelId, PeerId, SessionId
-from .message_checks import NO_SESSION, check_message, check_text, clean_text
+from .message_checks import check_message, check_text, clean_text
 from .messages import (
+    AdapterFetch,
     AdapterHead,
     AdapterKept,
+    AdapterMeasure,
+    AdapterMeasured,
     AdapterPiece,
+    AdapterUpdate,
     Admit,
     Attach,
     Close,
@@ -364,6 +369,26 @@ CODECS = (
         ("epoch", "sequence", "flags"),
     ),
     _Codec(Kind.ADAPTER_KEPT, AdapterKept, adapters.encode_kept, adapters.decode_kept, _ADAPTER),
+    _Codec(
+        Kind.ADAPTER_MEASURE,
+        AdapterMeasure,
+        adapters.encode_measure,
+        adapters.decode_measure,
+        _ADAPTER,
+    ),
+    _Codec(
+        Kind.ADAPTER_MEASURED,
+        AdapterMeasured,
+        adapters.encode_measured,
+        adapters.decode_measured,
+        _ADAPTER,
+    ),
+    _Codec(
+        Kind.ADAPTER_UPDATE, AdapterUpdate, adapters.encode_update, adapters.decode_update, _ADAPTER
+    ),
+    _Codec(
+        Kind.ADAPTER_FETCH, AdapterFetch, adapters.encode_fetch, adapters.decode_fetch, _ADAPTER
+    ),
 )
 _CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}
 _CODEC_OF_KIND = {codec.kind: codec for codec in CODECS}

@@ -2,9 +2,22 @@
 
 from collections.abc import Iterable, Sequence
 
-from .adapter_messages import AdapterHead, AdapterKept, AdapterPiece, AdapterRows
+from .adapter_messages import (
+    AdapterFetch,
+    AdapterHead,
+    AdapterKept,
+    AdapterMeasure,
+    AdapterMeasured,
+    AdapterPiece,
+    AdapterRows,
+    AdapterUpdate,
+    GatherOrder,
+    GradientSum,
+    OptimizerKind,
+    OptimizerSettings,
+)
 from .frames import Kind, Parts
-from .ids import AdapterId, SessionId, UploadId
+from .ids import AdapterId, PassId, SessionId, UploadId
 from .proto import wire_pb2 as pb
 
 
@@ -26,12 +39,14 @@ def encode_head(message: AdapterHead) -> Parts:
         num_bytes=message.num_bytes,
         is_published=message.is_published,
         replaces=message.replaces,
+        optimizer=message.optimizer,
+        num_updates=message.num_updates,
     )
     return Parts(Kind.ADAPTER_HEAD, message.upload_id, control=body.SerializeToString())
 
 
 def decode_head(parts: Parts) -> AdapterHead:
-    """Return the adapter that a stranger brings; raises protobuf's DecodeError."""
+    """Return the adapter that a stranger brings; raises ValueError or protobuf's DecodeError."""
     body = pb.AdapterHeadBody()
     body.ParseFromString(bytes(parts.control))
     return AdapterHead(
@@ -41,6 +56,8 @@ def decode_head(parts: Parts) -> AdapterHead:
         body.num_bytes,
         body.is_published,
         AdapterId(body.replaces),
+        OptimizerKind(body.optimizer),
+        body.num_updates,
     )
 
 
@@ -73,3 +90,101 @@ def decode_kept(parts: Parts) -> AdapterKept:
     body = pb.AdapterKeptBody()
     body.ParseFromString(bytes(parts.control))
     return AdapterKept(UploadId(SessionId(parts.session)), body.keep_seconds)
+
+
+def encode_gather(order: GatherOrder | None) -> pb.GatherBody | None:
+    """Return which sum a pass adds to, for a body that says so."""
+    if order is None:
+        return None
+    return pb.GatherBody(number=order.number, part=order.part, scale=order.scale)
+
+
+def decode_gather(body: pb.GatherBody) -> GatherOrder:
+    """Return the same from such a body."""
+    return GatherOrder(body.number, body.part, body.scale)
+
+
+def _encode_sum(gradients: GradientSum) -> pb.GradientSumBody:
+    return pb.GradientSumBody(
+        adapter=gradients.adapter, number=gradients.number, parts=gradients.parts
+    )
+
+
+def _decode_sum(body: pb.GradientSumBody) -> GradientSum:
+    return GradientSum(AdapterId(body.adapter), body.number, tuple(body.parts))
+
+
+def _read_id(parts: Parts) -> PassId:
+    return PassId(SessionId(parts.session))
+
+
+def encode_measure(message: AdapterMeasure) -> Parts:
+    """Return the fields of the frame."""
+    body = pb.AdapterMeasureBody(gradients=_encode_sum(message.gradients))
+    return Parts(Kind.ADAPTER_MEASURE, message.pass_id, control=body.SerializeToString())
+
+
+def decode_measure(parts: Parts) -> AdapterMeasure:
+    """Return which gradients are to be measured; raises protobuf's DecodeError."""
+    body = pb.AdapterMeasureBody()
+    body.ParseFromString(bytes(parts.control))
+    return AdapterMeasure(_read_id(parts), _decode_sum(body.gradients))
+
+
+def encode_measured(message: AdapterMeasured) -> Parts:
+    """Return the fields of the frame."""
+    body = pb.AdapterMeasuredBody(square_sum=message.square_sum)
+    return Parts(Kind.ADAPTER_MEASURED, message.pass_id, control=body.SerializeToString())
+
+
+def decode_measured(parts: Parts) -> AdapterMeasured:
+    """Return how large gradients are; raises protobuf's DecodeError."""
+    body = pb.AdapterMeasuredBody()
+    body.ParseFromString(bytes(parts.control))
+    return AdapterMeasured(_read_id(parts), body.square_sum)
+
+
+def encode_update(message: AdapterUpdate) -> Parts:
+    """Return the fields of the frame."""
+    settings = message.settings
+    body = pb.AdapterUpdateBody(
+        gradients=_encode_sum(message.gradients),
+        factor=message.factor,
+        optimizer=settings.kind,
+        learning_rate=settings.learning_rate,
+        weight_decay=settings.weight_decay,
+        momentum=settings.momentum,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        epsilon=settings.epsilon,
+    )
+    return Parts(Kind.ADAPTER_UPDATE, message.pass_id, control=body.SerializeToString())
+
+
+def decode_update(parts: Parts) -> AdapterUpdate:
+    """Return the update that a stranger asks for; raises ValueError or protobuf's DecodeError."""
+    body = pb.AdapterUpdateBody()
+    body.ParseFromString(bytes(parts.control))
+    settings = OptimizerSettings(
+        OptimizerKind(body.optimizer),
+        body.learning_rate,
+        body.weight_decay,
+        body.momentum,
+        body.beta1,
+        body.beta2,
+        body.epsilon,
+    )
+    return AdapterUpdate(_read_id(parts), _decode_sum(body.gradients), settings, body.factor)
+
+
+def encode_fetch(message: AdapterFetch) -> Parts:
+    """Return the fields of the frame."""
+    body = pb.AdapterFetchBody(adapter=message.adapter)
+    return Parts(Kind.ADAPTER_FETCH, message.pass_id, control=body.SerializeToString())
+
+
+def decode_fetch(parts: Parts) -> AdapterFetch:
+    """Return which adapter is asked for; raises protobuf's DecodeError."""
+    body = pb.AdapterFetchBody()
+    body.ParseFromString(bytes(parts.control))
+    return AdapterFetch(_read_id(parts), AdapterId(body.adapter))

@@ -6,7 +6,12 @@ from .messages import Pass, Passed, PassKind, PassPiece, Slot
 from .proto import wire_pb2 as pb
 from .spans import Span
 from .tensors import WireDtype
-from .wire_adapters import decode_adapter_rows, encode_adapter_rows
+from .wire_adapters import (
+    decode_adapter_rows,
+    decode_gather,
+    encode_adapter_rows,
+    encode_gather,
+)
 
 
 def encode_pass(message: Pass) -> Parts:
@@ -23,6 +28,7 @@ def encode_pass(message: Pass) -> Parts:
         prompt_tokens=message.prompt_tokens,
         adapters=encode_adapter_rows(message.adapters),
         adapter_vectors=message.adapter_vectors,
+        gather=encode_gather(message.gather),
     )
     return Parts(Kind.PASS, message.pass_id, control=body.SerializeToString())
 
@@ -43,6 +49,7 @@ def decode_pass(parts: Parts) -> Pass:
         body.prompt_tokens,
         decode_adapter_rows(body.adapters),
         body.adapter_vectors,
+        decode_gather(body.gather) if body.HasField("gather") else None,
     )
 
 

@@ -17,12 +17,21 @@ from torch import Tensor, nn
 from ...protocol.errors import UsageError
 from ...protocol.ids import ADAPTER_ID_BYTES, AdapterId
 from ...protocol.spans import Span
-from .adapter_versions import AdapterVersion, PublishedAdapter, RowAdapters, SentAdapter
+from .adapter_versions import (
+    AdapterVersion,
+    HousedVersion,
+    PublishedAdapter,
+    RowAdapters,
+    SentAdapter,
+)
 from .lora import LoraAdapter
 from .peft_files import find_block
 
 Adapter = LoraAdapter | str
 """One of one's own, or the digest of one that somebody has published."""
+
+OwnVersion = AdapterVersion | HousedVersion
+"""One of one's own as it is at one time, wherever its optimizer is."""
 
 AdapterChoice = Adapter | Sequence[Adapter | None] | None
 """For all rows, or for each row its own."""
@@ -33,11 +42,9 @@ class ChosenAdapters:
     """What rows are sent with, and whose parameters that are. Without rows, none has any."""
 
     rows: RowAdapters = ()
-    sources: Mapping[AdapterVersion, LoraAdapter] = field(
-        default_factory=dict[AdapterVersion, LoraAdapter]
-    )
+    sources: Mapping[OwnVersion, LoraAdapter] = field(default_factory=dict[OwnVersion, LoraAdapter])
 
-    def list_parameters(self, span: Span) -> list[tuple[AdapterVersion, str, nn.Parameter]]:
+    def list_parameters(self, span: Span) -> list[tuple[OwnVersion, str, nn.Parameter]]:
         """Return all matrices of some blocks."""
         return [
             (version, name, matrix)
@@ -81,10 +88,12 @@ class ActiveAdapters:
         if not any(adapter is not None for adapter in rows):
             return NO_ADAPTERS
         sent: dict[Adapter, SentAdapter] = {}
-        sources: dict[AdapterVersion, LoraAdapter] = {}
+        sources: dict[OwnVersion, LoraAdapter] = {}
         for adapter in dict.fromkeys(rows):
             if isinstance(adapter, LoraAdapter):
-                sent[adapter] = version = adapter.take_version()
+                trainer = adapter.trainer
+                version = adapter.take_version() if trainer is None else trainer.take_version()
+                sent[adapter] = version
                 sources[version] = adapter
             elif adapter is not None:
                 sent[adapter] = PublishedAdapter(read_digest(adapter))
@@ -93,12 +102,19 @@ class ActiveAdapters:
             raise UsageError(
                 "rows with an adapter to train and rows with a published one go in separate calls"
             )
+        if any(isinstance(one, HousedVersion) for one in sources) and len(sent) > 1:
+            raise UsageError(
+                "an adapter whose optimizer is at peers is the only one of a call; rows without "
+                "any may stand beside it"
+            )
         return ChosenAdapters(tuple(None if one is None else sent[one] for one in rows), sources)
 
     def take_for_session(self) -> SentAdapter | None:
         """Return the adapter of a session that is opened now; raises UsageError for several."""
         if isinstance(self.choice, list | tuple):
             raise UsageError("a session has one adapter for all rows; make one active for it")
+        if isinstance(self.choice, LoraAdapter):
+            return self.choice.take_version()  # which is fetched, if peers train it
         rows = self.take(1).rows
         return rows[0] if rows else None
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from .active_adapters import AdapterChoice, check_choice, is_digest
 from .lora import LoraAdapter
+from .peer_optimizer import PeerOptimizer
 
 UNCHANGED: Any = object()
 """Stands for the adapter that is active anyway."""
@@ -64,6 +65,12 @@ class AdaptedModel:
             if isinstance(adapter, LoraAdapter)
             for matrix in adapter.parameters()
         )
+
+    def optimizer_at_peers(
+        self, adapter: LoraAdapter, kind: str = "adamw", **options: Any
+    ) -> PeerOptimizer:
+        """See `RemoteSequential.optimizer_at_peers`."""
+        return self.transformer.h.optimizer_at_peers(adapter, kind, **options)
 
     def publish_adapter(self, adapter: LoraAdapter) -> str:
         """See `RemoteSequential.publish_adapter`."""

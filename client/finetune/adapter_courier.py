@@ -61,7 +61,7 @@ class AdapterCourier:
     ) -> float:
         """Give a peer an adapter for everybody; return how long it is kept unused."""
         head, tensors = _make_head(adapter, span, is_published=True)
-        return await self._send(link, head, tensors, way)
+        return await self.send(link, head, tensors, way)
 
     def forget(self, peer_id: PeerId) -> None:
         """Note that a peer does not have what it was brought."""
@@ -81,13 +81,14 @@ class AdapterCourier:
         # An older version may be gone back through still: it takes nothing away.
         replaces = name if number < adapter.number else NO_ADAPTER
         head, tensors = _make_head(adapter, span, replaces=replaces)
-        keep_seconds = await self._send(link, head, tensors, way)
+        keep_seconds = await self.send(link, head, tensors, way)
         kept.pop(replaces, None)
         kept[cut.name] = _Kept(keep_seconds, self._clock.now())
         if number <= adapter.number:
             self._newest[place] = adapter.number, cut.name
 
-    async def _send(self, link: PassLink, head: AdapterHead, tensors: bytes, way: Line) -> float:
+    async def send(self, link: PassLink, head: AdapterHead, tensors: bytes, way: Line) -> float:
+        """Give a peer an adapter; return how long it is kept unused."""
         line = self._line
         with line.carry(len(tensors)) as carrying_seconds:
             carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
@@ -17,6 +18,9 @@ from ...protocol.lora_config import LoraConfig
 from ...protocol.messages import AdapterRows
 from ...protocol.spans import Span
 from .peft_files import find_block
+
+if TYPE_CHECKING:
+    from .adapter_homes import AdapterHomes
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,7 @@ class AdapterVersion:
 
 @dataclass(frozen=True)
 class PublishedAdapter:
-    """An adapter that somebody has published, by its digest."""
+    """An adapter that peers have already, by its name: mostly one that somebody has published."""
 
     name: AdapterId
     is_trained: bool = False
@@ -96,11 +100,29 @@ class PublishedAdapter:
         return AdapterCut(self.name)
 
 
-SentAdapter = AdapterVersion | PublishedAdapter
+@dataclass(frozen=True)
+class HousedVersion:
+    """An adapter that peers train, as it is at one time; its `homes` know what it is called."""
+
+    homes: AdapterHomes
+    number: int
+    is_trained: bool
+
+    def cut(self, span: Span) -> AdapterCut | None:
+        """Return nothing: nobody is brought it by this."""
+        return None
+
+
+SentAdapter = AdapterVersion | PublishedAdapter | HousedVersion
 RowAdapters = tuple[SentAdapter | None, ...]
 """One for each row, or none at all."""
 
 AdapterGradients = Mapping[AdapterVersion, Mapping[str, Tensor]]
+
+
+def find_homed(rows: RowAdapters) -> HousedVersion | None:
+    """Return the adapter of some rows that peers train; it is the only one of its call."""
+    return next((one for one in rows if isinstance(one, HousedVersion)), None)
 
 
 def list_adapters(rows: RowAdapters) -> Sequence[SentAdapter]:
@@ -133,7 +155,7 @@ def split_gradients(rows: RowAdapters, span: Span, vectors_NH: Tensor) -> Adapte
     gradients: dict[AdapterVersion, dict[str, Tensor]] = {}
     for adapter in list_adapters(rows):
         cut = adapter.cut(span)
-        if cut is None or isinstance(adapter, PublishedAdapter):
+        if cut is None or not isinstance(adapter, AdapterVersion):
             continue
         found = gradients[adapter] = {}
         for name, shape in cut.shapes.items():

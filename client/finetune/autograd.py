@@ -5,7 +5,8 @@ Tensor suffixes: B rows, T tokens, H hidden, L blocks of a span, P tokens of a d
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,9 +18,12 @@ from ...protocol.spans import Span
 from ..portal import Portal
 from ..router import Hop
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
+from .adapter_homes import AdapterHomes
 from .adapter_versions import AdapterVersion, RowAdapters
 from .microbatches import TextGradients, Texts
 from .remote_passes import RemotePasses, Trail
+
+Result = TypeVar("Result")
 
 
 class PassRunner:
@@ -59,6 +63,14 @@ class PassRunner:
     def run_backward(self, trails: list[Trail], grads_BTH: Tensor) -> TextGradients:
         """See `RemotePasses.run_backward`."""
         return self._portal.run(self._passes.run_backward(trails, grads_BTH))
+
+    def make_homes(self) -> AdapterHomes:
+        """Return homes for an adapter that peers are to train."""
+        return self._portal.run(self._passes.make_homes())
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run something on the loop of the client, and return what comes of it."""
+        return self._portal.run(coroutine)
 
     def publish(self, adapter: AdapterVersion, span: Span) -> int:
         """See `PassAsker.publish`."""

@@ -10,7 +10,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,9 @@ from .peft_files import (
     read_folder,
     write_folder,
 )
+
+if TYPE_CHECKING:
+    from .peer_optimizer import PeerOptimizer
 
 _ROUTERS = (".gate", ".router")
 """Linears that choose experts: peers have them in another form."""
@@ -60,13 +63,17 @@ class LoraAdapter(nn.Module):
     """The matrices of an adapter in float32, under the names that PEFT gives them.
 
     Its parameters are for an optimizer at the client; `state_dict()` is what PEFT stores. Where it
-    is active, autograd gives them gradients. It is never called.
+    is active, autograd gives them gradients. It is never called. With a `trainer`, an optimizer at
+    peers, they are fetched whenever the adapter is saved, copied or used in a session.
     """
+
+    trainer: PeerOptimizer | None
 
     def __init__(self, files: PeftFiles) -> None:
         super().__init__()
         self.lora_config = files.config
         self._fields = files.fields
+        self.trainer = None
         self._newest: AdapterVersion | None = None
         self._lineage = secrets.token_hex(8)
         for name, matrix in files.matrices.items():
@@ -131,6 +138,29 @@ class LoraAdapter(nn.Module):
 
     save_pretrained = save
 
+    def pull(self) -> None:
+        """Fetch what peers have learned, if they train it."""
+        if self.trainer is not None:
+            self.trainer.pull()
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Return the matrices by PEFT's names, the newest ones."""
+        self.pull()
+        return super().state_dict(*arguments, **options)
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Take other matrices; peers that train it go on from these."""
+        self.pull()  # what the optimizer remembers stays
+        loaded = super().load_state_dict(*arguments, **options)
+        if self.trainer is not None:
+            self.trainer.restart()
+        return loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, which is trained by nobody."""
+        self.pull()
+        return {**self.__dict__, "trainer": None, "_newest": None}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Make a copy an adapter of its own."""
         super().__setstate__(state)
@@ -155,6 +185,7 @@ class LoraAdapter(nn.Module):
 
     def copy_matrices(self) -> dict[str, Tensor]:
         """Return the matrices as they are now, on the CPU in float32."""
+        self.pull()
         return {
             name: matrix.detach().to("cpu", torch.float32, copy=True)
             for name, matrix in self.named_parameters()
@@ -162,6 +193,7 @@ class LoraAdapter(nn.Module):
 
     def take_version(self) -> AdapterVersion:
         """Return the matrices as they are now; the same object while they do not change."""
+        self.pull()
         is_trained = any(matrix.requires_grad for matrix in self.parameters())
         known, number = self._newest, 0
         if known is not None:

@@ -6,6 +6,7 @@ Tensor suffixes: B rows, T tokens, H hidden, L blocks of a span, P tokens of a d
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_PASS_PROMPTS
+from ...protocol.messages import Slot
 from .adapter_versions import AdapterGradients, AdapterVersion, RowAdapters, add_gradients
 
 MOST_TOKENS = 1024
@@ -75,6 +77,16 @@ class Texts:
         prompts = self.prompts_LBPH
         return replace(self, prompts_LBPH=None if prompts is None else prompts[blocks])
 
+    def list_tensors(self, grads_BTH: Tensor | None) -> dict[Slot, Tensor]:
+        """Return the tensors of a question about them as vectors, [N, H]."""
+        width = self.hidden_BTH.shape[-1]
+        tensors = {Slot.HIDDEN: self.hidden_BTH.reshape(-1, width)}
+        if grads_BTH is not None:
+            tensors[Slot.GRADIENTS] = grads_BTH.reshape(-1, width)
+        if self.prompts_LBPH is not None:
+            tensors[Slot.PROMPTS] = self.prompts_LBPH.reshape(-1, width)
+        return tensors
+
     def move_to(self, hidden_BTH: Tensor) -> Texts:
         """Return the same texts with other hidden states: those between other blocks."""
         return replace(self, hidden_BTH=hidden_BTH)
@@ -98,6 +110,24 @@ class TextGradients:
         return TextGradients(
             factor * self.hidden_BTH, None if prompts is None else factor * prompts, adapters
         )
+
+
+def choose_scale(grads_BTH: Tensor) -> float:
+    """Return the power of two that makes the largest gradient about one.
+
+    Those of a mean over many tokens are so small that 16-bit floats of 5 exponent bits lose them.
+    Whatever gradients are multiplied with, so are those before them.
+    """
+    largest = float(grads_BTH.abs().max())
+    if largest == 0 or not math.isfinite(largest):
+        return 1.0
+    return 2.0 ** -math.frexp(largest)[1]
+
+
+def halve(rows: slice) -> tuple[slice, slice]:
+    """Return both halves of some rows."""
+    middle = (rows.start + rows.stop) // 2
+    return slice(rows.start, middle), slice(middle, rows.stop)
 
 
 def cut_rows(

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import random
 import secrets
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
 
+from ...protocol.adapter_messages import GatherOrder
 from ...protocol.announcements import Announcement
 from ...protocol.errors import (
     DirectoryError,
     ErrorCode,
     RefusedError,
     RemoteProtocolError,
-    RouteError,
     ShoalError,
     UnavailableError,
 )
@@ -28,11 +29,11 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Transport
 from ...protocol.passes import list_answer_slots, list_question_slots
 from ...protocol.spans import Span
-from ...protocol.swarm_view import SwarmView
 from ...protocol.tensors import WireDtype, compute_num_bytes
-from ...protocol.versions import PASS_VERSION
+from ...protocol.versions import OPTIMIZER_VERSION, PASS_VERSION
 from ..blame import blame
 from ..config import ClientConfig
+from ..line import Line
 from ..router import Hop
 from ..swarm import Fault, Swarm
 from .adapter_courier import AdapterCourier
@@ -44,11 +45,13 @@ from .adapter_versions import (
     list_adapters,
     split_gradients,
 )
-from .microbatches import TextGradients, Texts
-from .pass_link import PassAnswer
+from .microbatches import TextGradients, Texts, choose_scale
+from .pass_link import PassAnswer, PassLink
 from .pass_links import NotWantedError, PassLinks
 from .pass_speeds import PassSpeeds, Times
-from .pass_trouble import Trouble
+from .pass_trouble import Trouble, make_route_error
+
+_Failure = UnavailableError | RemoteProtocolError | RefusedError
 
 _logger = logging.getLogger(__name__)
 
@@ -81,13 +84,18 @@ class PassAsker:
         self._config = config
         self._speeds = PassSpeeds(random.Random(config.seed))
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
-        self._courier = AdapterCourier(clock, swarm.line)
+        self.courier = AdapterCourier(clock, swarm.line)
         self._forgiven: set[PeerId] = set()
         self._recent_hops: dict[PeerId, Hop] = {}
         self._refreshing = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<PassAsker, {self._links!r}>"
+
+    @property
+    def line(self) -> Line:
+        """The line of this client to all peers."""
+        return self._swarm.line
 
     def guess_num_hops(self, span: Span) -> int:
         """Return how many hops a way through a span has at least."""
@@ -105,7 +113,7 @@ class PassAsker:
         Raises RouteError with the blocks that nobody serves in time, RefusedError when every peer
         declines the texts, or one has too little memory for them; else what the last one did.
         """
-        trouble = self._make_trouble(span)
+        trouble = self.make_trouble(span)
         while True:
             hosts = await self._wait_for_hosts(span, trouble, weights)
             hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.FORWARD)
@@ -122,8 +130,8 @@ class PassAsker:
 
         None when no peer hosts all of it as such weights any more. Raises what `ask_forward` does.
         """
-        trouble = self._make_trouble(span)
-        scale = _choose_scale(grads_BTH) if self._config.wire_dtype == "fp16" else 1.0
+        trouble = self.make_trouble(span)
+        scale = choose_scale(grads_BTH) if self._config.wire_dtype == "fp16" else 1.0
         while True:
             hosts = await self._wait_for_hosts(span, trouble, weights)
             hosts = [peer for peer in hosts if peer.span.covers(span)]
@@ -132,13 +140,46 @@ class PassAsker:
             hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
             answer = await self._try(hop, texts, scale * grads_BTH, trouble)
             if answer is not None:
-                prompts = answer.tensors.get(Slot.PROMPTS)
-                if prompts is not None and texts.prompts_LBPH is not None:
-                    prompts = prompts.view(texts.prompts_LBPH.shape)
-                hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
-                vectors = answer.tensors.get(Slot.ADAPTERS, hidden_BTH[:0])
-                adapters = split_gradients(texts.adapters, span, vectors)
-                return TextGradients(hidden_BTH, prompts, adapters).multiply(1 / scale)
+                return _read_gradients(answer, texts, span).multiply(1 / scale)
+
+    async def choose_home(self, span: Span, trouble: Trouble, weights: str | None) -> Hop:
+        """Return who is to train the first blocks of a span; raises what `ask_forward` does."""
+        trouble.least_version = OPTIMIZER_VERSION
+        hosts = await self._wait_for_hosts(span, trouble, weights)
+        return self._speeds.choose(hosts, span, 1, PassKind.BACKWARD)
+
+    async def ask_home(
+        self,
+        hop: Hop,
+        texts: Texts,
+        grads_BTH: Tensor | None = None,
+        order: GatherOrder | None = None,
+    ) -> TextGradients:
+        """Ask one peer, once: for hidden states, or, given gradients, for those before them.
+
+        Raises UnavailableError, RefusedError or RemoteProtocolError.
+        """
+        scale = 1.0
+        if grads_BTH is not None and self._config.wire_dtype == "fp16":
+            scale = choose_scale(grads_BTH)
+            grads_BTH = scale * grads_BTH
+        if order is not None:
+            order = replace(order, scale=1 / scale)
+        answer = await self._ask(hop, texts, grads_BTH, lambda: True, order)
+        self._recent_hops[hop.peer.peer_id] = hop
+        return _read_gradients(answer, texts, hop.span).multiply(1 / scale)
+
+    @asynccontextmanager
+    async def lend(self, hop: Hop) -> AsyncIterator[tuple[PassLink, Line]]:
+        """Lend a stream to one peer, with its line as far as it has shown."""
+        async with self._links.lend(hop.peer, lambda: True) as link:
+            yield link, self._speeds.find_line(hop.peer.peer_id)
+
+    def blame_home(self, hop: Hop, error: _Failure, trouble: Trouble) -> None:
+        """Note what became of a peer that was asked alone."""
+        trouble.note(error)
+        if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, trouble):
+            trouble.refusals.note(blame(self._swarm, hop, error, self._forgiven))
 
     async def bring_adapter(self, hop: Hop, adapter: SentAdapter) -> None:
         """See that a peer has an adapter for a session that is about to be opened there.
@@ -148,7 +189,7 @@ class PassAsker:
         if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
             async with self._links.lend(hop.peer, lambda: True) as link:
                 way = self._speeds.find_line(hop.peer.peer_id)
-                await self._courier.bring(link, [adapter], hop.span, way)
+                await self.courier.bring(link, [adapter], hop.span, way)
 
     async def publish(self, adapter: AdapterVersion, span: Span) -> int:
         """Give an adapter to everybody who serves some of the blocks; return how many keep it.
@@ -157,13 +198,13 @@ class PassAsker:
         """
         await self._refresh(0.0)
         peers = [peer for peer in self._swarm.view.online if _takes_passes(peer, None)]
-        failure: ShoalError = _make_route_error(span, self._swarm.view, None)
+        failure: ShoalError = make_route_error(span, self._swarm.view, None)
         num_kept = 0
         for peer in peers:
             try:
                 async with self._links.lend(peer, lambda: True) as link:
                     way = self._speeds.find_line(peer.peer_id)
-                    await self._courier.publish(link, adapter, span, way)
+                    await self.courier.publish(link, adapter, span, way)
                 num_kept += 1
             except (UnavailableError, RefusedError, RemoteProtocolError) as error:
                 failure = error
@@ -173,7 +214,7 @@ class PassAsker:
 
     def forget_adapters(self, hop: Hop) -> None:
         """Note that a peer does not have what it was brought."""
-        self._courier.forget(hop.peer.peer_id)
+        self.courier.forget(hop.peer.peer_id)
 
     def take_recent_hops(self) -> list[Hop]:
         """Return who answered since this was called last, in the order of blocks."""
@@ -189,11 +230,16 @@ class PassAsker:
     ) -> PassAnswer | None:
         """Ask one peer; None when it failed, for which it is blamed."""
         try:
-            answer = await self._ask(hop, texts, grads_BTH, trouble)
+            # Others may have found out meanwhile that the peer is dead.
+            is_wanted = partial(self._is_wanted, hop, trouble)
+            answer = await self._ask(hop, texts, grads_BTH, is_wanted)
         except NotWantedError:
             return None
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            if isinstance(error, RefusedError) and self._may_ask_others(error, hop, texts, trouble):
+            is_own = all(isinstance(one, AdapterVersion) for one in list_adapters(texts.adapters))
+            if isinstance(error, RefusedError) and self._may_ask_others(
+                error, hop, trouble, is_own
+            ):
                 trouble.note(error)
                 return None
             lost = blame(self._swarm, hop, error, self._forgiven)
@@ -208,13 +254,13 @@ class PassAsker:
         return answer
 
     def _may_ask_others(
-        self, error: RefusedError, hop: Hop, texts: Texts, trouble: Trouble
+        self, error: RefusedError, hop: Hop, trouble: Trouble, is_own: bool = True
     ) -> bool:
         """Note a refusal that is neither the peer's fault nor that of the texts."""
         peer_id = hop.peer.peer_id
         if error.code is ErrorCode.UNKNOWN_ADAPTER:
-            self._courier.forget(peer_id)
-            if all(isinstance(one, AdapterVersion) for one in list_adapters(texts.adapters)):
+            self.courier.forget(peer_id)
+            if is_own:
                 # It has expired, or the peer was restarted: it gets it again, but only once.
                 is_sound = peer_id not in trouble.brought_again
                 trouble.brought_again.add(peer_id)
@@ -227,14 +273,20 @@ class PassAsker:
         trouble.too_small.add(peer_id)
         return True
 
-    def _make_trouble(self, span: Span) -> Trouble:
+    def make_trouble(self, span: Span) -> Trouble:
+        """Return what to note failures in, of passes through a span."""
         return Trouble(span, self._clock, self._config.failover_timeout_seconds)
 
     async def _ask(
-        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: Trouble
+        self,
+        hop: Hop,
+        texts: Texts,
+        grads_BTH: Tensor | None,
+        is_wanted: Callable[[], bool],
+        gather: GatherOrder | None = None,
     ) -> PassAnswer:
-        asked = self._make_pass(hop, texts, grads_BTH is not None)
-        tensors = _list_tensors(texts, grads_BTH)
+        asked = replace(self._make_pass(hop, texts, grads_BTH is not None), gather=gather)
+        tensors = texts.list_tensors(grads_BTH)
         slots = (*list_question_slots(asked).values(), *list_answer_slots(asked).values())
         width = texts.hidden_BTH.shape[-1]
         num_bytes = compute_num_bytes(asked.dtype, 1, sum(slots), width)
@@ -244,10 +296,8 @@ class PassAsker:
             hop, num_tokens, asked.kind
         )
         with self._speeds.counting(hop, num_tokens, asked.kind):
-            # Others may have found out meanwhile that the peer is dead.
-            is_wanted = partial(self._is_wanted, hop, trouble)
             async with self._links.lend(hop.peer, is_wanted) as link:
-                await self._courier.bring(link, list_adapters(texts.adapters), hop.span, way)
+                await self.courier.bring(link, list_adapters(texts.adapters), hop.span, way)
                 asked_at = self._clock.now()
                 with line.carry(num_bytes) as carrying_seconds:
                     carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
@@ -307,7 +357,7 @@ class PassAsker:
             hosts = self._find_hosts(span.start, trouble, weights)
             if hosts:
                 return hosts
-            trouble.note(_make_route_error(span, self._swarm.view, weights))
+            trouble.note(make_route_error(span, self._swarm.view, weights))
 
     async def _refresh(self, max_age_seconds: float) -> None:
         """Read the directory, one for all that ask; where that fails, the last view has to do."""
@@ -323,7 +373,7 @@ class PassAsker:
         others = {
             peer.peer_id
             for peer in self._swarm.view.serving(block)
-            if not _takes_passes(peer, weights)
+            if not _takes_passes(peer, weights) or peer.max_version < trouble.least_version
         }
         return self._swarm.find_hosts(
             block, {*others, *trouble.refusals.peer_ids, *trouble.too_small, *trouble.full}
@@ -335,32 +385,11 @@ def _takes_passes(peer: Announcement, weights: str | None) -> bool:
     return is_able and weights in (None, peer.weights)
 
 
-def _choose_scale(grads_BTH: Tensor) -> float:
-    """Return the power of two that makes the largest gradient about one.
-
-    Those of a mean over many tokens are so small that 16-bit floats of 5 exponent bits lose them.
-    Whatever gradients are multiplied with, so are those before them.
-    """
-    largest = float(grads_BTH.abs().max())
-    if largest == 0 or not math.isfinite(largest):
-        return 1.0
-    return 2.0 ** -math.frexp(largest)[1]
-
-
-def _list_tensors(texts: Texts, grads_BTH: Tensor | None) -> dict[Slot, Tensor]:
-    """Return the tensors of a question as vectors, [N, H]."""
-    width = texts.hidden_BTH.shape[-1]
-    tensors = {Slot.HIDDEN: texts.hidden_BTH.reshape(-1, width)}
-    if grads_BTH is not None:
-        tensors[Slot.GRADIENTS] = grads_BTH.reshape(-1, width)
-    if texts.prompts_LBPH is not None:
-        tensors[Slot.PROMPTS] = texts.prompts_LBPH.reshape(-1, width)
-    return tensors
-
-
-def _make_route_error(span: Span, view: SwarmView, weights: str | None) -> RouteError:
-    missing = [gap for gap in view.gaps if gap.start < span.stop and span.start < gap.stop]
-    missing = missing or [Span(span.start, span.start + 1)]
-    names = ", ".join(map(str, missing))
-    suffix = "" if weights is None else f", with weights in {weights}"
-    return RouteError(f"no reachable peer serves blocks {names} for fine-tuning{suffix}", missing)
+def _read_gradients(answer: PassAnswer, texts: Texts, span: Span) -> TextGradients:
+    """Return what a peer answered, in the shapes of the texts."""
+    prompts = answer.tensors.get(Slot.PROMPTS)
+    if prompts is not None and texts.prompts_LBPH is not None:
+        prompts = prompts.view(texts.prompts_LBPH.shape)
+    hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
+    vectors = answer.tensors.get(Slot.ADAPTERS, hidden_BTH[:0])
+    return TextGradients(hidden_BTH, prompts, split_gradients(texts.adapters, span, vectors))

@@ -3,20 +3,25 @@
 Tensor suffixes: N vectors of all rows, H hidden.
 """
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...kernels.compress import decode_as, encode_as, has_only_finite
-from ...protocol.adapters import cut_adapter
+from ...protocol.adapters import AdapterReader, cut_adapter
 from ...protocol.announcements import Announcement
 from ...protocol.errors import RemoteProtocolError, SilentError
 from ...protocol.ids import ClientToken, SessionId
 from ...protocol.messages import (
+    AdapterFetch,
     AdapterHead,
     AdapterKept,
+    AdapterMeasure,
+    AdapterPiece,
+    AdapterUpdate,
     Message,
     Pass,
     Passed,
@@ -148,14 +153,69 @@ class PassLink:
             raise SilentError(f"{self._name} takes too long for an adapter") from error
 
     async def _bring(self, head: AdapterHead, tensors: bytes, timeout_seconds: float) -> float:
-        await self._send(encode_frame(head), timeout_seconds)
-        for piece in cut_adapter(head.upload_id, tensors):
-            await self._send(encode_frame(piece), timeout_seconds)
-        answer = await self._receive(head.upload_id, timeout_seconds)
+        # Read from the beginning: what a peer refuses by its head alone need not go there.
+        hearing = asyncio.create_task(receive(self._stream, self._name, head.upload_id))
+        try:
+            await self._send(encode_frame(head), timeout_seconds)
+            for piece in cut_adapter(head.upload_id, tensors):
+                if hearing.done():
+                    break
+                await self._send(encode_frame(piece), timeout_seconds)
+            answer = await self._wait(hearing, timeout_seconds)
+        finally:
+            hearing.cancel()
+            await asyncio.wait([hearing])
+        while isinstance(answer, Queued):
+            answer = await self._receive(head.upload_id, timeout_seconds)
         if not isinstance(answer, AdapterKept) or answer.upload_id != head.upload_id:
             raise RemoteProtocolError(f"{self._name} answered an adapter with {answer!r:.80}")
         self.used_at = self._clock.now()
         return answer.keep_seconds
+
+    async def ask_about_adapter(
+        self, asked: AdapterMeasure | AdapterUpdate, patience_seconds: float
+    ) -> Message:
+        """Return what the peer says to something; raises what `ask` does."""
+        try:
+            async with WakefulTimeout(patience_seconds):
+                await self._send(encode_frame(asked), _SILENCE_SECONDS)
+                return await self._hear(asked.pass_id, _SILENCE_SECONDS)
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} takes too long for an adapter") from error
+
+    async def fetch_adapter(
+        self,
+        asked: AdapterFetch,
+        most_bytes: int,
+        carrying_seconds: float,
+        patience_seconds: float,
+    ) -> tuple[AdapterHead, bytes]:
+        """Return an adapter that the peer trains; raises what `ask` does."""
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        try:
+            async with WakefulTimeout(patience_seconds):
+                await self._send(encode_frame(asked), timeout_seconds)
+                head = await self._hear(asked.pass_id, timeout_seconds)
+                if not isinstance(head, AdapterHead) or head.num_bytes > most_bytes:
+                    raise RemoteProtocolError(f"{self._name} answered with {head!r:.80}")
+                reader = AdapterReader(head)
+                while not reader.is_complete:
+                    piece = await self._receive(asked.pass_id, timeout_seconds)
+                    if not isinstance(piece, AdapterPiece):
+                        raise RemoteProtocolError(f"{self._name} answered with {piece!r:.80}")
+                    reader.take(piece)
+                self.used_at = self._clock.now()
+                return head, reader.join()
+        except TimeoutError as error:
+            raise SilentError(f"{self._name} takes too long for an adapter") from error
+
+    async def _hear(self, pass_id: SessionId, timeout_seconds: float) -> Message:
+        """Return the first thing that is no sign of life."""
+        while True:
+            message = await self._receive(pass_id, timeout_seconds)
+            if not isinstance(message, Queued):
+                self.used_at = self._clock.now()
+                return message
 
     async def close(self) -> None:
         """Hang up: the peer drops what it has not answered. Never raises."""
@@ -191,9 +251,12 @@ class PassLink:
         return heard_at + self._clock.now() - began_at
 
     async def _receive(self, pass_id: SessionId, timeout_seconds: float) -> Message:
+        return await self._wait(receive(self._stream, self._name, pass_id), timeout_seconds)
+
+    async def _wait(self, receiving: Awaitable[Message], timeout_seconds: float) -> Message:
         try:
             async with WakefulTimeout(timeout_seconds):
-                return await receive(self._stream, self._name, pass_id)
+                return await receiving
         except TimeoutError as error:
             raise SilentError(f"{self._name} fell silent during a pass") from error
 

@@ -9,6 +9,8 @@ from ...protocol.errors import RefusedError, RemoteProtocolError, RouteError, Un
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
+from ...protocol.swarm_view import SwarmView
+from ...protocol.versions import PASS_VERSION
 from ..blame import Refusals
 
 _Failure = UnavailableError | RemoteProtocolError | RefusedError
@@ -25,6 +27,8 @@ class Trouble:
         """Peers that have no memory for it."""
         self.brought_again: set[PeerId] = set()
         """Peers that had lost an adapter, and got it once more."""
+        self.least_version = PASS_VERSION
+        """Who speaks no such version is not asked."""
         self._full_until: dict[PeerId, float] = {}
         self._span = span
         self._clock = clock
@@ -81,3 +85,12 @@ class Trouble:
         if self._num_failures > 1:
             pause_seconds = _PAUSE_SECONDS * 2.0 ** min(self._num_failures - 2, 4)
             await asyncio.sleep(min(pause_seconds, seconds))
+
+
+def make_route_error(span: Span, view: SwarmView, weights: str | None) -> RouteError:
+    """Return what to say where nobody takes passes through some blocks of a span."""
+    missing = [gap for gap in view.gaps if gap.start < span.stop and span.start < gap.stop]
+    missing = missing or [Span(span.start, span.start + 1)]
+    names = ", ".join(map(str, missing))
+    suffix = "" if weights is None else f", with weights in {weights}"
+    return RouteError(f"no reachable peer serves blocks {names} for fine-tuning{suffix}", missing)

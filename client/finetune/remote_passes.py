@@ -8,10 +8,8 @@ Tensor suffixes: B rows, T tokens, H hidden.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +17,18 @@ from torch import Tensor
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.spans import Span
 from ..router import Hop
-from .adapter_versions import AdapterGradients, AdapterVersion, add_gradients
-from .microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, join_gradients
+from .adapter_homes import AdapterHomes
+from .adapter_versions import AdapterGradients, AdapterVersion, add_gradients, find_homed
+from .microbatches import (
+    MOST_TOKENS,
+    TextGradients,
+    Texts,
+    cut_rows,
+    halve,
+    join_gradients,
+)
 from .pass_asking import PassAsker
-
-Result = TypeVar("Result")
+from .tasks import run_all
 
 
 @dataclass(frozen=True)
@@ -65,7 +70,7 @@ class RemotePasses:
         """
         num_tokens, num_hops = texts.hidden_BTH.shape[1], self._asker.guess_num_hops(span)
         batches = cut_rows(texts.num_rows, num_tokens, num_hops, self._most_tokens, texts.most_rows)
-        done = await _run_all(self._forward_rows(span, texts, rows) for rows in batches)
+        done = await run_all(self._forward_rows(span, texts, rows) for rows in batches)
         ways = [way for ways in done for way in ways]
         return torch.cat([output_BTH for output_BTH, _ in ways]), [trail for _, trail in ways]
 
@@ -74,7 +79,7 @@ class RemotePasses:
 
         May be called again for the same trails. Raises what `run_forward` does.
         """
-        gradients = await _run_all(
+        gradients = await run_all(
             self._backward(trail.stages, grads_BTH[trail.rows]) for trail in trails
         )
         return join_gradients(gradients, trails[0].stages[0].texts.shares_prompts)
@@ -82,6 +87,10 @@ class RemotePasses:
     async def publish(self, adapter: AdapterVersion, span: Span) -> int:
         """See `PassAsker.publish`."""
         return await self._asker.publish(adapter, span)
+
+    async def make_homes(self) -> AdapterHomes:
+        """Return homes for an adapter that peers are to train."""
+        return AdapterHomes(self._asker)
 
     async def take_recent_hops(self) -> list[Hop]:
         """See `PassAsker.take_recent_hops`."""
@@ -102,8 +111,8 @@ class RemotePasses:
             self._take_less(error, part)
         else:
             return [(output_BTH, Trail(rows, stages))]
-        halves = _halve(rows)
-        done = await _run_all(self._forward_rows(span, texts, half) for half in halves)
+        halves = halve(rows)
+        done = await run_all(self._forward_rows(span, texts, half) for half in halves)
         return [way for ways in done for way in ways]
 
     async def _forward(
@@ -113,7 +122,9 @@ class RemotePasses:
         stages: list[Stage] = []
         rest, start = texts, span.start
         while start < span.stop:
-            answer = await self._asker.ask_forward(Span(start, span.stop), rest, weights)
+            answer = await self._choose_asker(rest).ask_forward(
+                Span(start, span.stop), rest, weights
+            )
             num_blocks = len(answer.span)
             part = rest.take_blocks(slice(0, num_blocks))
             stages.append(Stage(answer.span, part, answer.weights))
@@ -138,12 +149,13 @@ class RemotePasses:
         """Take gradients back through one hop; in two halves if a peer has no memory for them."""
         span, texts = stage.span, stage.texts
         try:
-            gradients = await self._asker.ask_backward(span, texts, grads_BTH, stage.weights)
+            asker = self._choose_asker(texts)
+            gradients = await asker.ask_backward(span, texts, grads_BTH, stage.weights)
             return gradients or await self._go_back_in_parts(stage, grads_BTH)
         except RefusedError as error:
             self._take_less(error, texts)
-        halves = _halve(slice(0, texts.num_rows))
-        parts = await _run_all(
+        halves = halve(slice(0, texts.num_rows))
+        parts = await run_all(
             self._go_back(replace(stage, texts=texts.take_rows(half)), grads_BTH[half])
             for half in halves
         )
@@ -157,24 +169,13 @@ class RemotePasses:
         _, stages = await self._forward(stage.span, stage.texts, stage.weights)
         return await self._backward(stages, grads_BTH)
 
+    def _choose_asker(self, texts: Texts) -> PassAsker | AdapterHomes:
+        """Return who knows which peers may take texts."""
+        homed = find_homed(texts.adapters)
+        return self._asker if homed is None else homed.homes
+
     def _take_less(self, error: RefusedError, texts: Texts) -> None:
         """Remember that a peer has no memory for so much at once; raises any other error."""
         if error.code is not ErrorCode.OUT_OF_MEMORY or texts.num_rows == 1:
             raise error
         self._most_tokens = min(self._most_tokens, max(1, texts.num_tokens // 2))
-
-
-def _halve(rows: slice) -> tuple[slice, slice]:
-    middle = (rows.start + rows.stop) // 2
-    return slice(rows.start, middle), slice(middle, rows.stop)
-
-
-async def _run_all(coroutines: Iterable[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Return all results in order; the first failure ends the others."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)

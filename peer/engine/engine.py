@@ -40,6 +40,7 @@ from .scheduler import PART_TOKENS, SHORT_PART_TOKENS, count_part_tokens
 from .spec import ModelShape, ModelSpec
 from .step_prompts import PromptedSegment, add_prompts, find_prompts
 from .steps import AcceptedStep, StepWork, adapt, cut_stretches, lay_out
+from .trained_adapter import TrainedAdapter
 
 
 class Engine:
@@ -165,7 +166,7 @@ class Engine:
         most_bytes = MAX_ADAPTER_BYTES + len(config)
         return read_adapter(config, tensors, self.spec, family, self.span, most_bytes)
 
-    def place_adapter(self, adapter: Adapter) -> Adapter:
+    def place_adapter(self, adapter: Adapter | TrainedAdapter) -> Adapter | TrainedAdapter:
         """Return an adapter on the engine's device."""
         return adapter.move_to(self._device.place)
 

@@ -149,7 +149,7 @@ class StatusBody(_message.Message):
     def __init__(self, done_sequence: _Optional[int] = ..., num_replayed: _Optional[int] = ...) -> None: ...
 
 class PassBody(_message.Message):
-    __slots__ = ("kind", "model_id", "span_start", "span_stop", "num_rows", "num_tokens", "dtype", "prompt_rows", "prompt_tokens", "adapters", "adapter_vectors")
+    __slots__ = ("kind", "model_id", "span_start", "span_stop", "num_rows", "num_tokens", "dtype", "prompt_rows", "prompt_tokens", "adapters", "adapter_vectors", "gather")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_START_FIELD_NUMBER: _ClassVar[int]
@@ -161,6 +161,7 @@ class PassBody(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_VECTORS_FIELD_NUMBER: _ClassVar[int]
+    GATHER_FIELD_NUMBER: _ClassVar[int]
     kind: int
     model_id: str
     span_start: int
@@ -172,7 +173,8 @@ class PassBody(_message.Message):
     prompt_tokens: int
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterRowsBody]
     adapter_vectors: int
-    def __init__(self, kind: _Optional[int] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterRowsBody, _Mapping]]] = ..., adapter_vectors: _Optional[int] = ...) -> None: ...
+    gather: GatherBody
+    def __init__(self, kind: _Optional[int] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterRowsBody, _Mapping]]] = ..., adapter_vectors: _Optional[int] = ..., gather: _Optional[_Union[GatherBody, _Mapping]] = ...) -> None: ...
 
 class AdapterRowsBody(_message.Message):
     __slots__ = ("adapter", "num_rows")
@@ -183,18 +185,82 @@ class AdapterRowsBody(_message.Message):
     def __init__(self, adapter: _Optional[bytes] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class AdapterHeadBody(_message.Message):
-    __slots__ = ("adapter", "config", "num_bytes", "is_published", "replaces")
+    __slots__ = ("adapter", "config", "num_bytes", "is_published", "replaces", "optimizer", "num_updates")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
     IS_PUBLISHED_FIELD_NUMBER: _ClassVar[int]
     REPLACES_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    NUM_UPDATES_FIELD_NUMBER: _ClassVar[int]
     adapter: bytes
     config: bytes
     num_bytes: int
     is_published: bool
     replaces: bytes
-    def __init__(self, adapter: _Optional[bytes] = ..., config: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., is_published: _Optional[bool] = ..., replaces: _Optional[bytes] = ...) -> None: ...
+    optimizer: int
+    num_updates: int
+    def __init__(self, adapter: _Optional[bytes] = ..., config: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., is_published: _Optional[bool] = ..., replaces: _Optional[bytes] = ..., optimizer: _Optional[int] = ..., num_updates: _Optional[int] = ...) -> None: ...
+
+class GatherBody(_message.Message):
+    __slots__ = ("number", "part", "scale")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    SCALE_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    part: int
+    scale: float
+    def __init__(self, number: _Optional[int] = ..., part: _Optional[int] = ..., scale: _Optional[float] = ...) -> None: ...
+
+class GradientSumBody(_message.Message):
+    __slots__ = ("adapter", "number", "parts")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
+    adapter: bytes
+    number: int
+    parts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, adapter: _Optional[bytes] = ..., number: _Optional[int] = ..., parts: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class AdapterMeasureBody(_message.Message):
+    __slots__ = ("gradients",)
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    gradients: GradientSumBody
+    def __init__(self, gradients: _Optional[_Union[GradientSumBody, _Mapping]] = ...) -> None: ...
+
+class AdapterMeasuredBody(_message.Message):
+    __slots__ = ("square_sum",)
+    SQUARE_SUM_FIELD_NUMBER: _ClassVar[int]
+    square_sum: float
+    def __init__(self, square_sum: _Optional[float] = ...) -> None: ...
+
+class AdapterUpdateBody(_message.Message):
+    __slots__ = ("gradients", "factor", "optimizer", "learning_rate", "weight_decay", "momentum", "beta1", "beta2", "epsilon")
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHT_DECAY_FIELD_NUMBER: _ClassVar[int]
+    MOMENTUM_FIELD_NUMBER: _ClassVar[int]
+    BETA1_FIELD_NUMBER: _ClassVar[int]
+    BETA2_FIELD_NUMBER: _ClassVar[int]
+    EPSILON_FIELD_NUMBER: _ClassVar[int]
+    gradients: GradientSumBody
+    factor: float
+    optimizer: int
+    learning_rate: float
+    weight_decay: float
+    momentum: float
+    beta1: float
+    beta2: float
+    epsilon: float
+    def __init__(self, gradients: _Optional[_Union[GradientSumBody, _Mapping]] = ..., factor: _Optional[float] = ..., optimizer: _Optional[int] = ..., learning_rate: _Optional[float] = ..., weight_decay: _Optional[float] = ..., momentum: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., epsilon: _Optional[float] = ...) -> None: ...
+
+class AdapterFetchBody(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: bytes
+    def __init__(self, adapter: _Optional[bytes] = ...) -> None: ...
 
 class AdapterPieceBody(_message.Message):
     __slots__ = ("data",)

@@ -6,6 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.protocol import limits
+from shoal.protocol.adapter_messages import (
+    GatherOrder,
+    GradientSum,
+    OptimizerKind,
+    OptimizerSettings,
+)
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
 from shoal.protocol.frames import HEADER_BYTES, Kind
@@ -21,10 +27,14 @@ from shoal.protocol.ids import (
     UploadId,
 )
 from shoal.protocol.messages import (
+    AdapterFetch,
     AdapterHead,
     AdapterKept,
+    AdapterMeasure,
+    AdapterMeasured,
     AdapterPiece,
     AdapterRows,
+    AdapterUpdate,
     Admit,
     Attach,
     Close,
@@ -112,6 +122,9 @@ HEAD = AdapterHead(UploadId(SessionId(bytes(range(2, 18)))), ADAPTER, b"{}", 500
 ADAPTED = replace(
     PASS, kind=PassKind.BACKWARD, adapters=(AdapterRows(ADAPTER, 1), AdapterRows(NO_ADAPTER, 1))
 )
+SUM = GradientSum(ADAPTER, 3, (1, 2, 7))
+ADAMW = OptimizerSettings(OptimizerKind.ADAMW, 1e-3, 0.01, 0.0, 0.9, 0.999, 1e-8)
+SGD = OptimizerSettings(OptimizerKind.SGD, 0.1, 0.0, 0.9)
 OFFER = Offer(PeerId("12D3KooW"), True, bytes(range(64)))
 
 HONEST: list[Message] = [
@@ -205,6 +218,16 @@ HONEST: list[Message] = [
     AdapterPiece(HEAD.upload_id, 0, b"\x00"),
     AdapterPiece(HEAD.upload_id, limits.MAX_ADAPTER_BYTES - 1, bytes(49152)),
     AdapterKept(HEAD.upload_id, 300.0),
+    replace(HEAD, optimizer=OptimizerKind.ADAMW),
+    replace(HEAD, optimizer=OptimizerKind.SGD, num_updates=U32),
+    replace(ADAPTED, gather=GatherOrder(1, 1)),
+    replace(ADAPTED, gather=GatherOrder(2**32, U32, 2.0**-20)),
+    AdapterMeasure(PASS_ID, SUM),
+    AdapterMeasured(PASS_ID, 1e300),
+    AdapterUpdate(PASS_ID, SUM, ADAMW, 0.25),
+    AdapterUpdate(PASS_ID, replace(SUM, parts=()), SGD),
+    AdapterUpdate(PASS_ID, replace(SUM, parts=tuple(range(1, limits.MAX_GRADIENT_PARTS + 1))), SGD),
+    AdapterFetch(PASS_ID, ADAPTER),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
 ]
 ONE_OF_EACH: dict[Kind, Message] = {
@@ -233,6 +256,10 @@ ONE_OF_EACH: dict[Kind, Message] = {
     Kind.ADAPTER_HEAD: HEAD,
     Kind.ADAPTER_PIECE: AdapterPiece(HEAD.upload_id, 48, b"some bytes"),
     Kind.ADAPTER_KEPT: AdapterKept(HEAD.upload_id, 300.0),
+    Kind.ADAPTER_MEASURE: AdapterMeasure(PASS_ID, SUM),
+    Kind.ADAPTER_MEASURED: AdapterMeasured(PASS_ID, 0.25),
+    Kind.ADAPTER_UPDATE: AdapterUpdate(PASS_ID, SUM, ADAMW, 0.25),
+    Kind.ADAPTER_FETCH: AdapterFetch(PASS_ID, ADAPTER),
 }
 
 

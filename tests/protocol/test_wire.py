@@ -1,11 +1,13 @@
 """Frames: everything honest survives the way, everything else is a typed error."""
 
+import math
 import struct
 import tracemalloc
 from dataclasses import replace
 
 import pytest
 from wire_messages import (
+    ADAMW,
     ADAPTED,
     ADAPTER,
     HEAD,
@@ -17,13 +19,16 @@ from wire_messages import (
     PASS_ID,
     PIECE,
     SESSION,
+    SGD,
     STEP,
+    SUM,
     TEXT,
     WELCOME,
     make_tensor,
 )
 
 from shoal.protocol import limits
+from shoal.protocol.adapter_messages import GatherOrder, OptimizerKind
 from shoal.protocol.errors import ErrorCode, LocalProtocolError
 from shoal.protocol.frames import HEADER_BYTES, Kind
 from shoal.protocol.ids import (
@@ -37,9 +42,13 @@ from shoal.protocol.ids import (
     UploadId,
 )
 from shoal.protocol.messages import (
+    AdapterFetch,
     AdapterKept,
+    AdapterMeasure,
+    AdapterMeasured,
     AdapterPiece,
     AdapterRows,
+    AdapterUpdate,
     Close,
     Declined,
     Gap,
@@ -212,9 +221,46 @@ DISHONEST: list[Message] = [
     replace(HEAD, config=b""),
     replace(HEAD, config=bytes(limits.MAX_ADAPTER_CONFIG_BYTES + 1)),
     replace(HEAD, upload_id=UploadId(SessionId(bytes(16)))),
+    replace(HEAD, num_updates=1),
+    replace(HEAD, optimizer=OptimizerKind.ADAMW, is_published=True),
+    replace(HEAD, optimizer=OptimizerKind.ADAMW, num_updates=1, num_bytes=5000),
+    replace(HEAD, optimizer=OptimizerKind.SGD, num_bytes=limits.MAX_ADAPTER_BYTES + 2),
+    replace(ADAPTED, gather=GatherOrder(0, 1)),
+    replace(ADAPTED, gather=GatherOrder(1, 0)),
+    replace(ADAPTED, gather=GatherOrder(1, 1, math.nan)),
+    replace(ADAPTED, gather=GatherOrder(1, 1), adapter_vectors=1),
+    replace(ADAPTED, gather=GatherOrder(1, 1), kind=PassKind.FORWARD),
+    replace(ADAPTED, gather=GatherOrder(1, 1), adapters=()),
+    replace(
+        ADAPTED,
+        gather=GatherOrder(1, 1),
+        adapters=(AdapterRows(ADAPTER, 1), AdapterRows(AdapterId(bytes(range(32))), 1)),
+    ),
+    AdapterMeasure(PASS_ID, replace(SUM, parts=())),
+    AdapterMeasure(PASS_ID, replace(SUM, parts=(1, 1))),
+    AdapterMeasure(PASS_ID, replace(SUM, parts=(2, 1))),
+    AdapterMeasure(PASS_ID, replace(SUM, parts=tuple(range(1, limits.MAX_GRADIENT_PARTS + 2)))),
+    AdapterMeasure(PASS_ID, replace(SUM, number=0)),
+    AdapterMeasure(PASS_ID, replace(SUM, adapter=NO_ADAPTER)),
+    AdapterMeasured(PASS_ID, math.inf),
+    AdapterMeasured(PASS_ID, -1.0),
+    AdapterUpdate(PASS_ID, SUM, ADAMW, 1.5),
+    AdapterUpdate(PASS_ID, SUM, ADAMW, math.nan),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, kind=OptimizerKind.NONE)),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, learning_rate=-1.0)),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, learning_rate=math.inf)),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, learning_rate=1e9)),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, weight_decay=math.nan)),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, momentum=0.9)),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, beta1=1.0)),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, beta2=-0.1)),
+    AdapterUpdate(PASS_ID, SUM, replace(ADAMW, epsilon=0.0)),
+    AdapterUpdate(PASS_ID, SUM, replace(SGD, momentum=1.0)),
+    AdapterUpdate(PASS_ID, SUM, replace(SGD, beta1=0.9)),
+    AdapterFetch(PASS_ID, NO_ADAPTER),
     AdapterPiece(HEAD.upload_id, 0, b""),
     AdapterPiece(HEAD.upload_id, -1, b"x"),
-    AdapterPiece(HEAD.upload_id, limits.MAX_ADAPTER_BYTES, b"x"),
+    AdapterPiece(HEAD.upload_id, limits.MAX_TRAINED_BYTES, b"x"),
     AdapterPiece(HEAD.upload_id, 0, bytes(limits.MAX_CONTROL_BYTES + 1)),
     AdapterKept(HEAD.upload_id, float("nan")),
 ]
