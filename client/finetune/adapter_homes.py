@@ -12,35 +12,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from ...protocol.adapter_messages import (
-    AdapterFetch,
-    AdapterMeasure,
-    AdapterUpdate,
-    GatherOrder,
     OptimizerSettings,
-    make_updated_id,
 )
 from ...protocol.errors import (
     ErrorCode,
     RefusedError,
-    RemoteProtocolError,
-    SilentError,
-    UnavailableError,
     UsageError,
 )
-from ...protocol.ids import PassId, SessionId, UploadId
 from ...protocol.spans import Span
 from .adapter_versions import HousedVersion, find_homed
-from .home_calls import bring, fetch, measure, update
+from .home_calls import HomeCalls, LostHomeError
 from .home_segments import Applied, LoggedPass, LoggedUpdate, Segment, list_stages
 from .learned_states import LearnedState
 from .microbatches import TextGradients, Texts, halve
@@ -57,20 +46,6 @@ _MOST_LOGGED_BYTES = 2**28
 _LEAST_NORM = 1e-6
 """As in torch's `clip_grad_norm_`."""
 
-_OF_THE_QUESTION = (
-    ErrorCode.OUT_OF_MEMORY,
-    ErrorCode.BAD_VALUES,
-    ErrorCode.BAD_FRAME,
-    ErrorCode.TOO_LONG,
-)
-"""Refusals that another home would only repeat."""
-
-Result = TypeVar("Result")
-
-
-class _LostHomeError(Exception):
-    """The home of a segment is lost; its blame is noted."""
-
 
 class AdapterHomes:
     """Where the blocks of one adapter are trained. Owned by the client's loop, after `begin`.
@@ -80,8 +55,8 @@ class AdapterHomes:
 
     def __init__(self, asker: PassAsker) -> None:
         self._asker = asker
+        self._calls = HomeCalls(asker)
         self._segments: list[Segment] = []
-        self._parts = itertools.count(1)
         self._sums = itertools.count(1)
         self._applying: Applied | None = None
         self._num_updates = 0
@@ -122,10 +97,10 @@ class AdapterHomes:
                 return await self._asker.ask_forward(part, plain, weights)
             part = Span(span.start, min(span.stop, segment.span.stop))
             try:
-                hidden_BTH = await self._run_forward(
+                hidden_BTH = await self._calls.run_forward(
                     segment, part, texts.take_blocks(slice(0, len(part))), trouble
                 )
-            except _LostHomeError:
+            except LostHomeError:
                 continue
             assert segment.weights is not None
             return Passage(part, segment.weights, hidden_BTH)
@@ -144,14 +119,21 @@ class AdapterHomes:
             if not segment.span.covers(span):
                 return None
             try:
-                return await self._run_backward(segment, span, texts, grads_BTH, trouble)
-            except _LostHomeError:
+                return await self._calls.run_backward(
+                    segment,
+                    span,
+                    texts,
+                    grads_BTH,
+                    trouble,
+                    lambda segment=segment: segment in self._segments,
+                )
+            except LostHomeError:
                 continue
 
     async def measure(self) -> float:
         """Return the norm of all gradients that were gathered for the next update."""
         await self._for_all(
-            self._measure, lambda one: one.square_sum is None and bool(one.log[-1].passes)
+            self._calls.measure, lambda one: one.square_sum is None and bool(one.log[-1].passes)
         )
         return math.sqrt(sum(one.square_sum or 0.0 for one in self._segments))
 
@@ -168,7 +150,7 @@ class AdapterHomes:
             self._applying = Applied(settings, factor)
         wanted, applied = self._num_updates + 1, self._applying
         await self._for_all(
-            lambda one, trouble: self._apply(one, applied, trouble),
+            lambda one, trouble: self._calls.apply(one, applied, trouble),
             lambda one: not one.is_empty and one.num_updates < wanted,
         )
         number = next(self._sums)
@@ -193,7 +175,7 @@ class AdapterHomes:
         """Return all that peers have learned, and keep it to go on from; None before `begin`."""
         if not self._segments:
             return None
-        await self._for_all(self._fetch, lambda one: len(one.log) > 1 and not one.is_empty)
+        await self._for_all(self._calls.fetch, lambda one: len(one.log) > 1 and not one.is_empty)
         first = self._segments[0].saved
         matrices = {name: x for one in self._segments for name, x in one.saved.matrices.items()}
         moments = tuple(
@@ -232,7 +214,7 @@ class AdapterHomes:
             while start < lost.span.stop:
                 rest = Span(start, lost.span.stop)
                 segment = lost.cut(await self._asker.choose_home(rest, trouble, lost.weights))
-                await self._bring(segment, trouble)
+                await self._calls.bring(segment, trouble)
                 fresh.append(segment)
                 start = segment.span.stop
             for update in lost.log:
@@ -243,22 +225,11 @@ class AdapterHomes:
                 for segment in fresh if update.applied is not None else ():
                     if not segment.is_empty:
                         assert update.applied is not None
-                        await self._apply(segment, update.applied, trouble)
-        except _LostHomeError:
+                        await self._calls.apply(segment, update.applied, trouble)
+        except LostHomeError:
             return
         place = self._segments.index(lost)
         self._segments[place : place + 1] = fresh
-
-    async def _bring(self, segment: Segment, trouble: Trouble) -> None:
-        if segment.is_empty:
-            return
-        upload_id = UploadId(SessionId(secrets.token_bytes(16)))
-        # Every state that is brought has a name of its own, or what is left of another one, with
-        # other gradients, could be taken for it.
-        head, data = segment.saved.pack(upload_id, secrets.token_hex(8))
-        hop, head = segment.home, replace(head, replaces=segment.name)
-        await self._try(segment, trouble, lambda: bring(self._asker, hop, head, data))
-        segment.name = head.adapter
 
     async def _replay(self, fresh: Sequence[Segment], logged: LoggedPass, trouble: Trouble) -> None:
         """Have gradients gathered again, now perhaps by several homes in a row."""
@@ -281,12 +252,12 @@ class AdapterHomes:
     async def _forward_rows(
         self, segment: Segment, span: Span, trouble: Trouble, texts: Texts, _: Tensor
     ) -> Tensor:
-        return await self._run_forward(segment, span, texts, trouble)
+        return await self._calls.run_forward(segment, span, texts, trouble)
 
     async def _backward_rows(
         self, segment: Segment, span: Span, trouble: Trouble, texts: Texts, grads_BTH: Tensor
     ) -> Tensor:
-        found = await self._run_backward(segment, span, texts, grads_BTH, trouble, is_replay=True)
+        found = await self._calls.run_backward(segment, span, texts, grads_BTH, trouble)
         return found.hidden_BTH
 
     async def _halving(
@@ -307,36 +278,6 @@ class AdapterHomes:
         ]
         return torch.cat(parts)
 
-    async def _run_forward(
-        self, segment: Segment, span: Span, texts: Texts, trouble: Trouble
-    ) -> Tensor:
-        hop, named = segment.make_hop(span), segment.name_rows(texts)
-        answer = await self._try(segment, trouble, lambda: self._asker.ask_home(hop, named))
-        return answer.hidden_BTH
-
-    async def _run_backward(
-        self,
-        segment: Segment,
-        span: Span,
-        texts: Texts,
-        grads_BTH: Tensor,
-        trouble: Trouble,
-        is_replay: bool = False,
-    ) -> TextGradients:
-        """Take gradients back through blocks, whose home gathers those of the adapter."""
-        hop, named = segment.make_hop(span), segment.name_rows(texts)
-        version, log, part = find_homed(texts.adapters), segment.log[-1], next(self._parts)
-        is_gathered = not segment.is_empty and version is not None and version.is_trained
-        order = GatherOrder(log.number, part) if is_gathered else None
-        gradients = await self._try(
-            segment, trouble, lambda: self._asker.ask_home(hop, named, grads_BTH, order)
-        )
-        if segment.log[-1] is not log or not (is_replay or segment in self._segments):
-            raise _LostHomeError  # whoever has it now knows nothing of these gradients
-        if is_gathered:
-            segment.note_pass(LoggedPass(span, texts, grads_BTH, part))
-        return gradients
-
     async def _for_all(
         self,
         work: Callable[[Segment, Trouble], Awaitable[None]],
@@ -352,54 +293,8 @@ class AdapterHomes:
             try:
                 if segment is not None and is_pending(segment):
                     await work(segment, trouble)
-            except _LostHomeError:
+            except LostHomeError:
                 return  # and is found again by the loop
 
         while pending := [one for one in self._segments if one.hop is None or is_pending(one)]:
             await run_all(do(segment.span.start) for segment in pending)
-
-    async def _measure(self, segment: Segment, trouble: Trouble) -> None:
-        asked, hop = AdapterMeasure(_make_id(), segment.gradients), segment.home
-        measured = await self._try(segment, trouble, lambda: measure(self._asker, hop, asked))
-        segment.square_sum = measured
-
-    async def _apply(self, segment: Segment, applied: Applied, trouble: Trouble) -> None:
-        hop = segment.home
-        asked = AdapterUpdate(_make_id(), segment.gradients, applied.settings, applied.factor)
-        await self._try(segment, trouble, lambda: update(self._asker, hop, asked))
-        segment.note_update(applied, make_updated_id(asked))
-
-    async def _fetch(self, segment: Segment, trouble: Trouble) -> None:
-        asked, hop = AdapterFetch(_make_id(), segment.name), segment.home
-
-        async def read() -> LearnedState:
-            head, data = await fetch(self._asker, hop, asked, segment.saved.most_bytes)
-            return segment.saved.read(head, data, segment.num_updates)
-
-        segment.note_saved(await self._try(segment, trouble, read))
-
-    async def _try(
-        self, segment: Segment, trouble: Trouble, ask: Callable[[], Awaitable[Result]]
-    ) -> Result:
-        """Ask a home, and once more if the answer is lost: what was done is not done again.
-
-        Raises RefusedError for what no other home would do either, else _LostHomeError.
-        """
-        try:
-            try:
-                return await ask()
-            except SilentError:
-                raise
-            except UnavailableError:
-                return await ask()
-        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            if isinstance(error, RefusedError) and error.code in _OF_THE_QUESTION:
-                raise
-            if segment.hop is not None:
-                self._asker.blame_home(segment.hop, error, trouble)
-                segment.hop = None
-            raise _LostHomeError from error
-
-
-def _make_id() -> PassId:
-    return PassId(SessionId(secrets.token_bytes(16)))

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import pickle
 import threading
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
+from adapter_talk import (
+    BOB,
+    CONFIG,
+    PATH,
+    RANK,
+    bring,
+    draw_matrices,
+    greet,
+    keep,
+    make_head,
+    pack,
+)
 from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
-from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
-from torch import Tensor
+from service_scene import HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 
 from shoal.peer import adapter_shelf, pass_budget
 from shoal.peer.adapter_shelf import KEEP_SECONDS
@@ -29,72 +37,17 @@ from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import (
     NO_ADAPTER,
     AdapterId,
-    ClientToken,
-    SessionId,
-    UploadId,
-    make_adapter_id,
 )
 from shoal.protocol.messages import (
-    AdapterHead,
-    AdapterKept,
     AdapterRows,
     Passed,
     PassKind,
     PassPiece,
     Queued,
     Slot,
-    Welcome,
 )
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.tensors import WireDtype
-
-RANK = 3
-CONFIG = {"peft_type": "LORA", "r": RANK, "lora_alpha": 6}
-PATH = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
-ALICE, BOB = ClientToken(b"the name of Anna"), ClientToken(b"the name of Bert")
-
-
-def draw_matrices(seed: int = 1, blocks: tuple[int, ...] = (1, 2)) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        PATH.format(block, letter): 0.3 * torch.randn(*shape, generator=generator)
-        for block in blocks
-        for letter, shape in (("A", (RANK, HIDDEN)), ("B", (HIDDEN, RANK)))
-    }
-
-
-def pack(
-    matrices: Mapping[str, Tensor] | bytes | None = None, config: Mapping[str, Any] = CONFIG
-) -> tuple[bytes, bytes]:
-    if matrices is None:
-        matrices = draw_matrices()
-    data = matrices if isinstance(matrices, bytes) else safetensors.torch.save(dict(matrices))
-    return json.dumps(config).encode(), data
-
-
-def make_head(files: tuple[bytes, bytes], number: int = 1, **changes: Any) -> AdapterHead:
-    config, tensors = files
-    upload_id = UploadId(SessionId(bytes([200 + number]) * 16))
-    head = AdapterHead(upload_id, make_adapter_id(config, tensors), config, len(tensors))
-    return replace(head, **changes)
-
-
-async def greet(peer: Peer, client: ClientToken = ALICE) -> Talk:
-    talk = await peer.dial()
-    assert isinstance(await talk.ask(replace(HELLO, max_version=4, client=client)), Welcome)
-    return talk
-
-
-async def bring(talk: Talk, files: tuple[bytes, bytes], **changes: Any) -> Any:
-    """Bring an adapter; return the answer."""
-    head = make_head(files, **changes)
-    await talk.say(head, *cut_adapter(head.upload_id, files[1]))
-    return await talk.hear()
-
-
-async def keep(talk: Talk, files: tuple[bytes, bytes], **changes: Any) -> AdapterId:
-    assert isinstance(await bring(talk, files, **changes), AdapterKept)
-    return make_head(files).adapter
 
 
 async def run_forward(talk: Talk, name: AdapterId, number: int = 1) -> Any:

@@ -16,8 +16,7 @@ from shoal.client.finetune.lora import LoraAdapter
 from shoal.peer.adapter_shelf import AdapterShelf
 from shoal.protocol.errors import RefusedError, UsageError
 
-NUM_UPDATES = 6
-RATES = [0.01 * (1 - number / NUM_UPDATES) for number in range(NUM_UPDATES)]
+NUM_UPDATES = 4
 OPTIONS = {
     "adamw": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1},
     "sgd": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01},
@@ -91,3 +90,167 @@ def test_training_at_peers_is_that_of_torch(
 
         assert_same_losses(losses, expected)
         assert_same(ours, theirs)
+
+
+def kill_homes(swarm: Any) -> None:
+    """Kill all peers that train something."""
+    for peer in list_homes(swarm):
+        swarm.network.kill(peer)
+
+
+def list_homes(swarm: Any) -> list[str]:
+    """Return the hosts of all peers that train something."""
+    return [f"peer{n}" for n, peer in enumerate(swarm.peers) if len(peer.service.adapters)]
+
+
+@pytest.mark.parametrize("when", ["forward", "backward", "update"])
+def test_homes_that_are_killed_take_nothing_with_them(tiny_models: Any, when: str) -> None:
+    with swarm_of(tiny_models, REPLICAS) as (swarm, model):
+        theirs, ours = make_adapter(model), make_adapter(model)
+        expected = learn_here(model, theirs, "adamw", max_norm=0.05)
+        for peer in swarm.peers:
+            peer.service.adapters = AdapterShelf(peer.service.clock)
+
+        def kill(number: int, now: str) -> None:
+            if (number, now) == (2, when):
+                kill_homes(swarm)
+
+        optimizer = model.optimizer_at_peers(ours, "adamw", **OPTIONS["adamw"])
+        losses = learn(model, ours, optimizer, max_norm=0.05, between=kill)
+
+        assert_same_losses(losses, expected)
+        assert_same(ours, theirs)
+
+
+def test_home_that_has_forgotten_an_adapter_learns_it_again(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
+        theirs, ours = make_adapter(model), make_adapter(model)
+        expected = learn_here(model, theirs, "sgd")
+
+        def forget(number: int, now: str) -> None:
+            if (number, now) in ((1, "backward"), (2, "update")):
+                for peer in swarm.peers:
+                    peer.service.adapters = AdapterShelf(peer.service.clock)
+
+        optimizer = model.optimizer_at_peers(ours, "sgd", **OPTIONS["sgd"])
+        assert_same_losses(learn(model, ours, optimizer, between=forget), expected)
+        assert_same(ours, theirs)
+
+
+def test_home_is_replaced_by_several_peers(tiny_models: Any) -> None:
+    """What went into the later ones was never sent to them: it is computed again."""
+    with swarm_of(tiny_models, ((0, 4), (0, 1), (1, 4))) as (swarm, model):
+        theirs, ours = make_adapter(model), make_adapter(model)
+        expected = learn_here(model, theirs, "adamw", num_batches=2)
+        for peer in swarm.peers:
+            peer.service.adapters = AdapterShelf(peer.service.clock)
+
+        for other in (1, 2):
+            swarm.peers[other].service.is_draining = True
+        optimizer = model.optimizer_at_peers(ours, "adamw", **OPTIONS["adamw"])
+
+        def kill(number: int, now: str) -> None:
+            for other in (1, 2):
+                swarm.peers[other].service.is_draining = False
+            if (number, now) == (2, "forward"):
+                assert list_homes(swarm) == ["peer0"]
+                swarm.network.kill("peer0")
+
+        losses = learn(model, ours, optimizer, num_batches=2, between=kill)
+        assert_same_losses(losses, expected)
+        assert_same(ours, theirs)
+
+
+def test_gradients_of_zero_grad_are_gone_and_no_gradients_change_nothing(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+        adapter = make_adapter(model)
+        before = copy.deepcopy(adapter.state_dict())
+        optimizer = model.optimizer_at_peers(adapter, "sgd", lr=1.0)
+        optimizer.step()
+        tokens = draw_tokens(1)
+        model(tokens, labels=tokens, active_adapter=adapter).loss.backward()
+        optimizer.zero_grad()
+        optimizer.step()
+
+        for name, matrix in adapter.state_dict().items():
+            assert torch.equal(matrix, before[name])
+
+
+def test_what_was_learned_is_saved_used_and_taken_over_by_torch(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+        ours, theirs = make_adapter(model), make_adapter(model)
+        optimizer = model.optimizer_at_peers(ours, "adamw", **OPTIONS["adamw"])
+        local = torch.optim.AdamW(theirs.parameters(), **OPTIONS["adamw"])
+        learn(model, ours, optimizer, num_updates=2)
+        learn(model, theirs, local, num_updates=2)
+        ours.save(tmp_path)
+        assert_same(LoraAdapter.load(tmp_path, model), theirs)
+        with model.use_adapter(ours):
+            text = model.generate(draw_tokens(1)[:1], max_new_tokens=4, do_sample=False)
+        with model.use_adapter(theirs):
+            expected = model.generate(draw_tokens(1)[:1], max_new_tokens=4, do_sample=False)
+        assert torch.equal(text, expected)
+
+        # Torch goes on where peers were, and peers where torch was.
+        state = optimizer.state_dict()
+        optimizer.close()
+        taken = torch.optim.AdamW(ours.parameters(), **OPTIONS["adamw"])
+        taken.load_state_dict(state)
+        learn(model, ours, taken, num_updates=2)
+        learn(model, theirs, local, num_updates=2)
+        assert_same(ours, theirs)
+        again = model.optimizer_at_peers(ours, "adamw", **OPTIONS["adamw"])
+        again.load_state_dict(taken.state_dict())
+        learn(model, ours, again, num_updates=2)
+        learn(model, theirs, local, num_updates=2)
+        assert_same(ours, theirs)
+
+
+def test_graph_of_before_an_update_is_not_gone_back_through(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        adapter = make_adapter(model)
+        optimizer = model.optimizer_at_peers(adapter, "sgd")
+        tokens = draw_tokens(1)
+        losses = [model(tokens, labels=tokens, active_adapter=adapter).loss for _ in range(2)]
+        losses[0].backward()
+        optimizer.step()
+        with pytest.raises(UsageError, match=r"call backward\(\) before step\(\)"):
+            losses[1].backward()
+
+
+def test_gradients_that_are_no_numbers_are_refused_by_name_and_change_nothing(
+    tiny_models: Any,
+) -> None:
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+        adapter = make_adapter(model)
+        before = copy.deepcopy(adapter.state_dict())
+        optimizer = model.optimizer_at_peers(adapter, "sgd", lr=1.0)
+        tokens = draw_tokens(1)
+        loss = model(tokens, labels=tokens, active_adapter=adapter).loss
+        with pytest.raises(RefusedError, match="finite"):
+            (loss * 1e38 * 1e4).backward()
+        model(tokens, labels=tokens, active_adapter=adapter).loss.backward()
+        optimizer.zero_grad()
+        optimizer.step()
+        for name, matrix in adapter.state_dict().items():
+            assert torch.equal(matrix, before[name])
+
+
+def test_what_peers_cannot_do_is_refused_at_once(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        adapter = make_adapter(model)
+        with pytest.raises(UsageError, match="peers run adamw or sgd, not 'lion'"):
+            model.optimizer_at_peers(adapter, "lion")
+        with pytest.raises(UsageError, match="sgd has no betas"):
+            model.optimizer_at_peers(adapter, "sgd", betas=(0.9, 0.9))
+        with pytest.raises(UsageError, match="learning rate"):
+            model.optimizer_at_peers(adapter, lr=-1.0)
+        with pytest.raises(UsageError, match="the head is adapted at the client"):
+            model.optimizer_at_peers(make_adapter(model, target_modules=["v_proj", "lm_head"]))
+        model.optimizer_at_peers(adapter)
+        with pytest.raises(UsageError, match="has an optimizer at peers already"):
+            model.optimizer_at_peers(adapter)
+        with pytest.raises(UsageError, match="the only one of a call"):
+            model(draw_tokens(1), active_adapter=[adapter, make_adapter(model), None])
