@@ -38,6 +38,8 @@ def run(options: argparse.Namespace) -> int:
         "terminal prints an address",
     )
     name = find_model(options.model)
+    if options.optimizer == "peers" and options.method != "lora":
+        raise UsageError("peers run the optimizer of a lora only; leave out --optimizer peers")
     _check_folder(options.out, options.resume)
     reporter = make_reporter(options.json)
     notices = Terminal(sys.stderr)
@@ -154,9 +156,14 @@ def _fine_tune(
 ) -> int:
     learners = importlib.import_module("..client.learning.learners", __package__)
     finetune_run = importlib.import_module("..client.learning.finetune_run", __package__)
-    learner = learners.make_learner(
-        model, options.rank, options.alpha or 2 * options.rank, options.target_modules, options.seed
+    plan = learners.AdapterPlan(
+        options.rank,
+        options.alpha or 2 * options.rank,
+        options.target_modules,
+        options.seed,
+        options.optimizer == "peers",
     )
+    learner = learners.make_learner(model, plan)
     config = _plan_run(texts, options)
     tuning = finetune_run.FinetuneRun(learner, texts.dataset, config, options.out, hold_interrupts)
     changes = tuning.resume() if options.resume else []
@@ -175,8 +182,7 @@ def _fine_tune(
     try:
         _learn(tuning, model, reporter)
     except (KeyboardInterrupt, ShoalError) as error:
-        tuning.save_checkpoint()
-        reporter.stop(tuning.progress.num_updates)
+        reporter.stop(tuning.save_last_checkpoint())
         if isinstance(error, ShoalError):
             raise
         return INTERRUPTED

@@ -122,6 +122,11 @@ def _add_method_arguments(parser: argparse.ArgumentParser) -> None:
         help="linears that a lora changes, such as q_proj,v_proj (default: all of the blocks)",
     )  # fmt: skip
     group.add_argument(
+        "--optimizer", choices=("client", "peers"), default="client",
+        help="where the optimizer of a lora runs; with peers, neither gradients nor what was "
+        "learned travel with each update (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--pre-seq-len", type=parse_count, default=16, metavar="N",
         help="tokens of a prompt that learns (default: %(default)s)",
     )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...protocol.errors import UsageError
+from ...protocol.errors import RefusedError, RouteError, UsageError
 from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
 from .checkpoints import Checkpoints, Progress, naming_failures
 from .dataset import Dataset
@@ -36,6 +36,14 @@ class Learner(Protocol):
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
         """Return what the optimizer changes."""
+        ...
+
+    def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+        """Return AdamW for it, wherever that runs."""
+        ...
+
+    def clip_gradients(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+        """Limit the gradients of the next update; return how long they are."""
         ...
 
     def compute_loss(self, batch: Batch) -> Tensor:
@@ -128,9 +136,7 @@ class FinetuneRun:
         self._uninterrupted = uninterrupted
         self._texts = ShuffledTexts(len(dataset.training), config.seed)
         self._parameters = dict(learner.named_parameters())
-        self._optimizer = torch.optim.AdamW(
-            self._parameters.values(), lr=config.learning_rate, weight_decay=config.weight_decay
-        )
+        self._optimizer = learner.make_optimizer(config.learning_rate, config.weight_decay)
         self.checkpoints = Checkpoints(folder)
         self.progress = Progress(facts=self._make_facts(), settings=config.list_settings())
         self._num_skipped_in_a_row = 0
@@ -192,6 +198,18 @@ class FinetuneRun:
         """Write where the run is now; return the folder. Not while an update is applied."""
         return self.checkpoints.save(self.progress, self._write)
 
+    def save_last_checkpoint(self) -> int:
+        """Write where the run is, or, where peers that have it are out of reach, nothing.
+
+        Returns after how many updates --resume goes on.
+        """
+        try:
+            self.save_checkpoint()
+        except (RouteError, RefusedError):
+            found = self.checkpoints.find()
+            return self.checkpoints.load_progress(found[-1]).num_updates if found else 0
+        return self.progress.num_updates
+
     def save_result(self) -> None:
         """Write what was learned into the folder of the run, for those who use it."""
         with naming_failures(self.checkpoints.folder):
@@ -208,7 +226,7 @@ class FinetuneRun:
         loss = self._add_gradients(batches)
         gradient_norm = math.nan
         if math.isfinite(loss):
-            gradient_norm = self._clip_gradients()
+            gradient_norm = self._learner.clip_gradients(self._optimizer, config.max_gradient_norm)
         num_tokens = sum(batch.num_tokens for batch in batches)
         updated = Updated(number + 1, loss, rate, gradient_norm, num_tokens)
         with self._uninterrupted():
@@ -244,10 +262,6 @@ class FinetuneRun:
                 break
             loss.backward()
         return sum_loss
-
-    def _clip_gradients(self) -> float:
-        parameters = list(self._parameters.values())
-        return float(nn.utils.clip_grad_norm_(parameters, self._config.max_gradient_norm))
 
     def _apply(self, updated: Updated) -> None:
         progress = self.progress

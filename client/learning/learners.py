@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..finetune.lora import LoraAdapter
+from ..finetune.peer_optimizer import PeerOptimizer
 from ..model import DistributedCausalLM
 from .batches import Batch
 from .finetune_run import Learner
@@ -16,7 +19,24 @@ from .finetune_run import Learner
 METHODS = ("lora", "ptune", "deep_ptune")
 
 
-class PromptLearner:
+class LocalOptimizer:
+    """What learners have in common whose optimizer runs here."""
+
+    def named_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Return what the optimizer changes."""
+        raise NotImplementedError
+
+    def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+        """See `Learner.make_optimizer`."""
+        parameters = self.named_parameters().values()
+        return torch.optim.AdamW(parameters, lr=learning_rate, weight_decay=weight_decay)
+
+    def clip_gradients(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+        """See `Learner.clip_gradients`."""
+        return float(nn.utils.clip_grad_norm_(self.named_parameters().values(), max_norm))
+
+
+class PromptLearner(LocalOptimizer):
     """Prompts that a model was opened with."""
 
     def __init__(self, model: DistributedCausalLM) -> None:
@@ -45,7 +65,7 @@ class PromptLearner:
         self._model.load_trained(folder)
 
 
-class AdapterLearner:
+class AdapterLearner(LocalOptimizer):
     """A LoRA adapter that peers apply."""
 
     def __init__(self, model: DistributedCausalLM, adapter: LoraAdapter) -> None:
@@ -78,16 +98,45 @@ class AdapterLearner:
         self._adapter.load_state_dict(loaded.state_dict())
 
 
-def make_learner(
-    model: DistributedCausalLM, rank: int, alpha: float, target_modules: list[str], seed: int
-) -> Learner:
+class AdapterAtPeersLearner(AdapterLearner):
+    """The same, where peers run the optimizer as well."""
+
+    def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
+        """See `Learner.make_optimizer`."""
+        return self._model.optimizer_at_peers(
+            self._adapter, "adamw", lr=learning_rate, weight_decay=weight_decay
+        )
+
+    def clip_gradients(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
+        """See `Learner.clip_gradients`."""
+        assert isinstance(optimizer, PeerOptimizer)
+        return float(optimizer.clip_grad_norm(max_norm))
+
+
+@dataclass(frozen=True)
+class AdapterPlan:
+    """A new adapter, and where its optimizer runs."""
+
+    rank: int
+    alpha: float
+    target_modules: Sequence[str] = ()
+    seed: int = 0
+    is_trained_at_peers: bool = False
+
+
+def make_learner(model: DistributedCausalLM, plan: AdapterPlan) -> Learner:
     """Return what learns: the prompts that a model was opened with, or else a new adapter."""
     if model.config.tuning_mode is not None:
         return PromptLearner(model)
     adapter = LoraAdapter.create(
-        model, rank=rank, alpha=alpha, target_modules=target_modules or "all-linear", seed=seed
+        model,
+        rank=plan.rank,
+        alpha=plan.alpha,
+        target_modules=list(plan.target_modules) or "all-linear",
+        seed=plan.seed,
     )
-    return AdapterLearner(model, adapter)
+    learner = AdapterAtPeersLearner if plan.is_trained_at_peers else AdapterLearner
+    return learner(model, adapter)
 
 
 def _name_model(model: DistributedCausalLM) -> str:

@@ -21,7 +21,7 @@ from shoal.kernels.pauses import Pauses
 from shoal.kernels.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.pass_work import run_pass
+from shoal.peer.pass_work import WireWork, run_pass
 from shoal.protocol.ids import ModelId, PassId, SessionId
 from shoal.protocol.messages import Pass, PassKind, Slot
 from shoal.protocol.passes import cut_vectors
@@ -120,7 +120,7 @@ def test_two_or_three_pieces_of_work_at_most_lie_between_two_looks(
 
     with costs:
         costs.look()
-        run_pass(engine, asked, tensors, (), costs.look)
+        run_pass(engine, WireWork(asked, tensors), costs.look)
         costs.look()
 
     assert len(costs.between_looks) > 50

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from adapter_scene import FOUR_HOPS, ONE_HOP, REPLICAS, assert_close, make_adapt
 from torch import Tensor, nn
 
 from shoal.client.finetune.lora import LoraAdapter
+from shoal.client.learning.dataset import Dataset, Example
+from shoal.client.learning.finetune_run import FinetuneRun, RunConfig, Updated
+from shoal.client.learning.learners import AdapterPlan, make_learner
 from shoal.peer.adapter_shelf import AdapterShelf
 from shoal.protocol.errors import RefusedError, UsageError
 
@@ -152,7 +157,7 @@ def test_home_is_replaced_by_several_peers(tiny_models: Any) -> None:
         def kill(number: int, now: str) -> None:
             for other in (1, 2):
                 swarm.peers[other].service.is_draining = False
-            if (number, now) == (2, "forward"):
+            if (number, now) == (2, "backward"):
                 assert list_homes(swarm) == ["peer0"]
                 swarm.network.kill("peer0")
 
@@ -191,6 +196,8 @@ def test_what_was_learned_is_saved_used_and_taken_over_by_torch(
             text = model.generate(draw_tokens(1)[:1], max_new_tokens=4, do_sample=False)
         with model.use_adapter(theirs):
             expected = model.generate(draw_tokens(1)[:1], max_new_tokens=4, do_sample=False)
+        assert isinstance(text, Tensor)
+        assert isinstance(expected, Tensor)
         assert torch.equal(text, expected)
 
         # Torch goes on where peers were, and peers where torch was.
@@ -254,3 +261,32 @@ def test_what_peers_cannot_do_is_refused_at_once(tiny_models: Any) -> None:
             model.optimizer_at_peers(adapter)
         with pytest.raises(UsageError, match="the only one of a call"):
             model(draw_tokens(1), active_adapter=[adapter, make_adapter(model), None])
+
+
+def test_run_at_peers_is_that_at_the_client_and_goes_on_from_a_checkpoint(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    examples = [Example(array("i", draw_tokens(number)[0].tolist())) for number in range(8)]
+    dataset, config = Dataset(examples, [], padding_id=0), RunConfig(4, 0.01, 2, eval_period=2)
+    losses: dict[bool, list[float]] = {}
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+
+        def make_run(is_at_peers: bool) -> FinetuneRun:
+            plan = AdapterPlan(3, 6, is_trained_at_peers=is_at_peers)
+            learner = make_learner(model, plan)
+            return FinetuneRun(learner, dataset, config, tmp_path / str(is_at_peers))
+
+        for is_at_peers in (False, True):
+            run = make_run(is_at_peers)
+            events = run.learn()
+            updates = [event for event in itertools.islice(events, 4) if isinstance(event, Updated)]
+            if is_at_peers:  # another client goes on from the milestone after two updates
+                run = make_run(is_at_peers)
+                run.resume()
+                events = run.learn()
+            updates += [event for event in events if isinstance(event, Updated)]
+            losses[is_at_peers] = [update.loss for update in updates]
+            run.save_result()
+        assert_same_losses(losses[True], losses[False])
+        folders = [tmp_path / str(is_at_peers) for is_at_peers in (True, False)]
+        assert_same(*(LoraAdapter.load(folder, model) for folder in folders))

@@ -21,6 +21,7 @@ from shoal.client.learning.batches import Batch
 from shoal.client.learning.checkpoints import Progress
 from shoal.client.learning.dataset import Dataset, Example
 from shoal.client.learning.finetune_run import FinetuneRun, Milestone, RunConfig, Updated
+from shoal.client.learning.learners import LocalOptimizer
 from shoal.protocol.errors import UnavailableError, UsageError
 
 VOCABULARY = 12
@@ -29,7 +30,7 @@ CONFIG = RunConfig(
 )
 
 
-class Bigrams:
+class Bigrams(LocalOptimizer):
     """A model that guesses a token by the one before it, of which only some numbers learn."""
 
     def __init__(self, name: str = "bigrams") -> None:
