@@ -82,8 +82,12 @@ def assert_same_losses(ours: list[float], theirs: list[float]) -> None:
         assert abs(one - other) < 1e-4 * abs(other)
 
 
-@pytest.mark.parametrize("spans", [ONE_HOP, FOUR_HOPS], ids=["one hop", "four hops"])
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(
+    "spans",
+    [pytest.param(ONE_HOP, marks=pytest.mark.thorough, id="one hop"),
+     pytest.param(FOUR_HOPS, id="four hops")],
+)  # fmt: skip
+@pytest.mark.parametrize("kind", ["adamw", pytest.param("sgd", marks=pytest.mark.thorough)])
 def test_training_at_peers_is_that_of_torch(
     tiny_models: Any, spans: Sequence[tuple[int, int]], kind: str
 ) -> None:
@@ -108,7 +112,12 @@ def list_homes(swarm: Any) -> list[str]:
     return [f"peer{n}" for n, peer in enumerate(swarm.peers) if len(peer.service.adapters)]
 
 
-@pytest.mark.parametrize("when", ["forward", "backward", "update"])
+@pytest.mark.parametrize(
+    "when",
+    [pytest.param("forward", marks=pytest.mark.thorough),
+     "backward",
+     pytest.param("update", marks=pytest.mark.thorough)],
+)  # fmt: skip
 def test_homes_that_are_killed_take_nothing_with_them(tiny_models: Any, when: str) -> None:
     with swarm_of(tiny_models, REPLICAS) as (swarm, model):
         theirs, ours = make_adapter(model), make_adapter(model)
@@ -127,6 +136,7 @@ def test_homes_that_are_killed_take_nothing_with_them(tiny_models: Any, when: st
         assert_same(ours, theirs)
 
 
+@pytest.mark.thorough
 def test_home_that_has_forgotten_an_adapter_learns_it_again(tiny_models: Any) -> None:
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
         theirs, ours = make_adapter(model), make_adapter(model)
@@ -181,6 +191,7 @@ def test_gradients_of_zero_grad_are_gone_and_no_gradients_change_nothing(tiny_mo
             assert torch.equal(matrix, before[name])
 
 
+@pytest.mark.thorough
 def test_what_was_learned_is_saved_used_and_taken_over_by_torch(
     tiny_models: Any, tmp_path: Path
 ) -> None:
@@ -263,6 +274,7 @@ def test_what_peers_cannot_do_is_refused_at_once(tiny_models: Any) -> None:
             model(draw_tokens(1), active_adapter=[adapter, make_adapter(model), None])
 
 
+@pytest.mark.thorough
 def test_run_at_peers_is_that_at_the_client_and_goes_on_from_a_checkpoint(
     tiny_models: Any, tmp_path: Path
 ) -> None:
