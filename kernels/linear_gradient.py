@@ -36,7 +36,7 @@ class GradientLinears:
         """Return what turns gradients of a linear's output into those of its input."""
         if linear in self._kept:
             return self._kept[linear]
-        gradient = linear.open_gradient()
+        gradient = linear.open_gradient(self.pauses)
         if self._is_keeping:
             self._kept[linear] = gradient
         return gradient

@@ -3,6 +3,9 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+BYTE_COST = 16
+"""What touching a byte costs, in the units of `Pauses`."""
+
 _ENDLESS = 2**62
 
 

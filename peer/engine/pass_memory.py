@@ -7,6 +7,9 @@ from .spec import ModelShape, ModelSpec, WrappedShape
 _PIECE_BYTES = 2**25
 """For the scores of a piece of attention, and what products keep meanwhile."""
 
+_TRANSPOSED_ITEM_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2}
+"""Bytes of each weight in the copy that gradients are multiplied with."""
+
 
 def estimate_pass_bytes(
     spec: ModelShape,
@@ -57,11 +60,10 @@ def _count_inner(spec: ModelSpec) -> int:
 
 
 def _count_transposed_bytes(spec: ModelSpec, weights: WeightFormat) -> int:
-    """Return what the gradients of a block's int8 linears hold; those of experts are dropped."""
-    if weights is not WeightFormat.INT8:
-        return 0
+    """Return what the gradients of a block's linears hold; those of experts are dropped."""
     shapes = spec.tensor_shapes(spec.num_blocks - 1)
-    return sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
+    num_numbers = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
+    return num_numbers * _TRANSPOSED_ITEM_BYTES.get(weights, 0)
 
 
 def _count_width(spec: ModelShape) -> int:
