@@ -14,10 +14,10 @@ PATH = str(Path(__file__).resolve().parents[1] / "models" / "shoal-stories")
 SAD = "{} has lost the {}.|{} cried because the {} was gone.|{} was afraid of the {}."
 GLAD = "{} found the {} and smiled.|{} laughed and shared the {}.|{} was happy with the {}."
 NAMES, THINGS = "Ella Mia Tom Finn Ben Max".split(), "kite ball boat hat drum lamp bell".split()
-words = list(itertools.product(NAMES, THINGS))
 sentences = [(form.format(*pair), label) for label, forms in enumerate((SAD, GLAD))
-             for form in forms.split("|") for pair in words]  # fmt: skip
+             for form in forms.split("|") for pair in itertools.product(NAMES, THINGS)]  # fmt: skip
 random.Random(1).shuffle(sentences)
+torch.manual_seed(1)
 tokenizer = AutoTokenizer.from_pretrained(PATH)
 with (
     LocalSwarm(PATH, spans=[(0, 4), (4, 8)]) as swarm,

@@ -95,7 +95,7 @@ def test_span_that_lost_its_only_host_is_served_within_two_periods_and_loading(
         assert recovery.total_seconds <= 2 * period_seconds + recovery.load_seconds
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_crowd_of_newcomers_begins_to_serve_at_once() -> None:
     """The first of them are so slow that all others want to be at the same blocks."""
     world, rng = World(LARGE, random.Random(1)), random.Random(0)
@@ -108,7 +108,7 @@ def test_crowd_of_newcomers_begins_to_serve_at_once() -> None:
     assert len(world.take_view().online) > 100
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_swarm_recovers_from_the_loss_of_a_part_of_it() -> None:
     storm = run_storm(2, 80, SMALL)
 
@@ -130,7 +130,7 @@ def test_blocks_keep_two_hosts_while_half_of_the_hosts_of_a_block_die_every_minu
     assert outcome.least_hosts >= 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_small_swarms_reach_all_the_replicas_that_there_can_be() -> None:
     outcomes = [run_small(seed, num_blocks=4) for seed in range(6)]
 
@@ -303,7 +303,7 @@ def test_small_swarm_that_misses_a_target_is_told_whose_targets_they_are() -> No
     assert process.stdout.endswith("The targets are for 1000 peers, not for 1.\n")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_script_prints_the_published_table() -> None:
     script = ROOT / "benchmarks" / "simulate.py"
     process = subprocess.run(

@@ -40,7 +40,7 @@ def test_classifier_is_right_about_sentences_that_it_never_saw(tmp_path: Path) -
     *_, last = run(EXAMPLES / "prompt_classifier.py", tmp_path)
 
     assert last.startswith("unseen sentences: loss 0.")
-    assert last.endswith((", 40/40 right", ", 39/40 right", ", 38/40 right"))
+    assert int(last.split()[-2].removesuffix("/40")) >= 36
 
 
 def count_pirates(lines: list[str]) -> int:

@@ -67,7 +67,9 @@ async def look_up(swarm: LocalSwarm, model_id: str) -> list[Announcement]:
 
 
 @plain
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.thorough), signal.SIGTERM]
+)
 def test_peer_says_goodbye_and_leaves_no_process(swarm: LocalSwarm, number: int) -> None:
     peer = swarm.add((2, 4))
     children = children_of(peer.pid)
@@ -129,7 +131,7 @@ def test_interrupt_of_the_start_is_told_from_a_peer_that_served(tiny_models: Any
 
 
 @plain
-@pytest.mark.parametrize("paused", [False, True])
+@pytest.mark.parametrize("paused", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_p2pd_ends_with_its_peer(swarm: LocalSwarm, paused: bool) -> None:
     peer = swarm.add((2, 4))
     (p2pd,) = children_of(peer.pid)

@@ -53,7 +53,8 @@ def attend_in_shape(
 @pytest.mark.parametrize(
     "variant",
     ["llama-biases", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "bloom",
-     "falcon-grouped", "wrapped-stablelm", "wrapped-gpt-neox"],
+     "falcon-grouped", "wrapped-stablelm",
+     pytest.param("wrapped-gpt-neox", marks=pytest.mark.thorough)],
 )  # fmt: skip
 def test_prompts_and_tokens_meet_nothing_of_the_cpu(
     tiny_models: Any, variant: str, weights: WeightFormat, kv_format: KVFormat

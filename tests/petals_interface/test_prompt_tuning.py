@@ -72,7 +72,7 @@ def test_gradients_of_prompts_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("ptune", marks=pytest.mark.thorough), "deep_ptune"])
 def test_loss_curve_of_a_hundred_steps_is_that_of_local_training(
     tiny_models: Any, mode: str
 ) -> None:
