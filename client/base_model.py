@@ -23,9 +23,16 @@ from ..protocol.spans import Span
 from .client import Client, Connect, connect_over_network
 from .config import ClientConfig, make_client_config, make_whole
 from .distributed_config import join_swarm, open_checkpoint
-from .finetune.adapted_model import AdaptedModel
+from .finetune.adapted_model import ADAPTER_NAME, AdaptedModel
 from .finetune.batches import check_padding
-from .finetune.saving import leave_out_of_state_dicts, load_trained, read_settings, save_trained
+from .finetune.lora import LoraAdapter
+from .finetune.saving import (
+    leave_out_adapter,
+    leave_out_of_state_dicts,
+    load_trained,
+    read_settings,
+    save_trained,
+)
 from .finetune.tuning import Tuning
 from .generation import (
     append_text,
@@ -270,24 +277,29 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
     ) -> None:
         """Write what was trained, as safetensors and a description; `trained=` opens it again.
 
-        The model itself is not written: its blocks are not here. Nor is an adapter, which has its
-        own `save()`; a warning says so where one is in training. Raises UsageError where nothing
-        is trained. Other arguments of transformers make no difference.
+        The model itself is not written: its blocks are not here. An adapter that is a part of the
+        model is, also in the format of PEFT. One that is active for a `with` has its own `save()`;
+        a warning says so if it is in training. Raises UsageError where nothing is trained. Other
+        arguments of transformers make no difference.
         """
         if options.get("push_to_hub"):
             raise UsageError("save what was trained to a folder, and upload that")
         state = self.state_dict() if state_dict is None else state_dict
-        has_adapter = self.has_adapter_in_training
+        others, adapter = leave_out_adapter(state), self._modules.get(ADAPTER_NAME)
+        is_left_out = self.has_adapter_in_training and len(others) == len(state)
         if not state:
             raise UsageError(
                 "the blocks of this model are on other machines, so it cannot be saved; the model "
                 f"directory it was opened from ({self.name_or_path!r}) is the model, and "
-                + (_ADAPTER_IS_APART if has_adapter else "nothing was trained on top of it")
+                + (_ADAPTER_IS_APART if is_left_out else "nothing was trained on top of it")
             )
-        if has_adapter:
+        if is_left_out:
             warnings.warn(f"saved without the adapter: {_ADAPTER_IS_APART}", stacklevel=2)
         if is_main_process:
-            save_trained(save_directory, self.config, self._list_settings(), state)
+            settings = self._list_settings() if others else None
+            save_trained(save_directory, self.config, settings, state)
+            if isinstance(adapter, LoraAdapter):
+                adapter.save(save_directory)
 
     def _list_settings(self) -> dict[str, object]:
         """Return the arguments of from_pretrained() that what was trained depends on."""
@@ -304,14 +316,31 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         Raises UsageError, and changes nothing, where it does not fit.
         """
         read_settings(directory, self.config)
-        state, own = load_trained(directory), self.state_dict()
-        found = {name: list(tensor.shape) for name, tensor in state.items()}
-        expected = {name: list(tensor.shape) for name, tensor in own.items()}
-        if found != expected:
-            raise UsageError(f"{directory} holds {found}, and this model trains {expected}")
+        state, own = (
+            leave_out_adapter(load_trained(directory)),
+            leave_out_adapter(self.state_dict()),
+        )
+        for name in sorted(state.keys() | own.keys()):
+            found, expected = (
+                list(tensors[name].shape) if name in tensors else "nothing"
+                for tensors in (state, own)
+            )
+            if found != expected:
+                raise UsageError(
+                    f"{directory} does not fit: as {name} it holds {found}, and this model trains "
+                    f"{expected}"
+                )
         if not all(map(has_only_finite, state.values())):
             raise UsageError(f"{directory} holds NaN or infinity")
-        self.load_state_dict(state)
+        self.load_state_dict({**self.state_dict(), **state})
+
+    def activation_checkpointing_enable(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Do nothing: blocks keep no activations here, and peers compute them again anyway.
+
+        So a Trainer that is told to save memory runs as it would with the model at hand.
+        """
+
+    gradient_checkpointing_enable = activation_checkpointing_enable  # pyright: ignore[reportAssignmentType]
 
     def push_to_hub(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
         """Refuse: what was trained is a folder."""

@@ -112,7 +112,9 @@ class AdapterShelf:
         kept = self._kept.get((name, holder)) or self._kept.get((name, None))
         if kept is None:
             raise RefusedError(
-                ErrorCode.UNKNOWN_ADAPTER, f"this peer has no adapter {name.hex():.12}… of yours"
+                ErrorCode.UNKNOWN_ADAPTER,
+                f"this peer has no adapter {name.hex():.12}… of yours, and nobody published it "
+                f"or used it in the last {KEEP_SECONDS / 60:.0f} minutes",
             )
         kept.used_at = self._clock.now()
         return kept

@@ -175,6 +175,7 @@ def read_digest(text: str) -> AdapterId:
     if not is_digest(text):
         raise UsageError(
             f"{text!r:.80} is no digest of a published adapter, which has "
-            f"{2 * ADAPTER_ID_BYTES} hexadecimal digits"
+            f"{2 * ADAPTER_ID_BYTES} hexadecimal digits; what is in a folder is opened with "
+            "LoraAdapter.load(folder, model)"
         )
     return AdapterId(bytes.fromhex(text))

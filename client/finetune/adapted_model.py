@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+from torch import nn
 
 from .active_adapters import AdapterChoice, check_choice, is_digest
 from .lora import LoraAdapter
 from .peer_optimizer import PeerOptimizer
+
+ADAPTER_NAME = "adapter"
+"""The part of a model that is its adapter, where one is active from now on."""
 
 UNCHANGED: Any = object()
 """Stands for the adapter that is active anyway."""
@@ -22,13 +27,15 @@ class AdaptedModel:
 
     transformer: Any
     config: Any
+    _modules: dict[str, nn.Module | None]
 
     @property
     def active_adapter(self) -> AdapterChoice:
         """The LoraAdapter that calls use, the digest of a published one, one for each row, or None.
 
-        What is assigned is active from now on, outside of `use_adapter()`. Its parameters are not
-        among those of the model: an optimizer is given `adapter.parameters()`.
+        What is assigned is active from now on, outside of `use_adapter()`, and a part of the model:
+        an optimizer, accelerate or Trainer that is given `model.parameters()` trains it. Of one
+        that is active for a call or inside of a `with` they get `adapter.parameters()`.
         """
         return self.transformer.h.adapters.choice
 
@@ -37,9 +44,16 @@ class AdaptedModel:
         self.set_adapter(adapter)
 
     def set_adapter(self, adapter: AdapterChoice) -> None:
-        """Make an adapter active from now on; None: none."""
+        """Make an adapter active from now on, and its matrices parameters of the model.
+
+        None: none.
+        """
         check_choice(adapter)
         self.transformer.h.adapters.default = adapter
+        self._modules.pop(ADAPTER_NAME, None)
+        part = _make_part(adapter)
+        if part is not None:
+            cast("nn.Module", self).add_module(ADAPTER_NAME, part)
 
     def use_adapter(self, adapter: AdapterChoice) -> AbstractContextManager[None]:
         """Make an adapter active inside of a `with`, in this thread or task; None: none."""
@@ -92,8 +106,17 @@ class AdaptedModel:
             return super().__call__(*inputs, **options)  # pyright: ignore[reportAttributeAccessIssue]
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Take an adapter for what it is: torch would make it a part of the model."""
+        """Take an adapter for what it is: torch would make it a part of the model and no more."""
         if name == "active_adapter":
             self.set_adapter(value)
         else:
             super().__setattr__(name, value)
+
+
+def _make_part(choice: AdapterChoice) -> nn.Module | None:
+    """Return a module with the adapters of one's own among those that are active, if any."""
+    if isinstance(choice, LoraAdapter):
+        return choice
+    listed = choice if isinstance(choice, list | tuple) else []
+    own = [adapter for adapter in dict.fromkeys(listed) if isinstance(adapter, LoraAdapter)]
+    return nn.ModuleList(own) if own else None

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
+from .adapted_model import ADAPTER_NAME
 
 DESCRIPTION_FILE = "tuning.json"
 TENSORS_FILE = "model.safetensors"
@@ -52,22 +53,37 @@ def leave_out_of_state_dicts(model: nn.Module, parameters: Iterable[nn.Parameter
     model.register_load_state_dict_post_hook(excuse)
 
 
+def leave_out_adapter(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return what of a state dict is not the adapter that is active in the model.
+
+    >>> list(leave_out_adapter({"score.weight": Tensor(), "adapter.a.lora_A.weight": Tensor()}))
+    ['score.weight']
+    """
+    return {name: value for name, value in state.items() if not name.startswith(f"{ADAPTER_NAME}.")}
+
+
 def save_trained(
-    directory: str | Path, config: Any, settings: Mapping[str, object], state: Mapping[str, Tensor]
+    directory: str | Path,
+    config: Any,
+    settings: Mapping[str, object] | None,
+    state: Mapping[str, Tensor],
 ) -> None:
     """Write what was trained beside a frozen model; whoever reads finds old files or new ones.
 
-    `config` is that of the base model, `settings` is how it was opened for training.
+    `config` is that of the base model, `settings` is how it was opened for training; None where
+    nobody opens the folder with `trained=`.
     """
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
-    base = {name: getattr(config, name) for name in _OF_THE_BASE}
-    description = {"base_model": config.name_or_path, "base": base, "settings": dict(settings)}
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
     # Named after the process: another one may save to the same folder.
     temporary = folder / f".{os.getpid()}.tmp"
     save_file(tensors, temporary, metadata={"format": "pt"})
     temporary.replace(folder / TENSORS_FILE)
+    if settings is None:
+        return
+    base = {name: getattr(config, name) for name in _OF_THE_BASE}
+    description = {"base_model": config.name_or_path, "base": base, "settings": dict(settings)}
     temporary.write_text(json.dumps(description, indent=2) + "\n")
     temporary.replace(folder / DESCRIPTION_FILE)
 

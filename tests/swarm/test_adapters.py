@@ -280,18 +280,6 @@ def test_adapter_that_is_too_large_for_a_peer_is_refused_with_advice(
             model.generate(TOKENS[:1], max_new_tokens=2, do_sample=False)
 
 
-def test_model_says_that_it_is_saved_without_the_adapter(tiny_models: Any, tmp_path: Path) -> None:
-    tuned = {"tuning_mode": "ptune", "pre_seq_len": 3}
-    with swarm_of(tiny_models, ONE_HOP, **tuned) as (_, model):
-        model.active_adapter = make_adapter(model)
-        with pytest.warns(UserWarning, match=r"adapter is saved by its own save\(folder\)"):
-            model.save_pretrained(tmp_path / "tuned")
-    with swarm_of(tiny_models, ONE_HOP) as (_, model):
-        model.active_adapter = make_adapter(model)
-        with pytest.raises(UsageError, match=r"adapter is saved by its own save\(folder\)"):
-            model.save_pretrained(tmp_path / "plain")
-
-
 def test_folder_is_opened_with_the_model(tiny_models: Any, tmp_path: Path) -> None:
     reference = tiny_models.get().reference
     theirs = open_with_peft(tiny_models.get(), make_adapter(reference), tmp_path)
