@@ -24,6 +24,7 @@ from .peft_files import (
     HEAD,
     PREFIX,
     UP,
+    LinearShape,
     PeftFiles,
     check_fit,
     list_linears,
@@ -104,11 +105,8 @@ class LoraAdapter(nn.Module):
             chosen = [name for name in linears if name != HEAD and not name.endswith(_ROUTERS)]
             written = sorted({name.rpartition(".")[2] for name in chosen})
         else:
-            known = target_modules if isinstance(target_modules, str) else list(target_modules)
-            chosen = match_targets(linears, known)
-            written = known
-        if not chosen:
-            raise UsageError(f"this model has no linear that target_modules {written} means")
+            written = target_modules if isinstance(target_modules, str) else list(target_modules)
+            chosen = _choose_linears(linears, written)
         generator = torch.Generator().manual_seed(seed)
         matrices: dict[str, Tensor] = {}
         for name in chosen:
@@ -175,9 +173,10 @@ class LoraAdapter(nn.Module):
             matrices[PREFIX + HEAD + DOWN], matrices[PREFIX + HEAD + UP], self.lora_config.scale
         )
 
-    def extra_repr(self) -> str:
-        """Return what `print(adapter)` shows of this module."""
-        return f"rank {self.lora_config.rank}, {len(self.named_matrices()) // 2} linears"
+    def __repr__(self) -> str:
+        """Leave out the modules that are nothing but names: a large model has thousands."""
+        num_linears = len(self.named_matrices()) // 2
+        return f"{type(self).__name__}(rank {self.lora_config.rank}, {num_linears} linears)"
 
     def named_matrices(self) -> Mapping[str, nn.Parameter]:
         """Return all matrices by PEFT's names."""
@@ -211,6 +210,23 @@ class LoraAdapter(nn.Module):
     def forward(self, *inputs: object) -> None:
         """Refuse: peers apply an adapter."""
         raise UsageError("an adapter is not called; make it active in a model over a swarm")
+
+
+def _choose_linears(linears: Mapping[str, LinearShape], targets: str | list[str]) -> list[str]:
+    """Return the linears that targets mean; UsageError where one of them means none."""
+    chosen = match_targets(linears, targets)
+    unknown = (
+        []
+        if isinstance(targets, str)
+        else [target for target in targets if not match_targets(linears, [target])]
+    )
+    if unknown or not chosen:
+        ends = sorted({name.rpartition(".")[2] for name in linears})
+        raise UsageError(
+            f"this model has no linear that target_modules {unknown or targets} means; it has "
+            + ", ".join(ends)
+        )
+    return chosen
 
 
 def _register(module: nn.Module, path: Sequence[str], matrix: nn.Parameter) -> None:

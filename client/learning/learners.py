@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...protocol.errors import UsageError
 from ..finetune.lora import LoraAdapter
 from ..finetune.peer_optimizer import PeerOptimizer
 from ..model import DistributedCausalLM
@@ -80,7 +81,7 @@ class AdapterLearner(LocalOptimizer):
             "method": "lora",
             "rank": config.rank,
             "alpha": config.alpha,
-            "matrices": len(self._adapter.named_matrices()),
+            "target modules": ", ".join(_list_ends(self._adapter)),
         }
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
@@ -95,6 +96,11 @@ class AdapterLearner(LocalOptimizer):
 
     def load(self, folder: Path) -> None:
         loaded = LoraAdapter.load(folder, self._model)
+        if loaded.named_matrices().keys() != self._adapter.named_matrices().keys():
+            raise UsageError(
+                f"the adapter in {folder} changes other linears than this run; --resume needs the "
+                "same --target-modules"
+            )
         self._adapter.load_state_dict(loaded.state_dict())
 
 
@@ -137,6 +143,12 @@ def make_learner(model: DistributedCausalLM, plan: AdapterPlan) -> Learner:
     )
     learner = AdapterAtPeersLearner if plan.is_trained_at_peers else AdapterLearner
     return learner(model, adapter)
+
+
+def _list_ends(adapter: LoraAdapter) -> list[str]:
+    """Return what the linears of an adapter are called, which is the same in each block."""
+    modules = (name.rpartition(".lora_")[0] for name in adapter.named_matrices())
+    return sorted({module.rpartition(".")[2] for module in modules})
 
 
 def _name_model(model: DistributedCausalLM) -> str:

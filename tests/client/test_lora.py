@@ -101,6 +101,10 @@ def test_new_adapter_changes_nothing_and_is_the_same_for_a_seed(tiny_models: Any
         ({"rank": True}, "rank is a number"),
         ({"alpha": float("nan")}, "alpha is a number above 0"),
         ({"target_modules": ["c_attn"]}, "no linear that target_modules"),
+        (
+            {"target_modules": ["q_proj", "vproj"]},
+            r"target_modules \['vproj'\] means; it has down_proj, gate_proj, ",
+        ),
         ({"target_modules": "("}, "is no pattern"),
     ],
 )

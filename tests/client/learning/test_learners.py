@@ -1,0 +1,31 @@
+"""What learns in a run is what it began with, or the run does not go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.client.finetune.lora import LoraAdapter
+from shoal.client.learning.learners import AdapterLearner
+from shoal.protocol.errors import UsageError
+
+
+def test_adapter_of_other_linears_is_told_by_its_facts_and_refused(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    model = tiny_models.get().reference
+    first, same, other = (
+        AdapterLearner(model, LoraAdapter.create(model, target_modules=targets, seed=seed))
+        for targets, seed in ((["q_proj"], 0), (["q_proj"], 1), (["o_proj"], 0))
+    )
+    part = AdapterLearner(model, LoraAdapter.create(model, target_modules=r".*\.0\..*q_proj"))
+    first.save(tmp_path)
+
+    assert first.facts == same.facts
+    assert first.facts != other.facts
+    same.load(tmp_path)
+    for learner in (other, part):
+        with pytest.raises(UsageError, match="changes other linears than this run"):
+            learner.load(tmp_path)
