@@ -67,10 +67,29 @@ class AdapterCourier:
         """Note that a peer does not have what it was brought."""
         self._kept.pop(peer_id, None)
 
+    def _forget_expired(self) -> None:
+        """Forget what peers have forgotten by now: who trains for days meets many of them."""
+        now = self._clock.now()
+        for peer_id, adapters in list(self._kept.items()):
+            for name, kept in list(adapters.items()):
+                if now >= kept.used_at + kept.keep_seconds:
+                    del adapters[name]
+            if not adapters:
+                del self._kept[peer_id]
+        self._newest = {
+            place: newest
+            for place, newest in self._newest.items()
+            if newest[1] in self._kept.get(place[0], {})
+        }
+        for peer_id, lock in list(self._locks.items()):
+            if peer_id not in self._kept and not lock.locked():
+                del self._locks[peer_id]
+
     async def _bring(self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line) -> None:
         cut, peer_id = adapter.cut(span), link.peer.peer_id
         if cut is None:
             return
+        self._forget_expired()
         kept, now = self._kept[peer_id], self._clock.now()
         known = kept.get(cut.name)
         if known is not None and now < known.used_at + known.keep_seconds / 2:

@@ -84,3 +84,18 @@ def test_peer_that_reads_an_adapter_piece_by_piece_is_left_in_time() -> None:
         assert 140.0 < now() - began_at < 160.0
 
     run(test)
+
+
+def test_adapter_that_is_refused_is_not_sent_to_its_end() -> None:
+    async def test(scene: Scene) -> None:
+        full = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
+        full.refuses_heads, full.piece_seconds = True, 0.01
+        await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1.0)
+        asker = make_asker(scene)
+        await asker.ask_forward(WHOLE, make_adapted_texts(2**22))
+        await asker.close()
+
+        assert len(full.brought) == 1
+        assert full.num_pieces < 2**24 / (48 * 2**10) / 2
+
+    run(test)

@@ -59,6 +59,8 @@ class PassPeer:
     forgets_adapters: bool = False
     piece_seconds: float = 0.0
     brought: list[AdapterHead] = field(default_factory=list)
+    refuses_heads: bool = False
+    num_pieces: int = 0
 
     async def serve(self, stream: Stream) -> None:
         reader: PiecesReader | None = None
@@ -77,12 +79,18 @@ class PassPeer:
                     await self._answer(stream, self.asked[-1])
             elif isinstance(message, AdapterHead):
                 self.brought.append(message)
+                if self.refuses_heads:
+                    code = ErrorCode.NO_ROOM_FOR_ADAPTER
+                    await self._decline(stream, message.upload_id, code)
             elif isinstance(message, AdapterPiece):
+                self.num_pieces += 1
                 await self._take_piece(stream, message)
 
     async def _take_piece(self, stream: Stream, piece: AdapterPiece) -> None:
         head = self.brought[-1]
         await asyncio.sleep(self.piece_seconds)
+        if self.refuses_heads:
+            return
         if piece.offset + len(piece.data) < head.num_bytes:
             return
         if now() < self.has_room_at:

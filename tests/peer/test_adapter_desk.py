@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_talk import (
+    ALICE,
     BOB,
     CONFIG,
     PATH,
@@ -24,7 +25,7 @@ from adapter_talk import (
 )
 from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
-from service_scene import HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
+from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 
 from shoal.peer import adapter_shelf, pass_budget
 from shoal.peer.adapter_shelf import KEEP_SECONDS
@@ -39,6 +40,7 @@ from shoal.protocol.ids import (
     AdapterId,
 )
 from shoal.protocol.messages import (
+    AdapterKept,
     AdapterRows,
     Passed,
     PassKind,
@@ -48,6 +50,7 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.tensors import WireDtype
+from shoal.protocol.versions import OPTIMIZER_VERSION, PASS_VERSION
 
 
 async def run_forward(talk: Talk, name: AdapterId, number: int = 1) -> Any:
@@ -409,5 +412,19 @@ def test_pieces_that_belong_nowhere_end_the_stream(engine: Engine, breach: str) 
         assert assert_declined(await talk.hear(), ErrorCode.BAD_FRAME).session is None
         await asyncio.sleep(1)
         assert peer.service.adapters.shared.used_bytes == 0
+
+    run(engine, test)
+
+
+def test_client_hears_that_its_adapter_is_read_if_it_understands_that(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        for number, version in enumerate((PASS_VERSION, OPTIMIZER_VERSION)):
+            talk = await peer.dial()
+            await talk.ask(replace(HELLO, max_version=version, client=ALICE))
+            files = pack(draw_matrices(number))
+            head = make_head(files, number)
+            await talk.say(head, *cut_adapter(head.upload_id, files[1]))
+            answer = await talk.hear()
+            assert isinstance(answer, AdapterKept if version == PASS_VERSION else Queued)
 
     run(engine, test)
