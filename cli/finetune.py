@@ -5,6 +5,7 @@ import importlib
 import itertools
 import math
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import ShoalError, UsageError
 from .bundled_model import find_model
-from .finetune_options import LEARNING_RATES, MAX_LENGTH, MOST_BETWEEN_MILESTONES, add_arguments
+from .finetune_options import (
+    LEARNING_RATES,
+    MAX_LENGTH,
+    MOST_BETWEEN_MILESTONES,
+    add_arguments,
+    settle_method,
+)
 from .finetune_plot import draw_losses, save_losses
 from .finetune_screen import Reporter, RunFacts, RunResult, make_reporter, quote_use
 from .interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
@@ -37,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
         f"; or start one on this machine: `shoal swarm {options.model} --peers 2` in another "
         "terminal prints an address",
     )
+    settle_method(options)
     name = find_model(options.model)
     if options.optimizer == "peers" and options.method != "lora":
         raise UsageError("peers run the optimizer of a lora only; leave out --optimizer peers")
@@ -46,6 +54,7 @@ def run(options: argparse.Namespace) -> int:
     with end_in_good_order():
         with Progress(notices, lambda: f"Reading {options.data.name}"):
             texts = _read_texts(name, options)
+            _try_folder(options.out)
         with Progress(notices, lambda: "Joining the swarm"):
             model = _open_model(name, joining, options)
         with model:
@@ -76,6 +85,14 @@ def _check_folder(folder: Path, is_resumed: bool) -> None:
         raise UsageError(
             f"{folder} holds a run already: --resume goes on with it, --out takes another folder"
         )
+
+
+def _try_folder(folder: Path) -> None:
+    """Raise UnavailableError where nothing can be written, before a swarm works for nothing."""
+    checkpoints = importlib.import_module("..client.learning.checkpoints", __package__)
+    with checkpoints.naming_failures(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
 
 
 def _read_texts(name: str, options: argparse.Namespace) -> _Texts:
@@ -134,13 +151,14 @@ def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> Any
 def _plan_run(texts: _Texts, options: argparse.Namespace) -> Any:
     """Return how the run learns, as a RunConfig."""
     finetune_run = importlib.import_module("..client.learning.finetune_run", __package__)
-    texts_per_update = options.batch_size * options.accumulate
     num_texts = len(texts.dataset.training)
+    batch_rows = min(options.batch_size, num_texts)  # the same text twice would be work for nothing
+    texts_per_update = batch_rows * options.accumulate
     num_updates = options.updates or math.ceil(options.epochs * num_texts / texts_per_update)
     return finetune_run.RunConfig(
         num_updates,
         options.learning_rate or LEARNING_RATES[options.method],
-        options.batch_size,
+        batch_rows,
         options.accumulate,
         options.schedule,
         math.ceil(options.warmup * num_updates),
@@ -208,7 +226,7 @@ def _finish(
     """Write what is left to write; what was learned is safe by now."""
     progress, plot, table = tuning.progress, options.out / "losses.png", options.out / "losses.csv"
     save_losses(progress.losses, progress.eval_losses, table)
-    title = f"{options.model} learns {options.data.name} by {options.method}"
+    title = f"{Path(options.model).name} learns {options.data.name} by {options.method}"
     draw_losses(progress.losses, progress.eval_losses, title, plot)
     use = quote_use(options.model, prompt, options.out, joining.initial_peers, options.join)
     return RunResult(progress, options.out, plot, table, use)

@@ -3,11 +3,14 @@
 import argparse
 from pathlib import Path
 
+from ..protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME
 from .joining import add_join_arguments
 from .quantities import parse_count, parse_non_negative, parse_part, parse_positive, parse_whole
 
 _METHODS = ("lora", "ptune", "deep_ptune")
+RANK = 8
+PRE_SEQ_LEN = 16
 LEARNING_RATES = {"lora": 1e-3, "ptune": 1e-2, "deep_ptune": 1e-2}
 MAX_LENGTH = 512
 """Tokens of a text, unless the model has fewer positions: memory at peers grows with them."""
@@ -47,6 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="wait at most this long for blocks that nobody serves (default: 120)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+
+
+def settle_method(options: argparse.Namespace) -> None:
+    """Fill in what a method takes and nobody gave; UsageError for what another one takes."""
+    of_lora = {"rank": RANK, "alpha": None, "target_modules": []}
+    of_prompts = {"pre_seq_len": PRE_SEQ_LEN}
+    is_lora = options.method == "lora"
+    for name in of_prompts if is_lora else of_lora:
+        if getattr(options, name):
+            raise UsageError(
+                f"--{name.replace('_', '-')} belongs to --method "
+                + ("ptune or deep_ptune" if is_lora else "lora")
+                + f", and this is {options.method}"
+            )
+    for name, default in (of_lora | of_prompts).items():
+        setattr(options, name, getattr(options, name) or default)
 
 
 def _add_learning_arguments(parser: argparse.ArgumentParser) -> None:
@@ -110,9 +129,7 @@ def _add_learning_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_method_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what learns")
-    group.add_argument(
-        "--rank", type=parse_count, default=8, metavar="R", help="of a lora (default: %(default)s)"
-    )
+    group.add_argument("--rank", type=parse_count, metavar="R", help=f"of a lora (default: {RANK})")
     group.add_argument(
         "--alpha", type=parse_positive, metavar="A",
         help="weight of a lora, divided by its rank (default: twice the rank)",
@@ -127,6 +144,6 @@ def _add_method_arguments(parser: argparse.ArgumentParser) -> None:
         "learned travel with each update (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--pre-seq-len", type=parse_count, default=16, metavar="N",
-        help="tokens of a prompt that learns (default: %(default)s)",
+        "--pre-seq-len", type=parse_count, metavar="N",
+        help=f"tokens of a prompt that learns (default: {PRE_SEQ_LEN})",
     )  # fmt: skip

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .quantities import count_of
 from .terminal import Progress, Terminal
 from .text_generation import route_facts, tail_of
 
@@ -151,18 +152,19 @@ class Screen:
         show, paint = self._output.print, self._output.paint
         title = (
             f"Fine-tuning {facts.model} by {facts.method}: {facts.num_trained:,} numbers learn "
-            f"from {facts.num_texts:,} texts"
+            f"from {count_of(facts.num_texts, 'text')}"
         )
         for line in self._output.wrap(title):
             show(paint(line, "bold"))
         for notice in facts.notices:
             for line in self._output.wrap(notice):
                 show(paint(line, "yellow"))
-        kept = f"; {facts.num_eval_texts:,} other texts evaluate" if facts.num_eval_texts else ""
-        done = f", {num_done:,} are done" if num_done else ""
-        plan = (
-            f"It takes {facts.num_updates:,} updates of {facts.texts_per_update} texts{done}{kept}."
-        )
+        number = facts.num_eval_texts
+        kept = f"; {count_of(number, 'other text')} {'evaluates' if number == 1 else 'evaluate'}"
+        done = f", {num_done:,} {'is' if num_done == 1 else 'are'} done" if num_done else ""
+        updates = count_of(facts.num_updates, "update")
+        texts = count_of(facts.texts_per_update, "text")
+        plan = f"It takes {updates} of {texts}{done}{kept if number else ''}."
         for line in self._output.wrap(plan):
             show(line)
         show()

@@ -30,6 +30,15 @@ def parse_count(text: str) -> int:
     return _check_size(text)
 
 
+def count_of(number: int, noun: str) -> str:
+    """Return how many there are of something.
+
+    >>> count_of(1, "text"), count_of(2000, "text")
+    ('1 text', '2,000 texts')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
 def parse_threads(text: str) -> int:
     """Read a number of threads that this machine can bear."""
     num_threads = parse_count(text)

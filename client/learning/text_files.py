@@ -19,6 +19,7 @@ MAX_LINE_BYTES = 2**20
 """About two hundred thousand words: more than any model takes at once."""
 
 _COLUMNS = "`text`, or `prompt` and `completion`"
+_OBJECT = '{"text": "…"}'
 
 
 @dataclass(frozen=True)
@@ -134,19 +135,26 @@ def _read_objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = f" ({error.msg})" if isinstance(error, json.JSONDecodeError) else ""
-            raise UsageError(f"{place}: the line is no JSON{reason}") from error
+            raise UsageError(
+                f"{place}: the line is no JSON{reason}; each holds an object such as {_OBJECT}"
+            ) from error
         if not isinstance(fields, dict):
-            raise UsageError(f'{place}: the line is no JSON object such as {{"text": "…"}}')
+            raise UsageError(f"{place}: the line is no JSON object such as {_OBJECT}")
         yield place, fields
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    # The limit is the process's, and lower than that of lines.
+    csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
     rows = csv.reader((line for _, line in _read_lines(path)), strict=True)
     names = [name.strip() for name in next(_split(path, rows), (0, ["text"]))[1]]
     if len(set(names)) != len(names) or not {"text", "prompt"} & set(names):
         found = ", ".join(names)
+        other = next((sign for sign in ";\t|" if len(names) == 1 and sign in found), "")
+        advice = f"; put commas between cells, not {other!r}" if other else ""
         raise UsageError(
-            f"{path}:1: the first line must name the columns, {_COLUMNS}: {found:.200}"
+            f"{path}:1: the first line must name the columns, {_COLUMNS}, "
+            f"not {found!r:.200}{advice}"
         )
     for number, cells in _split(path, rows):
         if not cells:
@@ -154,7 +162,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         place = f"{path}:{number}"
         if len(cells) != len(names):
             raise UsageError(
-                f"{place}: {len(cells)} cells in a row, and the first line names {len(names)}; "
+                f"{place}: the row and the first line have {len(cells)} and {len(names)} cells; "
                 'quote cells with commas: "one, two"'
             )
         yield place, dict(zip(names, cells, strict=True))

@@ -93,6 +93,11 @@ def test_data_that_is_wrong_is_named_before_a_swarm_is_joined(
         ),
         (["--method", "ptune", "--pre-seq-len", "9999"], "texts of -9487 tokens cannot be learned"),
         (["--resume"], "there is no checkpoint in"),
+        (
+            ["--method", "ptune", "--rank", "4"],
+            "--rank belongs to --method lora, and this is ptune",
+        ),
+        (["--pre-seq-len", "4"], "belongs to --method ptune or deep_ptune, and this is lora"),
     ],
 )
 def test_settings_that_cannot_be_are_named(
@@ -104,6 +109,14 @@ def test_settings_that_cannot_be_are_named(
     sentence: str,
 ) -> None:
     assert sentence in fail(name_run(byte_model, data, tmp_path / "out", *more), capsys)
+
+
+def test_folder_that_takes_nothing_is_named_before_a_swarm_is_joined(
+    byte_model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sentence = fail(name_run(byte_model, data, data / "out"), capsys)
+
+    assert sentence == f"shoal finetune: {data}/out cannot be written to: Not a directory\n"
 
 
 @pytest.mark.parametrize("name", ["checkpoint-000003", "adapter_model.safetensors"])

@@ -83,9 +83,11 @@ def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
         ),
         ("d.csv", "text,text\nx,y\n", "d.csv:1: the first line must name the columns"),
         ("d.csv", "prompt,n\nx,y\n", "d.csv:2: `completion` is missing"),
-        ("d.csv", "text,n\nx\n", "d.csv:2: 1 cells in a row, and the first line names 2"),
+        ("d.csv", "text,n\nx\n", "d.csv:2: the row and the first line have 1 and 2 cells"),
+        ("d.csv", "prompt;completion\nx;y\n", "put commas between cells, not ';'"),
+        ("d.jsonl", "{\n", 'each holds an object such as {"text": "…"}'),
         ("d.csv", 'text\nx\n"open\n', "d.csv:3: the row is no CSV"),
-        ("d.csv", 'text\n"' + "x\n" * 100_000, "d.csv:2: the row is no CSV (field larger"),
+        ("d.csv", 'text\n"' + "x\n" * 600_000, "d.csv:2: the row is no CSV (field larger"),
         ("d.json", "{}", "d.json: the file must end in .jsonl, .csv or .txt"),
     ],
 )
