@@ -32,6 +32,7 @@ from .dial_back import DialBack
 from .libp2p_transport import Libp2pTransport
 from .multiaddrs import PeerAddress, list_relay_addresses
 from .neighbourhood import Neighbourhood
+from .newcomers import Newcomers
 from .node_ids import distrust, make_node_id
 from .p2p_daemon import (
     answer_questions,
@@ -43,6 +44,7 @@ from .p2p_daemon import (
 )
 from .reachability import make_reachable
 from .record_gate import REVOCATIONS, RecordGate
+from .record_intake import RecordIntake
 from .relay_keeper import RelayKeeper
 from .relay_places import make_keeper
 from .replicas import Replicas
@@ -324,14 +326,13 @@ def _id_of(p2p: P2P) -> PeerId:
 async def _start_node(
     p2p: P2P, gate: RecordGate, initial_peers: Sequence[PeerAddress], client_mode: bool
 ) -> DHTNode:
-    validator = GateValidator(gate)
     try:
         node = await DHTNode.create(
             p2p=p2p,
             node_id=make_node_id(cast(Any, p2p).peer_id),
             initial_peers=[f"/p2p/{peer.peer_id}" for peer in initial_peers],
             client_mode=client_mode,
-            record_validator=validator,
+            record_validator=GateValidator(gate),
             **_NODE_OPTIONS,
         )
     except ValidationError as error:
@@ -346,8 +347,10 @@ async def _start_node(
 
     gate.when_displaced(forget)
     node.protocol.wait_timeout = _ANSWER_SECONDS
-    cast(Any, node.protocol)._validate_dictionary = validator.keep_valid
     distrust(node.protocol)
+    Newcomers(node.protocol).watch()
+    if not client_mode:
+        RecordIntake(node.protocol, gate.wall).open(p2p)
     return node
 
 

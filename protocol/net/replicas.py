@@ -81,6 +81,8 @@ class Replicas:
 
     async def search(self, keys: Sequence[str]) -> None:
         """Have the gate see everything that stands under some keys."""
+        if self._known:  # of keys that nobody asks for any more, one at a time
+            self._list_known(next(iter(self._known)))
         await asyncio.gather(*(self._search(DHTID.generate(source=key)) for key in keys))
 
     async def store(self, key: str, subkey: str, value: bytes, expires_at: float) -> bool:
@@ -125,7 +127,7 @@ class Replicas:
             stored = await self._node.protocol.call_store(
                 peer_id, [key_id], [entry.value], entry.expires_at, subkeys=[entry.subkey]
             )
-            return None if stored is None else all(stored)
+            return None if stored is None else bool(stored) and all(stored)
         if not self._let_in(key_id, entry):
             return False
         return self._node.protocol.storage.store(
@@ -197,12 +199,10 @@ class Replicas:
     def _list_known(self, key_id: DHTID) -> Sequence[bytes]:
         """Return the digests of what need not be sent again; forgets those that have expired."""
         now = self._gate.wall()
-        known = self._known.get(key_id, {})
+        known = self._known.pop(key_id, {})
         current = {digest: expires_at for digest, expires_at in known.items() if expires_at > now}
         if current:
-            self._known[key_id] = current
-        else:
-            self._known.pop(key_id, None)
+            self._known[key_id] = current  # behind all others
         return list(current)
 
     def _list_stored(self, key_id: DHTID) -> Iterator[Entry]:

@@ -1,11 +1,14 @@
 """Valid records of strangers must not keep a node of the DHT from answering. Starts real p2pds."""
 
+# pyright: reportAttributeAccessIssue=false
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
 from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
@@ -19,6 +22,7 @@ from shoal.protocol.spans import Span
 pytestmark = pytest.mark.network
 
 MODEL = ModelId("a" * 32)
+EXPIRES_AT = time.time() + 300
 
 
 def make_large_record(number: int, expires_at: float) -> tuple[Announcement, bytes]:
@@ -43,30 +47,32 @@ def make_large_record(number: int, expires_at: float) -> tuple[Announcement, byt
     return announcement, sign_announcement(identity, announcement)
 
 
-def flood(directory: HivemindDirectory, num_records: int, batch_size: int) -> None:
-    """Hand in records in batches, as `rpc_store` does with what a stranger sends."""
+def make_records(directory: HivemindDirectory, num_records: int) -> dict[str, bytes]:
+    """Return valid values by sub-key, as they stand under the key of the model."""
+    records = [make_large_record(number, EXPIRES_AT) for number in range(num_records)]
+    return {
+        announcement.peer_id: MSGPackSerializer.dumps(directory._gate.wrap(record))
+        for announcement, record in records
+    }
+
+
+def fill(directory: HivemindDirectory, records: dict[str, bytes]) -> None:
+    """Have a node store records, of those that pass, as if they had come one by one for long."""
     protocol, gate = directory._node.protocol, directory._gate
-    key, expires_at = DHTID.generate(source=gate.key_of(MODEL)), time.time() + 300
-    for first in range(0, num_records, batch_size):
-        batch = DictionaryDHTValue()
-        for number in range(first, first + batch_size):
-            announcement, record = make_large_record(number, expires_at)
-            value = MSGPackSerializer.dumps(gate.wrap(record))
-            batch.store(announcement.peer_id, value, expires_at)
-        assert protocol._validate_dictionary(key.to_bytes(), batch)
-        for peer_id, entry in batch.items():
-            protocol.storage.store_subkey(key, peer_id, entry.value, entry.expiration_time)
+    key = DHTID.generate(source=gate.key_of(MODEL))
+    for subkey, value in records.items():
+        if gate.accept(key.to_bytes(), MSGPackSerializer.dumps(subkey), value, EXPIRES_AT):
+            protocol.storage.store_subkey(key, subkey, value, EXPIRES_AT)
 
 
-@pytest.mark.parametrize("batch_size", [1, 500])
-def test_flooded_node_still_answers(batch_size: int) -> None:
+def test_flooded_node_still_answers() -> None:
     async def main() -> None:
         flooded = await HivemindDirectory.join((), identity=None, clock=SystemClock())
         reader = await HivemindDirectory.join(
             flooded.addresses, identity=None, clock=SystemClock(), client_mode=True
         )
         try:
-            flood(flooded, 2000, batch_size)
+            fill(flooded, make_records(flooded, 2000))
 
             theirs = await flooded.lookup(MODEL)
             found = await reader.lookup(MODEL)
@@ -80,6 +86,50 @@ def test_flooded_node_still_answers(batch_size: int) -> None:
         finally:
             await reader.close()
             await flooded.close()
+
+    asyncio.run(main())
+
+
+def test_valid_records_in_large_messages_are_not_stored_and_keep_nobody_from_announcing() -> None:
+    """Two messages of 1,500 records each: a whole dictionary, and as many keys."""
+
+    async def main() -> None:
+        clock = SystemClock()
+        honest = await HivemindDirectory.join((), identity=None, clock=clock)
+        stranger = await HivemindDirectory.join(honest.addresses, identity=None, clock=clock)
+        try:
+            records = make_records(honest, 1500)
+            key = DHTID.generate(source=honest._gate.key_of(MODEL)).to_bytes()
+            dictionary = DictionaryDHTValue()
+            for subkey, value in records.items():
+                dictionary.store(subkey, value, EXPIRES_AT)
+            many = dht_pb2.StoreRequest(
+                keys=[key] * len(records),
+                subkeys=map(MSGPackSerializer.dumps, records),
+                values=records.values(),
+                expiration_time=[EXPIRES_AT] * len(records),
+                in_cache=[False] * len(records),
+            )
+            whole = dht_pb2.StoreRequest(
+                keys=[key],
+                subkeys=[b""],
+                values=[MSGPackSerializer.dumps(dictionary)],
+                expiration_time=[EXPIRES_AT],
+                in_cache=[False],
+            )
+            assert honest._p2p.peer_id is not None
+            stub: Any = stranger._node.protocol.get_stub(honest._p2p.peer_id)
+
+            answers = [await stub.rpc_store(message, timeout=30) for message in (many, whole)]
+
+            assert not any(any(answer.store_ok) for answer in answers)
+            assert not await honest.lookup(MODEL)
+            announcement, record = make_large_record(1, EXPIRES_AT)
+            await stranger.announce(record)
+            assert honest._gate.list_current(MODEL) == [announcement]
+        finally:
+            await stranger.close()
+            await honest.close()
 
     asyncio.run(main())
 

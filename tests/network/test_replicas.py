@@ -9,7 +9,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from directory_processes import CLOCK, MODEL, make_announcement
+from dht_records import make_entries, make_gate, number_peer
+from directory_processes import MODEL
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage
 from hivemind.p2p import PeerID
@@ -17,9 +18,6 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from shoal.protocol.announcements import sign_announcement
-from shoal.protocol.identity import Identity
-from shoal.protocol.membership import make_public
 from shoal.protocol.net import replicas
 from shoal.protocol.net.node_ids import distrust, make_node_id
 from shoal.protocol.net.record_exchange import (
@@ -28,40 +26,12 @@ from shoal.protocol.net.record_exchange import (
     decode_question,
     encode_answer,
 )
-from shoal.protocol.net.record_gate import RecordGate
 from shoal.protocol.net.replicas import Replicas
 
 pytestmark = pytest.mark.network
 
 NUM_MANY = 600
 Answer = Callable[[bytes], Awaitable[bytes]]
-
-
-def number_identity(number: int) -> Identity:
-    return Identity(number.to_bytes(32, "big"))
-
-
-def number_peer(number: int) -> PeerID:
-    return PeerID.from_base58(number_identity(number).peer_id)
-
-
-def make_gate() -> RecordGate:
-    def digest(key: str) -> bytes:
-        return DHTID.generate(source=key).to_bytes()
-
-    return RecordGate(make_public(bytes(16)), CLOCK, digest, MSGPackSerializer.dumps)
-
-
-def make_entries(num_entries: int) -> list[Entry]:
-    """Return valid entries of as many peers."""
-    gate, entries = make_gate(), list[Entry]()
-    for number in range(num_entries):
-        identity = number_identity(number)
-        announcement = make_announcement(1, peer_id=identity.peer_id)
-        value = gate.wrap(sign_announcement(identity, announcement))
-        packed = MSGPackSerializer.dumps(value)
-        entries.append(Entry(identity.peer_id, packed, announcement.expires_at))
-    return entries
 
 
 class World:
@@ -248,3 +218,17 @@ def test_nodes_named_with_ids_of_others_and_records_nobody_asked_for_are_dropped
     assert list(only.nearest_peer_ids) == [honest.to_bytes()]
     assert list(only.nearest_node_ids) == [make_node_id(honest).to_bytes()]
     assert asyncio.run(stub.rpc_ping()) == "as before"
+
+
+def test_what_was_known_of_keys_that_nobody_asks_for_any_more_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    world = World(monkeypatch, [hold(make_entries(1))])
+    known = world.replicas._known
+    known[DHTID(1)], known[DHTID(2)] = {b"expired.": 1.0}, {b"expired.": 1.0}
+    known[DHTID(3)] = {b"current.": 4e9}
+
+    for _ in range(4):
+        asyncio.run(world.replicas.search([world.key]))
+
+    assert set(known) == {DHTID(3), DHTID.generate(source=world.key)}
