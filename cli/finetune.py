@@ -1,9 +1,12 @@
 """`shoal finetune`: teach a model texts of one's own, through a swarm that serves it."""
 
 import argparse
+import contextlib
+import fcntl
 import importlib
 import itertools
 import math
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -54,11 +57,11 @@ def run(options: argparse.Namespace) -> int:
     with end_in_good_order():
         with Progress(notices, lambda: f"Reading {options.data.name}"):
             texts = _read_texts(name, options)
-            _try_folder(options.out)
-        with Progress(notices, lambda: "Joining the swarm"):
-            model = _open_model(name, joining, options)
-        with model:
-            return _fine_tune(model, texts, joining, options, reporter)
+        with _holding(options.out):
+            with Progress(notices, lambda: "Joining the swarm"):
+                model = _open_model(name, joining, options)
+            with model:
+                return _fine_tune(model, texts, joining, options, reporter)
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,29 @@ def _check_folder(folder: Path, is_resumed: bool) -> None:
         )
 
 
-def _try_folder(folder: Path) -> None:
-    """Raise UnavailableError where nothing can be written, before a swarm works for nothing."""
+@contextlib.contextmanager
+def _holding(folder: Path) -> Iterator[None]:
+    """Keep other runs out of a folder; two would delete each other's checkpoints.
+
+    Raises UsageError where another one is at work, and UnavailableError where nothing can be
+    written, before a swarm works for nothing.
+    """
     checkpoints = importlib.import_module("..client.learning.checkpoints", __package__)
     with checkpoints.naming_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
+        descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # some network file systems know no locks
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UsageError(
+                    f"another run is at work in {folder}; wait for it, or take another --out"
+                ) from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _read_texts(name: str, options: argparse.Namespace) -> _Texts:
@@ -199,6 +219,8 @@ def _fine_tune(
     reporter.begin(facts, tuning.progress.num_updates)
     try:
         _learn(tuning, model, reporter)
+    except finetune_run.SpoiltRunError:
+        raise
     except (KeyboardInterrupt, ShoalError) as error:
         reporter.stop(tuning.save_last_checkpoint())
         if isinstance(error, ShoalError):

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ...protocol.errors import RefusedError, RouteError, UsageError
+from ...protocol.errors import ErrorCode, RefusedError, RouteError, UsageError
 from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
 from .checkpoints import Checkpoints, Progress, naming_failures
 from .dataset import Dataset
@@ -24,6 +24,10 @@ from .schedules import compute_rate_fraction
 
 MOST_SKIPPED_IN_A_ROW = 3
 """Updates without a finite loss before a run is given up: more data will not mend it."""
+
+
+class SpoiltRunError(UsageError):
+    """What was learned since the last checkpoint is worth nothing, and must not be kept."""
 
 
 class Learner(Protocol):
@@ -179,10 +183,23 @@ class FinetuneRun:
     def learn(self) -> Iterator[Updated | Milestone]:
         """Learn until the last update; yield everything that happened, as it happens.
 
-        Raises UsageError in the folder of another run or when it leads nowhere, and what passes
-        through a swarm raise.
+        Raises UsageError in the folder of another run or when it leads nowhere, SpoiltRunError
+        when peers cannot compute with what was learned, and what passes through a swarm raise.
         """
         self.checkpoints.take_folder()
+        try:
+            yield from self._learn()
+        except RefusedError as error:
+            if error.code is not ErrorCode.BAD_VALUES:
+                raise
+            number, rate = self.progress.num_updates, self._config.learning_rate
+            raise SpoiltRunError(
+                f"after update {number:,} peers refuse to go on: {error}. The learning rate of "
+                f"{rate:g} is too high; --resume goes on from the last checkpoint, with a lower "
+                "--learning-rate"
+            ) from error
+
+    def _learn(self) -> Iterator[Updated | Milestone]:
         while True:
             number, last = self.progress.num_updates, self._config.num_updates
             is_due = number % self._config.eval_period == 0 or number >= last

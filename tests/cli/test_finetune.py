@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -109,6 +111,19 @@ def test_settings_that_cannot_be_are_named(
     sentence: str,
 ) -> None:
     assert sentence in fail(name_run(byte_model, data, tmp_path / "out", *more), capsys)
+
+
+def test_folder_in_which_another_run_is_at_work_is_refused(
+    byte_model: Path, data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        sentence = fail(name_run(byte_model, data, tmp_path), capsys)
+    finally:
+        os.close(held)
+
+    assert f"another run is at work in {tmp_path}; wait for it" in sentence
 
 
 def test_folder_that_takes_nothing_is_named_before_a_swarm_is_joined(

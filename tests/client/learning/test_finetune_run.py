@@ -20,9 +20,15 @@ from torch import Tensor, nn
 from shoal.client.learning.batches import Batch
 from shoal.client.learning.checkpoints import Progress
 from shoal.client.learning.dataset import Dataset, Example
-from shoal.client.learning.finetune_run import FinetuneRun, Milestone, RunConfig, Updated
+from shoal.client.learning.finetune_run import (
+    FinetuneRun,
+    Milestone,
+    RunConfig,
+    SpoiltRunError,
+    Updated,
+)
 from shoal.client.learning.learners import LocalOptimizer
-from shoal.protocol.errors import UnavailableError, UsageError
+from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError, UsageError
 
 VOCABULARY = 12
 CONFIG = RunConfig(
@@ -197,6 +203,31 @@ def test_run_without_finite_losses_ends_with_advice_and_can_be_resumed(tmp_path:
     later.resume()
     assert later.progress.num_updates == 4
     assert list(later.learn())[-1].number == 12
+
+
+def test_run_that_peers_refuse_to_go_on_with_keeps_what_was_learned_before(tmp_path: Path) -> None:
+    learner = Bigrams()
+    run = make_run(tmp_path, learner)
+    events = run.learn()
+    for event in events:
+        if isinstance(event, Updated) and event.number == 5:
+            break
+
+    def refuse(batch: Batch) -> Tensor:
+        raise RefusedError(code, "the blocks overflow")
+
+    learner.compute_loss = refuse  # type: ignore[method-assign]
+    code = ErrorCode.BAD_VALUES
+    with pytest.raises(SpoiltRunError, match=r"after update 5 peers refuse .* 0.05 is too high"):
+        next(events)
+    assert [path.name for path in run.checkpoints.find()] == [
+        "checkpoint-000000",
+        "checkpoint-000004",
+    ]
+
+    code = ErrorCode.BUSY
+    with pytest.raises(RefusedError, match="overflow"):
+        next(make_run(tmp_path / "other", learner).learn())
 
 
 def test_last_two_checkpoints_are_kept_and_hold_no_pickles(tmp_path: Path) -> None:
