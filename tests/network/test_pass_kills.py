@@ -1,77 +1,189 @@
 """A peer dies, or stands still, with a microbatch in its hands: the gradients are the same.
 
-Real processes, fp32. The reference is the same swarm before anything happened, and it is compared
-with transformers in `tests/swarm/test_passes.py`.
+Real processes, fp32. The reference is transformers with peft, on the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
+from adapter_scene import make_adapter, open_with_peft
 from torch import Tensor
+from tuning_scene import LocalPromptTuning, assert_close, make_batch, roughen
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.finetune.pass_link import PassLink
 from shoal.peer.local_swarm import LocalPeer, LocalSwarm
-from shoal.protocol.messages import Pass, PassKind
+from shoal.protocol.ids import PeerId
+from shoal.protocol.messages import AdapterHead, Pass, PassKind
 
-pytestmark = [pytest.mark.network, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.network,
+    pytest.mark.slow,
+    # peft's own affair.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning"),
+]
 
-SPANS = ((0, 2), (0, 2), (2, 4), (2, 4))
+TWO_HOPS = ((0, 2), (2, 4))
+FOUR_HOPS = ((0, 1), (1, 2), (2, 3), (3, 4))
 HARM: dict[str, Callable[[LocalPeer], None]] = {"kill": LocalPeer.kill, "pause": LocalPeer.pause}
 
+TEXTS = make_batch(4, 150)
 
-def draw(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+Gradients = Mapping[str, Tensor | None]
+HarmWhomever = Callable[[pytest.MonkeyPatch, Callable[[PeerId], None]], None]
+
+
+class Scene:
+    """A model with trained prompts and an adapter over a swarm, and what its gradients are."""
+
+    def __init__(
+        self, swarm: LocalSwarm, model: Any, tiny_model: Any, folder: Path, seed: int = 1
+    ) -> None:
+        roughen(model)
+        self._swarm = swarm
+        self._model = model
+        self._adapter = make_adapter(model, seed)
+        self._peft = open_with_peft(tiny_model, self._adapter, folder)
+
+    def train(self) -> Gradients:
+        """Return the gradients of everything that may have some, through the swarm."""
+        texts, mask, labels = self._embed()
+        self._model.zero_grad()
+        self._adapter.zero_grad()
+        with self._model.use_adapter(self._adapter):
+            self._model(inputs_embeds=texts, attention_mask=mask, labels=labels).loss.backward()
+        transformer = self._model.transformer
+        return {
+            "inputs": texts.grad,
+            "shallow prompts": transformer.prompt_embeddings.weight.grad,
+            "deep prompts": transformer.intermediate_prompt_embeddings.weight.grad,
+            **{name: matrix.grad for name, matrix in self._adapter.named_matrices().items()},
+        }
+
+    def train_locally(self) -> Gradients:
+        """Return the same by transformers and peft."""
+        texts, mask, labels = self._embed()
+        base = SimpleNamespace(reference=self._peft.get_base_model())
+        tuned = LocalPromptTuning(base, self._model)
+        tuned(texts, mask, labels).loss.backward()
+        shallow, deep = tuned.list_gradients()
+        return {
+            "inputs": texts.grad,
+            "shallow prompts": shallow,
+            "deep prompts": deep,
+            **{
+                name.replace(".default", ""): matrix.grad
+                for name, matrix in self._peft.named_parameters()
+                if "lora_" in name
+            },
+        }
+
+    def _embed(self) -> tuple[Tensor, Tensor, Tensor]:
+        ids, mask, labels = TEXTS
+        embeddings = self._peft.get_base_model().get_input_embeddings()(ids)
+        return embeddings.detach().requires_grad_(), mask, labels
+
+    def check_under(
+        self, monkeypatch: pytest.MonkeyPatch, harm: str, harm_whomever: HarmWhomever,
+        expected: Gradients, hop: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """Train while one peer is lost; replace it."""
+        harmed: list[LocalPeer] = []
+
+        def lose(peer_id: PeerId) -> None:
+            if not harmed:
+                harmed.append(self._swarm.find(peer_id))
+                HARM[harm](harmed[0])
+
+        with monkeypatch.context() as patch:
+            harm_whomever(patch, lose)
+            found = self.train()
+        (peer,) = harmed
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient)
+        peer.kill()
+        self._swarm.add(hop)
 
 
 def harm_whoever_is_asked(
-    monkeypatch: pytest.MonkeyPatch, swarm: LocalSwarm, kind: PassKind, first_block: int, harm: str
-) -> list[LocalPeer]:
-    """Harm the first peer that was sent a whole pass of a kind from some block on."""
-    harmed: list[LocalPeer] = []
+    kind: PassKind, first_block: int, patch: pytest.MonkeyPatch, lose: Callable[[PeerId], None]
+) -> None:
+    """Lose the first peer that was sent a whole pass of a kind from some block on."""
     receive_answer = PassLink._receive_answer  # pyright: ignore[reportPrivateUsage]
 
-    async def harm_and_receive(link: PassLink, asked: Pass, *arguments: Any) -> Any:
-        if not harmed and (asked.kind, asked.span.start) == (kind, first_block):
-            harmed.append(swarm.find(link.peer.peer_id))
-            HARM[harm](harmed[0])
+    async def lose_and_receive(link: PassLink, asked: Pass, *arguments: Any) -> Any:
+        if (asked.kind, asked.span.start) == (kind, first_block):
+            lose(link.peer.peer_id)
         return await receive_answer(link, asked, *arguments)
 
-    monkeypatch.setattr(PassLink, "_receive_answer", harm_and_receive)
-    return harmed
+    patch.setattr(PassLink, "_receive_answer", lose_and_receive)
+
+
+def harm_whoever_is_brought_an_adapter(
+    first_block: int, patch: pytest.MonkeyPatch, lose: Callable[[PeerId], None]
+) -> None:
+    bring = PassLink._bring  # pyright: ignore[reportPrivateUsage]
+
+    async def lose_and_bring(link: PassLink, head: AdapterHead, *arguments: Any) -> Any:
+        if link.peer.span.start == first_block:
+            lose(link.peer.peer_id)
+        return await bring(link, head, *arguments)
+
+    patch.setattr(PassLink, "_bring", lose_and_bring)
 
 
 @pytest.mark.parametrize("harm", HARM)
-def test_gradients_are_the_same_whoever_is_lost(
-    tiny_models: Any, monkeypatch: pytest.MonkeyPatch, harm: str
-) -> None:
-    directory = tiny_models.get("llama").directory
-    texts, grads = draw(4, 150, 64, seed=1), draw(4, 150, 64, seed=2)
-    prompts = 0.3 * draw(4, 1, 5, 64, seed=3)
+@pytest.mark.parametrize(
+    "hops",
+    [
+        pytest.param(TWO_HOPS, id="two hops"),
+        pytest.param(FOUR_HOPS, id="four hops", marks=pytest.mark.thorough),
+    ],
+)
+def test_gradients_are_those_of_transformers_whoever_is_lost(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
+    hops: Sequence[tuple[int, int]], harm: str,
+) -> None:  # fmt: skip
+    tiny = tiny_models.get("llama")
+    spans = [hop for hop in hops for _ in range(2)]
     with (
-        LocalSwarm(directory, spans=SPANS, weights="fp32") as swarm,
+        LocalSwarm(tiny.directory, spans=spans, weights="fp32") as swarm,
         AutoDistributedModelForCausalLM.from_pretrained(
-            directory, initial_peers=swarm.initial_peers, seed=0
+            tiny.directory, initial_peers=swarm.initial_peers, seed=0,
+            tuning_mode="deep_ptune", pre_seq_len=5,
         ) as model,
-    ):
-
-        def train() -> tuple[Tensor, ...]:
-            inputs = [tensor.clone().requires_grad_() for tensor in (texts, prompts)]
-            output = model.transformer.h(*inputs)
-            return output.detach(), *torch.autograd.grad(output, inputs, grads)
-
-        expected = train()
+    ):  # fmt: skip
+        scene = Scene(swarm, model, tiny, tmp_path)
+        expected = scene.train_locally()
         for kind in PassKind:
-            for first_block in (0, 2):
-                with monkeypatch.context() as patch:
-                    harmed = harm_whoever_is_asked(patch, swarm, kind, first_block, harm)
-                    found = train()
-                (peer,) = harmed
-                for mine, undisturbed in zip(found, expected, strict=True):
-                    assert torch.allclose(mine, undisturbed, rtol=1e-4, atol=1e-5)
-                peer.kill()
-                swarm.add((first_block, first_block + 2))
+            for hop in hops:
+                at_hop = partial(harm_whoever_is_asked, kind, hop[0])
+                scene.check_under(monkeypatch, harm, at_hop, expected, hop)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("harm", HARM)
+def test_adapter_reaches_somebody_else_where_a_peer_is_lost_that_gets_it(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harm: str
+) -> None:
+    tiny = tiny_models.get("llama")
+    spans = [hop for hop in TWO_HOPS for _ in range(2)]
+    with (
+        LocalSwarm(tiny.directory, spans=spans, weights="fp32") as swarm,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            tiny.directory, initial_peers=swarm.initial_peers, seed=0,
+            tuning_mode="deep_ptune", pre_seq_len=5,
+        ) as model,
+    ):  # fmt: skip
+        for seed, hop in enumerate(TWO_HOPS):
+            # Another adapter each time, which nobody has.
+            scene = Scene(swarm, model, tiny, tmp_path / str(seed), seed)
+            at_hop = partial(harm_whoever_is_brought_an_adapter, hop[0])
+            scene.check_under(monkeypatch, harm, at_hop, scene.train_locally(), hop)

@@ -82,7 +82,9 @@ class LocalPromptTuning(nn.Module):
                 hook.remove()
 
     def embed(self, ids: Tensor) -> Tensor:
-        embeddings = self._reference[0].get_input_embeddings()(ids)
+        """Return a text, of ids or embedded, behind the prompt."""
+        is_embedded = ids.is_floating_point()
+        embeddings = ids if is_embedded else self._reference[0].get_input_embeddings()(ids)
         return torch.cat([self.prompt.expand(len(ids), -1, -1), embeddings], dim=1)
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Any:
