@@ -6,7 +6,6 @@ The weights of the base model are not in it.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
 from .adapted_model import ADAPTER_NAME
+from .whole_files import Write, write_files
 
 DESCRIPTION_FILE = "tuning.json"
 TENSORS_FILE = "model.safetensors"
@@ -68,24 +68,21 @@ def save_trained(
     settings: Mapping[str, object] | None,
     state: Mapping[str, Tensor],
 ) -> None:
-    """Write what was trained beside a frozen model; whoever reads finds old files or new ones.
+    """Write what was trained beside a frozen model; whoever reads finds whole files.
 
     `config` is that of the base model, `settings` is how it was opened for training; None where
     nobody opens the folder with `trained=`.
     """
-    folder = Path(directory)
-    folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-    # Named after the process: another one may save to the same folder.
-    temporary = folder / f".{os.getpid()}.tmp"
-    save_file(tensors, temporary, metadata={"format": "pt"})
-    temporary.replace(folder / TENSORS_FILE)
-    if settings is None:
-        return
-    base = {name: getattr(config, name) for name in _OF_THE_BASE}
-    description = {"base_model": config.name_or_path, "base": base, "settings": dict(settings)}
-    temporary.write_text(json.dumps(description, indent=2) + "\n")
-    temporary.replace(folder / DESCRIPTION_FILE)
+    writes: dict[str, Write] = {
+        TENSORS_FILE: lambda path: save_file(tensors, path, metadata={"format": "pt"})
+    }
+    if settings is not None:
+        base = {name: getattr(config, name) for name in _OF_THE_BASE}
+        description = {"base_model": config.name_or_path, "base": base, "settings": dict(settings)}
+        text = json.dumps(description, indent=2) + "\n"
+        writes[DESCRIPTION_FILE] = lambda path: path.write_text(text, encoding="utf-8")
+    write_files(Path(directory), writes)
 
 
 def read_settings(directory: str | Path, config: Any = None) -> dict[str, Any]:

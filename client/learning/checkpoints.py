@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ...protocol.errors import UnavailableError, UsageError
+from ..finetune.whole_files import flush
 
 NUM_KEPT = 2
 """The newest, and the one before it in case that the newest learned something bad."""
@@ -108,11 +108,11 @@ class Checkpoints:
             write(part)
             (part / _STATE_FILE).write_text(progress.to_json(), encoding="utf-8")
             for file in (*part.iterdir(), part):
-                _flush(file)
+                flush(file)
             if path.exists():
                 shutil.rmtree(path)  # of the same update: nothing new is in it
             part.rename(path)
-            _flush(self.folder)
+            flush(self.folder)
         for old in self.find()[:-NUM_KEPT]:
             if old != path:  # somebody may have put later ones there
                 shutil.rmtree(old, ignore_errors=True)
@@ -140,12 +140,3 @@ def make_damage_text(path: Path, error: Exception) -> str:
     """Return a sentence about a checkpoint that cannot be read."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return f"{path} is damaged ({reason:.200}); delete it to go on from the checkpoint before it"
-
-
-def _flush(path: Path) -> None:
-    """Have the disk take a file, or the names in a folder, before anything relies on it."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
