@@ -250,7 +250,7 @@ class RouteOpener:
             prefix_tokens=0 if parent is None else prefix_tokens,
             capability=live.capability,
             next=live.next,
-            adapter=NO_ADAPTER if adapter is None else adapter.name_for(hop.span),
+            adapter=NO_ADAPTER if adapter is None else await adapter.name_for(hop.span),
             prompt_tokens=0 if self.prompts_LPH is None else self.prompts_LPH.shape[1],
         )
         prompts = self._encode_prompts(opening)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -64,8 +65,13 @@ class AdapterVersion:
         Raises UsageError where that is more than a peer takes.
         """
         if span not in self._cuts:
-            self._cuts[span] = self._cut(span)
+            # Another thread may do the same at the same time: what is there stays.
+            return self._cuts.setdefault(span, self._cut(span))
         return self._cuts[span]
+
+    def is_cut(self, span: Span) -> bool:
+        """Return whether `cut` has nothing to do any more."""
+        return span in self._cuts
 
     def _cut(self, span: Span) -> AdapterCut | None:
         matrices = {
@@ -128,6 +134,16 @@ def find_homed(rows: RowAdapters) -> HousedVersion | None:
 def list_adapters(rows: RowAdapters) -> Sequence[SentAdapter]:
     """Return each adapter of some rows once, in the order of their first rows."""
     return [adapter for adapter in dict.fromkeys(rows) if adapter is not None]
+
+
+async def cut_apart(adapters: Iterable[SentAdapter], span: Span) -> None:
+    """Cut adapters for some blocks on another thread: copying and hashing them takes a while.
+
+    Raises what `AdapterVersion.cut` does, which is done at once afterwards.
+    """
+    for adapter in adapters:
+        if isinstance(adapter, AdapterVersion) and not adapter.is_cut(span):
+            await asyncio.to_thread(adapter.cut, span)
 
 
 def list_adapter_rows(rows: RowAdapters, span: Span) -> tuple[AdapterRows, ...]:

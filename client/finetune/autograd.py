@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...protocol.errors import UsageError
 from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
 from ..portal import Portal
@@ -21,6 +20,7 @@ from .active_adapters import NO_ADAPTERS, ChosenAdapters
 from .adapter_homes import AdapterHomes
 from .adapter_versions import AdapterVersion, RowAdapters
 from .microbatches import TextGradients, Texts
+from .reentrant import check_same_adapters, make_lost_adapters_error
 from .remote_passes import RemotePasses, Trail
 
 Result = TypeVar("Result")
@@ -50,6 +50,7 @@ class PassRunner:
         which are [L, B, P, H] or [L, 1, P, H] and added to the first P inputs of each block. Raises
         what `RemotePasses.run_forward` does; so may the backward pass.
         """
+        check_same_adapters(adapters.rows)
         matrices = [matrix for _, _, matrix in adapters.list_parameters(span)]
         output: Tensor = _RemoteBlocks.apply(  # pyright: ignore[reportAssignmentType]
             self, span, adapters, hidden_BTH, prompts_LBPH, *matrices
@@ -162,11 +163,7 @@ def _check_adapters(trails: list[Trail], adapters: RowAdapters) -> None:
     """
     recomputed = [one for trail in trails for one in trail.stages[0].texts.adapters]
     if tuple(recomputed) != adapters:
-        raise UsageError(
-            "a checkpoint has computed a pass again with other adapters than the first time: "
-            "choose the adapter inside of what is checkpointed, or call backward() where it is "
-            "active, and change its matrices only afterwards"
-        )
+        raise make_lost_adapters_error()
 
 
 def _copy(tensor: Tensor) -> Tensor:

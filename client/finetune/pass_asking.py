@@ -41,6 +41,7 @@ from .adapter_versions import (
     AdapterVersion,
     SentAdapter,
     count_gradients,
+    cut_apart,
     list_adapter_rows,
     list_adapters,
     split_gradients,
@@ -186,6 +187,7 @@ class PassAsker:
 
         Raises UnavailableError, RefusedError or RemoteProtocolError.
         """
+        await cut_apart([adapter], hop.span)
         if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
             async with self._links.lend(hop.peer, lambda: True) as link:
                 way = self._speeds.find_line(hop.peer.peer_id)
@@ -196,6 +198,7 @@ class PassAsker:
 
         Raises what the last one did if nobody does.
         """
+        await cut_apart([adapter], span)
         await self._refresh(0.0)
         peers = [peer for peer in self._swarm.view.online if _takes_passes(peer, None)]
         failure: ShoalError = make_route_error(span, self._swarm.view, None)
@@ -285,6 +288,7 @@ class PassAsker:
         is_wanted: Callable[[], bool],
         gather: GatherOrder | None = None,
     ) -> PassAnswer:
+        await cut_apart(list_adapters(texts.adapters), hop.span)
         asked = replace(self._make_pass(hop, texts, grads_BTH is not None), gather=gather)
         tensors = texts.list_tensors(grads_BTH)
         slots = (*list_question_slots(asked).values(), *list_answer_slots(asked).values())

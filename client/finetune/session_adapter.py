@@ -8,7 +8,7 @@ from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.ids import NO_ADAPTER, AdapterId
 from ...protocol.spans import Span
 from ..router import Hop
-from .adapter_versions import SentAdapter
+from .adapter_versions import SentAdapter, cut_apart
 from .pass_asking import PassAsker
 
 
@@ -19,8 +19,9 @@ class SessionAdapter:
     adapter: SentAdapter
     asker: PassAsker
 
-    def name_for(self, span: Span) -> AdapterId:
+    async def name_for(self, span: Span) -> AdapterId:
         """Return what a hop with these blocks knows it by."""
+        await cut_apart([self.adapter], span)
         cut = self.adapter.cut(span)
         return NO_ADAPTER if cut is None else cut.name
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from adapter_scene import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from shoal.client.finetune import adapter_versions
 from shoal.client.finetune.lora import LoraAdapter
 from shoal.peer.adapter_shelf import AdapterShelf
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
@@ -198,7 +200,10 @@ def test_gradients_are_those_of_the_adapter_that_forward_used(
         assert_learns_like_peft(adapter, theirs)
 
 
-def test_checkpoint_computes_again_with_the_adapter_of_the_first_time(tiny_models: Any) -> None:
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoint_computes_again_with_the_adapter_of_the_first_time(
+    tiny_models: Any, is_reentrant: bool
+) -> None:
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
         adapter, blocks = make_adapter(model), model.transformer.h
         matrices = list(adapter.parameters())
@@ -210,23 +215,27 @@ def test_checkpoint_computes_again_with_the_adapter_of_the_first_time(tiny_model
             with model.use_adapter(adapter):
                 return blocks(hidden)
 
-        output = checkpoint(run, hidden, use_reentrant=False)
-        found = torch.autograd.grad(output.sum(), [hidden, *matrices])
+        for _ in range(2):
+            checkpoint(run, hidden, use_reentrant=is_reentrant).sum().backward()
+        found = [tensor.grad for tensor in (hidden, *matrices)]
         for ours, theirs in zip(found, expected, strict=True):
-            assert_close(ours, theirs)
+            assert_close(ours, 2 * theirs)
 
 
-def test_checkpoint_that_lost_its_adapter_loses_no_gradients_silently(tiny_models: Any) -> None:
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_checkpoint_that_lost_its_adapter_loses_no_gradients_silently(
+    tiny_models: Any, is_reentrant: bool
+) -> None:
     with swarm_of(tiny_models, ONE_HOP) as (_, model):
         adapter, blocks = make_adapter(model), model.transformer.h
         hidden = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
         with model.use_adapter(adapter):
-            output = checkpoint(blocks, hidden, use_reentrant=False)
+            output = checkpoint(blocks, hidden, use_reentrant=is_reentrant)
         with pytest.raises(UsageError, match="again with other adapters than the first time"):
             output.sum().backward()
 
         model.active_adapter = adapter
-        output = checkpoint(blocks, hidden, use_reentrant=False)
+        output = checkpoint(blocks, hidden, use_reentrant=is_reentrant)
         with torch.no_grad():
             next(adapter.parameters()).mul_(0.5)
         with pytest.raises(UsageError, match="again with other adapters than the first time"):
@@ -320,3 +329,24 @@ def test_what_cannot_be_published_is_refused(tiny_models: Any) -> None:
             pytest.raises(UsageError, match="go in separate calls"),
         ):
             compute_loss(model)
+
+
+def test_adapters_are_cut_and_hashed_where_nobody_waits(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+    make = adapter_versions.make_adapter_id
+
+    def note_and_make(*files: bytes) -> Any:
+        threads.append(threading.current_thread().name)
+        return make(*files)
+
+    monkeypatch.setattr(adapter_versions, "make_adapter_id", note_and_make)
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+        model.active_adapter = adapter = make_adapter(model)
+        compute_loss(model).backward()
+        model.publish_adapter(adapter)
+        model.generate(TOKENS[:1, :4], max_new_tokens=2)
+
+    assert len(threads) > 2
+    assert not [name for name in threads if "client" in name]
