@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from shoal.cli.benchmarks.plot import check_can_plot
 from shoal.cli.quantities import parse_count, parse_non_negative
 from shoal.cli.simulation.churn import read_churn
 from shoal.cli.simulation.decisions import time_decisions
@@ -261,8 +260,6 @@ def _parse_file(text: str) -> Path:
 def main() -> int:
     """Run the scenarios; return how many targets were missed."""
     options = read_options()
-    if options.plot is not None:
-        check_can_plot()
     run = Run(options)
     for name in options.scenarios or SCENARIOS:
         print(f"{name} (seed {options.seed})")

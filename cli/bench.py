@@ -14,7 +14,7 @@ from ..protocol.errors import UsageError
 from .benchmarks.effort import FULL, QUICK
 from .benchmarks.figures import describe_machine
 from .benchmarks.parts import JOINED, PARTS
-from .benchmarks.plot import check_can_plot, draw_curve
+from .benchmarks.plot import draw_curve
 from .benchmarks.report import BenchReport, Findings, PartReport, measure_part
 from .bundled_model import find_model
 from .interrupts import end_in_good_order, quitting_at_once
@@ -53,10 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and report; return 1 when a part could not be measured, else 0."""
     names = [name for name in PARTS if name in (options.parts or PARTS)]
-    if options.plot is not None:
-        check_can_plot()
-        if "sessions" not in names:
-            raise UsageError("--plot draws the part `sessions`; measure that too")
+    if options.plot is not None and "sessions" not in names:
+        raise UsageError("--plot draws the part `sessions`; measure that too")
     is_joined = bool(options.join or options.initial_peers or options.model)
     if is_joined and (options.parts or options.plot is not None):
         raise UsageError("parts and --plot are for swarms that bench starts; leave them out")

@@ -24,7 +24,7 @@ from .client import Client, Connect, connect_over_network
 from .config import ClientConfig, make_client_config, make_whole
 from .distributed_config import join_swarm, open_checkpoint
 from .finetune.adapted_model import ADAPTER_NAME, AdaptedModel
-from .finetune.batches import check_padding
+from .finetune.batch_checks import check_padding
 from .finetune.lora import LoraAdapter
 from .finetune.saving import (
     leave_out_adapter,

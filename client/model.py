@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from .finetune.batches import check_labels
+from .finetune.batch_checks import check_labels
 from .generating_model import GeneratingModel
 from .remote_cache import RemoteCache
 

@@ -20,7 +20,7 @@ from .answer_queue import AnswerQueue
 from .answers import encode_refusal
 from .engine.pass_queue import ComputedPass, PassJob
 from .engine.trained_adapter import GatheredGradients
-from .pass_adapters import Adapters, check_adapters, cut_adapters, find_gathered, find_kept
+from .named_adapters import Adapters, check_adapters, cut_adapters, find_gathered, find_kept
 from .pass_work import WireWork, run_pass
 from .signs import Signs
 

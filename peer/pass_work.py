@@ -16,7 +16,7 @@ from .engine.engine import Engine
 from .engine.pass_queue import GiveWay
 from .engine.passes import PassWork
 from .engine.trained_adapter import GatheredGradients
-from .pass_adapters import Adapters, join_gradients
+from .named_adapters import Adapters, join_gradients
 from .step_work import check_fits
 
 

@@ -1,4 +1,7 @@
-"""What PEFT's `adapter_config.json` says of a LoRA adapter, as far as it is understood here."""
+"""What PEFT's `adapter_config.json` says of a LoRA adapter, as far as it is understood here.
+
+And how PEFT names the two matrices of a linear.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,12 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 MAX_RANK = 1024
+
+PREFIX = "base_model.model."
+"""Before the name that a linear has in transformers."""
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+"""Behind it: from its inputs to the rank, and from there to its outputs."""
 
 _PLAIN_FIELDS: Mapping[str, tuple[object, ...]] = {
     "bias": (None, "none"),

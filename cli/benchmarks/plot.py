@@ -1,11 +1,9 @@
 """Draws speed and latency over the number of sessions, the same bytes for the same numbers."""
 
 import importlib
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ...protocol.errors import UsageError
 from .curve import SessionsCurve
 
 _NAME = "sessions"
@@ -27,12 +25,6 @@ _LIGHT: dict[str, Any] = {"color": "0.5", "marker": "s", "linestyle": "--"}
 _REFERENCE: dict[str, Any] = {
     "color": "0.1", "marker": "D", "markerfacecolor": "white", "linestyle": "none"
 }  # fmt: skip
-
-
-def check_can_plot() -> None:
-    """Raise UsageError when there is nothing to draw with."""
-    if find_spec("matplotlib") is None:
-        raise UsageError("the plot needs matplotlib: `pip install matplotlib`, or leave out --plot")
 
 
 def draw_curve(curve: SessionsCurve, machine: str, folder: Path) -> list[Path]:

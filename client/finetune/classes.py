@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
-from .batches import IGNORED, check_padding
+from .batch_checks import IGNORED, check_padding
 
 _ONE, _SEVERAL, _NUMBERS = (
     "single_label_classification",

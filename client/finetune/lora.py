@@ -17,13 +17,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
-from ...protocol.lora_config import MAX_RANK, LoraConfig
+from ...protocol.lora_config import DOWN, MAX_RANK, PREFIX, UP, LoraConfig
 from .adapter_versions import AdapterVersion
 from .peft_files import (
-    DOWN,
     HEAD,
-    PREFIX,
-    UP,
     LinearShape,
     PeftFiles,
     check_fit,

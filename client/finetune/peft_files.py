@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from ...protocol.errors import ModelError, UsageError
-from ...protocol.lora_config import LoraConfig, parse_lora_config
+from ...protocol.lora_config import DOWN, PREFIX, UP, LoraConfig, parse_lora_config
+from .whole_files import write_files
 
 CONFIG_FILE = "adapter_config.json"
 TENSORS_FILE = "adapter_model.safetensors"
 _PICKLED_FILE = "adapter_model.bin"
 
-PREFIX = "base_model.model."
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
 HEAD = "lm_head"
 _UNCHANGED = ".base_layer.weight"
 """What PEFT writes beside the matrices of a head: the weight of the model itself."""
@@ -84,16 +84,18 @@ def read_folder(folder: str | Path) -> PeftFiles:
 
 
 def write_folder(folder: str | Path, files: PeftFiles) -> None:
-    """Write both files, for PEFT, for peers and for `read_folder`."""
-    folder = Path(folder)
+    """Write both files, for PEFT, for peers and for `read_folder`, each as a whole."""
+    text = json.dumps(files.fields, indent=2, sort_keys=True) + "\n"
+    matrices = {name: matrix.contiguous() for name, matrix in files.matrices.items()}
+    save = partial(safetensors.torch.save_file, matrices, metadata={"format": "pt"})
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(files.fields, indent=2, sort_keys=True) + "\n"
-        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
-        matrices = {name: matrix.contiguous() for name, matrix in files.matrices.items()}
-        safetensors.torch.save_file(matrices, folder / TENSORS_FILE, metadata={"format": "pt"})
-    except OSError as error:
-        raise UsageError(f"the adapter cannot be saved in {folder}: {error.strerror}") from error
+        write_files(
+            Path(folder),
+            {TENSORS_FILE: save, CONFIG_FILE: lambda path: path.write_text(text, encoding="utf-8")},
+        )
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UsageError(f"the adapter cannot be saved in {folder}: {reason:.200}") from error
 
 
 def make_fields(

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..finetune.batches import IGNORED
+from ..finetune.batch_checks import IGNORED
 from .dataset import Example
 
 

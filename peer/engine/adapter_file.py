@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, RefusedError
-
-PREFIX = "base_model.model."
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+from ...protocol.lora_config import DOWN, PREFIX, UP
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ...kernels.linear import Linear
 from ...protocol.errors import ErrorCode, RefusedError
-from ...protocol.lora_config import parse_lora_config
+from ...protocol.lora_config import DOWN, PREFIX, UP, parse_lora_config
 from ...protocol.spans import Span
-from .adapter_file import DOWN, PREFIX, UP, AdapterFile, refuse
+from .adapter_file import AdapterFile, refuse
 from .families.family import Family, FusedOrder
 from .spec import MlpKind, ModelSpec
 

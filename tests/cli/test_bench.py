@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,10 @@ from shoal.cli.benchmarks.figures import (
 from shoal.cli.benchmarks.helper_process import HelperProcess
 from shoal.cli.benchmarks.memory import read_process_bytes
 from shoal.cli.benchmarks.parts import PARTS
-from shoal.cli.benchmarks.plot import check_can_plot, draw_curve
+from shoal.cli.benchmarks.plot import draw_curve
 from shoal.cli.benchmarks.report import BenchReport, Findings, PartReport, measure_part
 from shoal.cli.main import main
-from shoal.protocol.errors import UnavailableError, UsageError
+from shoal.protocol.errors import UnavailableError
 
 SEED = 5
 
@@ -173,7 +172,6 @@ def test_figures_without_targets_are_held_against_nothing() -> None:
 
 
 def test_plot_of_the_same_numbers_is_the_same_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
 
     drawn = [draw_curve(CURVE, "a machine", tmp_path / name) for name in ("one", "other")]
 
@@ -186,19 +184,12 @@ def test_plot_of_the_same_numbers_is_the_same_file(tmp_path: Path) -> None:
 
 
 def test_plot_of_other_numbers_is_another_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     slower = SessionsCurve((CurvePoint(1, 20.0, 0.05, 0.06), *CURVE.points[1:]), {})
 
     files = [draw_curve(curve, "", tmp_path / str(len(curve.reference_tokens_per_second)))
              for curve in (CURVE, slower)]  # fmt: skip
 
     assert files[0][0].read_bytes() != files[1][0].read_bytes()
-
-
-@pytest.mark.skipif(find_spec("matplotlib") is not None, reason="matplotlib is installed")
-def test_plot_says_what_it_needs() -> None:
-    with pytest.raises(UsageError, match="needs matplotlib"):
-        check_can_plot()
 
 
 def test_hidden_states_are_never_the_same() -> None:

@@ -1,5 +1,6 @@
 """Whole swarms in simulated time: what they are measured by, and that they run themselves."""
 
+import importlib
 import random
 import runpy
 import subprocess
@@ -248,7 +249,7 @@ def test_peer_of_a_trace_joins_serves_and_is_gone() -> None:
 
 
 def test_moves_stand_before_the_mark_of_the_time_in_which_they_happen() -> None:
-    figures: Any = pytest.importorskip("matplotlib.figure")
+    figures: Any = importlib.import_module("matplotlib.figure")
     axes: Any = figures.Figure().subplots()
     sample = Sample(7200.0, 1, 16, 1, 1.0, 1.0)
     move = Move(3000.0, PeerId("a"), Span(0, 4), Span(4, 8))

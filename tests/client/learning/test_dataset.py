@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from shoal.client.finetune.batches import IGNORED
+from shoal.client.finetune.batch_checks import IGNORED
 from shoal.client.learning.batches import (
     ShuffledTexts,
     cut_into_batches,
