@@ -16,15 +16,36 @@ from .auto import (
     AutoDistributedModelForCausalLM,
     AutoDistributedModelForSequenceClassification,
     AutoDistributedSpeculativeModel,
+    DistributedBloomConfig,
+    DistributedBloomForCausalLM,
+    DistributedBloomForSequenceClassification,
+    DistributedBloomModel,
+    DistributedFalconConfig,
+    DistributedFalconForCausalLM,
+    DistributedFalconForSequenceClassification,
+    DistributedFalconModel,
+    DistributedLlamaConfig,
+    DistributedLlamaForCausalLM,
+    DistributedLlamaForSequenceClassification,
+    DistributedLlamaForSpeculativeGeneration,
+    DistributedLlamaModel,
+    DistributedMixtralConfig,
+    DistributedMixtralForCausalLM,
+    DistributedMixtralForSequenceClassification,
+    DistributedMixtralModel,
 )
 from .client import Client
 from .config import ClientConfig
 from .distributed_config import AutoDistributedConfig
 from .finetune.lora import LoraAdapter
 from .inference_session import InferenceSession
+from .pretrained_block import load_pretrained_block
 from .remote_blocks import RemoteSequential
+from .remote_cache import RemoteCache as RemotePastKeyValues
+from .remote_sequence import UID_DELIMITER, RemoteSequenceManager
 
 __all__ = [
+    "UID_DELIMITER",
     "AutoDistributedConfig",
     "AutoDistributedModel",
     "AutoDistributedModelForCausalLM",
@@ -34,14 +55,34 @@ __all__ = [
     "Client",
     "ClientConfig",
     "DirectoryError",
+    "DistributedBloomConfig",
+    "DistributedBloomForCausalLM",
+    "DistributedBloomForSequenceClassification",
+    "DistributedBloomModel",
+    "DistributedFalconConfig",
+    "DistributedFalconForCausalLM",
+    "DistributedFalconForSequenceClassification",
+    "DistributedFalconModel",
+    "DistributedLlamaConfig",
+    "DistributedLlamaForCausalLM",
+    "DistributedLlamaForSequenceClassification",
+    "DistributedLlamaForSpeculativeGeneration",
+    "DistributedLlamaModel",
+    "DistributedMixtralConfig",
+    "DistributedMixtralForCausalLM",
+    "DistributedMixtralForSequenceClassification",
+    "DistributedMixtralModel",
     "InferenceSession",
     "LoraAdapter",
     "ModelError",
     "RefusedError",
+    "RemotePastKeyValues",
     "RemoteProtocolError",
+    "RemoteSequenceManager",
     "RemoteSequential",
     "RouteError",
     "ShoalError",
     "UnavailableError",
     "UsageError",
+    "load_pretrained_block",
 ]

@@ -1,4 +1,7 @@
-"""The classes whose names are those of PETALS: each opens one kind of model over a swarm."""
+"""The classes whose names are those of PETALS: each opens one kind of model over a swarm.
+
+PETALS has one of each kind for every family. These are the same here, whatever the family.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from .distributed_config import AutoDistributedConfig
 from .headless_model import DistributedSequenceClassifier, HeadlessModel
 from .model import DistributedCausalLM
 from .speculative_model import SpeculativeCausalLM
@@ -52,3 +56,22 @@ class AutoDistributedSpeculativeModel:
     ) -> SpeculativeCausalLM:
         """Open a model and join its swarm: see SpeculativeCausalLM.from_pretrained()."""
         return SpeculativeCausalLM.from_pretrained(model, small_model=small_model, **options)
+
+
+DistributedBloomConfig = AutoDistributedConfig
+DistributedFalconConfig = AutoDistributedConfig
+DistributedLlamaConfig = AutoDistributedConfig
+DistributedMixtralConfig = AutoDistributedConfig
+DistributedBloomModel = AutoDistributedModel
+DistributedFalconModel = AutoDistributedModel
+DistributedLlamaModel = AutoDistributedModel
+DistributedMixtralModel = AutoDistributedModel
+DistributedBloomForCausalLM = AutoDistributedModelForCausalLM
+DistributedFalconForCausalLM = AutoDistributedModelForCausalLM
+DistributedLlamaForCausalLM = AutoDistributedModelForCausalLM
+DistributedMixtralForCausalLM = AutoDistributedModelForCausalLM
+DistributedBloomForSequenceClassification = AutoDistributedModelForSequenceClassification
+DistributedFalconForSequenceClassification = AutoDistributedModelForSequenceClassification
+DistributedLlamaForSequenceClassification = AutoDistributedModelForSequenceClassification
+DistributedMixtralForSequenceClassification = AutoDistributedModelForSequenceClassification
+DistributedLlamaForSpeculativeGeneration = AutoDistributedSpeculativeModel

@@ -75,12 +75,14 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         super().__init__(config)
         tuning = tuning or Tuning()
         config.tuning_mode, config.pre_seq_len = tuning.mode, tuning.pre_seq_len
-        blocks = RemoteSequential.over(
-            client, Span(0, config.num_hidden_layers), config.hidden_size
-        )
+        config.dht_prefix = client.view.model_id
+        config.initial_peers = list(client.config.initial_peers)
+        config.active_adapter = None
+        blocks = RemoteSequential.over(client, Span(0, config.num_hidden_layers), config)
         self.transformer = DistributedTransformer(layers, blocks, tuning)
         self._add_head(layers, generation_config)
         leave_out_of_state_dicts(self, layers.list_parameters())
+        blocks.adapters.before_use = self._follow_config
         self._client = client
         self.eval()
 
@@ -255,18 +257,20 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         return output_BTH if last_token_only else output_BTH[:, num_prompt_tokens:]
 
     def _find_cache(self, past_key_values: object) -> RemoteCache | None:
-        if past_key_values is None:
-            session = self.active_session
-            if session is None:
-                return None
-            session.check_is_idle()
-            return RemoteCache(session)
-        if not isinstance(past_key_values, RemoteCache):
+        given = RemoteCache() if past_key_values is None else past_key_values
+        if not isinstance(given, RemoteCache):
             raise UsageError(
-                f"past_key_values must come from this model, got {type(past_key_values).__name__};"
+                f"past_key_values must come from this model, got {type(given).__name__};"
                 " use a session to continue a text"
             )
-        return past_key_values
+        if given.is_bound:
+            return given
+        session = self.active_session
+        if session is None:
+            return None
+        session.check_is_idle()
+        given.bind(session)
+        return given
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,

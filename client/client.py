@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 
 from ..protocol.errors import DirectoryError, UsageError
-from ..protocol.ids import ModelId, SessionId
+from ..protocol.ids import ModelId, PeerId, SessionId
 from ..protocol.join_code import find_way_in
 from ..protocol.limits import MAX_SESSION_TOKENS
 from ..protocol.net.choosing_transport import ChoosingTransport
@@ -16,6 +16,7 @@ from ..protocol.net.directory import Directory
 from ..protocol.net.transport import Transport
 from ..protocol.spans import Span
 from ..protocol.swarm_view import SwarmView
+from .chosen_peers import choose_peers
 from .config import ClientConfig, make_whole, read_kv_format
 from .farewells import Farewells
 from .finetune.adapter_versions import SentAdapter
@@ -27,6 +28,7 @@ from .inference_session import InferenceSession
 from .live_hops import LiveHops
 from .portal import Portal
 from .route_opening import SessionFacts
+from .router import Route
 from .session import RemoteSession
 from .swarm import Swarm
 
@@ -106,7 +108,8 @@ class Client:
         async def join_once() -> Client:
             transport, directory = await connect(config)
             rng = random.Random(config.seed)
-            swarm = Swarm(directory, model_id, num_blocks, SystemClock(), rng)
+            chosen = choose_peers(directory, config)
+            swarm = Swarm(chosen, model_id, num_blocks, SystemClock(), rng)
             try:
                 await swarm.refresh()
             except BaseException:
@@ -178,9 +181,41 @@ class Client:
         return InferenceSession(open_remote, self._portal)
 
     @property
+    def config(self) -> ClientConfig:
+        """The settings that it joined with."""
+        return self._config
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it has left the swarm."""
+        return self._portal.is_closed
+
+    @property
+    def view(self) -> SwarmView:
+        """Who serves what, as far as was heard last; asks nobody."""
+        return self._swarm.view
+
+    @property
+    def avoided_peers(self) -> frozenset[PeerId]:
+        """Peers that failed and are not used for a while unless there is nobody else."""
+        return self._swarm.avoided
+
+    @property
     def missing_blocks(self) -> tuple[Span, ...]:
         """The blocks that nobody serves, as far as was heard last; asks nobody."""
         return self._swarm.view.gaps
+
+    def plan_route(self, span: Span, needed_kv_tokens: float = 0.0) -> Route:
+        """Read the directory and return a route that a session might take now.
+
+        Others with room for `needed_kv_tokens` tokens of all rows are preferred. Raises RouteError
+        with the blocks that nobody serves.
+        """
+        return self._portal.run(
+            self._swarm.wait_for_route(
+                span, float("-inf"), 0.0, (self._config.weights,), needed_kv_tokens=needed_kv_tokens
+            )
+        )
 
     def view_swarm(self) -> SwarmView:
         """Read the directory and return who serves what."""

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,6 +10,7 @@ from ..kernels.quantize import WeightFormat
 from ..protocol.errors import UsageError
 from ..protocol.join_code import JoinCode
 from ..protocol.tensors import KVFormat, WireDtype
+from .petals_settings import translate_settings
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class ClientConfig:
 
     weights: str | None = None
     """Use only peers that hold their weights like this (int8, bf16, fp32); None: any."""
+
+    allowed_servers: tuple[str, ...] | None = None
+    """Ids of the only peers to use; None: all."""
+
+    blocked_servers: tuple[str, ...] = ()
+    """Ids of peers never to use."""
 
     delivery: str = "chain"
     """How hidden states get from hop to hop: chain, pushed by each peer to the next, or star,
@@ -112,7 +119,11 @@ def _is_seconds(given: object) -> bool:
 
 
 def make_client_config(initial_peers: object, options: dict[str, Any]) -> ClientConfig:
-    """Return the settings that from_pretrained() was given; UsageError for unknown ones."""
+    """Return the settings that from_pretrained() was given; UsageError for unknown ones.
+
+    Those of PETALS are understood by their names there.
+    """
+    options = translate_settings(options)
     known = sorted(field.name for field in fields(ClientConfig))
     unknown = sorted(set(options) - set(known))
     if unknown:
@@ -124,7 +135,19 @@ def make_client_config(initial_peers: object, options: dict[str, Any]) -> Client
     if options.get("join", "") is None:
         options = {**options, "join": ""}
     addresses = () if initial_peers is None else make_initial_peers(initial_peers)
+    if options.get("allowed_servers") is not None:
+        options["allowed_servers"] = _read_peer_ids("allowed_servers", options["allowed_servers"])
+    options["blocked_servers"] = _read_peer_ids(
+        "blocked_servers", options.get("blocked_servers") or ()
+    )
     return ClientConfig(initial_peers=addresses, **options)
+
+
+def _read_peer_ids(name: str, given: object) -> tuple[str, ...]:
+    """Return ids of peers, which may be texts or objects of hivemind."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(f"{name} are ids of peers, ['12D3KooW…'], not {given!r:.80}")
+    return tuple(map(str, given))
 
 
 def make_initial_peers(given: object) -> tuple[str, ...]:

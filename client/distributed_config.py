@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,10 @@ def join_swarm(
     return Client.join(model_id, model.num_hidden_layers, model.hidden_size, config, connect)
 
 
+_OWN = ("_checkpoint", "_connect", "model", "client", "initial_peers")
+_SETTINGS = {field.name for field in fields(ClientConfig)} - {"initial_peers", "join"}
+
+
 class DistributedConfig:
     """What AutoDistributedConfig opens: the attributes of transformers' configuration, and more.
 
@@ -56,7 +61,21 @@ class DistributedConfig:
     def __getattr__(self, name: str) -> Any:
         if name == "model":  # not there yet, while this object is made or copied
             raise AttributeError(name)
-        return getattr(self.model, name)
+        is_setting = name in _SETTINGS
+        return getattr(self.client if is_setting else self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Change a setting of the client, for those who join from now on, or the model's."""
+        if name in _SETTINGS:
+            self._set_client(name, value)
+        elif name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def _set_client(self, name: str, value: object) -> None:
+        settings: dict[str, Any] = {**vars(self.client), name: value}
+        self.client = make_client_config(settings.pop("initial_peers"), settings)
 
     @property
     def dht_prefix(self) -> ModelId:
@@ -67,6 +86,10 @@ class DistributedConfig:
     def initial_peers(self) -> tuple[str, ...]:
         """The addresses to join through."""
         return self.client.initial_peers
+
+    @initial_peers.setter
+    def initial_peers(self, addresses: Sequence[str] | str) -> None:
+        self._set_client("initial_peers", addresses)
 
     def join(self) -> Client:
         """Join the swarm; the client is the caller's to close."""

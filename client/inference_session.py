@@ -27,6 +27,7 @@ class InferenceSession:
     `output_ids` holds the tokens [B, T] of the text so far when `generate` drives the session. A
     trained prompt may stand before the text: the first `num_prompt_tokens` positions. `adapter` is
     what was active when the session was opened, and stays its own as it was then.
+    `past_key_values` is what models called in the session return under that name, or None.
     """
 
     def __init__(self, open_remote: Callable[[], RemoteSession], portal: Portal) -> None:
@@ -47,6 +48,7 @@ class InferenceSession:
         self.output_ids: Tensor | None = None
         self.num_prompt_tokens = 0
         self.adapter: object = None
+        self.past_key_values: object = None
 
     def __repr__(self) -> str:
         return f"<InferenceSession of {self._remote!r}>"
@@ -140,6 +142,18 @@ class InferenceSession:
         """The newest token of each row, [B, 1], or None."""
         return None if self.output_ids is None else self.output_ids[:, -1:]
 
+    @last_token_id.setter
+    def last_token_id(self, ids_B1: Tensor) -> None:
+        """Put another token there: generate() goes on from it. UsageError where there is none."""
+        if self.output_ids is None or self.output_ids.shape[1] <= self.text_length:
+            raise UsageError("the session has no newest token that peers have not computed yet")
+        self.output_ids[:, -1:] = ids_B1
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the session runs through."""
+        return len(self._remote.span)
+
     @property
     def waiting(self) -> Waiting | None:
         """The peer in whose queue the session is at this moment, with its estimate, or None."""
@@ -218,7 +232,7 @@ class InferenceSession:
 
     def step(
         self,
-        hidden_BTH: Tensor,
+        inputs: Tensor,
         prompts: Tensor | None = None,
         hypo_ids: Tensor | None = None,
         *,
@@ -237,7 +251,7 @@ class InferenceSession:
         with self.claim():
             self.check_is_idle()
             return self.advance(
-                hidden_BTH,
+                inputs,
                 hypo_ids,
                 prompts,
                 last_token_only=last_token_only,

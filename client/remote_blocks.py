@@ -20,6 +20,7 @@ from .finetune.active_adapters import ActiveAdapters, ChosenAdapters
 from .finetune.lora import LoraAdapter
 from .finetune.peer_optimizer import PeerOptimizer
 from .inference_session import InferenceSession, check_is_session
+from .remote_sequence import RemoteSequenceManager, take_blocks
 from .router import Hop
 
 # Shape suffixes: B rows, T tokens, H hidden size.
@@ -39,33 +40,42 @@ class RemoteSequential(nn.Module):
         self,
         config: DistributedConfig,
         *,
+        sequence_manager: RemoteSequenceManager | None = None,
+        dht: object = None,
         start_block: int | None = None,
         end_block: int | None = None,
     ) -> None:
         """Join a swarm for some blocks of its model, by default all.
 
-        Raises UsageError for blocks that the model does not have, and what `config.join()` does.
+        Or take those of a `sequence_manager`, and its client. `dht` makes no difference. Raises
+        UsageError for blocks that the model does not have, and what `config.join()` does.
         """
+        if sequence_manager is not None:
+            if (start_block, end_block) != (None, None):
+                raise UsageError("a sequence_manager says which blocks; leave out start and end")
+            self._set_up(sequence_manager.client, sequence_manager.span, config)
+            return
         num_blocks = config.num_hidden_layers
         start = 0 if start_block is None else make_whole("start_block", start_block)
         stop = num_blocks if end_block is None else make_whole("end_block", end_block)
         if not 0 <= start < stop <= num_blocks:
             raise UsageError(f"the model has blocks 0:{num_blocks}, and so no {start}:{stop}")
-        self._set_up(config.join(), Span(start, stop), config.hidden_size)
+        self._set_up(config.join(), Span(start, stop), config)
 
     @classmethod
-    def over(cls, client: Client, span: Span, hidden_size: int) -> RemoteSequential:
-        """Return blocks over a client that somebody else closes."""
+    def over(cls, client: Client, span: Span, config: Any) -> RemoteSequential:
+        """Return blocks over a client that somebody else closes; `config` is the model's."""
         blocks = cls.__new__(cls)
-        blocks._set_up(client, span, hidden_size)
+        blocks._set_up(client, span, config)
         return blocks
 
-    def _set_up(self, client: Client, span: Span, hidden_size: int) -> None:
+    def _set_up(self, client: Client, span: Span, config: Any) -> None:
         nn.Module.__init__(self)
+        self.config = config
         self.adapters = ActiveAdapters()
         self._client = client
         self._span = span
-        self._hidden_size = hidden_size
+        self._hidden_size: int = config.hidden_size
         self._active_session: ContextVar[InferenceSession | None] = ContextVar(
             f"active session of blocks {span}", default=None
         )
@@ -89,6 +99,11 @@ class RemoteSequential(nn.Module):
         """The blocks that this module runs."""
         return self._span
 
+    @property
+    def sequence_manager(self) -> RemoteSequenceManager:
+        """Who serves these blocks."""
+        return RemoteSequenceManager.over(self._client, self._span, self.config)
+
     def __len__(self) -> int:
         return len(self._span)
 
@@ -100,33 +115,27 @@ class RemoteSequential(nn.Module):
 
         Raises IndexError outside of the span and UsageError for an empty or uneven slice.
         """
-        if isinstance(index, slice):
-            blocks = range(self._span.start, self._span.stop)[index]
-            if not blocks or blocks.step != 1:
-                raise UsageError(f"a slice must take blocks in a row, [{index}] takes {blocks}")
-            span = Span(blocks.start, blocks.stop)
-        else:
-            block = range(self._span.start, self._span.stop)[index]
-            span = Span(block, block + 1)
-        blocks = RemoteSequential.over(self._client, span, self._hidden_size)
+        span = take_blocks(self._span, index)
+        blocks = RemoteSequential.over(self._client, span, self.config)
         blocks.adapters = self.adapters
         return blocks
 
     def forward(
         self,
-        hidden_BTH: Tensor,
+        inputs: Tensor,
         prompts: Tensor | None = None,
         hypo_ids: Tensor | None = None,
         *,
         last_token_only: bool = False,
     ) -> Tensor:
-        """Run hidden states through the blocks; with `last_token_only` the result is [B, 1, H].
+        """Run hidden states [B, T, H] through the blocks; with `last_token_only`, return [B, 1, H].
 
         Continues the active session, through which no gradients flow. Without one, all tokens go
         through as one stateless pass, which is differentiable and the same with `no_grad`.
         `prompts`, [L, B, P, H] or [L, 1, P, H], are added to the first P inputs of each of the L
         blocks.
         """
+        hidden_BTH = inputs
         self.check_hidden(hidden_BTH)
         if self.active_session is not None:
             with torch.no_grad():
@@ -256,8 +265,6 @@ class RemoteSequential(nn.Module):
 
     @property
     def position(self) -> int:
-        """How many tokens per row the active session holds; UsageError without one."""
+        """How many tokens per row the active session holds; 0 without one."""
         session = self.active_session
-        if session is None:
-            raise UsageError("no session is active; use `with model.inference_session(...)`")
-        return session.position
+        return 0 if session is None else session.position

@@ -275,6 +275,11 @@ class Swarm:
         times = self._times.get(peer_id)
         return peer_id in self._taking_passes or (times is not None and times.has_answered)
 
+    @property
+    def avoided(self) -> frozenset[PeerId]:
+        """The peers in quarantine that are announced."""
+        return frozenset(peer.peer_id for peer in self.view.peers if self.is_quarantined(peer))
+
     def is_quarantined(self, peer: Announcement) -> bool:
         """Return whether a peer is to be avoided: not for ever, and not once it has come back."""
         quarantine = self._quarantines.get(peer.peer_id)

@@ -145,8 +145,10 @@ class Shell:
             setattr(decoder, self.norm_name, nn.Identity())
         return decoder
 
-    def load_layer(self, checkpoint: ConvertedCheckpoint, index: int, dtype: torch.dtype) -> None:
-        """Give one block its weights."""
+    def load_layer(
+        self, checkpoint: ConvertedCheckpoint, index: int, dtype: torch.dtype | None
+    ) -> None:
+        """Give one block its weights; None keeps the checkpoint's dtype."""
         layer = self.layers[index]
         self.load(checkpoint, layer, f"{self.layers_name}.{index}.", dtype)
 

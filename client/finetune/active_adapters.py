@@ -6,7 +6,7 @@ Tensor suffixes: B rows, T tokens, H hidden, V vocabulary, R rank.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -62,6 +62,8 @@ class ActiveAdapters:
 
     def __init__(self) -> None:
         self.default: AdapterChoice = None
+        self.before_use: Callable[[], None] = lambda: None
+        """Called before anybody looks which are active."""
         self._active: ContextVar[tuple[AdapterChoice] | None] = ContextVar(
             "active adapters", default=None
         )
@@ -69,6 +71,7 @@ class ActiveAdapters:
     @property
     def choice(self) -> AdapterChoice:
         """What is active."""
+        self.before_use()
         active = self._active.get()
         return self.default if active is None else active[0]
 

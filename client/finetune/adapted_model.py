@@ -22,12 +22,17 @@ UNCHANGED: Any = object()
 class AdaptedModel:
     """Gives a model adapters: active for one call, inside of a `with`, or from now on.
 
+    `config.active_adapter` is the folder or digest of the adapter that is active, where it has one;
+    who writes another one there has it opened with the next call.
+
     Those of transformers' own methods that would look for peft are replaced.
     """
 
     transformer: Any
     config: Any
     _modules: dict[str, nn.Module | None]
+    _adapter_of_config: str | None = None
+    """What `config.active_adapter` was when it was looked at last."""
 
     @property
     def active_adapter(self) -> AdapterChoice:
@@ -54,6 +59,9 @@ class AdaptedModel:
         part = _make_part(adapter)
         if part is not None:
             cast("nn.Module", self).add_module(ADAPTER_NAME, part)
+        # What can be written down is; the rest of the configuration can be, too.
+        self.config.active_adapter = adapter if isinstance(adapter, str) else None
+        self._adapter_of_config = self.config.active_adapter
 
     def use_adapter(self, adapter: AdapterChoice) -> AbstractContextManager[None]:
         """Make an adapter active inside of a `with`, in this thread or task; None: none."""
@@ -66,7 +74,18 @@ class AdaptedModel:
         """
         adapter = LoraAdapter.load(folder, self)
         self.set_adapter(adapter)
+        self.config.active_adapter = self._adapter_of_config = str(folder)
         return adapter
+
+    def _follow_config(self) -> None:
+        """Open what somebody has written into `config.active_adapter`, as scripts of PETALS do."""
+        wanted: str | Path | None = getattr(self.config, "active_adapter", None)
+        if wanted == self._adapter_of_config:
+            return
+        if wanted is None:
+            self.set_adapter(None)
+        else:
+            self.open_adapter(wanted)
 
     @property
     def has_adapter_in_training(self) -> bool:

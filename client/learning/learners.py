@@ -47,7 +47,7 @@ class PromptLearner(LocalOptimizer):
     def facts(self) -> Mapping[str, Any]:
         config = self._model.config
         return {
-            "model": _name_model(self._model),
+            "model": self._model.config.dht_prefix,
             "method": config.tuning_mode,
             "length of prompts": config.pre_seq_len,
         }
@@ -77,7 +77,7 @@ class AdapterLearner(LocalOptimizer):
     def facts(self) -> Mapping[str, Any]:
         config = self._adapter.lora_config
         return {
-            "model": _name_model(self._model),
+            "model": self._model.config.dht_prefix,
             "method": "lora",
             "rank": config.rank,
             "alpha": config.alpha,
@@ -149,11 +149,6 @@ def _list_ends(adapter: LoraAdapter) -> list[str]:
     """Return what the linears of an adapter are called, which is the same in each block."""
     modules = (name.rpartition(".lora_")[0] for name in adapter.named_matrices())
     return sorted({module.rpartition(".")[2] for module in modules})
-
-
-def _name_model(model: DistributedCausalLM) -> str:
-    """Return the end of a path or of an id on the Hub: the same model may lie in another folder."""
-    return Path(model.config.name_or_path).name
 
 
 def _compute_loss(model: DistributedCausalLM, batch: Batch) -> Tensor:

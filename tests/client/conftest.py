@@ -13,12 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from shoal.client.config import ClientConfig
 from shoal.client.inference_session import InferenceSession
 from shoal.client.local_layers import load_config, load_local_layers
 from shoal.client.model import DistributedCausalLM
 from shoal.kernels.checkpoint import Checkpoint
 from shoal.protocol.errors import UsageError
+from shoal.protocol.ids import ModelId
 from shoal.protocol.spans import Span
+from shoal.protocol.swarm_view import SwarmView
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,8 @@ class FakeClient:
 
     def __init__(self, reference: Any) -> None:
         self._decoder = reference.model
+        self.config = ClientConfig()
+        self.view = SwarmView(ModelId("00" * 16), reference.config.num_hidden_layers, 0.0, ())
         self.passes = FakePasses(self)
         self.sessions: list[FakeSession] = []
         self.spans: list[Span] = []

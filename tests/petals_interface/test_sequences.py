@@ -1,0 +1,172 @@
+"""Who serves what, as scripts of PETALS ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from tuning_scene import REPLICAS, assert_close, open_model
+
+from shoal.client import (
+    UID_DELIMITER,
+    AutoDistributedConfig,
+    RemoteSequenceManager,
+    RemoteSequential,
+    RouteError,
+    UsageError,
+)
+from shoal.client.swarm import Fault
+from shoal.peer.loopback_swarm import LoopbackSwarm
+
+
+class Swarms:
+    """A swarm for each client, always with the same peers."""
+
+    def __init__(self, directory: Any) -> None:
+        self._directory = directory
+        self.known: list[str] = []
+
+    async def connect(self, config: object) -> Any:
+        swarm = LoopbackSwarm(self._directory, REPLICAS, weights="fp32")
+        connected = await swarm.connect(config)
+        self.known = [peer.peer_id for peer in swarm.peers]
+        return connected
+
+    def pick(self, *numbers: int) -> set[str]:
+        return {self.known[number] for number in numbers}
+
+
+@pytest.fixture
+def swarms(tiny_models: Any) -> Swarms:
+    return Swarms(tiny_models.get().directory)
+
+
+@pytest.fixture
+def config(tiny_models: Any, swarms: Swarms) -> Any:
+    directory = tiny_models.get().directory
+    return AutoDistributedConfig.from_pretrained(directory, connect=swarms.connect, seed=3)
+
+
+@pytest.fixture
+def blocks(config: Any) -> Iterator[RemoteSequential]:
+    with RemoteSequential(config, start_block=1, end_block=4) as blocks:
+        yield blocks
+
+
+def test_sequence_is_a_route_of_now(blocks: RemoteSequential, swarms: Swarms) -> None:
+    manager = blocks.sequence_manager
+
+    for mode in ("min_latency", "max_throughput"):
+        first, second = manager.make_sequence(mode=mode, cache_tokens_needed=64)
+        assert (first.start, first.end, first.length) == (0, 1, 1)
+        assert (second.start, second.end, second.length) == (1, 3, 2)
+        assert first.peer_id in swarms.pick(0, 1)
+        assert second.peer_id in swarms.pick(2, 3)
+    (last,) = manager.make_sequence(2, mode="min_latency")
+    assert (last.start, last.end, last.state) == (2, 3, "online")
+    assert manager.make_sequence(1, 1) == []
+    with pytest.raises(UsageError, match="min_latency, max_throughput"):
+        manager.make_sequence(mode="fastest")
+
+
+def test_state_says_who_serves_each_block(blocks: RemoteSequential, swarms: Swarms) -> None:
+    info = blocks.sequence_manager.state.sequence_info
+
+    assert len(info) == len(blocks) == 3
+    assert info.block_uids == blocks.sequence_manager.block_uids
+    served = [set(block.servers) for block in info.block_infos]
+    assert served == [swarms.pick(0, 1), *[swarms.pick(2, 3)] * 2]
+    assert [span.length for span in info.spans_by_priority] == [2, 2, 1, 1]
+    assert [{span.peer_id for span in spans} for spans in info.spans_containing_block] == served
+    (server, _) = info.block_infos[0].servers.values()
+    assert (server.start_block, server.end_block, server.quant_type) == (0, 2, "fp32")
+
+
+def test_peers_that_failed_are_avoided(blocks: RemoteSequential) -> None:
+    manager = blocks.sequence_manager
+    peer = manager.make_sequence()[1]
+    blocks._client._swarm.quarantine(  # pyright: ignore[reportPrivateUsage]
+        next(one for one in manager.client.view.peers if one.peer_id == peer.peer_id), Fault.SILENT
+    )
+    assert manager.state.banned_peers == {peer.peer_id}
+    assert manager.make_sequence()[1].peer_id != peer.peer_id
+
+
+def test_parts_of_a_sequence_are_those_of_the_blocks(blocks: RemoteSequential) -> None:
+    manager = blocks.sequence_manager
+
+    assert manager[1:].block_uids == blocks[1:].sequence_manager.block_uids
+    assert manager[-1].block_uids == (manager.block_uids[-1],)
+    assert len(manager[:2]) == 2
+    with pytest.raises(IndexError):
+        _ = manager[3]
+
+
+def test_first_peer_says_what_room_it_has(blocks: RemoteSequential) -> None:
+    manager = blocks.sequence_manager
+    manager.state.rpc_info = None  # as scripts do that want it anew
+
+    assert manager.rpc_info["cache_tokens_available"] > 0
+    assert manager.rpc_info["version"].startswith("shoal")
+
+
+def test_blocks_are_made_of_a_sequence(config: Any) -> None:
+    names = [f"{config.dht_prefix}{UID_DELIMITER}{block}" for block in range(2, 4)]
+    hidden = torch.randn(1, 4, 64, generator=torch.Generator().manual_seed(1))
+
+    manager = RemoteSequenceManager(config, names, dht=None)
+    blocks = RemoteSequential(config, sequence_manager=manager)
+    found = blocks(inputs=hidden)
+    with RemoteSequential(config, dht=None) as all_blocks:
+        assert_close(found, all_blocks[2:4](hidden))
+
+    assert manager.block_uids == tuple(names)
+    assert manager.config is config
+    with pytest.raises(UsageError, match="leave out start"):
+        RemoteSequential(config, sequence_manager=manager, start_block=1)
+    assert manager.is_alive()
+    manager.shutdown()
+    assert not manager.is_alive()
+
+
+@pytest.mark.parametrize("blocks", [[], [1, 3], [3, 4], [2, 1]])
+def test_names_that_are_no_blocks_in_a_row_are_refused(config: Any, blocks: list[int]) -> None:
+    names = [f"{config.dht_prefix}{UID_DELIMITER}{block}" for block in blocks]
+
+    with pytest.raises(UsageError, match="blocks in a row"):
+        RemoteSequenceManager(config, names)
+
+
+def test_model_has_a_sequence_too(tiny_models: Any) -> None:
+    with open_model(tiny_models.get(), REPLICAS) as model:
+        manager = model.transformer.h.sequence_manager
+
+        assert manager.config is model.config
+        assert manager.block_uids[0] == f"{model.config.dht_prefix}{UID_DELIMITER}0"
+        assert len(manager.make_sequence()) == 2
+
+
+def test_only_the_peers_of_a_list_are_used(config: Any, swarms: Swarms) -> None:
+    with RemoteSequential(config):
+        known = swarms.known
+    config.allowed_servers = [known[0], known[2], known[3]]
+    config.blocked_servers = known[3:]
+    assert config.client.allowed_servers == (known[0], known[2], known[3])
+
+    hidden = torch.zeros(1, 3, 64)
+    with RemoteSequential(config) as blocks, blocks.inference_session(max_length=3) as session:
+        session.step(hidden)
+        assert [hop.peer.peer_id for hop in session.hops] == [known[0], known[2]]
+        with blocks.use_session(None):
+            blocks(hidden)
+        assert {hop.peer.peer_id for hop in blocks.take_recent_hops()} == {known[0], known[2]}
+
+    config.blocked_servers = known[2:]
+    with RemoteSequential(config) as blocks:
+        manager = blocks.sequence_manager
+        manager.update(wait=True)
+        assert not manager.state.sequence_info.block_infos[2].servers
+        with pytest.raises(RouteError, match="2:4"):
+            manager.make_sequence()
