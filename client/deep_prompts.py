@@ -5,6 +5,8 @@ Tensor suffixes: B rows, T tokens, H hidden, L blocks, P tokens of a prompt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -41,19 +43,29 @@ def check_prompts(prompts: Tensor, num_blocks: int, hidden_BTH: Tensor) -> None:
 
 
 def share_prompts(prompts_LBPH: Tensor) -> Tensor:
-    """Return the prompts that all rows of a session have, [L, P, H] in float32.
+    """Return the prompts of a session in float32, [L, 1, P, H] where all rows have the same.
 
-    Raises UsageError where rows differ: beams move rows, and a prompt stays where it is.
+    Raises UsageError for NaN and infinity.
     """
     prompts = prompts_LBPH.detach().to("cpu", torch.float32)
     if not has_only_finite(prompts):
         raise UsageError("the deep prompts contain NaN or infinity")
-    if not bool((prompts == prompts[:, :1]).all()):
+    is_same = bool((prompts == prompts[:, :1]).all())
+    return (prompts[:, :1] if is_same else prompts).clone()
+
+
+def check_rows_stay(prompts_LBPH: Tensor | None, row_map: Sequence[int] | None) -> None:
+    """Raise UsageError where rows would move whose prompts differ: a prompt stays where it is.
+
+    Whoever rebuilds a cache gets rows in their newest order; prompts would need the same history.
+    """
+    if prompts_LBPH is None or prompts_LBPH.shape[1] == 1 or row_map is None:
+        return
+    if list(row_map) != list(range(len(row_map))):
         raise UsageError(
-            "the rows of a session have the same deep prompts; those that differ need sessions of "
-            "their own, or no session"
+            "rows with deep prompts of their own cannot be moved; beams need a session whose rows "
+            "have the same, or one for each prompt"
         )
-    return prompts[:, 0].clone()
 
 
 def are_same(one: Tensor | None, other: Tensor | None) -> bool:
@@ -63,10 +75,10 @@ def are_same(one: Tensor | None, other: Tensor | None) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
 
 
-def encode_prompts(session: SessionId, prompts_LPH: Tensor, dtype: WireDtype) -> list[PassPiece]:
+def encode_prompts(session: SessionId, prompts_LBPH: Tensor, dtype: WireDtype) -> list[PassPiece]:
     """Return the pieces that follow the `Open` of a session."""
-    width = prompts_LPH.shape[-1]
-    vectors_NH = prompts_LPH.reshape(-1, width)
+    width = prompts_LBPH.shape[-1]
+    vectors_NH = prompts_LBPH.reshape(-1, width)
     pieces: list[PassPiece] = []
     for part in cut_vectors(len(vectors_NH), dtype, width):
         data = encode_as(dtype.name, vectors_NH[part.start : part.stop])

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
 from .config import make_whole
-from .deep_prompts import are_same, check_prompts, share_prompts
+from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
 from .handoff import Handoff
 from .live_hops import Waiting
 from .mending import Failover
@@ -115,7 +115,7 @@ class InferenceSession:
             self.check_is_idle()
             at = self.position if position is None else make_whole("position", position)
             twin = InferenceSession(self._open_remote, self._portal)
-            twin._remote.prompts_LPH = self._remote.prompts_LPH
+            twin._remote.prompts_LBPH = self._remote.prompts_LBPH
             try:
                 self._portal.run(self._remote.fork_into(twin._remote, at))
             except BaseException:
@@ -243,10 +243,11 @@ class InferenceSession:
 
         `hypo_ids` [B] names for each row the row whose prefix it continues. A step of no tokens
         only moves rows. `is_decoded` says that the tokens were generated one by one; by default a
-        step of one token is. `prompts`, [L, 1, P, H], come with the first step of a text: peers add
-        them to the first P inputs of each block. Returns [B, T, H], or [B, 1, H] with
-        `last_token_only`, in the dtype of the input. Errors are those of `RemoteSession.step`, and
-        UsageError for another number of rows than the prefix has.
+        step of one token is. `prompts`, [L, B, P, H] or [L, 1, P, H], come with the first step of a
+        text: peers add them to the first P inputs of each block. Rows that have their own cannot
+        be moved. Returns [B, T, H], or [B, 1, H] with `last_token_only`, in the dtype of the input.
+        Errors are those of `RemoteSession.step`, and UsageError for another number of rows than the
+        prefix has.
         """
         with self.claim():
             self.check_is_idle()
@@ -276,6 +277,7 @@ class InferenceSession:
             self._make_rows(hidden_BTH.shape[0])
             self._take_prompts(prompts, hidden_BTH)
         row_map = self._compose(hypo_ids)
+        check_rows_stay(self._remote.prompts_LBPH, row_map)
         if hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 0:
             self._remote.check_rows(hidden_BTH.shape[0], row_map)
             self._row_map = row_map
@@ -312,12 +314,12 @@ class InferenceSession:
         if self.position > 0 or hidden_BTH.shape[1] == 0:
             return
         shared = None if prompts is None else share_prompts(prompts)
-        if are_same(shared, self._remote.prompts_LPH):
+        if are_same(shared, self._remote.prompts_LBPH):
             return
         if self.hops:
             with self.beginning_anew():
                 self._num_rows = hidden_BTH.shape[0]
-        self._remote.prompts_LPH = shared
+        self._remote.prompts_LBPH = shared
 
     @contextmanager
     def beginning_anew(self) -> Iterator[None]:

@@ -110,13 +110,13 @@ class LiveHops:
         self._opener.recorder = recorder
 
     @property
-    def prompts_LPH(self) -> Tensor | None:
+    def prompts_LBPH(self) -> Tensor | None:
         """The deep prompts that hops are opened with."""
-        return self._opener.prompts_LPH
+        return self._opener.prompts_LBPH
 
-    @prompts_LPH.setter
-    def prompts_LPH(self, prompts_LPH: Tensor | None) -> None:
-        self._opener.prompts_LPH = prompts_LPH
+    @prompts_LBPH.setter
+    def prompts_LBPH(self, prompts_LBPH: Tensor | None) -> None:
+        self._opener.prompts_LBPH = prompts_LBPH
 
     @property
     def mailbox(self) -> Mailbox:

@@ -141,7 +141,7 @@ class RouteOpener:
         self.forgiven: set[PeerId] = set()
         self.waiting: Waiting | None = None  # for whoever watches
         self.recorder: Recorder | None = None
-        self.prompts_LPH: Tensor | None = None
+        self.prompts_LBPH: Tensor | None = None
         self.mailbox = Mailbox()
         self.on_leaving: Callable[[], None] = _do_nothing
         self._num_twins = 0
@@ -155,7 +155,7 @@ class RouteOpener:
         secret = self._derive(f"twin {self._num_twins}", self._facts.span, SESSION_ID_BYTES)
         facts = replace(self._facts, session=SessionId(secret))
         twin = RouteOpener(facts, self._swarm, self._transport, self._clock, self._config)
-        twin.prompts_LPH = self.prompts_LPH
+        twin.prompts_LBPH = self.prompts_LBPH
         twin.epoch, twin.wire_dtype, twin.on_leaving = self.epoch, self.wire_dtype, self.on_leaving
         return twin
 
@@ -233,27 +233,10 @@ class RouteOpener:
         parent: SessionId | None,
         prefix_tokens: int,
     ) -> None:
-        assert self.wire_dtype is not None
         hop, adapter = live.hop, self._facts.adapter
         self._check_version(hop)
-        opening = Open(
-            self.name_session(hop.span),
-            self.epoch,
-            self._facts.model_id,
-            hop.span,
-            num_rows,
-            self._facts.max_tokens,
-            self.wire_dtype,
-            max_wait_seconds,
-            self._facts.kv_format,
-            parent=parent,
-            prefix_tokens=0 if parent is None else prefix_tokens,
-            capability=live.capability,
-            next=live.next,
-            adapter=NO_ADAPTER if adapter is None else await adapter.name_for(hop.span),
-            prompt_tokens=0 if self.prompts_LPH is None else self.prompts_LPH.shape[1],
-        )
-        prompts = self._encode_prompts(opening)
+        opening = await self._make_opening(live, num_rows, max_wait_seconds, parent, prefix_tokens)
+        pieces = self._encode_prompts(opening)
 
         def note_queued(seconds: float) -> None:
             self.waiting = Waiting(hop, seconds)
@@ -263,7 +246,7 @@ class RouteOpener:
         try:
             if adapter is not None:
                 await adapter.bring(hop)
-            with self._swarm.line.carry(_count_bytes(prompts)) as carrying_seconds:
+            with self._swarm.line.carry(_count_bytes(pieces)) as carrying_seconds:
                 live.link, facts = await HopLink.open(
                     self._transport,
                     self._clock,
@@ -272,7 +255,7 @@ class RouteOpener:
                     self._name_for(hop),
                     timeout_seconds + carrying_seconds,
                     note_queued,
-                    prompts,
+                    pieces,
                 )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             if adapter is not None:
@@ -285,21 +268,53 @@ class RouteOpener:
         live.link.listen(self.mailbox if live.capability else None)
         self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
+    async def _make_opening(
+        self,
+        live: LiveHop,
+        num_rows: int,
+        max_wait_seconds: float,
+        parent: SessionId | None,
+        prefix_tokens: int,
+    ) -> Open:
+        assert self.wire_dtype is not None
+        span, adapter, prompts = live.hop.span, self._facts.adapter, self.prompts_LBPH
+        prompt_rows, prompt_tokens = (0, 0) if prompts is None else prompts.shape[1:3]
+        # First: the epoch may be another one afterwards.
+        adapter_id = NO_ADAPTER if adapter is None else await adapter.name_for(span)
+        return Open(
+            self.name_session(span),
+            self.epoch,
+            self._facts.model_id,
+            span,
+            num_rows,
+            self._facts.max_tokens,
+            self.wire_dtype,
+            max_wait_seconds,
+            self._facts.kv_format,
+            parent=parent,
+            prefix_tokens=0 if parent is None else prefix_tokens,
+            capability=live.capability,
+            next=live.next,
+            adapter=adapter_id,
+            prompt_rows=prompt_rows,
+            prompt_tokens=prompt_tokens,
+        )
+
     def _check_version(self, hop: Hop) -> None:
         """Raise LostHopError when a peer is too old for what the session needs."""
         if self.wire_dtype is WireDtype.INT8 and hop.peer.max_version < INT8_VERSION:
             raise LostHopError(hop, "its version is too old for hidden states in int8")
-        if self.prompts_LPH is not None and hop.peer.max_version < PASS_VERSION:
+        if self.prompts_LBPH is not None and hop.peer.max_version < PASS_VERSION:
             raise LostHopError(hop, "its version is too old for deep prompts")
 
     def _encode_prompts(self, opening: Open) -> list[PassPiece]:
-        if self.prompts_LPH is None:
+        if self.prompts_LBPH is None:
             return []
         start, span = self._facts.span.start, opening.span
-        prompts_LPH = self.prompts_LPH[span.start - start : span.stop - start]
+        prompts_LBPH = self.prompts_LBPH[span.start - start : span.stop - start]
         # Rounded to 8 bits they would be others than those that were trained.
         dtype = WireDtype.BF16 if opening.dtype is WireDtype.INT8 else opening.dtype
-        return encode_prompts(opening.session, prompts_LPH, dtype)
+        return encode_prompts(opening.session, prompts_LBPH, dtype)
 
     def _choose_timeout_seconds(self, hop: Hop, deadline: float, is_first_look: bool) -> float:
         longest_seconds = self._config.connect_timeout_seconds

@@ -77,13 +77,13 @@ class RemoteSession:
         return self._facts.span
 
     @property
-    def prompts_LPH(self) -> Tensor | None:
+    def prompts_LBPH(self) -> Tensor | None:
         """What peers add to the inputs of blocks at the first P positions; set before the hops."""
-        return self._driver.prompts_LPH
+        return self._driver.prompts_LBPH
 
-    @prompts_LPH.setter
-    def prompts_LPH(self, prompts_LPH: Tensor | None) -> None:
-        self._driver.prompts_LPH = prompts_LPH
+    @prompts_LBPH.setter
+    def prompts_LBPH(self, prompts_LBPH: Tensor | None) -> None:
+        self._driver.prompts_LBPH = prompts_LBPH
 
     @property
     def waiting(self) -> Waiting | None:

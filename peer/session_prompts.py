@@ -32,6 +32,8 @@ class _Coming:
     """Prompts on their way, and the session that waits for them, once there is one."""
 
     span: Span
+    num_rows: int
+    """One stands for all rows."""
     holder: Holder
     reader: PiecesReader
     num_bytes: int
@@ -56,14 +58,16 @@ class SessionPrompts:
             return
         self._refused.append(message.session)  # unless all is well
         width = self._service.engine.spec.hidden_size
-        num_vectors = len(message.span) * message.prompt_tokens
+        num_vectors = len(message.span) * message.prompt_rows * message.prompt_tokens
         num_bytes = num_vectors * width * _FLOAT_BYTES
         self._service.prompts.check_room_for(holder, num_bytes)
         self._service.prompts.count(holder, num_bytes)
         self._refused.pop()
         reader = PiecesReader({Slot.PROMPTS: num_vectors}, width)
         opened = asyncio.get_running_loop().create_future()
-        self._coming[message.session] = _Coming(message.span, holder, reader, num_bytes, opened)
+        self._coming[message.session] = _Coming(
+            message.span, message.prompt_rows, holder, reader, num_bytes, opened
+        )
 
     def take(self, piece: PassPiece) -> bool:
         """Take a piece, or return that it is none of these.
@@ -126,12 +130,13 @@ class SessionPrompts:
         del self._coming[session]
         pieces = coming.reader.tensors[Slot.PROMPTS]
         decoded = [decode_as(piece.dtype.name, piece.data, piece.shape)[0] for piece in pieces]
-        prompts_LPH = torch.cat(decoded).unflatten(0, (len(coming.span), -1))
-        if not has_only_finite(prompts_LPH):
+        shape = len(coming.span), coming.num_rows, -1
+        prompts_LBPH = torch.cat(decoded).unflatten(0, shape)
+        if not has_only_finite(prompts_LBPH):
             error = RefusedError(ErrorCode.BAD_VALUES, "the deep prompts are not finite")
             coming.opened.set_result(encode_refusal(session, 0, error))
             return
-        coming.held.cache.prompts_LPH = self._service.engine.place_prompts(prompts_LPH)
+        coming.held.cache.prompts_LBPH = self._service.engine.place_prompts(prompts_LBPH)
         coming.opened.set_result(coming.frame)
 
     def _release(self, coming: _Coming) -> None:

@@ -153,13 +153,21 @@ def _check_open(message: Open) -> None:
     check_seconds(message.max_wait_seconds)
     _check_parent(message)
     check_adapter(message.adapter)
-    if message.prompt_tokens:
-        check_count(message.prompt_tokens, message.max_tokens, "length of deep prompts")
-        num_prompts = len(message.span) * message.prompt_tokens
-        check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
+    _check_session_prompts(message)
     if message.capability:
         _check_capability(message.capability)
     _check_next(message.next, message.session)
+
+
+def _check_session_prompts(message: Open) -> None:
+    rows, tokens = message.prompt_rows, message.prompt_tokens
+    if (rows, tokens) == (0, 0):
+        return
+    if rows not in (1, message.num_rows):
+        raise ValueError(f"{rows} rows of deep prompts do not fit {message.num_rows} rows")
+    check_count(tokens, message.max_tokens, "length of deep prompts")
+    num_prompts = len(message.span) * rows * tokens
+    check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
 
 
 def _check_parent(message: Open) -> None:

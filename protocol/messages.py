@@ -104,7 +104,8 @@ class Open:
 
     With `prompt_tokens`, deep prompts follow in `PassPiece`s under the id of the session: that many
     for each block, which are added to its inputs at the first positions whenever these are
-    computed. `Opened` comes when they are here.
+    computed, to each row its own (`prompt_rows` is `num_rows`) or to all rows the same (1). They
+    stay with their rows where a step moves what is cached. `Opened` comes when they are here.
     """
 
     session: SessionId
@@ -121,6 +122,7 @@ class Open:
     capability: Capability = NO_CAPABILITY
     next: NextHop | None = None
     adapter: AdapterId = NO_ADAPTER
+    prompt_rows: int = 0
     prompt_tokens: int = 0
 
 

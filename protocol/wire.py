@@ -159,6 +159,7 @@ def _encode_open(message: Open) -> Parts:
         capability=message.capability,
         next=chain.encode_next(message.next),
         adapter=message.adapter,
+        prompt_rows=message.prompt_rows,
         prompt_tokens=message.prompt_tokens,
     )
     return Parts(Kind.OPEN, message.session, message.epoch, control=body.SerializeToString())
@@ -181,6 +182,7 @@ def _decode_open(parts: Parts) -> Open:
         capability=Capability(body.capability),
         next=chain.decode_next(body.next) if body.HasField("next") else None,
         adapter=AdapterId(body.adapter),
+        prompt_rows=body.prompt_rows,
         prompt_tokens=body.prompt_tokens,
     )
 

@@ -170,9 +170,9 @@ class Engine:
         """Return an adapter on the engine's device."""
         return adapter.move_to(self._device.place)
 
-    def place_prompts(self, prompts_LPH: torch.Tensor) -> torch.Tensor:
+    def place_prompts(self, prompts_LBPH: torch.Tensor) -> torch.Tensor:
         """Return deep prompts as a cache of this engine keeps them."""
-        return prompts_LPH.to(self._device.place, self.dtype)
+        return prompts_LBPH.to(self._device.place, self.dtype)
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> torch.Tensor:
         """Return what texts become without a cache, [B, T, H]; raises RefusedError.

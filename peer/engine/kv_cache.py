@@ -30,7 +30,7 @@ class SessionCache:
     The first `length` tokens are valid. A step is `prepare`, then writing and reading, block by
     block or in `memory` itself, then `commit`; without the commit the length stays where `prepare`
     put it.
-    At the first positions `prompts_LPH` are added to the inputs of its blocks.
+    At the first positions `prompts_LBPH` are added to the inputs of its blocks.
     `used_at` is when a step last came in; whoever takes one in may set it, on any thread.
     """
 
@@ -48,7 +48,7 @@ class SessionCache:
         self.num_rows = memory.num_rows
         self.length = 0
         self.is_open = True
-        self.prompts_LPH: torch.Tensor | None = None
+        self.prompts_LBPH: torch.Tensor | None = None
         self._pool = pool
         self.used_at = pool.now()
         self._memory: SessionMemory | None = memory

@@ -2,7 +2,8 @@
 
 So a position has its prompt in a first step, in a replay and after a rollback.
 
-Tensor suffixes: N rows of all steps (batch times tokens), L blocks, P positions, H hidden.
+Tensor suffixes: N rows of all steps (batch times tokens), L blocks, B rows of a session or 1 for
+all of them, P positions, H hidden.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ class PromptedSegment:
     """A segment of which some positions have prompts, and these, for the blocks of a stretch."""
 
     segment: Segment
-    prompts_LPH: torch.Tensor
+    prompts_LBPH: torch.Tensor
 
     def add(self, hidden_NH: torch.Tensor, place: int) -> None:
         """Add the prompts of a block, by its place in the stretch, to its inputs."""
-        segment, prompts_PH = self.segment, self.prompts_LPH[place]
+        segment, prompts_BPH = self.segment, self.prompts_LBPH[place]
         hidden_BTH = hidden_NH[segment.start : segment.stop].unflatten(0, (segment.num_rows, -1))
-        hidden_BTH[:, : len(prompts_PH)] += prompts_PH
+        hidden_BTH[:, : prompts_BPH.shape[1]] += prompts_BPH
 
 
 def find_prompts(
@@ -37,11 +38,11 @@ def find_prompts(
     """Return the segments of a stretch that prompts are added to."""
     found: list[PromptedSegment] = []
     for step, segment in zip(steps, segments, strict=True):
-        prompts_LPH, span = step.work.cache.prompts_LPH, step.work.span
-        if prompts_LPH is not None and segment.position < prompts_LPH.shape[1]:
+        prompts_LBPH, span = step.work.cache.prompts_LBPH, step.work.span
+        if prompts_LBPH is not None and segment.position < prompts_LBPH.shape[2]:
             blocks = slice(stretch.start - span.start, stretch.stop - span.start)
             positions = slice(segment.position, segment.position + segment.num_tokens)
-            found.append(PromptedSegment(segment, prompts_LPH[blocks, positions]))
+            found.append(PromptedSegment(segment, prompts_LBPH[blocks, :, positions]))
     return found
 
 

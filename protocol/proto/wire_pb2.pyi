@@ -39,7 +39,7 @@ class WelcomeBody(_message.Message):
     def __init__(self, version: _Optional[int] = ..., software: _Optional[str] = ..., peer_id: _Optional[str] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., wall_seconds: _Optional[float] = ..., nonce: _Optional[bytes] = ...) -> None: ...
 
 class OpenBody(_message.Message):
-    __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype", "max_wait_seconds", "kv_format", "parent", "prefix_tokens", "capability", "next", "adapter", "prompt_tokens")
+    __slots__ = ("model_id", "span_start", "span_stop", "num_rows", "max_tokens", "dtype", "max_wait_seconds", "kv_format", "parent", "prefix_tokens", "capability", "next", "adapter", "prompt_tokens", "prompt_rows")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_START_FIELD_NUMBER: _ClassVar[int]
     SPAN_STOP_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class OpenBody(_message.Message):
     NEXT_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_ROWS_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     span_start: int
     span_stop: int
@@ -68,7 +69,8 @@ class OpenBody(_message.Message):
     next: NextHopBody
     adapter: bytes
     prompt_tokens: int
-    def __init__(self, model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., max_wait_seconds: _Optional[float] = ..., kv_format: _Optional[int] = ..., parent: _Optional[bytes] = ..., prefix_tokens: _Optional[int] = ..., capability: _Optional[bytes] = ..., next: _Optional[_Union[NextHopBody, _Mapping]] = ..., adapter: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ...) -> None: ...
+    prompt_rows: int
+    def __init__(self, model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., max_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., max_wait_seconds: _Optional[float] = ..., kv_format: _Optional[int] = ..., parent: _Optional[bytes] = ..., prefix_tokens: _Optional[int] = ..., capability: _Optional[bytes] = ..., next: _Optional[_Union[NextHopBody, _Mapping]] = ..., adapter: _Optional[bytes] = ..., prompt_tokens: _Optional[int] = ..., prompt_rows: _Optional[int] = ...) -> None: ...
 
 class EndpointBody(_message.Message):
     __slots__ = ("host", "port", "fingerprint")

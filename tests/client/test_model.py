@@ -4,6 +4,7 @@ import copy
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from shoal.client.config import ClientConfig
 from shoal.client.model import DistributedCausalLM
 from shoal.client.remote_cache import RemoteCache
 from shoal.protocol.errors import ModelError, UsageError
+from shoal.protocol.ids import ModelId
 from shoal.protocol.spans import Span
+from shoal.protocol.swarm_view import SwarmView
 
 SEED = 1234
 
@@ -266,7 +269,8 @@ class OfflineModel(DistributedCausalLM):
     @staticmethod
     def _join(checkpoint: Any, model_config: Any, config: ClientConfig, connect: Any) -> Any:
         OfflineModel.joined.append((model_config.num_hidden_layers, config))
-        return object()
+        view = SwarmView(ModelId("00" * 16), model_config.num_hidden_layers, 0.0, ())
+        return SimpleNamespace(config=config, view=view)
 
 
 def test_from_pretrained_forwards_client_settings(tiny_models: Any) -> None:

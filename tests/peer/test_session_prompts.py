@@ -44,7 +44,7 @@ async def step(talk: Talk) -> Tensor:
 def test_session_is_opened_when_its_prompts_are_here(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
-        await talk.say(make_open(prompt_tokens=2))
+        await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
         other = await peer.greet()
         await other.wait_until_read()
         assert peer.service.prompts.used_bytes == PROMPTS.numel() * 4
@@ -64,7 +64,7 @@ def test_session_is_opened_when_its_prompts_are_here(engine: Engine) -> None:
 def test_prompts_that_never_come_are_forgotten_with_their_stream(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
-        await talk.say(make_open(prompt_tokens=2))
+        await talk.say(make_open(prompt_rows=1, prompt_tokens=2))
         await (await peer.greet()).wait_until_read()
 
         await talk.stream.close()
@@ -78,12 +78,12 @@ def test_prompts_that_never_come_are_forgotten_with_their_stream(engine: Engine)
 def test_prompts_of_a_refused_session_are_passed_over(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
-        opening = make_open(prompt_tokens=2, max_tokens=10_000)
+        opening = make_open(prompt_rows=1, prompt_tokens=2, max_tokens=10_000)
 
         await talk.say(opening, *make_pieces())
 
         assert_declined(await talk.hear(), ErrorCode.TOO_LONG)
-        await talk.say(make_open(2, prompt_tokens=2), *make_pieces(2))
+        await talk.say(make_open(2, prompt_rows=1, prompt_tokens=2), *make_pieces(2))
         assert isinstance(await talk.hear(), Opened)
 
     run(engine, test)
@@ -94,7 +94,8 @@ def test_session_that_waits_for_room_keeps_its_prompts(engine: Engine) -> None:
         first = await peer.at_host("first").open(7)
         talk = await peer.at_host("second").greet()
 
-        await talk.say(make_open(prompt_tokens=2, max_wait_seconds=100.0), *make_pieces())
+        opening = make_open(prompt_rows=1, prompt_tokens=2, max_wait_seconds=100.0)
+        await talk.say(opening, *make_pieces())
         assert isinstance(await talk.hear(), Queued)
         await first.say(Close(make_session(7), 1))
 
@@ -109,7 +110,7 @@ def test_pieces_that_do_not_belong_there_end_the_stream(engine: Engine) -> None:
         (piece,) = make_pieces()
         for wrong in (replace(piece, offset=1), *make_pieces(prompts=PROMPTS[:1])):
             talk = await peer.greet()
-            await talk.say(make_open(prompt_tokens=2), wrong)
+            await talk.say(make_open(prompt_rows=1, prompt_tokens=2), wrong)
             assert_declined(await talk.hear(), ErrorCode.BAD_FRAME)
             await talk.stream.close()
             await peer.wait_until_empty()
@@ -122,7 +123,7 @@ def test_pieces_that_do_not_belong_there_end_the_stream(engine: Engine) -> None:
 def test_prompts_that_are_no_numbers_are_refused(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
-        await talk.say(make_open(prompt_tokens=2), *make_pieces(prompts=PROMPTS / 0))
+        await talk.say(make_open(prompt_rows=1, prompt_tokens=2), *make_pieces(prompts=PROMPTS / 0))
         assert_declined(await talk.hear(), ErrorCode.BAD_VALUES)
 
     run(engine, test)
@@ -132,7 +133,7 @@ def test_prompts_beyond_the_budget_are_refused(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         peer.service.prompts.count(Holder("somebody else"), MAX_BYTES_OF_PROMPTS)
         talk = await peer.greet()
-        await talk.say(make_open(prompt_tokens=2), *make_pieces())
+        await talk.say(make_open(prompt_rows=1, prompt_tokens=2), *make_pieces())
         assert_declined(await talk.hear(), ErrorCode.BUSY)
         peer.service.prompts.count(Holder("somebody else"), -MAX_BYTES_OF_PROMPTS)
         await asyncio.sleep(0)

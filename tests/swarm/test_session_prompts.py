@@ -21,6 +21,10 @@ def draw(*shape: int, seed: int = 1) -> Tensor:
 
 TEXT = draw(2, 9, HIDDEN)
 PROMPTS = 0.3 * draw(4, 1, 3, HIDDEN, seed=2)
+OWN_PROMPTS = 0.3 * draw(4, 2, 3, HIDDEN, seed=3)
+
+
+by_rows = pytest.mark.parametrize("prompts", [PROMPTS, OWN_PROMPTS], ids=["one", "each its own"])
 
 
 @pytest.fixture(params=["star", "chain"])
@@ -34,24 +38,26 @@ def model(tiny_models: Any, delivery: str) -> Iterator[Any]:
         yield model
 
 
+@by_rows
 @pytest.mark.parametrize("num_first", [9, 6, 3])
-def test_steps_are_those_of_a_pass(model: Any, num_first: int) -> None:
+def test_steps_are_those_of_a_pass(model: Any, num_first: int, prompts: Tensor) -> None:
     blocks = model.transformer.h
-    expected = blocks(TEXT, PROMPTS)
+    expected = blocks(TEXT, prompts)
 
     with blocks.inference_session(max_length=12) as session:
-        parts = [session.step(TEXT[:, :num_first], PROMPTS.expand(-1, 2, -1, -1))]
+        parts = [session.step(TEXT[:, :num_first], prompts.expand(-1, 2, -1, -1))]
         parts += [session.step(TEXT[:, n : n + 1]) for n in range(num_first, 9)]
 
     assert_close(torch.cat(parts, dim=1), expected)
 
 
-def test_positions_computed_again_have_their_prompts_again(model: Any) -> None:
+@by_rows
+def test_positions_computed_again_have_their_prompts_again(model: Any, prompts: Tensor) -> None:
     blocks = model.transformer.h
-    expected = blocks(TEXT, PROMPTS)
+    expected = blocks(TEXT, prompts)
 
     with blocks.inference_session(max_length=12) as session:
-        session.step(TEXT, PROMPTS)
+        session.step(TEXT, prompts)
         session.position = 1
         assert_close(session.step(TEXT[:, 1:]), expected[:, 1:])
         session.position = 2
@@ -65,7 +71,7 @@ def test_text_that_begins_anew_has_the_prompts_of_its_first_step(model: Any) -> 
     blocks = model.transformer.h
 
     with blocks.open_session(12) as session:
-        for prompts in (PROMPTS, PROMPTS, 2 * PROMPTS, None, PROMPTS):
+        for prompts in (PROMPTS, PROMPTS, 2 * PROMPTS, OWN_PROMPTS, None, OWN_PROMPTS):
             session.position = 0
             found = session.step(TEXT, prompts)
             expected = blocks(TEXT) if prompts is None else blocks(TEXT, prompts)
@@ -81,10 +87,10 @@ def test_peer_that_takes_over_gets_the_prompts(
     tiny = tiny_models.get()
     with open_model(tiny, REPLICAS, delivery=delivery, standby=standby) as model:
         blocks, swarm = model.transformer.h, model.swarm
-        expected = blocks(TEXT, PROMPTS)
-        for lost in range(2):
+        for lost, prompts in enumerate((PROMPTS, OWN_PROMPTS)):
+            expected = blocks(TEXT, prompts)
             with blocks.inference_session(max_length=12) as session:
-                parts = [session.step(TEXT[:, :5], PROMPTS), session.step(TEXT[:, 5:6])]
+                parts = [session.step(TEXT[:, :5], prompts), session.step(TEXT[:, 5:6])]
                 host = swarm.find(session.hops[lost].peer.peer_id).host
                 swarm.network.pause(host)
                 parts += [session.step(TEXT[:, n : n + 1]) for n in range(6, 9)]
@@ -108,11 +114,10 @@ def test_peers_keep_nothing_of_prompts(model: Any) -> None:
     ("prompts", "message"),
     [
         (draw(3, 1, 3, HIDDEN), "prompts inside of blocks"),
-        (draw(4, 2, 3, HIDDEN), "same deep prompts"),
         (torch.full((4, 1, 3, HIDDEN), float("nan")), "NaN"),
         (draw(4, 1, 10, HIDDEN), "prompts inside of blocks"),
     ],
-    ids=["blocks", "rows", "not a number", "too long"],
+    ids=["blocks", "not a number", "too long"],
 )
 def test_prompts_that_cannot_be_are_refused(model: Any, prompts: Tensor, message: str) -> None:
     with model.transformer.h.inference_session(max_length=12) as session:
@@ -121,3 +126,21 @@ def test_prompts_that_cannot_be_are_refused(model: Any, prompts: Tensor, message
         session.step(TEXT)
         with pytest.raises(UsageError, match="the beginning of a text"):
             session.step(TEXT[:, :3], PROMPTS)
+
+
+def test_rows_with_prompts_of_their_own_stay_where_they_are(model: Any) -> None:
+    blocks, swap = model.transformer.h, torch.tensor([1, 0])
+    expected = blocks(TEXT, OWN_PROMPTS)
+
+    with blocks.inference_session(max_length=12) as session:
+        session.step(TEXT[:, :5], OWN_PROMPTS)
+        for wrong in (TEXT[:, 5:6], TEXT[:, :0]):
+            with pytest.raises(UsageError, match="cannot be moved"):
+                session.step(wrong, hypo_ids=swap)
+        assert_close(session.step(TEXT[:, 5:], hypo_ids=torch.tensor([0, 1])), expected[:, 5:])
+
+        session.position = 0
+        session.step(TEXT[:, :5], PROMPTS)
+        moved = session.step(TEXT[:, 5:], hypo_ids=swap)
+    swapped = torch.cat([TEXT[[1, 0], :5], TEXT[:, 5:]], dim=1)
+    assert_close(moved, blocks(swapped, PROMPTS)[:, 5:])
