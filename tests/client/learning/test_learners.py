@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from shoal.protocol.errors import UsageError
 def test_adapter_of_other_linears_is_told_by_its_facts_and_refused(
     tiny_models: Any, tmp_path: Path
 ) -> None:
-    model = tiny_models.get().reference
+    model = copy.deepcopy(tiny_models.get().reference)
+    model.config.dht_prefix = "00" * 16
     first, same, other = (
         AdapterLearner(model, LoraAdapter.create(model, target_modules=targets, seed=seed))
         for targets, seed in ((["q_proj"], 0), (["q_proj"], 1), (["o_proj"], 0))
@@ -26,6 +28,9 @@ def test_adapter_of_other_linears_is_told_by_its_facts_and_refused(
     assert first.facts == same.facts
     assert first.facts != other.facts
     same.load(tmp_path)
+    before = dict(first.facts)
+    model.config.dht_prefix = "01" * 16  # other weights of the same name
+    assert first.facts != before
     for learner in (other, part):
         with pytest.raises(UsageError, match="changes other linears than this run"):
             learner.load(tmp_path)
