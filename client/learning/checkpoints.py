@@ -63,6 +63,11 @@ class Progress:
         return progress
 
 
+def name_checkpoint(num_updates: int) -> str:
+    """Return the name of the folder that holds a run after so many updates."""
+    return f"checkpoint-{num_updates:06}"
+
+
 class Checkpoints:
     """The checkpoints in the folder of a run; the last two are kept.
 
@@ -100,7 +105,7 @@ class Checkpoints:
         Raises UsageError, and writes nothing, in the folder of another run.
         """
         self.take_folder()
-        path = self.folder / f"checkpoint-{progress.num_updates:06}"
+        path = self.folder / name_checkpoint(progress.num_updates)
         part = self.folder / _PART_NAME
         with naming_failures(self.folder):
             shutil.rmtree(part, ignore_errors=True)  # of a run that was killed meanwhile

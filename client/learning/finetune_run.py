@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...protocol.errors import ErrorCode, RefusedError, RouteError, UsageError
 from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
-from .checkpoints import Checkpoints, Progress, naming_failures
+from .checkpoints import Checkpoints, Progress, name_checkpoint, naming_failures
 from .dataset import Dataset
 from .optimizer_files import load_optimizer, save_optimizer
 from .schedules import compute_rate_fraction
@@ -192,12 +192,19 @@ class FinetuneRun:
         except RefusedError as error:
             if error.code is not ErrorCode.BAD_VALUES:
                 raise
-            number, rate = self.progress.num_updates, self._config.learning_rate
-            raise SpoiltRunError(
-                f"after update {number:,} peers refuse to go on: {error}. The learning rate of "
-                f"{rate:g} is too high; --resume goes on from the last checkpoint, with a lower "
-                "--learning-rate"
-            ) from error
+            raise SpoiltRunError(self._describe_spoilt(error)) from error
+
+    def _describe_spoilt(self, error: RefusedError) -> str:
+        """Return what happened and what to do; a checkpoint that is spoilt as well is of no use."""
+        number, found = self.progress.num_updates, self.checkpoints.find()
+        is_kept = number > 0 and bool(found) and name_checkpoint(number) == found[-1].name
+        return (
+            f"after update {number:,} peers refuse to go on: {error}. The learning rate was too "
+            "high: "
+            + (f"delete {found[-1]}, and " if is_kept else "")
+            + "--resume goes on from the last checkpoint, with a lower --learning-rate than "
+            f"{self._config.learning_rate:g}"
+        )
 
     def _learn(self) -> Iterator[Updated | Milestone]:
         while True:

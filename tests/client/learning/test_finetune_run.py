@@ -218,12 +218,17 @@ def test_run_that_peers_refuse_to_go_on_with_keeps_what_was_learned_before(tmp_p
 
     learner.compute_loss = refuse  # type: ignore[method-assign]
     code = ErrorCode.BAD_VALUES
-    with pytest.raises(SpoiltRunError, match=r"after update 5 peers refuse .* 0.05 is too high"):
+    with pytest.raises(SpoiltRunError, match=r"after update 5 .* too high: --resume .* than 0.05"):
         next(events)
     assert [path.name for path in run.checkpoints.find()] == [
         "checkpoint-000000",
         "checkpoint-000004",
     ]
+
+    again = make_run(tmp_path, learner)
+    again.resume()
+    with pytest.raises(SpoiltRunError, match=r"delete .*checkpoint-000004, and --resume"):
+        next(again.learn())
 
     code = ErrorCode.BUSY
     with pytest.raises(RefusedError, match="overflow"):
