@@ -31,7 +31,7 @@ from ..protocol.messages import (
 )
 from ..protocol.net.transport import Stream, open_gate
 from ..protocol.session import Action
-from ..protocol.versions import HANDOFF_VERSION, OPTIMIZER_VERSION
+from ..protocol.versions import HANDOFF_VERSION
 from ..protocol.wire import decode_frame, encode_frame
 from .answer_queue import Answer, AnswerQueue
 from .answers import conclude, encode_gap, encode_refusal
@@ -70,7 +70,7 @@ class Conversation:
         self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
         self._answers = AnswerQueue(stream, service.pending, self.holder)
         self._greeting = Greeting(service)
-        self._learning = LearningDesk(service, self._answers, self._understands_signs)
+        self._learning = LearningDesk(service, self._answers, self._greeting.understands_signs)
         self._idle_seconds = service.facts.session_idle_seconds
         self._active_at = service.clock.now()
         self._large_frames = LargeFrames(service.pending, service.clock)
@@ -112,9 +112,6 @@ class Conversation:
             self._learning.end()
             for session, held in self._opened.items():
                 self._service.close_session(session, held)
-
-    def _understands_signs(self) -> bool:
-        return self._greeting.version >= OPTIMIZER_VERSION
 
     def say_leaving(self) -> None:
         """Tell the client of every session here to move it, unless it is too old to understand."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ..protocol.ids import OFFER_NONCE_BYTES
 from ..protocol.messages import Hello, Offer, Welcome
-from ..protocol.versions import REVERSE_VERSION, SOFTWARE, agree_on_version
+from ..protocol.versions import OPTIMIZER_VERSION, REVERSE_VERSION, SOFTWARE, agree_on_version
 
 if TYPE_CHECKING:
     from .service import Service
@@ -25,6 +25,10 @@ class Greeting:
     def is_done(self) -> bool:
         """Whether Hello was said."""
         return self.version > 0
+
+    def understands_signs(self) -> bool:
+        """Return whether the other end expects to hear that what it asked for takes a while."""
+        return self.version >= OPTIMIZER_VERSION
 
     def check_is_done(self) -> None:
         """Raise RefusedError unless Hello was said."""

@@ -105,7 +105,7 @@ def test_initial_peers_that_are_no_addresses_are_refused(
         ("max_step_bytes", 1.5, "whole number"),
         ("seed", "a", "whole number"),
         ("seed", 1.5, "whole number"),
-        ("weights", "nf4", "int8, bf16, fp32"),
+        ("weights", "fp8", "int8, bf16, fp32"),
         ("weights", 8, "int8, bf16, fp32"),
         ("wire_dtype", "int4", "auto, fp32, fp16, bf16, int8"),
         ("delivery", "ring", "chain, star"),

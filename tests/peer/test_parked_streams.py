@@ -23,7 +23,7 @@ from shoal.protocol.messages import Attach, Hello, Parked, Probe, Welcome
 from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.offers import make_offer
 from shoal.protocol.spans import Span
-from shoal.protocol.versions import MAX_VERSION
+from shoal.protocol.versions import REVERSE_VERSION
 
 HOME_SPAN = Span(4, 8)
 STRANGER = Identity(bytes([3]) * 32)
@@ -204,7 +204,7 @@ def test_offer_that_was_made_on_another_stream_is_refused() -> None:
     in_scene(story)
 
 
-@pytest.mark.parametrize("max_version", [1, MAX_VERSION - 1])
+@pytest.mark.parametrize("max_version", [1, REVERSE_VERSION - 1])
 def test_who_speaks_an_older_version_has_nothing_to_sign(max_version: int) -> None:
     async def story(scene: Scene) -> None:
         await scene.announce(HOME, HOME_SPAN)
