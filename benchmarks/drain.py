@@ -5,6 +5,7 @@ one clock; a step is one token, embedding and head included.
 """
 
 import argparse
+import gc
 import threading
 import time
 from pathlib import Path
@@ -61,6 +62,7 @@ def main() -> None:
     parser.add_argument("--delivery", choices=("chain", "star"), default="chain")
     options = parser.parse_args()
     print(describe_machine())
+    gc.freeze()  # as our commands do; or a step may wait until all modules are looked through
     with LocalSwarm(
         MODEL, spans=SPANS, weights="int8", num_threads=1, drain_seconds=DRAIN_SECONDS
     ) as swarm:

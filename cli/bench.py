@@ -17,6 +17,7 @@ from .benchmarks.parts import JOINED, PARTS
 from .benchmarks.plot import draw_curve
 from .benchmarks.report import BenchReport, Findings, PartReport, measure_part
 from .bundled_model import find_model
+from .heavy_imports import importing_much
 from .interrupts import end_in_good_order, quitting_at_once
 from .joining import add_join_arguments, read_joining
 from .terminal import Progress, Terminal
@@ -92,7 +93,7 @@ class _Bench:
         machine = describe_machine()
         self._show(f"{machine}\n")
         with Progress(Terminal(sys.stderr), lambda: self._status):
-            with quitting_at_once():
+            with quitting_at_once(), importing_much():
                 setting_module = importlib.import_module(".benchmarks.setting", __package__)
             effort = QUICK if self._is_quick else FULL
             setting = setting_module.Setting(effort, self._is_quick, self._say)

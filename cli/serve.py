@@ -21,6 +21,7 @@ from ..protocol.join_code import JoinCode
 from ..protocol.membership import Membership
 from ..protocol.spans import Span
 from .bundled_model import find_model
+from .heavy_imports import importing_much
 from .interrupts import INTERRUPTED, quitting_at_once
 from .joining import add_join_arguments, read_join, read_joining
 from .options import add_weights_argument, parse_device
@@ -133,7 +134,7 @@ def run(options: argparse.Namespace) -> int:
     """
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
-    with quitting_at_once():
+    with quitting_at_once(), importing_much():
         importlib.import_module("..peer.peer", __package__)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_online = runner.run(_serve(config, report, options.end_with_stdin))

@@ -3,7 +3,6 @@
 Imports nothing heavy: torch and transformers are loaded when a model is opened.
 """
 
-import contextlib
 import importlib
 import os
 import time
@@ -16,6 +15,7 @@ from typing import Any
 
 from ..protocol.errors import ModelError, UsageError
 from ..protocol.spans import Span
+from .heavy_imports import importing_much
 
 # How many tokens before a new one its text may depend on: a letter of several bytes has up to
 # four tokens, and some tokenizers drop the space in front of a first word.
@@ -255,8 +255,7 @@ def read_prompt(text: str) -> str:
 def import_client() -> Any:
     """Import the client, seconds of torch and transformers, and keep the libraries quiet."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(warnings.catch_warnings())
+    with importing_much(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         client = importlib.import_module("..client", __package__)
         logging = importlib.import_module("transformers.utils.logging")

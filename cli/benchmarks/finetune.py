@@ -32,7 +32,9 @@ def measure(setting: Setting) -> Findings:
     """Measure a client that trains alone, and then one beside it that decodes."""
     swarm = setting.start_swarm(setting.model)
     setting.say("plain transformers")
-    reference = setting.reference.measure_training(*setting.effort.texts)
+    speed, dtype = setting.reference.measure_training(*setting.effort.texts)
+    name = f"plain transformers in {str(dtype).removeprefix('torch.')}, forth and back"
+    reference = Figure(name, speed, "tok/s")
     return Findings([*_measure_speed(setting, swarm, reference), *_measure_steps(setting, swarm)])
 
 
@@ -43,7 +45,7 @@ def train(blocks: RemoteSequential, model: BenchmarkModel, num_rows: int, num_to
     assert inputs_BTH.grad is not None
 
 
-def _measure_speed(setting: Setting, swarm: LocalSwarm, reference: float) -> list[Figure]:
+def _measure_speed(setting: Setting, swarm: LocalSwarm, reference: Figure) -> list[Figure]:
     texts, num_calls = setting.effort.texts, setting.effort.num_calls
     num_tokens = texts[0] * texts[1]
 
@@ -62,10 +64,10 @@ def _measure_speed(setting: Setting, swarm: LocalSwarm, reference: float) -> lis
     int8_seconds, num_int8_bytes = _time(swarm, setting.model, run_both, 1, "int8")
     speed = num_tokens / seconds
     return [
-        Figure("plain transformers, forward and backward", reference, "tok/s"),
+        reference,
         Figure("through the swarm, forward", num_tokens / forward_seconds, "tok/s"),
         Figure("through the swarm, forward and backward", speed, "tok/s", at_least(560)),
-        Figure("ratio to plain transformers", speed / reference, "x", at_least(0.7)),
+        Figure("ratio to plain transformers", speed / reference.value, "x", at_least(0.7)),
         Figure("the same with int8 on the wire", num_tokens / int8_seconds, "tok/s"),
         Figure("what travels for a token", num_bytes / num_tokens, "bytes"),
         Figure("with int8, against 16 bits", num_int8_bytes / num_bytes, "x", at_most(0.55)),
