@@ -122,6 +122,11 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
         "free, at most 4G)",
     )  # fmt: skip
     parser.add_argument(
+        "--adapter-memory", type=parse_memory, metavar="BYTES",
+        help="memory for adapters that they, and those who generate, bring; 0 keeps none (default: "
+        "a sixteenth of what is free, at most 512M)",
+    )  # fmt: skip
+    parser.add_argument(
         "--block-cache", type=parse_bytes, default=_DEFAULTS.block_cache_bytes, metavar="BYTES",
         help="disk that keeps int8 blocks for the next start; 0 keeps none (default: 16G)",
     )  # fmt: skip
@@ -157,6 +162,7 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
         num_threads=options.threads,
         kv_budget_bytes=options.kv_memory,
         pass_bytes=options.training_memory,
+        adapter_bytes=options.adapter_memory,
         block_cache_bytes=options.block_cache,
         initial_peers=initial_peers,
         membership=membership,

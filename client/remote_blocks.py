@@ -16,8 +16,9 @@ from .client import Client
 from .config import make_whole
 from .deep_prompts import check_prompts
 from .distributed_config import DistributedConfig
-from .finetune.active_adapters import ActiveAdapters, ChosenAdapters
+from .finetune.active_adapters import ActiveAdapters, ChosenAdapters, read_digest
 from .finetune.lora import LoraAdapter
+from .finetune.pass_failovers import PassFailover
 from .finetune.peer_optimizer import PeerOptimizer
 from .inference_session import InferenceSession, check_is_session
 from .remote_sequence import RemoteSequenceManager, take_blocks
@@ -204,6 +205,10 @@ class RemoteSequential(nn.Module):
         """Return who answered in stateless passes since this was called last."""
         return self._client.passes.take_recent_hops()
 
+    def take_failovers(self) -> list[PassFailover]:
+        """Return who was lost in stateless passes, and who took over, since the last call."""
+        return self._client.passes.take_failovers()
+
     def optimizer_at_peers(
         self, adapter: LoraAdapter, kind: str = "adamw", **options: Any
     ) -> PeerOptimizer:
@@ -217,20 +222,30 @@ class RemoteSequential(nn.Module):
     def publish_adapter(self, adapter: LoraAdapter) -> str:
         """Let everybody use an adapter as it is now, by the digest that is returned.
 
-        All peers that serve these blocks now keep it, until nobody has used it for some minutes:
-        publish it again from time to time. Raises UsageError for one that adapts the head, which
-        is computed at the client, and what the peers say if none of them keeps it.
+        All peers that serve blocks keep it, those that come later as well, until it is withdrawn or
+        the model is closed; five minutes longer where they do not hear of that. A later state of
+        the same adapter takes its place in the same way. Raises UsageError for one that adapts the
+        head, which is computed at the client, and what the peers say if none of them keeps it.
         """
         if adapter.get_head() is not None:
             raise UsageError(
                 "an adapter of the head cannot be published: every client has a head of its own"
             )
-        published = adapter.take_version().publish()
+        version = adapter.take_version()
+        published = version.publish()
         cut = published.cut(self._span)
         if cut is None:
             raise UsageError(f"the adapter changes nothing in blocks {self._span}")
-        self._client.passes.publish(published, self._span)
+        self._client.passes.publish(published, self._span, version.lineage)
         return cut.name.hex()
+
+    def withdraw_adapter(self, digest: str) -> None:
+        """Take back what `publish_adapter` has published: nobody finds it any more.
+
+        Sessions and passes that use it come to their end. Raises UsageError for the digest of
+        anything that was not published here.
+        """
+        self._client.passes.withdraw(read_digest(digest))
 
     def open_session(self, max_length: int, kv_format: str | None = None) -> InferenceSession:
         """Open a session over these blocks without making it active; the caller closes it."""

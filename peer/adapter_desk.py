@@ -13,7 +13,7 @@ from ..protocol.adapters import AdapterReader
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.ids import UploadId, make_adapter_id
-from ..protocol.messages import AdapterHead, AdapterKept, AdapterPiece
+from ..protocol.messages import AdapterHead, AdapterKept, AdapterPiece, AdapterWithdrawal
 from ..protocol.wire import encode_frame
 from .adapter_shelf import KEEP_SECONDS
 from .answer_queue import AnswerQueue
@@ -21,6 +21,7 @@ from .answers import encode_refusal
 from .engine.adapters import Adapter
 from .engine.engine import Engine
 from .engine.trained_adapter import TrainedAdapter
+from .named_adapters import check_trained
 from .signs import Signs
 
 if TYPE_CHECKING:
@@ -61,17 +62,21 @@ class AdapterDesk:
         self._understands_signs = understands_signs
         self._answers = answers
         self._upload: _Upload | None = None
-        self._refused: UploadId | None = None
+        self._unneeded: UploadId | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.active_at = service.clock.now()
 
-    def take(self, message: AdapterHead | AdapterPiece, holder: Holder) -> None:
-        """Begin with an adapter, or answer why not; or take the next piece of one.
+    def take(self, message: AdapterHead | AdapterPiece | AdapterWithdrawal, holder: Holder) -> None:
+        """Begin with an adapter, or answer why not; take the next piece of one; or forget one.
 
-        Raises RemoteProtocolError where neither belongs there.
+        Raises RemoteProtocolError where that does not belong there.
         """
         if isinstance(message, AdapterPiece):
             self._take_piece(message)
+            return
+        if isinstance(message, AdapterWithdrawal):
+            self._service.adapters.withdraw(message.adapter, holder)
+            self._answer(UploadId(message.pass_id), 0.0)
             return
         if self._upload is not None:
             raise RemoteProtocolError("a stream brings one adapter at a time")
@@ -79,6 +84,10 @@ class AdapterDesk:
             self._upload = upload = self._admit(message, holder)
         except RefusedError as error:
             self._refuse(message.upload_id, error)
+            return
+        if upload is None:
+            self._unneeded = message.upload_id
+            self._answer(message.upload_id, KEEP_SECONDS)
             return
         self.active_at = self._service.clock.now()
         self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, upload)
@@ -89,10 +98,14 @@ class AdapterDesk:
         if self._upload is not None and self._upload.reading is None:
             self._forget(self._upload)
 
-    def _admit(self, head: AdapterHead, holder: Holder) -> _Upload:
+    def _admit(self, head: AdapterHead, holder: Holder) -> _Upload | None:
+        """Return an adapter that is to come; None for one that its holder has published here."""
         service = self._service
         if service.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+        if head.is_published and service.adapters.has(head.adapter, holder, is_published=True):
+            return None
+        check_trained(head.num_trained, service.pass_budget.max_gradient_bytes)
         num_freed = service.adapters.give_up(head.replaces, holder) if head.replaces else 0
         upload = _Upload(head, holder, AdapterReader(head))
         service.adapters.reserve(holder, upload.num_bytes, num_freed)
@@ -101,7 +114,7 @@ class AdapterDesk:
     def _take_piece(self, piece: AdapterPiece) -> None:
         upload = self._upload
         if upload is None or piece.upload_id != upload.head.upload_id:
-            if piece.upload_id != self._refused:
+            if piece.upload_id != self._unneeded:
                 raise RemoteProtocolError("a piece of an adapter that was not announced")
             return
         upload.reader.take(piece)
@@ -134,7 +147,7 @@ class AdapterDesk:
             self._service.adapters.put(
                 head.adapter, reading.result(), upload.holder, upload.num_bytes, head.is_published
             )
-            self._answers.put(encode_frame(AdapterKept(head.upload_id, KEEP_SECONDS)))
+            self._answer(head.upload_id, KEEP_SECONDS)
             return
         self._service.adapters.release(upload.holder, upload.num_bytes)
         if not isinstance(error, RefusedError):
@@ -149,8 +162,12 @@ class AdapterDesk:
         error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, detail)
         self._refuse(upload.head.upload_id, error)
 
+    def _answer(self, upload_id: UploadId, keep_seconds: float) -> None:
+        self.active_at = self._service.clock.now()
+        self._answers.put(encode_frame(AdapterKept(upload_id, keep_seconds)))
+
     def _refuse(self, upload_id: UploadId, error: RefusedError) -> None:
-        self._refused = upload_id  # whose pieces are on their way already
+        self._unneeded = upload_id  # whose pieces are on their way already
         self._answers.put(encode_refusal(upload_id, 0, error))
 
     def _forget(self, upload: _Upload) -> None:

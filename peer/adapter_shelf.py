@@ -3,37 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.fair_share import BUSY_SECONDS, Holder, compute_share
 from ..protocol.ids import AdapterId
 from ..protocol.net.clock import Clock
+from .adapter_budget import MOST_BYTES
 from .engine.adapters import Adapter
 from .engine.trained_adapter import TrainedAdapter
 from .shared_bytes import SharedBytes
 
 KEEP_SECONDS = 300.0
-"""How long an adapter is kept that nobody uses: whoever trains one uses it every few seconds."""
-
-MAX_BYTES_OF_ADAPTERS = 2**29
-"""Of all adapters together, as they were brought. One client may have half of that and a bit."""
+"""How long an adapter is kept that its holder does not use: whoever trains one uses it every few
+seconds, and whoever has published one publishes it again."""
 
 _TIMES_FREE = 3
 
-_Key = tuple[AdapterId, Holder | None]
-"""Without a holder it is for everybody."""
 
-
-@dataclass
+@dataclass(eq=False)
 class Kept:
-    """One adapter, and who has brought it. It counts while `num_users` have it."""
+    """One adapter, and who has brought it. It counts while it is kept, and while somebody uses it.
 
+    `payer` is whose bytes it is: its holder's until that one gives it up, then those of somebody
+    who goes on using it.
+    """
+
+    name: AdapterId
     adapter: Adapter
     holder: Holder
     num_bytes: int
     used_at: float
-    num_users: int = 0
+    """When the holder used it last, or published it again."""
+    payer: Holder
+    users: Counter[Holder] = field(default_factory=Counter[Holder])
     """Sessions, and passes that are not over."""
     is_given_up: bool = False
     trained: TrainedAdapter | None = None
@@ -43,20 +48,24 @@ class Kept:
 class AdapterShelf:
     """Keeps adapters by their digest; a private one is found by whoever brought it alone.
 
-    Their bytes are shared fairly between clients, from when the first one is announced.
+    Their bytes are shared fairly between clients, from when the first one is announced. Of one that
+    several have published, each has a copy to pay for, which nobody else keeps alive.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self.shared = SharedBytes(MAX_BYTES_OF_ADAPTERS, _TIMES_FREE)
+    def __init__(self, clock: Clock, num_bytes: int = MOST_BYTES) -> None:
+        self.shared = SharedBytes(num_bytes, _TIMES_FREE)
+        self._num_bytes = num_bytes
         self._clock = clock
-        self._kept: dict[_Key, Kept] = {}
+        self._private: dict[tuple[AdapterId, Holder], Kept] = {}
+        self._published: dict[AdapterId, dict[Holder, Kept]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<AdapterShelf {len(self._kept)} kept, {self.shared!r}>"
+        return f"<AdapterShelf {len(self)} kept, {self.shared!r}>"
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(list(self._list()))
 
     def reserve(self, holder: Holder, num_bytes: int, num_freed: int = 0) -> None:
         """Count the bytes of an adapter that is about to come.
@@ -66,10 +75,12 @@ class AdapterShelf:
 
         Raises RefusedError with NO_ROOM_FOR_ADAPTER, and when to ask again if that may help.
         """
-        if num_bytes > compute_share(holder, {}, MAX_BYTES_OF_ADAPTERS, _TIMES_FREE):
+        most_bytes = compute_share(holder, {}, self._num_bytes, _TIMES_FREE)
+        if num_bytes > most_bytes:
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
-                f"the adapter has {num_bytes} bytes, more than this peer keeps for one client",
+                f"the adapter takes {num_bytes / 2**20:,.1f} MiB, more than this peer keeps for "
+                f"one client: {most_bytes / 2**20:,.1f} MiB",
             )
         if num_bytes > num_freed and not self.shared.has_room_for(holder, num_bytes):
             raise RefusedError(
@@ -92,36 +103,43 @@ class AdapterShelf:
         is_published: bool,
     ) -> None:
         """Keep an adapter whose bytes are counted; of two of one name the first one stays."""
-        key = (name, None if is_published else holder)
+        known = self._find_own(name, holder, is_published)
+        if known is not None or self._is_closed:
+            self.release(holder, num_bytes)
+            if known is not None:
+                known.used_at = self._clock.now()
+            return
         trained = None if isinstance(adapter, Adapter) else adapter
         adapter = adapter if isinstance(adapter, Adapter) else adapter.adapter
-        known = self._kept.get(key)
-        if known is not None:
-            self.release(holder, num_bytes)
-            known.used_at = self._clock.now()
-            return
-        self._kept[key] = Kept(adapter, holder, num_bytes, self._clock.now(), trained=trained)
+        now = self._clock.now()
+        kept = Kept(name, adapter, holder, num_bytes, now, payer=holder, trained=trained)
+        if is_published:
+            self._published.setdefault(name, {})[holder] = kept
+        else:
+            self._private[name, holder] = kept
         if self._timer is None:
             self._look_after(KEEP_SECONDS)
 
     def find(self, name: AdapterId, holder: Holder) -> Kept:
-        """Return an adapter that a holder may use, which is used from now on.
+        """Return an adapter that a holder may use, which its holder uses from now on.
 
         Raises RefusedError with UNKNOWN_ADAPTER: nobody learns of those of others.
         """
-        kept = self._kept.get((name, holder)) or self._kept.get((name, None))
-        if kept is None:
-            raise RefusedError(
-                ErrorCode.UNKNOWN_ADAPTER,
-                f"this peer has no adapter {name.hex():.12}… of yours, and nobody published it "
-                f"or used it in the last {KEEP_SECONDS / 60:.0f} minutes",
-            )
-        kept.used_at = self._clock.now()
-        return kept
+        own = self._find_own(name, holder, False) or self._find_own(name, holder, True)
+        if own is not None:
+            own.used_at = self._clock.now()
+            return own
+        for kept in self._published.get(name, {}).values():
+            return kept
+        raise RefusedError(
+            ErrorCode.UNKNOWN_ADAPTER,
+            f"this peer has no adapter {name.hex():.12}… of yours that you used in the last "
+            f"{KEEP_SECONDS / 60:.0f} minutes, and nobody publishes it",
+        )
 
-    def has(self, name: AdapterId, holder: Holder) -> bool:
-        """Return whether a private adapter is here, which is used from now on then."""
-        kept = self._kept.get((name, holder))
+    def has(self, name: AdapterId, holder: Holder, is_published: bool = False) -> bool:
+        """Return whether a holder has an adapter here, which it uses from now on then."""
+        kept = self._find_own(name, holder, is_published)
         if kept is not None:
             kept.used_at = self._clock.now()
         return kept is not None
@@ -137,7 +155,7 @@ class AdapterShelf:
         if self.has(new_name, holder):
             return
         old = self.find(name, holder)
-        num_freed = 0 if old.num_users else old.num_bytes
+        num_freed = 0 if old.users else old.num_bytes
         self.reserve(holder, old.num_bytes, num_freed)
         self.give_up(name, holder)
         self.put(new_name, updated, holder, old.num_bytes, is_published=False)
@@ -147,40 +165,97 @@ class AdapterShelf:
 
         Passes and sessions that have it go on with it, and it counts until they are over.
         """
-        kept = self._kept.pop((name, holder), None)
+        kept = self._private.get((name, holder))
         if kept is None:
             return 0
-        self._count_out(kept)
-        return 0 if kept.num_users else kept.num_bytes
+        self._forget(kept)
+        return 0 if kept.users else kept.num_bytes
 
-    def use(self, kept: Kept) -> None:
+    def withdraw(self, name: AdapterId, holder: Holder) -> None:
+        """Forget an adapter that its holder takes back, private or published.
+
+        Passes and sessions that have it go on with it, on the account of one of them.
+        """
+        for is_published in (False, True):
+            kept = self._find_own(name, holder, is_published)
+            if kept is not None:
+                self._forget(kept)
+
+    def use(self, kept: Kept, user: Holder) -> None:
         """Let an adapter stay until `leave`; whoever holds on to one says so here."""
-        kept.num_users += 1
+        if kept.is_given_up and not kept.users:  # since it was found
+            kept.payer = user
+            self.shared.count(user, kept.num_bytes)
+        kept.users[user] += 1
 
-    def leave(self, kept: Kept) -> None:
+    def leave(self, kept: Kept, user: Holder) -> None:
         """Note that a session or a pass is over that had an adapter."""
-        kept.num_users -= 1
-        kept.used_at = self._clock.now()
-        if kept.is_given_up and not kept.num_users:
-            self.release(kept.holder, kept.num_bytes)
+        kept.users[user] -= 1
+        if not kept.users[user]:
+            del kept.users[user]
+        if user == kept.holder:
+            kept.used_at = self._clock.now()
+        if kept.is_given_up:
+            self._settle(kept)
 
-    def _count_out(self, kept: Kept) -> None:
-        """Count an adapter no longer: at once, or when the last one that has it is over."""
+    def close(self) -> None:
+        """Forget everything at once, but for what sessions and passes hold on to until they end.
+
+        Nothing is kept here any more: the memory is for the next span.
+        """
+        self._is_closed = True
+        for kept in list(self._list()):
+            self._forget(kept)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _find_own(self, name: AdapterId, holder: Holder, is_published: bool) -> Kept | None:
+        if is_published:
+            return self._published.get(name, {}).get(holder)
+        return self._private.get((name, holder))
+
+    def _list(self) -> Iterator[Kept]:
+        yield from self._private.values()
+        for copies in self._published.values():
+            yield from copies.values()
+
+    def _forget(self, kept: Kept) -> None:
+        """Let nobody find an adapter any more; it counts until nobody has it."""
+        if self._private.get((kept.name, kept.holder)) is kept:
+            del self._private[kept.name, kept.holder]
+        else:
+            copies = self._published[kept.name]
+            del copies[kept.holder]
+            if not copies:
+                del self._published[kept.name]
         kept.is_given_up = True
-        if not kept.num_users:
-            self.release(kept.holder, kept.num_bytes)
+        self._settle(kept)
+
+    def _settle(self, kept: Kept) -> None:
+        """Let somebody pay for what was given up who still has it; nobody if nobody has."""
+        if kept.payer in kept.users:
+            return
+        self.release(kept.payer, kept.num_bytes)
+        for user in kept.users:
+            kept.payer = user
+            self.shared.count(user, kept.num_bytes)
+            return
 
     def _look_after(self, seconds: float) -> None:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        """Forget what nobody has used for too long, and look again when the next one may be."""
+        """Forget what was not used for too long, and look again when the next one may be.
+
+        By its holder: what strangers do with it keeps nothing alive that somebody else pays for.
+        """
         self._timer = None
         now = self._clock.now()
-        for key, kept in list(self._kept.items()):
-            if not kept.num_users and now - kept.used_at >= KEEP_SECONDS:
-                del self._kept[key]
-                self._count_out(kept)
-        if self._kept:
-            ages = [now - kept.used_at for kept in self._kept.values() if not kept.num_users]
+        idle = [kept for kept in self._list() if not kept.users[kept.holder]]
+        for kept in idle:
+            if now - kept.used_at >= KEEP_SECONDS:
+                self._forget(kept)
+        if self._private or self._published:
+            ages = [now - kept.used_at for kept in idle if not kept.is_given_up]
             self._look_after(KEEP_SECONDS - max(ages, default=0.0))

@@ -15,6 +15,7 @@ from ..protocol.fair_share import Holder, check_room_for_client, may_displace
 from ..protocol.ids import SessionId
 from ..protocol.messages import Open
 from ..protocol.session import SessionState
+from .adapter_shelf import Kept
 from .engine.compute_thread import ComputeThread
 from .engine.kv_cache import SessionCache
 from .engine.kv_pool import IDLE_SECONDS
@@ -152,7 +153,7 @@ class Admission:
         service = self._service
         self._check(message)
         parent = self._find_parent(message, holder)
-        adapter = service.adapters.find(message.adapter, holder) if message.adapter else None
+        adapter = self._find_adapter(message, holder, parent)
         if parent is not None and parent.adapter is not adapter:
             raise RefusedError(ErrorCode.BAD_VALUES, "a fork has the adapter of its parent")
         self._make_place(holder)
@@ -174,7 +175,7 @@ class Admission:
             message.capability, adapter,
         )  # fmt: skip
         if adapter is not None:
-            service.adapters.use(adapter)
+            service.adapters.use(adapter, holder)
         service.sessions[message.session] = held
         if message.next is not None:
             log = None if parent is None else parent.outlet.fork_log(message.prefix_tokens)
@@ -203,6 +204,17 @@ class Admission:
             raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer pushes to no other")
         if message.session in service.sessions or message.session in self._opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
+
+    def _find_adapter(
+        self, message: Open, holder: Holder, parent: HeldSession | None
+    ) -> Kept | None:
+        """Return the adapter of a session; a fork has that of its parent, forgotten or not."""
+        if not message.adapter:
+            return None
+        inherited = None if parent is None else parent.adapter
+        if inherited is not None and inherited.name == message.adapter:
+            return inherited
+        return self._service.adapters.find(message.adapter, holder)
 
     def _find_parent(self, message: Open, holder: Holder) -> HeldSession | None:
         """Return the session whose prefix is asked for; nobody learns of those of others."""

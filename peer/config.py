@@ -6,6 +6,7 @@ from pathlib import Path
 from ..protocol.errors import UsageError
 from ..protocol.membership import Membership
 from ..protocol.spans import Span
+from .adapter_budget import LEAST_BYTES as LEAST_ADAPTER_BYTES
 from .device_names import NO_NF4, parse_cuda_number
 from .pass_budget import LEAST_BYTES
 
@@ -41,6 +42,10 @@ class PeerConfig:
     pass_bytes: int | None = None
     """Memory for passes of those who fine-tune, all together; 0: take none; None: an eighth of what
     is free, 4 GiB at most."""
+
+    adapter_bytes: int | None = None
+    """Memory for adapters that clients bring, all together; 0: keep none; None: a sixteenth of what
+    is free, 512 MiB at most."""
 
     block_cache_bytes: int = 16 * 2**30
     """Disk that quantized blocks may take in `~/.cache/shoal/blocks`, all peers of a user together;
@@ -93,4 +98,9 @@ class PeerConfig:
             raise UsageError(
                 f"training takes at least {LEAST_BYTES // 2**20} MiB of memory, or none "
                 f"(--training-memory 0), not {self.pass_bytes:,} bytes"
+            )
+        if self.adapter_bytes and self.adapter_bytes < LEAST_ADAPTER_BYTES:
+            raise UsageError(
+                f"adapters take at least {LEAST_ADAPTER_BYTES // 2**20} MiB of memory, or none "
+                f"(--adapter-memory 0), not {self.adapter_bytes:,} bytes"
             )

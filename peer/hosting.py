@@ -13,6 +13,7 @@ from ..protocol.errors import ModelError, ShoalError
 from ..protocol.ids import ModelId, PeerId, make_model_id
 from ..protocol.net.clock import Clock
 from ..protocol.spans import Span
+from .adapter_budget import choose_adapter_bytes
 from .block_sizes import BlockSizes
 from .config import PeerConfig
 from .engine.block_cache import open_block_cache
@@ -54,6 +55,8 @@ class HostedModel:
     sizes: BlockSizes
     pass_bytes: int
     """Memory for passes."""
+    adapter_bytes: int
+    """Memory for adapters."""
 
     @classmethod
     def open(cls, config: PeerConfig) -> "HostedModel":
@@ -67,10 +70,13 @@ class HostedModel:
         check_kv_budget(spec, span, numerics, config.kv_budget_bytes)
         model_id = make_model_id(checkpoint.config, checkpoint.revision)
         sizes = BlockSizes.of_model(spec, numerics.weights)
-        pass_bytes = config.pass_bytes
+        free_bytes = _read_free_bytes(numerics)
+        pass_bytes, adapter_bytes = config.pass_bytes, config.adapter_bytes
         if pass_bytes is None:
-            pass_bytes = choose_pass_bytes(_read_free_bytes(numerics))
-        return cls(checkpoint, model_id, spec, numerics, sizes, pass_bytes)
+            pass_bytes = choose_pass_bytes(free_bytes)
+        if adapter_bytes is None:
+            adapter_bytes = choose_adapter_bytes(free_bytes)
+        return cls(checkpoint, model_id, spec, numerics, sizes, pass_bytes, adapter_bytes)
 
     def read_free_bytes(self) -> int:
         """Return the memory that is left where the blocks are computed."""
@@ -120,6 +126,7 @@ class Hosting:
             config.max_sessions,
             config.session_idle_seconds,
             model.pass_bytes,
+            model.adapter_bytes,
         )
         self._clock = clock
         self._neighbours = neighbours

@@ -12,6 +12,7 @@ from ..protocol.messages import (
     AdapterMeasure,
     AdapterPiece,
     AdapterUpdate,
+    AdapterWithdrawal,
     Pass,
     PassPiece,
 )
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
     from .service import Service
 
 LearningMessage = (
-    Pass | PassPiece | AdapterHead | AdapterPiece | AdapterMeasure | AdapterUpdate | AdapterFetch
+    Pass
+    | PassPiece
+    | AdapterHead
+    | AdapterPiece
+    | AdapterWithdrawal
+    | AdapterMeasure
+    | AdapterUpdate
+    | AdapterFetch
 )
 
 
@@ -50,7 +58,7 @@ class LearningDesk:
 
         Raises RemoteProtocolError where it does not belong there.
         """
-        if isinstance(message, AdapterHead | AdapterPiece):
+        if isinstance(message, AdapterHead | AdapterPiece | AdapterWithdrawal):
             self._adapters.take(message, holder)
         elif isinstance(message, Pass):
             self._passes.take(message, holder)

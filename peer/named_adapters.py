@@ -58,24 +58,36 @@ def check_adapters(message: Pass, adapters: Adapters, width: int, most_bytes: in
     """Return the bytes that a pass needs for its adapters.
 
     Raises RefusedError when their gradients do not fill as many vectors as the client expects, or
-    take more than `most_bytes`, however few texts there are.
+    take more than `most_bytes`, however few texts there are: on the way there already, if they will
+    be asked for.
     """
-    if not message.adapter_vectors and message.gather is None:
+    wants_gradients = message.adapter_vectors > 0 or message.gather is not None
+    if not wants_gradients and not message.trains_adapters:
         return 0
     num_numbers = sum(adapter.num_numbers for adapter in _list(adapters))
-    if message.gather is None and -(-num_numbers // width) != message.adapter_vectors:
+    if message.adapter_vectors and -(-num_numbers // width) != message.adapter_vectors:
         raise RefusedError(
             ErrorCode.BAD_VALUES,
             f"the gradients of these adapters are {num_numbers} numbers for blocks {message.span}, "
             f"which do not fill {message.adapter_vectors} vectors of {width}",
         )
+    check_trained(num_numbers, most_bytes)
+    # Copies of the matrices, and their gradients.
+    return 2 * num_numbers * _FLOAT_BYTES if wants_gradients else 0
+
+
+def check_trained(num_numbers: int, most_bytes: int) -> None:
+    """Raise RefusedError where the gradients of so many numbers of adapters take too much memory.
+
+    No microbatch makes them smaller, and asking again does not help.
+    """
     if num_numbers * _FLOAT_BYTES > most_bytes:
         raise RefusedError(
             ErrorCode.NO_ROOM_FOR_ADAPTER,
-            f"gradients of {num_numbers * _FLOAT_BYTES} bytes for adapters are more than the "
-            f"{most_bytes} that this peer has memory for; train a smaller rank or fewer modules",
+            f"this peer has memory to train {most_bytes // _FLOAT_BYTES:,} numbers of adapters at "
+            f"once, and its blocks have {num_numbers:,} of them; train a smaller rank or fewer "
+            "modules",
         )
-    return 2 * num_numbers * _FLOAT_BYTES  # copies of the matrices, and their gradients
 
 
 def join_gradients(

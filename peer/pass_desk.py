@@ -145,7 +145,7 @@ class PassDesk:
         service.passes.count(holder, num_bytes)
         service.num_passes += 1
         for one in kept.values():
-            service.adapters.use(one)
+            service.adapters.use(one, holder)
         reader = PiecesReader(list_question_slots(message), engine.spec.hidden_size)
         return _Asked(
             message, holder, reader, num_bytes, work_bytes, adapters, kept.values(), gathered
@@ -231,7 +231,7 @@ class PassDesk:
         self._asked, self._active_at = None, self._service.clock.now()
         self._recount(asked, 0)
         for kept in asked.kept:
-            self._service.adapters.leave(kept)
+            self._service.adapters.leave(kept, asked.holder)
         self._service.num_passes -= 1
         self._service.note_change()
 

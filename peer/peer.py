@@ -209,7 +209,7 @@ def _describe_address(door: object, directory: Directory) -> dict[str, object]:
 def _describe_model(config: PeerConfig, model: HostedModel) -> PlacedModel:
     """Return what there is to place: as many blocks as were asked for, or as memory holds."""
     if config.num_blocks is None:
-        other_bytes = config.kv_budget_bytes + model.pass_bytes
+        other_bytes = config.kv_budget_bytes + model.pass_bytes + model.adapter_bytes
         room = find_room(model.sizes, other_bytes, model.read_free_bytes())
     else:
         room = Room(config.num_blocks)

@@ -84,8 +84,8 @@ class Placer:
         if not self._model.has_room:
             raise UsageError(
                 "there is no memory for a block of this model: free some, give less to sessions "
-                "(--kv-memory) or training (--training-memory), or say how many blocks to serve "
-                "(--num-blocks)"
+                "(--kv-memory), training (--training-memory) or adapters (--adapter-memory), or "
+                "say how many blocks to serve (--num-blocks)"
             )
         intent: Intent | None = None
         num_intents = 0

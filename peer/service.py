@@ -10,6 +10,7 @@ from ..protocol.ids import ModelId, PeerId, SessionId
 from ..protocol.messages import Offer
 from ..protocol.net.clock import Clock
 from ..protocol.net.transport import Stream
+from .adapter_budget import MOST_BYTES as MOST_ADAPTER_BYTES
 from .adapter_shelf import AdapterShelf
 from .admission import Admission
 from .conversation import Conversation
@@ -46,6 +47,8 @@ class ServiceFacts:
     session_idle_seconds: float
     pass_bytes: int = MOST_BYTES
     """Memory for passes; 0: none are taken."""
+    adapter_bytes: int = MOST_ADAPTER_BYTES
+    """Memory for adapters that clients bring; 0: none are kept."""
 
 
 @dataclass
@@ -79,7 +82,7 @@ class Service:
         self.compute.limit_passes(self.pass_budget.work_bytes)
         self.passes = SharedBytes(self.pass_budget.tensor_bytes, times_free=3)
         self.admission = Admission(self)
-        self.adapters = AdapterShelf(self.clock)
+        self.adapters = AdapterShelf(self.clock, self.facts.adapter_bytes)
         logged = SharedBytes(MAX_LOGGED_BYTES, times_free=3)
         self.ways = Ways(self.neighbours, self.pending, logged)
 
@@ -122,6 +125,7 @@ class Service:
             self._changed.clear()
             if self.streams:
                 await self._changed.wait()
+        self.adapters.close()
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
         """Wait until no session is left, being opened or waiting, and no pass; return whether that
@@ -159,7 +163,7 @@ class Service:
         del self.sessions[session]
         held.outlet.close()
         if held.adapter is not None:
-            self.adapters.leave(held.adapter)
+            self.adapters.leave(held.adapter, held.holder)
         self.prompts.count(held.holder, -held.num_prompt_bytes)
         for future in held.running:
             future.cancel()

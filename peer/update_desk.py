@@ -163,10 +163,10 @@ class UpdateDesk:
         compute, shelf = self._service.compute, self._service.adapters
         cost = max(1, trained.adapter.num_numbers // _NUMBERS_PER_COST)
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
-        shelf.use(kept)
+        shelf.use(kept, holder)
         job = compute.submit_pass(run, cost, holder, num_bytes)
         # However it ends, the thread has let go of the adapter then.
-        job.released.add_done_callback(lambda _: shelf.leave(kept))
+        job.released.add_done_callback(lambda _: shelf.leave(kept, holder))
         try:
             await asyncio.wait([job.future])
             await asyncio.wait([job.released])

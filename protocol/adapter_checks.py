@@ -14,6 +14,7 @@ from .adapter_messages import (
     AdapterMeasured,
     AdapterPiece,
     AdapterUpdate,
+    AdapterWithdrawal,
     GatherOrder,
     GradientSum,
     OptimizerKind,
@@ -38,8 +39,10 @@ def check_adapter(value: bytes) -> None:
 
 def check_adapter_rows(message: Pass) -> None:
     """Raise ValueError unless what a pass says of adapters fits its rows."""
+    if message.trains_adapters and message.kind is not PassKind.FORWARD:
+        raise ValueError("that gradients will be asked for is said on the way there")
     if not message.adapters:
-        if message.adapter_vectors or message.gather:
+        if message.adapter_vectors or message.gather or message.trains_adapters:
             raise ValueError("gradients of adapters are asked for, and there are none")
         return
     num_rows = 0
@@ -78,6 +81,7 @@ def _check_head(message: AdapterHead) -> None:
         raise ValueError("what was updated has an optimizer")
     if message.optimizer and message.is_published:
         raise ValueError("an adapter that is published does not learn any more")
+    check_number(message.num_trained, 0, limits.MAX_ADAPTER_BYTES, "number of trained numbers")
     if message.num_bytes % message.num_files:
         raise ValueError(f"{message.num_bytes} bytes are not {message.num_files} files of one size")
 
@@ -148,6 +152,13 @@ def _check_fetch(message: AdapterFetch) -> None:
         raise ValueError("an adapter that is fetched has a digest")
 
 
+def _check_withdrawal(message: AdapterWithdrawal) -> None:
+    check_session(message.pass_id)
+    check_adapter(message.adapter)
+    if not message.adapter:
+        raise ValueError("an adapter that is taken back has a digest")
+
+
 ADAPTER_CHECKS: dict[type, Callable[[Any], None]] = {
     AdapterHead: _check_head,
     AdapterPiece: _check_piece,
@@ -156,4 +167,5 @@ ADAPTER_CHECKS: dict[type, Callable[[Any], None]] = {
     AdapterMeasured: _check_measured,
     AdapterUpdate: _check_update,
     AdapterFetch: _check_fetch,
+    AdapterWithdrawal: _check_withdrawal,
 }

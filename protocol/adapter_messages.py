@@ -53,11 +53,15 @@ class AdapterHead:
 
     `adapter` is the digest of both files, so what it names never changes. Whoever trains one brings
     each new state as an adapter of its own, and the one that it `replaces` is forgotten. Only the
-    client that brought it may name it, unless `is_published`. The answer is `AdapterKept`.
+    client that brought it may name it, unless `is_published`. The answer is `AdapterKept`; of one
+    that the client has published before it comes at once, and pieces are not needed.
 
     With an `optimizer` the peer is to train it, see `AdapterUpdate`. If it has learned before, the
     optimizer's moments follow its matrices, each as safetensors of the same names and sizes, and
     `num_updates` says how many updates they come from. A peer answers `AdapterFetch` in this form.
+
+    `num_trained` are the numbers that gradients will be asked for, 0 if they will not: a peer
+    without memory for them declines before the adapter is on its way.
     """
 
     upload_id: UploadId
@@ -68,6 +72,7 @@ class AdapterHead:
     replaces: AdapterId = NO_ADAPTER
     optimizer: OptimizerKind = OptimizerKind.NONE
     num_updates: int = 0
+    num_trained: int = 0
 
     @property
     def num_files(self) -> int:
@@ -90,6 +95,18 @@ class AdapterKept:
 
     upload_id: UploadId
     keep_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterWithdrawal:
+    """Ask a peer to forget an adapter that this client has brought, for itself or for everybody.
+
+    Sessions and passes that have it go on with it. The answer is `AdapterKept`, for 0 seconds, also
+    where the adapter is not there.
+    """
+
+    pass_id: PassId
+    adapter: AdapterId
 
 
 @dataclass(frozen=True, slots=True)

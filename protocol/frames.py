@@ -58,6 +58,7 @@ class Kind(IntEnum):
     ADAPTER_MEASURED = 27
     ADAPTER_UPDATE = 28
     ADAPTER_FETCH = 29
+    ADAPTER_WITHDRAWAL = 30
 
 
 class Flag(IntFlag):

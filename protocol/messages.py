@@ -14,7 +14,8 @@ the other one dials by saying `Hello` on it, now or in hours.
 Fine-tuning needs no session. On a stream of its own the client says `Pass` and sends tensors in
 `PassPiece`s; those of the answer come in the same way, and `Passed` ends them. An adapter that
 passes and sessions name is brought before, as `AdapterHead` and `AdapterPiece`s, and `AdapterKept`.
-A peer that trains one itself is told when, by `AdapterMeasure` and `AdapterUpdate`.
+A peer that trains one itself is told when, by `AdapterMeasure` and `AdapterUpdate`. Whoever has
+published one takes it back with `AdapterWithdrawal`.
 """
 
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from .adapter_messages import (
     AdapterPiece,
     AdapterRows,
     AdapterUpdate,
+    AdapterWithdrawal,
     GatherOrder,
 )
 from .chain_messages import Admit, Attach, Mirror, NextHop, Redirect
@@ -301,7 +303,9 @@ class Pass:
 
     `adapters` says which rows have which adapter; without, none has one. Backward,
     `adapter_vectors` are those that the gradients of all of them fill; 0: they are not wanted.
-    To `gather` them, of the one adapter that rows have, is for one that the peer trains.
+    To `gather` them, of the one adapter that rows have, is for one that the peer trains. Forward,
+    `trains_adapters` says that any of this will be asked for: a peer without memory for it declines
+    before it computes anything.
     """
 
     pass_id: PassId
@@ -316,6 +320,7 @@ class Pass:
     adapters: tuple[AdapterRows, ...] = ()
     adapter_vectors: int = 0
     gather: GatherOrder | None = None
+    trains_adapters: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,4 +372,5 @@ Message = (
     | AdapterMeasured
     | AdapterUpdate
     | AdapterFetch
+    | AdapterWithdrawal
 )

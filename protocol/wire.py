@@ -16,13 +16,7 @@ from .frames import Flag, Kind, Parts, join_frame, split_frame
 from .ids import AdapterId, Capability, ClientToken, ModelId, PeerId, SessionId
 from .message_checks import check_message, check_text, clean_text
 from .messages import (
-    AdapterFetch,
-    AdapterHead,
-    AdapterKept,
-    AdapterMeasure,
-    AdapterMeasured,
     AdapterPiece,
-    AdapterUpdate,
     Admit,
     Attach,
     Close,
@@ -362,34 +356,13 @@ CODECS = (
     _Codec(Kind.PASS, Pass, passes.encode_pass, passes.decode_pass, ("epoch", *_SESSION)),
     _Codec(Kind.PASS_PIECE, PassPiece, passes.encode_piece, passes.decode_piece, _PIECE),
     _Codec(Kind.PASSED, Passed, passes.encode_passed, passes.decode_passed, ("epoch", *_SESSION)),
-    _Codec(Kind.ADAPTER_HEAD, AdapterHead, adapters.encode_head, adapters.decode_head, _ADAPTER),
+    *(_Codec(*entry, _ADAPTER) for entry in adapters.TABLE),
     _Codec(
         Kind.ADAPTER_PIECE,
         AdapterPiece,
         adapters.encode_adapter_piece,
         adapters.decode_adapter_piece,
         ("epoch", "sequence", "flags"),
-    ),
-    _Codec(Kind.ADAPTER_KEPT, AdapterKept, adapters.encode_kept, adapters.decode_kept, _ADAPTER),
-    _Codec(
-        Kind.ADAPTER_MEASURE,
-        AdapterMeasure,
-        adapters.encode_measure,
-        adapters.decode_measure,
-        _ADAPTER,
-    ),
-    _Codec(
-        Kind.ADAPTER_MEASURED,
-        AdapterMeasured,
-        adapters.encode_measured,
-        adapters.decode_measured,
-        _ADAPTER,
-    ),
-    _Codec(
-        Kind.ADAPTER_UPDATE, AdapterUpdate, adapters.encode_update, adapters.decode_update, _ADAPTER
-    ),
-    _Codec(
-        Kind.ADAPTER_FETCH, AdapterFetch, adapters.encode_fetch, adapters.decode_fetch, _ADAPTER
     ),
 )
 _CODEC_OF_TYPE = {codec.type: codec for codec in CODECS}

@@ -1,6 +1,7 @@
 """What is said about adapters as frames and back: see `wire` for the other messages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from .adapter_messages import (
     AdapterFetch,
@@ -11,6 +12,7 @@ from .adapter_messages import (
     AdapterPiece,
     AdapterRows,
     AdapterUpdate,
+    AdapterWithdrawal,
     GatherOrder,
     GradientSum,
     OptimizerKind,
@@ -41,6 +43,7 @@ def encode_head(message: AdapterHead) -> Parts:
         replaces=message.replaces,
         optimizer=message.optimizer,
         num_updates=message.num_updates,
+        num_trained=message.num_trained,
     )
     return Parts(Kind.ADAPTER_HEAD, message.upload_id, control=body.SerializeToString())
 
@@ -58,6 +61,7 @@ def decode_head(parts: Parts) -> AdapterHead:
         AdapterId(body.replaces),
         OptimizerKind(body.optimizer),
         body.num_updates,
+        body.num_trained,
     )
 
 
@@ -188,3 +192,28 @@ def decode_fetch(parts: Parts) -> AdapterFetch:
     body = pb.AdapterFetchBody()
     body.ParseFromString(bytes(parts.control))
     return AdapterFetch(_read_id(parts), AdapterId(body.adapter))
+
+
+def encode_withdrawal(message: AdapterWithdrawal) -> Parts:
+    """Return the fields of the frame."""
+    body = pb.AdapterWithdrawalBody(adapter=message.adapter)
+    return Parts(Kind.ADAPTER_WITHDRAWAL, message.pass_id, control=body.SerializeToString())
+
+
+def decode_withdrawal(parts: Parts) -> AdapterWithdrawal:
+    """Return which adapter is to be forgotten; raises protobuf's DecodeError."""
+    body = pb.AdapterWithdrawalBody()
+    body.ParseFromString(bytes(parts.control))
+    return AdapterWithdrawal(_read_id(parts), AdapterId(body.adapter))
+
+
+TABLE: tuple[tuple[Kind, type, Callable[[Any], Parts], Callable[[Parts], Any]], ...] = (
+    (Kind.ADAPTER_HEAD, AdapterHead, encode_head, decode_head),
+    (Kind.ADAPTER_KEPT, AdapterKept, encode_kept, decode_kept),
+    (Kind.ADAPTER_MEASURE, AdapterMeasure, encode_measure, decode_measure),
+    (Kind.ADAPTER_MEASURED, AdapterMeasured, encode_measured, decode_measured),
+    (Kind.ADAPTER_UPDATE, AdapterUpdate, encode_update, decode_update),
+    (Kind.ADAPTER_FETCH, AdapterFetch, encode_fetch, decode_fetch),
+    (Kind.ADAPTER_WITHDRAWAL, AdapterWithdrawal, encode_withdrawal, decode_withdrawal),
+)
+"""Both ways of those whose frames have nothing but an id and a body."""

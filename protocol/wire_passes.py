@@ -29,6 +29,7 @@ def encode_pass(message: Pass) -> Parts:
         adapters=encode_adapter_rows(message.adapters),
         adapter_vectors=message.adapter_vectors,
         gather=encode_gather(message.gather),
+        trains_adapters=message.trains_adapters,
     )
     return Parts(Kind.PASS, message.pass_id, control=body.SerializeToString())
 
@@ -50,6 +51,7 @@ def decode_pass(parts: Parts) -> Pass:
         decode_adapter_rows(body.adapters),
         body.adapter_vectors,
         decode_gather(body.gather) if body.HasField("gather") else None,
+        body.trains_adapters,
     )
 
 

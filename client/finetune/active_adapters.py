@@ -43,6 +43,8 @@ class ChosenAdapters:
 
     rows: RowAdapters = ()
     sources: Mapping[OwnVersion, LoraAdapter] = field(default_factory=dict[OwnVersion, LoraAdapter])
+    is_trained: bool = False
+    """Whether gradients of them will be asked for."""
 
     def list_parameters(self, span: Span) -> list[tuple[OwnVersion, str, nn.Parameter]]:
         """Return all matrices of some blocks."""
@@ -100,8 +102,8 @@ class ActiveAdapters:
                 sources[version] = adapter
             elif adapter is not None:
                 sent[adapter] = PublishedAdapter(read_digest(adapter))
-        is_mixed = len(sources) < len(sent) and any(version.is_trained for version in sources)
-        if is_mixed and torch.is_grad_enabled():
+        is_trained = torch.is_grad_enabled() and any(version.is_trained for version in sources)
+        if is_trained and len(sources) < len(sent):
             raise UsageError(
                 "rows with an adapter to train and rows with a published one go in separate calls"
             )
@@ -110,7 +112,8 @@ class ActiveAdapters:
                 "an adapter whose optimizer is at peers is the only one of a call; rows without "
                 "any may stand beside it"
             )
-        return ChosenAdapters(tuple(None if one is None else sent[one] for one in rows), sources)
+        chosen = tuple(None if one is None else sent[one] for one in rows)
+        return ChosenAdapters(chosen, sources, is_trained)
 
     def take_for_session(self) -> SentAdapter | None:
         """Return the adapter of a session that is opened now; raises UsageError for several."""

@@ -109,6 +109,10 @@ class AdaptedModel:
         """See `RemoteSequential.publish_adapter`."""
         return self.transformer.h.publish_adapter(adapter)
 
+    def withdraw_adapter(self, digest: str) -> None:
+        """See `RemoteSequential.withdraw_adapter`."""
+        self.transformer.h.withdraw_adapter(digest)
+
     def open_adapter(self, given: str | Path) -> None:
         """Make an adapter active that is a folder or the digest of a published one."""
         if isinstance(given, str) and is_digest(given):

@@ -6,7 +6,7 @@ import asyncio
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...protocol.errors import SilentError
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId, SessionId, UploadId
@@ -45,16 +45,22 @@ class AdapterCourier:
         self._locks: dict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def bring(
-        self, link: PassLink, adapters: Iterable[SentAdapter], span: Span, way: Line
+        self,
+        link: PassLink,
+        adapters: Iterable[SentAdapter],
+        span: Span,
+        way: Line,
+        is_trained: bool,
     ) -> None:
         """See that a peer has all of some adapters for some blocks; raises what the link does.
 
-        `way` is the line to this peer, as far as it has shown.
+        `way` is the line to this peer, as far as it has shown. One without memory to train them, if
+        that is what they are for, says so before they are on their way.
         """
         for adapter in adapters:
             if isinstance(adapter, AdapterVersion):
                 async with self._locks[link.peer.peer_id]:
-                    await self._bring(link, adapter, span, way)
+                    await self._bring(link, adapter, span, way, is_trained)
 
     async def publish(
         self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line
@@ -85,7 +91,9 @@ class AdapterCourier:
             if peer_id not in self._kept and not lock.locked():
                 del self._locks[peer_id]
 
-    async def _bring(self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line) -> None:
+    async def _bring(
+        self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line, is_trained: bool
+    ) -> None:
         cut, peer_id = adapter.cut(span), link.peer.peer_id
         if cut is None:
             return
@@ -100,6 +108,8 @@ class AdapterCourier:
         # An older version may be gone back through still: it takes nothing away.
         replaces = name if number < adapter.number else NO_ADAPTER
         head, tensors = _make_head(adapter, span, replaces=replaces)
+        if is_trained:
+            head = replace(head, num_trained=cut.num_numbers)
         keep_seconds = await self.send(link, head, tensors, way)
         kept.pop(replaces, None)
         kept[cut.name] = _Kept(keep_seconds, self._clock.now())

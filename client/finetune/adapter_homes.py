@@ -230,6 +230,7 @@ class AdapterHomes:
             return
         place = self._segments.index(lost)
         self._segments[place : place + 1] = fresh
+        self._asker.failovers.note(trouble.take_lost(), [segment.home for segment in fresh])
 
     async def _replay(self, fresh: Sequence[Segment], logged: LoggedPass, trouble: Trouble) -> None:
         """Have gradients gathered again, now perhaps by several homes in a row."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...protocol.ids import AdapterId
 from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
 from ..portal import Portal
@@ -20,6 +21,7 @@ from .active_adapters import NO_ADAPTERS, ChosenAdapters
 from .adapter_homes import AdapterHomes
 from .adapter_versions import AdapterVersion, RowAdapters
 from .microbatches import TextGradients, Texts
+from .pass_failovers import PassFailover
 from .reentrant import check_same_adapters, make_lost_adapters_error
 from .remote_passes import RemotePasses, Trail
 
@@ -73,9 +75,17 @@ class PassRunner:
         """Run something on the loop of the client, and return what comes of it."""
         return self._portal.run(coroutine)
 
-    def publish(self, adapter: AdapterVersion, span: Span) -> int:
-        """See `PassAsker.publish`."""
-        return self._portal.run(self._passes.publish(adapter, span))
+    def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> int:
+        """See `Publications.publish`."""
+        return self._portal.run(self._passes.publications.publish(adapter, span, lineage))
+
+    def withdraw(self, name: AdapterId) -> None:
+        """See `Publications.withdraw`."""
+        self._portal.run(self._passes.publications.withdraw(name))
+
+    def take_failovers(self) -> list[PassFailover]:
+        """See `RemotePasses.take_failovers`."""
+        return self._portal.run(self._passes.take_failovers())
 
     def take_recent_hops(self) -> list[Hop]:
         """See `PassAsker.take_recent_hops`."""
@@ -125,7 +135,7 @@ class _RemoteBlocks(torch.autograd.Function):
         # Copies: whoever changes the tensors later must not change what goes back through blocks.
         prompts = None if prompts_LBPH is None else _copy(prompts_LBPH)
         is_shared = prompts is not None and prompts.shape[1] == 1
-        texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows)
+        texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows, adapters.is_trained)
         output_BTH, trails = runner.run_forward(span, texts)
         ctx.runner = runner
         ctx.save_for_backward(_Keepsake(trails))

@@ -111,7 +111,7 @@ class Segment:
     def name_rows(self, texts: Texts) -> Texts:
         """Return texts whose rows have the adapter by the name that it has at home."""
         if self.is_empty:
-            return replace(texts, adapters=())
+            return replace(texts, adapters=(), trains_adapters=False)
         known = PublishedAdapter(self.name)
         rows = tuple(None if one is None else known for one in texts.adapters)
         return replace(texts, adapters=rows)

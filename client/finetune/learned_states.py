@@ -75,6 +75,7 @@ class LearnedState:
             len(data),
             optimizer=self.kind,
             num_updates=self.num_updates,
+            num_trained=sum(matrix.numel() for matrix in self.matrices.values()),
         )
         return head, data
 

@@ -41,6 +41,8 @@ class Texts:
     prompts_LBPH: Tensor | None = None
     shares_prompts: bool = False
     adapters: RowAdapters = ()
+    trains_adapters: bool = False
+    """Whether gradients of the adapters will be asked for."""
 
     @property
     def num_rows(self) -> int:

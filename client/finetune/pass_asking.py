@@ -20,7 +20,7 @@ from ...protocol.errors import (
     ErrorCode,
     RefusedError,
     RemoteProtocolError,
-    ShoalError,
+    RouteError,
     UnavailableError,
 )
 from ...protocol.ids import PassId, PeerId, SessionId
@@ -47,6 +47,7 @@ from .adapter_versions import (
     split_gradients,
 )
 from .microbatches import TextGradients, Texts, choose_scale
+from .pass_failovers import PassFailovers
 from .pass_link import PassAnswer, PassLink
 from .pass_links import NotWantedError, PassLinks
 from .pass_speeds import PassSpeeds, Times
@@ -86,6 +87,7 @@ class PassAsker:
         self._speeds = PassSpeeds(random.Random(config.seed))
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
         self.courier = AdapterCourier(clock, swarm.line)
+        self.failovers = PassFailovers()
         self._forgiven: set[PeerId] = set()
         self._recent_hops: dict[PeerId, Hop] = {}
         self._refreshing = asyncio.Lock()
@@ -137,6 +139,7 @@ class PassAsker:
             hosts = await self._wait_for_hosts(span, trouble, weights)
             hosts = [peer for peer in hosts if peer.span.covers(span)]
             if not hosts:
+                self.failovers.note(trouble.take_lost(), ())
                 return None
             hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
             answer = await self._try(hop, texts, scale * grads_BTH, trouble)
@@ -180,7 +183,9 @@ class PassAsker:
         """Note what became of a peer that was asked alone."""
         trouble.note(error)
         if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, trouble):
-            trouble.refusals.note(blame(self._swarm, hop, error, self._forgiven))
+            lost = blame(self._swarm, hop, error, self._forgiven)
+            lost.__cause__ = error
+            trouble.note_lost(lost)
 
     async def bring_adapter(self, hop: Hop, adapter: SentAdapter) -> None:
         """See that a peer has an adapter for a session that is about to be opened there.
@@ -191,29 +196,16 @@ class PassAsker:
         if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
             async with self._links.lend(hop.peer, lambda: True) as link:
                 way = self._speeds.find_line(hop.peer.peer_id)
-                await self.courier.bring(link, [adapter], hop.span, way)
+                await self.courier.bring(link, [adapter], hop.span, way, is_trained=False)
 
-    async def publish(self, adapter: AdapterVersion, span: Span) -> int:
-        """Give an adapter to everybody who serves some of the blocks; return how many keep it.
-
-        Raises what the last one did if nobody does.
-        """
-        await cut_apart([adapter], span)
+    async def list_peers(self) -> list[Announcement]:
+        """Return who serves blocks now and understands adapters."""
         await self._refresh(0.0)
-        peers = [peer for peer in self._swarm.view.online if _takes_passes(peer, None)]
-        failure: ShoalError = make_route_error(span, self._swarm.view, None)
-        num_kept = 0
-        for peer in peers:
-            try:
-                async with self._links.lend(peer, lambda: True) as link:
-                    way = self._speeds.find_line(peer.peer_id)
-                    await self.courier.publish(link, adapter, span, way)
-                num_kept += 1
-            except (UnavailableError, RefusedError, RemoteProtocolError) as error:
-                failure = error
-        if not num_kept:
-            raise failure
-        return num_kept
+        return [peer for peer in self._swarm.view.online if peer.max_version >= PASS_VERSION]
+
+    def make_route_error(self, span: Span) -> RouteError:
+        """Return what to say where nobody serves blocks for fine-tuning."""
+        return make_route_error(span, self._swarm.view, None)
 
     def forget_adapters(self, hop: Hop) -> None:
         """Note that a peer does not have what it was brought."""
@@ -247,11 +239,12 @@ class PassAsker:
                 return None
             lost = blame(self._swarm, hop, error, self._forgiven)
             lost.__cause__ = error
-            trouble.refusals.note(lost)
+            trouble.note_lost(lost)
             trouble.note(error)
             return None
         for liar in trouble.refusals.contradicted:
             self._swarm.quarantine(liar.peer, Fault.BROKEN)
+        self.failovers.note(trouble.take_lost(), (hop,))
         self._swarm.note_pass(hop.peer.peer_id)
         self._recent_hops[hop.peer.peer_id] = hop
         return answer
@@ -301,7 +294,8 @@ class PassAsker:
         )
         with self._speeds.counting(hop, num_tokens, asked.kind):
             async with self._links.lend(hop.peer, is_wanted) as link:
-                await self.courier.bring(link, list_adapters(texts.adapters), hop.span, way)
+                adapters = list_adapters(texts.adapters)
+                await self.courier.bring(link, adapters, hop.span, way, texts.trains_adapters)
                 asked_at = self._clock.now()
                 with line.carry(num_bytes) as carrying_seconds:
                     carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
@@ -323,6 +317,7 @@ class PassAsker:
         num_rows, num_tokens, hidden_size = texts.hidden_BTH.shape
         prompts = texts.prompts_LBPH
         prompt_rows, prompt_tokens = (0, 0) if prompts is None else prompts.shape[1:3]
+        adapters = list_adapter_rows(texts.adapters, hop.span)
         return Pass(
             PassId(SessionId(secrets.token_bytes(16))),
             PassKind.BACKWARD if is_backward else PassKind.FORWARD,
@@ -333,8 +328,9 @@ class PassAsker:
             self._choose_dtype(hop.peer),
             prompt_rows,
             prompt_tokens,
-            list_adapter_rows(texts.adapters, hop.span),
+            adapters,
             count_gradients(texts.adapters, hop.span, hidden_size) if is_backward else 0,
+            trains_adapters=texts.trains_adapters and bool(adapters) and not is_backward,
         )
 
     def _choose_dtype(self, peer: Announcement) -> WireDtype:

@@ -22,6 +22,7 @@ from ...protocol.messages import (
     AdapterMeasure,
     AdapterPiece,
     AdapterUpdate,
+    AdapterWithdrawal,
     Message,
     Pass,
     Passed,
@@ -173,7 +174,7 @@ class PassLink:
         return answer.keep_seconds
 
     async def ask_about_adapter(
-        self, asked: AdapterMeasure | AdapterUpdate, patience_seconds: float
+        self, asked: AdapterMeasure | AdapterUpdate | AdapterWithdrawal, patience_seconds: float
     ) -> Message:
         """Return what the peer says to something; raises what `ask` does."""
         try:

@@ -11,7 +11,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ...protocol.swarm_view import SwarmView
 from ...protocol.versions import PASS_VERSION
-from ..blame import Refusals
+from ..blame import LostHopError, Refusals
 
 _Failure = UnavailableError | RemoteProtocolError | RefusedError
 
@@ -29,6 +29,7 @@ class Trouble:
         """Peers that had lost an adapter, and got it once more."""
         self.least_version = PASS_VERSION
         """Who speaks no such version is not asked."""
+        self._lost: list[LostHopError] = []
         self._full_until: dict[PeerId, float] = {}
         self._span = span
         self._clock = clock
@@ -54,6 +55,16 @@ class Trouble:
             self._deadline = self._clock.now() + self._timeout_seconds
         self._num_failures += 1
         self._error = error
+
+    def note_lost(self, lost: LostHopError) -> None:
+        """Note a peer that has failed, for which it was blamed."""
+        self.refusals.note(lost)
+        self._lost.append(lost)
+
+    def take_lost(self) -> list[LostHopError]:
+        """Return who has failed since this was called last."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def note_full(self, peer_id: PeerId, seconds: float) -> None:
         """Note that a peer has no room for an adapter, and said when to ask again."""

@@ -18,7 +18,7 @@ from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.spans import Span
 from ..router import Hop
 from .adapter_homes import AdapterHomes
-from .adapter_versions import AdapterGradients, AdapterVersion, add_gradients, find_homed
+from .adapter_versions import AdapterGradients, add_gradients, find_homed
 from .microbatches import (
     MOST_TOKENS,
     TextGradients,
@@ -28,6 +28,8 @@ from .microbatches import (
     join_gradients,
 )
 from .pass_asking import PassAsker
+from .pass_failovers import PassFailover
+from .publications import Publications
 from .tasks import run_all
 
 
@@ -56,6 +58,7 @@ class RemotePasses:
 
     def __init__(self, asker: PassAsker) -> None:
         self._asker = asker
+        self.publications = Publications(asker)
         self._most_tokens = MOST_TOKENS
 
     def can_run(self, span: Span) -> bool:
@@ -84,10 +87,6 @@ class RemotePasses:
         )
         return join_gradients(gradients, trails[0].stages[0].texts.shares_prompts)
 
-    async def publish(self, adapter: AdapterVersion, span: Span) -> int:
-        """See `PassAsker.publish`."""
-        return await self._asker.publish(adapter, span)
-
     async def make_homes(self) -> AdapterHomes:
         """Return homes for an adapter that peers are to train."""
         return AdapterHomes(self._asker)
@@ -96,8 +95,13 @@ class RemotePasses:
         """See `PassAsker.take_recent_hops`."""
         return self._asker.take_recent_hops()
 
+    async def take_failovers(self) -> list[PassFailover]:
+        """Return who was lost, and who took over, since this was called last."""
+        return self._asker.failovers.take()
+
     async def close(self) -> None:
-        """Hang up on everybody."""
+        """Take back what is published, and hang up on everybody."""
+        await self.publications.close()
         await self._asker.close()
 
     async def _forward_rows(

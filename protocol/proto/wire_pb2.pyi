@@ -151,7 +151,7 @@ class StatusBody(_message.Message):
     def __init__(self, done_sequence: _Optional[int] = ..., num_replayed: _Optional[int] = ...) -> None: ...
 
 class PassBody(_message.Message):
-    __slots__ = ("kind", "model_id", "span_start", "span_stop", "num_rows", "num_tokens", "dtype", "prompt_rows", "prompt_tokens", "adapters", "adapter_vectors", "gather")
+    __slots__ = ("kind", "model_id", "span_start", "span_stop", "num_rows", "num_tokens", "dtype", "prompt_rows", "prompt_tokens", "adapters", "adapter_vectors", "gather", "trains_adapters")
     KIND_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     SPAN_START_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class PassBody(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_VECTORS_FIELD_NUMBER: _ClassVar[int]
     GATHER_FIELD_NUMBER: _ClassVar[int]
+    TRAINS_ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     kind: int
     model_id: str
     span_start: int
@@ -176,7 +177,8 @@ class PassBody(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[AdapterRowsBody]
     adapter_vectors: int
     gather: GatherBody
-    def __init__(self, kind: _Optional[int] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterRowsBody, _Mapping]]] = ..., adapter_vectors: _Optional[int] = ..., gather: _Optional[_Union[GatherBody, _Mapping]] = ...) -> None: ...
+    trains_adapters: bool
+    def __init__(self, kind: _Optional[int] = ..., model_id: _Optional[str] = ..., span_start: _Optional[int] = ..., span_stop: _Optional[int] = ..., num_rows: _Optional[int] = ..., num_tokens: _Optional[int] = ..., dtype: _Optional[int] = ..., prompt_rows: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., adapters: _Optional[_Iterable[_Union[AdapterRowsBody, _Mapping]]] = ..., adapter_vectors: _Optional[int] = ..., gather: _Optional[_Union[GatherBody, _Mapping]] = ..., trains_adapters: _Optional[bool] = ...) -> None: ...
 
 class AdapterRowsBody(_message.Message):
     __slots__ = ("adapter", "num_rows")
@@ -187,7 +189,7 @@ class AdapterRowsBody(_message.Message):
     def __init__(self, adapter: _Optional[bytes] = ..., num_rows: _Optional[int] = ...) -> None: ...
 
 class AdapterHeadBody(_message.Message):
-    __slots__ = ("adapter", "config", "num_bytes", "is_published", "replaces", "optimizer", "num_updates")
+    __slots__ = ("adapter", "config", "num_bytes", "is_published", "replaces", "optimizer", "num_updates", "num_trained")
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     CONFIG_FIELD_NUMBER: _ClassVar[int]
     NUM_BYTES_FIELD_NUMBER: _ClassVar[int]
@@ -195,6 +197,7 @@ class AdapterHeadBody(_message.Message):
     REPLACES_FIELD_NUMBER: _ClassVar[int]
     OPTIMIZER_FIELD_NUMBER: _ClassVar[int]
     NUM_UPDATES_FIELD_NUMBER: _ClassVar[int]
+    NUM_TRAINED_FIELD_NUMBER: _ClassVar[int]
     adapter: bytes
     config: bytes
     num_bytes: int
@@ -202,7 +205,8 @@ class AdapterHeadBody(_message.Message):
     replaces: bytes
     optimizer: int
     num_updates: int
-    def __init__(self, adapter: _Optional[bytes] = ..., config: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., is_published: _Optional[bool] = ..., replaces: _Optional[bytes] = ..., optimizer: _Optional[int] = ..., num_updates: _Optional[int] = ...) -> None: ...
+    num_trained: int
+    def __init__(self, adapter: _Optional[bytes] = ..., config: _Optional[bytes] = ..., num_bytes: _Optional[int] = ..., is_published: _Optional[bool] = ..., replaces: _Optional[bytes] = ..., optimizer: _Optional[int] = ..., num_updates: _Optional[int] = ..., num_trained: _Optional[int] = ...) -> None: ...
 
 class GatherBody(_message.Message):
     __slots__ = ("number", "part", "scale")
@@ -259,6 +263,12 @@ class AdapterUpdateBody(_message.Message):
     def __init__(self, gradients: _Optional[_Union[GradientSumBody, _Mapping]] = ..., factor: _Optional[float] = ..., optimizer: _Optional[int] = ..., learning_rate: _Optional[float] = ..., weight_decay: _Optional[float] = ..., momentum: _Optional[float] = ..., beta1: _Optional[float] = ..., beta2: _Optional[float] = ..., epsilon: _Optional[float] = ...) -> None: ...
 
 class AdapterFetchBody(_message.Message):
+    __slots__ = ("adapter",)
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    adapter: bytes
+    def __init__(self, adapter: _Optional[bytes] = ...) -> None: ...
+
+class AdapterWithdrawalBody(_message.Message):
     __slots__ = ("adapter",)
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     adapter: bytes

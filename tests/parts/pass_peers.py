@@ -16,12 +16,13 @@ from shoal.client.finetune.pass_asking import PassAsker
 from shoal.kernels.compress import encode_as
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import SessionId
+from shoal.protocol.ids import AdapterId, SessionId, UploadId
 from shoal.protocol.lora_config import LoraConfig
 from shoal.protocol.messages import (
     AdapterHead,
     AdapterKept,
     AdapterPiece,
+    AdapterWithdrawal,
     Declined,
     Hello,
     Pass,
@@ -61,6 +62,7 @@ class PassPeer:
     brought: list[AdapterHead] = field(default_factory=list)
     refuses_heads: bool = False
     num_pieces: int = 0
+    withdrawn: list[AdapterId] = field(default_factory=list)
 
     async def serve(self, stream: Stream) -> None:
         reader: PiecesReader | None = None
@@ -82,6 +84,9 @@ class PassPeer:
                 if self.refuses_heads:
                     code = ErrorCode.NO_ROOM_FOR_ADAPTER
                     await self._decline(stream, message.upload_id, code)
+            elif isinstance(message, AdapterWithdrawal):
+                self.withdrawn.append(message.adapter)
+                await stream.send(encode_frame(AdapterKept(UploadId(message.pass_id), 0.0)))
             elif isinstance(message, AdapterPiece):
                 self.num_pieces += 1
                 await self._take_piece(stream, message)

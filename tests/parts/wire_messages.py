@@ -35,6 +35,7 @@ from shoal.protocol.messages import (
     AdapterPiece,
     AdapterRows,
     AdapterUpdate,
+    AdapterWithdrawal,
     Admit,
     Attach,
     Close,
@@ -229,6 +230,9 @@ HONEST: list[Message] = [
     AdapterUpdate(PASS_ID, replace(SUM, parts=()), SGD),
     AdapterUpdate(PASS_ID, replace(SUM, parts=tuple(range(1, limits.MAX_GRADIENT_PARTS + 1))), SGD),
     AdapterFetch(PASS_ID, ADAPTER),
+    replace(HEAD, num_trained=limits.MAX_ADAPTER_BYTES),
+    replace(ADAPTED, kind=PassKind.FORWARD, trains_adapters=True),
+    AdapterWithdrawal(PASS_ID, ADAPTER),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
 ]
 ONE_OF_EACH: dict[Kind, Message] = {
@@ -261,6 +265,7 @@ ONE_OF_EACH: dict[Kind, Message] = {
     Kind.ADAPTER_MEASURED: AdapterMeasured(PASS_ID, 0.25),
     Kind.ADAPTER_UPDATE: AdapterUpdate(PASS_ID, SUM, ADAMW, 0.25),
     Kind.ADAPTER_FETCH: AdapterFetch(PASS_ID, ADAPTER),
+    Kind.ADAPTER_WITHDRAWAL: AdapterWithdrawal(PASS_ID, ADAPTER),
 }
 
 

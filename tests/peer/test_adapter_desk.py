@@ -27,21 +27,25 @@ from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 
-from shoal.peer import adapter_shelf, pass_budget
-from shoal.peer.adapter_shelf import KEEP_SECONDS
+from shoal.peer import pass_budget
+from shoal.peer.adapter_shelf import KEEP_SECONDS, AdapterShelf
 from shoal.peer.engine.adapters import Adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import PassWork
+from shoal.peer.pass_budget import PassBudget
 from shoal.protocol import limits
+from shoal.protocol.adapter_messages import OptimizerKind
 from shoal.protocol.adapters import cut_adapter
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import (
     NO_ADAPTER,
     AdapterId,
+    UploadId,
 )
 from shoal.protocol.messages import (
     AdapterKept,
     AdapterRows,
+    AdapterWithdrawal,
     Passed,
     PassKind,
     PassPiece,
@@ -153,10 +157,89 @@ def test_gradients_of_adapters_have_a_budget_of_their_own(
         (answer,) = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
         refusal = assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
         assert refusal.retry_after_seconds is None
+        # On the way there already, if that would be for nothing.
+        there = make_pass(3, adapters=rows, trains_adapters=True)
+        (answer,) = await ask(talk, there, HIDDEN=TEXTS)
+        assert assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER).detail == refusal.detail
 
         monkeypatch.setattr(pass_budget, "_MOST_TENSOR_BYTES", max(text_bytes, num_bytes))
         asked = replace(asked, pass_id=make_pass(2).pass_id)
         assert isinstance((await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS))[-1], Passed)
+
+    run(engine, test)
+
+
+def test_adapter_too_large_to_train_is_refused_before_it_comes(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_numbers = 4 * RANK * HIDDEN
+
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        old = await keep(talk, pack(), num_trained=num_numbers)
+        monkeypatch.setattr(PassBudget, "max_gradient_bytes", 4 * num_numbers - 1)
+        for number, optimizer in enumerate((OptimizerKind.NONE, OptimizerKind.ADAMW), 2):
+            head = make_head(
+                pack(draw_matrices(2)),
+                number,
+                replaces=old,
+                num_trained=num_numbers,
+                optimizer=optimizer,
+            )
+            await talk.say(head)  # and nothing of it
+            refusal = assert_declined(await talk.hear(), ErrorCode.NO_ROOM_FOR_ADAPTER)
+            assert f"memory to train {num_numbers - 1:,} numbers" in refusal.detail
+            assert refusal.retry_after_seconds is None
+        assert isinstance(await run_forward(talk, old), Passed)
+        await keep(talk, pack(draw_matrices(2)), number=5)  # to be used, but not trained
+
+    run(engine, test)
+
+
+def test_publisher_takes_back_what_others_use_and_they_come_to_their_end(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        shelf = peer.service.adapters
+        anna, bert = await greet(peer), await greet(peer, BOB)
+        name = await keep(anna, pack(), is_published=True)
+        with VirtualClock().hold():
+            asked = make_pass(adapters=(AdapterRows(name, ROWS),))
+            await bert.say(asked)  # whose tensors do not come yet
+            await bert.wait_until_read()
+            await bert.ask(AdapterWithdrawal(make_pass(7).pass_id, name))  # which is not his
+            assert isinstance(await run_forward(anna, name, 2), Passed)
+
+            answer = await anna.ask(AdapterWithdrawal(make_pass(8).pass_id, name))
+            assert answer == AdapterKept(UploadId(make_pass(8).pass_id), 0.0)
+            assert len(shelf) == 0
+            assert shelf.shared.used_bytes == sum(map(len, pack()))  # Bert's by now
+            await keep(anna, pack(draw_matrices(2)))
+            await bert.say(*cut(asked, Slot.HIDDEN, TEXTS))
+            while not isinstance(answer := await bert.hear(), Passed):
+                assert isinstance(answer, Queued | PassPiece)
+        assert_declined(await run_forward(bert, name, 3), ErrorCode.UNKNOWN_ADAPTER)
+        assert shelf.shared.used_bytes == sum(map(len, pack(draw_matrices(2))))
+
+    run(engine, test)
+
+
+def test_published_adapter_lives_as_long_as_its_publisher_says_so(engine: Engine) -> None:
+    """However others use it; and to say so again, its head is enough."""
+
+    async def test(peer: Peer) -> None:
+        name = await keep(await greet(peer), pack(), is_published=True)
+        for number in range(1, 4):
+            await asyncio.sleep(KEEP_SECONDS * 0.6)
+            talk = await greet(peer)
+            await talk.say(make_head(pack(), number, is_published=True))
+            assert isinstance(await talk.hear(), AdapterKept)
+            await talk.say(*cut_adapter(make_head(pack(), number).upload_id, pack()[1]))
+        for number in (1, 2):
+            answer = await run_forward(await greet(peer, BOB), name, number)
+            await asyncio.sleep(KEEP_SECONDS * 0.6)
+        assert isinstance(answer, Passed)
+        assert (len(peer.service.adapters), peer.service.adapters.shared.used_bytes) == (0, 0)
+        answer = await run_forward(await greet(peer, BOB), name)
+        assert_declined(answer, ErrorCode.UNKNOWN_ADAPTER)
 
     run(engine, test)
 
@@ -298,11 +381,11 @@ def test_adapter_that_never_comes_in_full_is_given_up(engine: Engine) -> None:
     run(engine, test)
 
 
-def test_quota_is_shared_between_clients(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quota_is_shared_between_clients(engine: Engine) -> None:
     size = sum(map(len, pack()))
-    monkeypatch.setattr(adapter_shelf, "MAX_BYTES_OF_ADAPTERS", 8 * size)
 
     async def test(peer: Peer) -> None:
+        peer.service.adapters = AdapterShelf(peer.service.clock, 8 * size)
         anna, bert = await greet(peer), await greet(peer, BOB)
         for number in range(4):  # of eight, three quarters for a host, and of these for a client
             await keep(anna, pack(draw_matrices(number)), number=number)
@@ -316,7 +399,7 @@ def test_quota_is_shared_between_clients(engine: Engine, monkeypatch: pytest.Mon
         old = make_head(pack(draw_matrices(0))).adapter
         await keep(anna, pack(draw_matrices(6)), number=6, replaces=old)
 
-        monkeypatch.setattr(adapter_shelf, "MAX_BYTES_OF_ADAPTERS", size)
+        peer.service.adapters = AdapterShelf(peer.service.clock, size)
         answer = await bring(anna, pack(draw_matrices(7)), number=7)
         refusal = assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
         assert "more than this peer keeps for one client" in refusal.detail

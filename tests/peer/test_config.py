@@ -28,6 +28,11 @@ def test_memory_that_no_pass_would_find_room_in_is_refused_with_advice(num_bytes
         PeerConfig(model="m", pass_bytes=num_bytes)
 
 
+def test_memory_that_no_adapter_would_find_room_in_is_refused_with_advice() -> None:
+    with pytest.raises(UsageError, match=r"least 16 MiB of memory, or none \(--adapter-memory 0\)"):
+        PeerConfig(model="m", adapter_bytes=2**24 - 1)
+
+
 def test_formats_of_weights_are_those_of_the_engine() -> None:
     from shoal.kernels.quantize import WeightFormat
 

@@ -110,18 +110,26 @@ def test_blocks_are_kept_for_the_way_back_where_memory_holds_both(
 
 
 @pytest.mark.parametrize(
-    ("told", "free_bytes", "pass_bytes"),
-    [(None, 2**33, 2**30), (None, 2**40, 2**32), (2**28, 2**33, 2**28), (0, 2**33, 0)],
+    ("told", "free_bytes", "pass_bytes", "adapter_bytes"),
+    [
+        (None, 2**32, 2**29, 2**28),
+        (None, 2**40, 2**32, 2**29),
+        (2**28, 2**33, 2**28, 2**28),
+        (0, 2**33, 0, 0),
+    ],
 )
-def test_passes_have_the_memory_that_was_told_or_a_part_of_what_is_free(
+def test_passes_and_adapters_have_the_memory_that_was_told_or_a_part_of_what_is_free(
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
     told: int | None,
     free_bytes: int,
     pass_bytes: int,
+    adapter_bytes: int,
 ) -> None:
     monkeypatch.setattr(hosting, "read_free_bytes", lambda: free_bytes)
-    config = PeerConfig(str(directory), FIRST, pass_bytes=told, block_cache_bytes=0)
+    config = PeerConfig(
+        str(directory), FIRST, pass_bytes=told, adapter_bytes=told, block_cache_bytes=0
+    )
     model = HostedModel.open(config)
     neighbours: Any = None
     hosting_ = Hosting(config, model, PeerId("a"), SystemClock(), neighbours)
@@ -129,6 +137,8 @@ def test_passes_have_the_memory_that_was_told_or_a_part_of_what_is_free(
     async def test() -> None:
         async with hosting_.serve(FIRST, {}, lambda *_: None) as stay:
             assert stay.service.pass_budget.num_bytes == pass_bytes
+            share = stay.service.adapters.shared
+            assert f"/{adapter_bytes}," in repr(share)
 
     assert model.pass_bytes == pass_bytes
     asyncio.run(test())

@@ -14,7 +14,7 @@ from pass_talk import GRADIENTS, ROWS, TEXTS, ask, make_pass
 from service_scene import Peer, Talk, assert_declined, run
 from torch import Tensor
 
-from shoal.peer import adapter_shelf
+from shoal.peer.adapter_shelf import AdapterShelf
 from shoal.peer.engine.adapters import Adapter, AdapterPart
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import PassWork
@@ -188,21 +188,18 @@ def test_nobody_else_trains_an_adapter_or_sees_it(engine: Engine) -> None:
     run(engine, test)
 
 
-def test_moments_and_gradients_count_with_the_adapter(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_moments_and_gradients_count_with_the_adapter(engine: Engine) -> None:
     config, tensors = pack()
 
     async def test(peer: Peer) -> None:
         talk = await greet(peer)
         await keep(talk, pack(), **TRAINED)
-        shared = peer.service.adapters.shared
-        assert shared.used_bytes == len(config) + 4 * len(tensors)
-        monkeypatch.setattr(adapter_shelf, "MAX_BYTES_OF_ADAPTERS", 4 * len(tensors))
+        assert peer.service.adapters.shared.used_bytes == len(config) + 4 * len(tensors)
+        peer.service.adapters = AdapterShelf(peer.service.clock, 4 * len(tensors))
         files = pack(draw_matrices(2))
         answer = await bring(talk, files, number=2, **TRAINED)
         assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
-        assert shared.used_bytes == len(config) + 4 * len(tensors)
+        assert peer.service.adapters.shared.used_bytes == 0
 
     run(engine, test)
 

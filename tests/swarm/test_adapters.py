@@ -25,7 +25,10 @@ from torch.utils.checkpoint import checkpoint
 from shoal.client.finetune import adapter_versions
 from shoal.client.finetune.lora import LoraAdapter
 from shoal.peer.adapter_shelf import AdapterShelf
+from shoal.peer.pass_budget import PassBudget
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
+from shoal.protocol.fair_share import Holder
+from shoal.protocol.ids import AdapterId
 
 peft = pytest.importorskip("peft")
 
@@ -266,11 +269,10 @@ def test_adapter_of_another_model_never_leaves_the_client(tiny_models: Any, tmp_
             model(TOKENS, active_adapter="my-adapter")
 
 
-def test_adapter_that_finds_no_room_is_refused_in_one_sentence(
-    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("shoal.peer.adapter_shelf.MAX_BYTES_OF_ADAPTERS", 1000)
-    with swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=1.0) as (_, model):
+def test_adapter_that_finds_no_room_is_refused_in_one_sentence(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=1.0) as (swarm, model):
+        (peer,) = swarm.peers
+        peer.service.adapters = AdapterShelf(peer.service.clock, 1000)
         model.active_adapter = make_adapter(model)
         with pytest.raises(RefusedError, match="more than this peer keeps") as refusal:
             compute_loss(model)
@@ -316,6 +318,55 @@ def test_published_adapter_is_used_by_its_digest(tiny_models: Any, tmp_path: Pat
         with pytest.raises(RefusedError, match="this peer has no adapter") as refusal:
             model(TOKENS, active_adapter="ab" * 32)
         assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
+
+
+def test_published_adapter_is_taken_back_by_name_and_with_the_model(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    withdrawn: list[str] = []
+    withdraw = AdapterShelf.withdraw
+
+    def note_and_withdraw(self: AdapterShelf, name: AdapterId, holder: Holder) -> None:
+        withdrawn.append(name.hex())
+        withdraw(self, name, holder)
+
+    monkeypatch.setattr(AdapterShelf, "withdraw", note_and_withdraw)
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model), torch.no_grad():
+        one, other = [model.publish_adapter(make_adapter(model, seed)) for seed in (1, 2)]
+        with pytest.raises(UsageError, match="was not published here"):
+            model.withdraw_adapter("ab" * 32)
+        with model.use_adapter(one), model.transformer.h.inference_session(max_length=4):
+            model(TOKENS[:1, :2])
+            model.withdraw_adapter(one)
+            model(TOKENS[:1, 2:4])
+        with pytest.raises(RefusedError) as refusal:
+            model(TOKENS, active_adapter=one)
+        assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
+        model(TOKENS, active_adapter=other)
+        assert withdrawn == [one, one]
+
+    assert withdrawn[2:] == [other, other]
+
+
+def test_adapter_too_large_to_train_is_refused_before_anything_is_computed(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PassBudget, "max_gradient_bytes", 2**14)
+    with swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=1.0) as (swarm, model):
+        adapter = model.active_adapter = make_adapter(model)
+        with torch.no_grad():
+            model(TOKENS[:, :4])  # which it may be used for
+        (peer,) = swarm.peers
+        num_heads = len(peer.service.adapters)
+        for scale in (1.0, 0.5):  # as it was brought already, and as another one
+            with torch.no_grad():
+                for matrix in adapter.parameters():
+                    matrix.mul_(scale)
+            with pytest.raises(
+                RefusedError, match=r"memory to train 4,096 numbers .* smaller rank"
+            ):
+                compute_loss(model)
+        assert len(peer.service.adapters) == num_heads
 
 
 def test_what_cannot_be_published_is_refused(tiny_models: Any) -> None:

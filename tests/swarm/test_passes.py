@@ -476,3 +476,29 @@ def test_who_answered_is_told_once(tiny_models: Any) -> None:
         assert [(hop.span.start, hop.span.stop) for hop in hops] == list(FOUR_HOPS)
         assert len({hop.peer.peer_id for hop in hops}) == 4
         assert blocks.take_recent_hops() == []
+
+
+def test_who_was_lost_and_who_took_over_is_told_once(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive_answer, lost = PassLink._receive_answer, list[int]()
+    with swarm_of(tiny_models, REPLICAS) as (swarm, model):
+        blocks, ids = model.transformer.h, [peer.peer_id for peer in swarm.peers]
+        blocks(draw(2, 5, HIDDEN).requires_grad_())
+        assert blocks.take_failovers() == []
+
+        async def lose_and_receive(link: PassLink, *arguments: Any) -> Any:
+            if not lost:
+                lost.append(ids.index(link.peer.peer_id))
+                swarm.network.kill(f"peer{lost[0]}")
+            return await receive_answer(link, *arguments)
+
+        monkeypatch.setattr(PassLink, "_receive_answer", lose_and_receive)
+        blocks(draw(2, 5, HIDDEN).requires_grad_()).sum().backward()
+
+        (failover,) = blocks.take_failovers()
+        assert failover.lost.peer.peer_id == ids[lost[0]]
+        assert [hop.peer.peer_id for hop in failover.replacements] == [ids[lost[0] ^ 1]]
+        assert failover.what_happened == "was lost"
+        assert failover.reason
+        assert blocks.take_failovers() == []
