@@ -27,15 +27,19 @@ from .finetune_plot import draw_losses, save_losses
 from .finetune_screen import Reporter, RunFacts, RunResult, make_reporter, quote_use
 from .interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
 from .joining import Joining, read_joining
+from .quantities import count_of
 from .terminal import Progress, Terminal
 from .text_generation import import_client, load_tokenizer
 
 if TYPE_CHECKING:
     from ..client.learning.dataset import Dataset
-    from ..client.learning.finetune_run import FinetuneRun
+    from ..client.learning.finetune_run import FinetuneRun, RunConfig
     from ..client.learning.text_files import TrainingText
 
 _MAX_PROMPT_LETTERS = 40
+
+_FEW_UPDATES = 30
+"""With fewer an adapter that begins with zeros has hardly left them."""
 
 __all__ = ["add_arguments", "run"]
 
@@ -214,7 +218,11 @@ def _fine_tune(
         config.num_updates,
         config.batch_rows * config.num_accumulated,
         options.out,
-        [*texts.dataset.describe_limits(texts.max_length), *changes],
+        [
+            *texts.dataset.describe_limits(texts.max_length),
+            *_describe_few_updates(options, config),
+            *changes,
+        ],
     )
     reporter.begin(facts, tuning.progress.num_updates)
     try:
@@ -231,15 +239,27 @@ def _fine_tune(
     return 0
 
 
+def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> list[str]:
+    """Return a sentence where texts and epochs make few updates, unless so many were asked for."""
+    number = config.num_updates
+    if options.updates or number >= _FEW_UPDATES:
+        return []
+    is_single = config.batch_rows * config.num_accumulated == 1
+    advice = "more --epochs make" if is_single else "more --epochs or a smaller --batch-size make"
+    return [f"{count_of(number, 'update')} may be too few; {advice} more of them"]
+
+
 def _learn(tuning: "FinetuneRun", model: Any, reporter: Reporter) -> None:
     finetune_run: Any = importlib.import_module("..client.learning.finetune_run", __package__)
     with reporter.watching(lambda: model.missing_blocks):
         events: Iterator[Any] = tuning.learn()
         for event in events:
+            blocks = model.transformer.h
+            reporter.note_failovers(tuning.progress.num_updates, blocks.take_failovers())
             if isinstance(event, finetune_run.Milestone):
                 reporter.note_milestone(event)
             else:
-                reporter.note_update(event, model.transformer.h.take_recent_hops())
+                reporter.note_update(event, blocks.take_recent_hops())
 
 
 def _finish(

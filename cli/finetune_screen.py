@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from .quantities import count_of
 from .terminal import Progress, Terminal
-from .text_generation import route_facts, tail_of
+from .text_generation import (
+    describe_pass_failover,
+    pass_failover_facts,
+    route_facts,
+    tail_of,
+)
 
 if TYPE_CHECKING:
     from ..client.learning.checkpoints import Progress as RunProgress
@@ -115,6 +120,9 @@ class Reporter(Protocol):
     def note_update(self, updated: "Updated", hops: Hops) -> None:
         """Take down an update, and who computed for it."""
 
+    def note_failovers(self, number: int, failovers: Sequence[Any]) -> None:
+        """Say who was lost in an update, and who took over."""
+
     def note_milestone(self, milestone: "Milestone") -> None:
         """Take down a checkpoint, and an evaluation."""
 
@@ -183,6 +191,11 @@ class Screen:
             what = "its loss is no number" if is_loss else "its gradients are no numbers"
             text = f"Update {updated.number} was skipped: {what}."
             self._print(self._output.paint(text, "yellow"))
+
+    def note_failovers(self, number: int, failovers: Sequence[Any]) -> None:
+        for failover in failovers:
+            for line in self._output.wrap(describe_pass_failover(number, failover)):
+                self._print(self._output.paint(line, "yellow"))
 
     def note_milestone(self, milestone: "Milestone") -> None:
         pace = self._pace
@@ -278,6 +291,10 @@ class JsonLines:
             skipped=updated.is_skipped,
             hops=route_facts(hops),
         )
+
+    def note_failovers(self, number: int, failovers: Sequence[Any]) -> None:
+        for failover in failovers:
+            self._print("failover", update=number, **pass_failover_facts(failover))
 
     def note_milestone(self, milestone: "Milestone") -> None:
         self._pace.pause()

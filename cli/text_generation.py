@@ -305,14 +305,24 @@ def describe_route(route: Sequence[Any]) -> str:
 def describe_failover(failover: Any) -> str:
     """Return for people what happened to whom, who took over, and if the words may differ by it."""
     sentence = (
-        f"failover at token {failover.position}: {tail_of(failover.lost.peer.peer_id)}"
-        f"[{failover.lost.span}] {failover.what_happened}, {describe_route(failover.replacements)} "
-        f"took over after {failover.seconds:.2f} s"
+        f"failover at token {failover.position}: {_describe_loss(failover)}, "
+        f"{describe_route(failover.replacements)} took over after {failover.seconds:.2f} s"
     )
     if failover.changed_weights is None:
         return sentence
     before, after = failover.lost.peer.weights, failover.changed_weights
     return f"{sentence}, with {after} weights in place of {before}: the words may differ"
+
+
+def describe_pass_failover(update: int, failover: Any) -> str:
+    """Return for people who was lost in an update of a fine-tuning run, and who took over."""
+    heirs = describe_route(failover.replacements) or "several others"
+    return f"failover at update {update}: {_describe_loss(failover)}, {heirs} took over"
+
+
+def _describe_loss(failover: Any) -> str:
+    lost = failover.lost
+    return f"{tail_of(lost.peer.peer_id)}[{lost.span}] {failover.what_happened}"
 
 
 def tail_of(peer_id: str) -> str:
@@ -323,6 +333,15 @@ def tail_of(peer_id: str) -> str:
 def route_facts(route: Sequence[Any]) -> list[dict[str, str]]:
     """Return a route as plain JSON types."""
     return [_hop_facts(hop.peer.peer_id, hop.span) for hop in route]
+
+
+def pass_failover_facts(failover: Any) -> dict[str, Any]:
+    """Return a failover of a fine-tuning run as plain JSON types."""
+    return {
+        **_hop_facts(failover.lost.peer.peer_id, failover.lost.span),
+        "reason": failover.reason,
+        "replaced_by": route_facts(failover.replacements),
+    }
 
 
 def failover_facts(failover: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Tensor suffixes: B rows, T tokens, H hidden.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import secrets
 from collections.abc import Awaitable, Callable
@@ -78,7 +79,9 @@ class HomeCalls:
         upload_id = UploadId(SessionId(secrets.token_bytes(16)))
         # Every state that is brought has a name of its own, or what is left of another one, with
         # other gradients, could be taken for it.
-        head, data = segment.saved.pack(upload_id, secrets.token_hex(8))
+        mark = secrets.token_hex(8)
+        # On another thread: tens of megabytes are copied and hashed.
+        head, data = await asyncio.to_thread(segment.saved.pack, upload_id, mark)
         hop, head = segment.home, replace(head, replaces=segment.name)
         await self._try(segment, trouble, lambda: self._bring(hop, head, data))
         segment.name = head.adapter
@@ -133,7 +136,7 @@ class HomeCalls:
 
         async def read() -> LearnedState:
             head, data = await self._ask_files(hop, asked, segment.saved.most_bytes)
-            return segment.saved.read(head, data, segment.num_updates)
+            return await asyncio.to_thread(segment.saved.read, head, data, segment.num_updates)
 
         segment.note_saved(await self._try(segment, trouble, read))
 

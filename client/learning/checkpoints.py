@@ -107,17 +107,20 @@ class Checkpoints:
         self.take_folder()
         path = self.folder / name_checkpoint(progress.num_updates)
         part = self.folder / _PART_NAME
-        with naming_failures(self.folder):
-            shutil.rmtree(part, ignore_errors=True)  # of a run that was killed meanwhile
-            part.mkdir(parents=True)
-            write(part)
-            (part / _STATE_FILE).write_text(progress.to_json(), encoding="utf-8")
-            for file in (*part.iterdir(), part):
-                flush(file)
-            if path.exists():
-                shutil.rmtree(path)  # of the same update: nothing new is in it
-            part.rename(path)
-            flush(self.folder)
+        shutil.rmtree(part, ignore_errors=True)  # of a run that was killed meanwhile
+        try:
+            with naming_failures(path):
+                part.mkdir(parents=True)
+                write(part)
+                (part / _STATE_FILE).write_text(progress.to_json(), encoding="utf-8")
+                for file in (*part.iterdir(), part):
+                    flush(file)
+                if path.exists():
+                    shutil.rmtree(path)  # of the same update: nothing new is in it
+                part.rename(path)
+                flush(self.folder)
+        finally:
+            shutil.rmtree(part, ignore_errors=True)  # half of it would only fill the disk
         for old in self.find()[:-NUM_KEPT]:
             if old != path:  # somebody may have put later ones there
                 shutil.rmtree(old, ignore_errors=True)
@@ -132,13 +135,13 @@ class Checkpoints:
 
 
 @contextmanager
-def naming_failures(folder: Path) -> Iterator[None]:
-    """Raise UnavailableError with the folder when a disk does not take what is written inside."""
+def naming_failures(path: Path) -> Iterator[None]:
+    """Raise UnavailableError with a file or folder when a disk does not take it."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UnavailableError(f"{folder} cannot be written to: {reason:.200}") from error
+        raise UnavailableError(f"{path} cannot be written to: {reason:.200}") from error
 
 
 def make_damage_text(path: Path, error: Exception) -> str:

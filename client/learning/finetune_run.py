@@ -183,8 +183,8 @@ class FinetuneRun:
     def learn(self) -> Iterator[Updated | Milestone]:
         """Learn until the last update; yield everything that happened, as it happens.
 
-        Raises UsageError in the folder of another run or when it leads nowhere, SpoiltRunError
-        when peers cannot compute with what was learned, and what passes through a swarm raise.
+        Raises UsageError in the folder of another run, SpoiltRunError when it leads nowhere or
+        peers cannot compute with what was learned, and what passes through a swarm raise.
         """
         self.checkpoints.take_folder()
         try:
@@ -192,15 +192,19 @@ class FinetuneRun:
         except RefusedError as error:
             if error.code is not ErrorCode.BAD_VALUES:
                 raise
-            raise SpoiltRunError(self._describe_spoilt(error)) from error
+            number = self.progress.num_updates
+            what = f"after update {number:,} peers refuse to go on: {error}"
+            raise SpoiltRunError(self._describe_spoilt(what, number)) from error
 
-    def _describe_spoilt(self, error: RefusedError) -> str:
-        """Return what happened and what to do; a checkpoint that is spoilt as well is of no use."""
-        number, found = self.progress.num_updates, self.checkpoints.find()
+    def _describe_spoilt(self, what: str, number: int) -> str:
+        """Return what happened and what to do: `number` updates lead to something of no use.
+
+        So is a checkpoint of it.
+        """
+        found = self.checkpoints.find()
         is_kept = number > 0 and bool(found) and name_checkpoint(number) == found[-1].name
         return (
-            f"after update {number:,} peers refuse to go on: {error}. The learning rate was too "
-            "high: "
+            f"{what}. The learning rate was too high: "
             + (f"delete {found[-1]}, and " if is_kept else "")
             + "--resume goes on from the last checkpoint, with a lower --learning-rate than "
             f"{self._config.learning_rate:g}"
@@ -209,7 +213,10 @@ class FinetuneRun:
     def _learn(self) -> Iterator[Updated | Milestone]:
         while True:
             number, last = self.progress.num_updates, self._config.num_updates
-            is_due = number % self._config.eval_period == 0 or number >= last
+            # Not while updates are skipped: what was learned may be spoilt, and would take the
+            # place of a checkpoint that is not.
+            is_sound = not self._num_skipped_in_a_row
+            is_due = number >= last or (is_sound and number % self._config.eval_period == 0)
             if is_due and number not in self.progress.eval_losses:
                 milestone = Milestone(number, self._evaluate())
                 self.save_checkpoint()
@@ -256,11 +263,12 @@ class FinetuneRun:
         with self._uninterrupted():
             self._apply(updated)
         if self._num_skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
-            raise UsageError(
+            what = (
                 f"{MOST_SKIPPED_IN_A_ROW} updates in a row had a loss or gradients that are no "
-                "numbers; what was learned before is kept: go on from it with a lower "
-                f"--learning-rate than {config.learning_rate:g}"
+                "numbers"
             )
+            learned = updated.number - self._num_skipped_in_a_row
+            raise SpoiltRunError(self._describe_spoilt(what, learned))
         return updated
 
     def _take_batches(self, update: int) -> Sequence[Batch]:

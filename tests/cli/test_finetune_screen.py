@@ -16,12 +16,13 @@ from shoal.cli.finetune_plot import draw_losses, save_losses
 from shoal.cli.finetune_screen import JsonLines, Pace, RunFacts, RunResult, quote_use
 from shoal.cli.finetune_screen import Screen as RunScreen
 from shoal.cli.terminal import Terminal
+from shoal.client.finetune.pass_failovers import PassFailover
 from shoal.client.learning.checkpoints import Progress
 from shoal.client.learning.finetune_run import Milestone, Updated
 from shoal.protocol.identity import Identity
 from shoal.protocol.spans import Span
 
-HOPS = [
+HOPS: list[Any] = [
     SimpleNamespace(
         peer=SimpleNamespace(peer_id=Identity(bytes([number]) * 32).peer_id),
         span=Span(number, number + 1),
@@ -117,6 +118,41 @@ def test_skipped_updates_are_named() -> None:
 
     assert "Update 7 was skipped: its loss is no number." in screen.text
     assert "Update 8 was skipped: its gradients are no numbers." in screen.text
+
+
+def make_failover(*replacements: Any) -> Any:
+    return PassFailover(HOPS[0], "peer …x fell silent", "did not answer in time", replacements)
+
+
+def test_lost_peers_are_told_within_a_terminal() -> None:
+    screen, notices = Screen(), Screen()
+    reporter = RunScreen(Terminal(screen), Terminal(notices))
+    reporter.begin(FACTS, 0)
+    with reporter.watching(lambda: []):
+        reporter.note_failovers(120_003, [make_failover(*HOPS[1:4]), make_failover()])
+
+    shown = re.sub(r"\x1b\[\d+m", "", screen.text)
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    tails = [f"…{hop.peer.peer_id[-6:]}[{hop.span}]" for hop in HOPS]
+    begun = f"failover at update 120003: {tails[0]} did not answer in time, "
+    assert f"{begun}{' → '.join(tails[1:4])} took over" in words
+    assert f"{begun}several others took over" in words
+
+
+def test_lost_peers_are_lines_of_json() -> None:
+    screen = Screen(is_terminal=False)
+    reporter = JsonLines(Terminal(screen))
+    reporter.note_failovers(7, [make_failover(HOPS[1])])
+
+    assert json.loads(screen.text) == {
+        "event": "failover",
+        "update": 7,
+        "peer_id": HOPS[0].peer.peer_id,
+        "span": "0:1",
+        "reason": "peer …x fell silent",
+        "replaced_by": [{"peer_id": HOPS[1].peer.peer_id, "span": "1:2"}],
+    }
 
 
 def test_stopped_run_says_how_to_go_on() -> None:

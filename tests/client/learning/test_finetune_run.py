@@ -194,15 +194,33 @@ def test_run_without_finite_losses_ends_with_advice_and_can_be_resumed(tmp_path:
     run = make_run(tmp_path, learner)
 
     with pytest.raises(
-        UsageError, match=r"3 updates in a row .* a lower --learning-rate than 0.05"
+        SpoiltRunError, match=r"3 updates in a row .* a lower --learning-rate than 0.05"
     ):
         list(run.learn())
 
     assert learner.scores.isfinite().all()
+    assert run.checkpoints.find()[-1].name == "checkpoint-000004"
     later = make_run(tmp_path, learning_rate=0.01)
     later.resume()
     assert later.progress.num_updates == 4
     assert list(later.learn())[-1].number == 12
+
+
+def test_updates_that_are_skipped_take_no_place_of_a_checkpoint(tmp_path: Path) -> None:
+    """What was learned before the first of them may be why, and only two are kept."""
+    learner = Bigrams()
+    run = make_run(tmp_path, learner, eval_period=1)
+    events = run.learn()
+    while next(events) != Milestone(5, run.progress.eval_losses.get(5)):
+        pass
+    learner.bad_updates = set(range(learner.num_losses + 1, learner.num_losses + 9))
+
+    with pytest.raises(SpoiltRunError, match=r"delete .*checkpoint-000005, and --resume"):
+        list(events)
+
+    assert [path.name for path in run.checkpoints.find()] == [
+        "checkpoint-000004", "checkpoint-000005"
+    ]  # fmt: skip
 
 
 def test_run_that_peers_refuse_to_go_on_with_keeps_what_was_learned_before(tmp_path: Path) -> None:
@@ -291,10 +309,11 @@ def test_checkpoint_that_cannot_be_written_leaves_the_last_one(
         (folder / "half").write_text("")
         raise error
 
-    with pytest.raises(UnavailableError, match=r"cannot be written to: .*No space left on device"):
+    words = r"checkpoint-000003 cannot be written to: .*No space left on device"
+    with pytest.raises(UnavailableError, match=words):
         run.checkpoints.save(Progress(3), fail)
 
-    assert [path.name for path in run.checkpoints.find()] == ["checkpoint-000000"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000000"]
     run.checkpoints.save(Progress(3), lambda folder: None)
     assert [path.name for path in run.checkpoints.find()] == [
         "checkpoint-000000", "checkpoint-000003"
