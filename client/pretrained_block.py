@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,17 @@ from torch import Tensor, nn
 
 from ..kernels.checkpoint import CheckpointError
 from ..kernels.conversion import ConvertedCheckpoint
-from ..kernels.shell import ShellError, StepCache, open_shell
+from ..kernels.shell import ShellError, StepCache, open_block_shell
 from ..protocol.errors import ModelError, UsageError
 from .distributed_config import open_checkpoint
 from .local_layers import resolve_dtype
 
 # Shape suffixes: B rows, T tokens, H hidden size, G heads, D size of a head.
+
+
+_given: ContextVar[Tensor] = ContextVar("given hidden states")
+"""What goes into a block in this thread, whatever its decoder has made of it: positions or a norm
+belong to the embedding."""
 
 
 class BlockPast:
@@ -46,6 +52,7 @@ class PretrainedBlock(nn.Module):
         """`decoder` is a model whose only block is `layer`."""
         super().__init__()
         self.layer = layer
+        layer.register_forward_pre_hook(_take_given, with_kwargs=True)
         # Not a module of this one: its embedding and head have no weights.
         object.__setattr__(self, "_decoder", decoder)
 
@@ -59,7 +66,11 @@ class PretrainedBlock(nn.Module):
         past = BlockPast() if layer_past is None else layer_past
         cache = StepCache(past.num_tokens, past.put)
         decoder: Any = self._decoder
-        output = decoder(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
+        token = _given.set(inputs)
+        try:
+            output = decoder(inputs_embeds=inputs, past_key_values=cache, use_cache=True)
+        finally:
+            _given.reset(token)
         hidden_BTH: Tensor = output.last_hidden_state
         return (hidden_BTH, past) if use_cache else (hidden_BTH,)
 
@@ -74,14 +85,12 @@ def load_pretrained_block(
 ) -> PretrainedBlock:
     """Read one block of a model directory or Hub id; "auto" keeps the checkpoint's dtype.
 
-    For families that are nothing but blocks between an embedding and a norm: Llama, Mistral, Qwen,
-    Phi, Mixtral, Falcon and others, but not BLOOM, GPT-2 and Gemma. `config` makes no difference:
-    it is in the directory. Raises ModelError when the model cannot be used, UsageError for a block
-    that it does not have.
+    For all families that a swarm can serve. `config` makes no difference: it is in the directory.
+    Raises ModelError when the model cannot be used, UsageError for a block that it does not have.
     """
     checkpoint, _ = open_checkpoint(model, revision)
     try:
-        shell = open_shell(checkpoint.config)
+        shell = open_block_shell(checkpoint.config)
         if not 0 <= block_index < len(shell.layers):
             raise UsageError(f"the model has blocks 0:{len(shell.layers)}, not {block_index}")
         converted = ConvertedCheckpoint(checkpoint, shell.model)
@@ -89,3 +98,12 @@ def load_pretrained_block(
     except (CheckpointError, ShellError) as error:
         raise ModelError(str(error)) from error
     return PretrainedBlock(shell.cut([block_index], has_norm=False), shell.layers[block_index])
+
+
+def _take_given(
+    layer: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Have a block run on what it was given."""
+    if arguments:
+        return (_given.get(), *arguments[1:]), options
+    return arguments, {**options, "hidden_states": _given.get()}

@@ -202,17 +202,52 @@ def open_shell(config: Mapping[str, object]) -> Shell:
         ) from reason
 
 
-def _open(model: PreTrainedModel) -> Shell:
-    decoder = model.base_model
+def open_block_shell(config: Mapping[str, object]) -> Shell:
+    """Return the shell of a model whose blocks are to be run alone, on what they are given.
+
+    Of families with an implementation here whatever lies between embedding and blocks is made of
+    zeros; its outputs have to be passed over. Raises ShellError for others like `open_shell`.
+    """
+    name = config.get("model_type")
+    if name not in OWN_FAMILIES or config.get("quantization_config") is not None:
+        return open_shell(config)
+    try:
+        # What has windows in some blocks only is another family in transformers.
+        is_ministral = name == "mistral" and config.get("layer_types")
+        model = _build("ministral" if is_ministral else str(name), config)
+        lists, norms = _find_parts(model)
+        shell = Shell(model, lists[0], norms[-1])
+        for part_name, part in shell.decoder.named_children():
+            if part is model.get_input_embeddings():
+                setattr(shell.decoder, part_name, nn.Identity())
+        _fill_tables(shell)
+    except _UnfitError as reason:
+        raise ShellError(f"blocks of models of type {name!r} do not run alone: {reason}") from None
+    for part in shell.decoder.children():
+        if part is not shell.layers:
+            for names in (part._parameters, part._buffers):
+                for local_name, tensor in names.items():
+                    if tensor is not None and tensor.is_meta:
+                        zeros = torch.zeros_like(tensor, device="cpu")
+                        setattr(part, local_name, nn.Parameter(zeros, requires_grad=False))
+    return shell
+
+
+def _find_parts(model: PreTrainedModel) -> tuple[list[str], list[str]]:
+    """Return what a decoder calls its lists of blocks, and its norms."""
+    children = list(model.base_model.named_children())
     num_layers = model.config.num_hidden_layers
     lists = [
         name
-        for name, module in decoder.named_children()
+        for name, module in children
         if isinstance(module, nn.ModuleList) and len(module) == num_layers
     ]
-    norms = [
-        name for name, module in decoder.named_children() if "norm" in type(module).__name__.lower()
-    ]
+    return lists, [name for name, module in children if "norm" in type(module).__name__.lower()]
+
+
+def _open(model: PreTrainedModel) -> Shell:
+    decoder = model.base_model
+    lists, norms = _find_parts(model)
     if decoder is model or len(lists) != 1 or len(norms) != 1:
         raise _UnfitError("it is not a list of blocks between an embedding and a norm")
     multiplier = _take_multiplier(decoder)

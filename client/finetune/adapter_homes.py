@@ -230,7 +230,8 @@ class AdapterHomes:
             return
         place = self._segments.index(lost)
         self._segments[place : place + 1] = fresh
-        self._asker.failovers.note(trouble.take_lost(), [segment.home for segment in fresh])
+        hops = [segment.home for segment in fresh]
+        self._asker.failovers.note(trouble.take_lost(lost.span), hops)
 
     async def _replay(self, fresh: Sequence[Segment], logged: LoggedPass, trouble: Trouble) -> None:
         """Have gradients gathered again, now perhaps by several homes in a row."""

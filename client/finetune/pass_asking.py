@@ -139,7 +139,7 @@ class PassAsker:
             hosts = await self._wait_for_hosts(span, trouble, weights)
             hosts = [peer for peer in hosts if peer.span.covers(span)]
             if not hosts:
-                self.failovers.note(trouble.take_lost(), ())
+                self.failovers.note(trouble.take_lost(span), ())
                 return None
             hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
             answer = await self._try(hop, texts, scale * grads_BTH, trouble)
@@ -244,7 +244,7 @@ class PassAsker:
             return None
         for liar in trouble.refusals.contradicted:
             self._swarm.quarantine(liar.peer, Fault.BROKEN)
-        self.failovers.note(trouble.take_lost(), (hop,))
+        self.failovers.note(trouble.take_lost(hop.span), (hop,))
         self._swarm.note_pass(hop.peer.peer_id)
         self._recent_hops[hop.peer.peer_id] = hop
         return answer

@@ -61,9 +61,14 @@ class Trouble:
         self.refusals.note(lost)
         self._lost.append(lost)
 
-    def take_lost(self) -> list[LostHopError]:
-        """Return who has failed since this was called last."""
-        lost, self._lost = self._lost, []
+    def take_lost(self, span: Span) -> list[LostHopError]:
+        """Return who has failed at some of these blocks since this was called last."""
+        lost = [
+            one
+            for one in self._lost
+            if one.hop.span.start < span.stop and span.start < one.hop.span.stop
+        ]
+        self._lost = [one for one in self._lost if one not in lost]
         return lost
 
     def note_full(self, peer_id: PeerId, seconds: float) -> None:

@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import warm_python
+from safetensors.torch import load_file
+from torch import Tensor
 
 from shoal.cli.bundled_model import BUNDLED_NAME, find_model
 from shoal.cli.main import main
@@ -227,6 +230,35 @@ def test_run_learns_and_its_result_generates(
         texts.append(json.loads(capsys.readouterr().out)["text"])
     assert "Ahoy" not in texts[0]
     assert texts[1] == " Ahoy!"
+
+
+@pytest.mark.network
+@pytest.mark.slow
+@pytest.mark.parametrize("is_compared", [False, pytest.param(True, marks=pytest.mark.thorough)])
+def test_run_with_its_optimizer_at_peers_learns_what_one_at_the_client_does(
+    swarm: LocalSwarm,
+    byte_model: Path,
+    data: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    is_compared: bool,
+) -> None:
+    losses, learned = list[list[float]](), list[dict[str, Tensor]]()
+    for where in ("peers", "client") if is_compared else ("peers",):
+        out = tmp_path / where
+        options = ["--updates", "3", "--rank", "2", "--optimizer", where, "--json"]
+        command = name_run(byte_model, data, out, *options, peer=swarm.initial_peers[0])
+        assert main(command) == 0
+        events = read_events(capsys.readouterr().out)
+        losses.append([event["loss"] for event in events if event["event"] == "updated"])
+        learned.append(load_file(out / "adapter_model.safetensors"))
+
+    assert len(losses[0]) == 3
+    assert all(matrix.any() for name, matrix in learned[0].items() if "lora_B" in name)
+    assert losses[-1] == pytest.approx(losses[0], rel=1e-4)
+    assert learned[-1].keys() == learned[0].keys()
+    for name, matrix in learned[-1].items():
+        assert torch.allclose(matrix, learned[0][name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.network

@@ -15,7 +15,6 @@ from shoal.client import (
     AutoDistributedConfig,
     AutoDistributedModelForCausalLM,
     ClientConfig,
-    ModelError,
     RemotePastKeyValues,
     UsageError,
     load_pretrained_block,
@@ -132,7 +131,11 @@ def test_configuration_of_a_model_says_where_it_is(tiny_models: Any) -> None:
         assert model.config.dht_prefix == config.dht_prefix
 
 
-@pytest.mark.parametrize("variant", ["llama", "falcon", "mixtral"])
+@pytest.mark.parametrize(
+    "variant",
+    ["llama", "falcon", "mixtral", "bloom", "gpt2", "gemma", "gemma2", "gemma3", "phi3",
+     "mistral-window-in-some"],
+)  # fmt: skip
 def test_remote_block_is_what_a_local_one_is(tiny_models: Any, variant: str) -> None:
     tiny = tiny_models.get(variant)
     hidden = torch.randn(2, 20, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
@@ -157,5 +160,3 @@ def test_local_block_has_the_dtype_asked_for(tiny_models: Any) -> None:
         assert {weight.dtype for weight in block.parameters()} == {dtype}
     with pytest.raises(UsageError, match="blocks 0:4"):
         load_pretrained_block(directory, 4)
-    with pytest.raises(ModelError, match="'bloom' are not supported"):
-        load_pretrained_block(tiny_models.get("bloom").directory, 1)

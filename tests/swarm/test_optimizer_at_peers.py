@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import threading
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,14 @@ import torch
 from adapter_scene import FOUR_HOPS, ONE_HOP, REPLICAS, assert_close, make_adapter, swarm_of
 from torch import Tensor, nn
 
+from shoal.client.finetune import learned_states
 from shoal.client.finetune.lora import LoraAdapter
 from shoal.client.learning.dataset import Dataset, Example
 from shoal.client.learning.finetune_run import FinetuneRun, RunConfig, Updated
 from shoal.client.learning.learners import AdapterPlan, make_learner
+from shoal.client.model import DistributedCausalLM
 from shoal.peer.adapter_shelf import AdapterShelf
+from shoal.peer.loopback_swarm import LoopbackSwarm
 from shoal.protocol.errors import RefusedError, UsageError
 
 NUM_UPDATES = 4
@@ -101,6 +106,68 @@ def test_training_at_peers_is_that_of_torch(
         assert_same(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("weights", "wire_dtype"),
+    [
+        ("int8", "auto"),
+        ("fp32", "fp16"),
+        pytest.param("int8", "int8", marks=pytest.mark.thorough),
+        pytest.param("fp32", "bf16", marks=pytest.mark.thorough),
+        pytest.param("bf16", "auto", marks=pytest.mark.thorough),
+    ],
+)
+def test_training_at_coarse_peers_over_a_coarse_line_is_that_at_the_client(
+    tiny_models: Any, weights: str, wire_dtype: str
+) -> None:
+    directory, tokens = tiny_models.get().directory, draw_tokens(1)
+    swarm = LoopbackSwarm(directory, ((0, 2), (2, 4)), weights=weights)
+    with DistributedCausalLM.from_pretrained(
+        directory, connect=swarm.connect, torch_dtype="float32", wire_dtype=wire_dtype
+    ) as model:
+        losses: list[list[float]] = []
+        for is_at_peers in (True, False):
+            adapter = make_adapter(model)
+            optimizer = (
+                model.optimizer_at_peers(adapter, "adamw", lr=0.02)
+                if is_at_peers
+                else torch.optim.AdamW(adapter.parameters(), lr=0.02)
+            )
+            losses.append([])
+            for _ in range(6):
+                optimizer.zero_grad()
+                loss = model(tokens, labels=tokens, active_adapter=adapter).loss
+                loss.backward()
+                optimizer.step()
+                losses[-1].append(loss.item())
+        ours, theirs = losses
+
+        assert ours[-1] < 0.9 * ours[0]
+        # Gradients of the adapter travel in 16 bits to a client, and to nobody here.
+        assert ours == pytest.approx(theirs, rel=0.01)
+
+
+def test_learned_states_are_packed_and_read_where_nobody_waits(
+    tiny_models: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads: list[str] = []
+
+    def note_and_do(do: Callable[[Any], Any], file: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return do(file)
+
+    for name in ("_encode", "_decode"):
+        do = getattr(learned_states, name)
+        monkeypatch.setattr(learned_states, name, partial(note_and_do, do))
+    with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model):
+        adapter = make_adapter(model)
+        optimizer = model.optimizer_at_peers(adapter, "sgd", **OPTIONS["sgd"])
+        learn(model, adapter, optimizer, num_updates=1)
+        adapter.pull()
+
+    assert len(threads) >= 4
+    assert not [name for name in threads if "client" in name]
+
+
 def kill_homes(swarm: Any) -> None:
     """Kill all peers that train something."""
     for peer in list_homes(swarm):
@@ -134,6 +201,12 @@ def test_homes_that_are_killed_take_nothing_with_them(tiny_models: Any, when: st
 
         assert_same_losses(losses, expected)
         assert_same(ours, theirs)
+        failovers = model.transformer.h.take_failovers()
+        lost = {swarm.peers.index(swarm.find(one.lost.peer.peer_id)) for one in failovers}
+        assert len(lost) == 2
+        for one in failovers:
+            (hop,) = one.replacements
+            assert hop.span == one.lost.span
 
 
 @pytest.mark.thorough
