@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from adapter_scene import make_adapter, open_with_peft
 from torch import Tensor
 from tuning_scene import LocalPromptTuning, assert_close, make_batch, roughen
@@ -187,3 +188,59 @@ def test_adapter_reaches_somebody_else_where_a_peer_is_lost_that_gets_it(
             scene = Scene(swarm, model, tiny, tmp_path / str(seed), seed)
             at_hop = partial(harm_whoever_is_brought_an_adapter, hop[0])
             scene.check_under(monkeypatch, harm, at_hop, scene.train_locally(), hop)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("harm", HARM)
+def test_homes_of_an_optimizer_that_are_lost_take_nothing_with_them(
+    tiny_models: Any, tmp_path: Path, harm: str
+) -> None:
+    """One before an update is made of its gradients, the other one in the middle of a batch."""
+    tiny = tiny_models.get("llama")
+    ids, mask, labels = TEXTS
+    spans = [hop for hop in TWO_HOPS for _ in range(2)]
+    with (
+        LocalSwarm(tiny.directory, spans=spans, weights="fp32") as swarm,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            tiny.directory, initial_peers=swarm.initial_peers, seed=0
+        ) as model,
+    ):
+        adapter = make_adapter(model)
+        peft = open_with_peft(tiny, adapter, tmp_path)
+        matrices = {name: x for name, x in peft.named_parameters() if "lora_" in name}
+        # With a smaller epsilon, AdamW makes much of how sums are rounded.
+        options = {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+        here = torch.optim.AdamW(matrices.values(), **options)
+        there = model.optimizer_at_peers(adapter, "adamw", **options)
+        lost: list[PeerId] = []
+
+        def lose(block: int) -> None:
+            hops = model.transformer.h.take_recent_hops()
+            (home,) = [hop.peer.peer_id for hop in hops if hop.span.start == block]
+            lost.append(home)
+            HARM[harm](swarm.find(home))
+
+        for number in range(4):
+            loss = model(ids, attention_mask=mask, labels=labels, active_adapter=adapter).loss
+            if number == 2:
+                lose(2)
+            loss.backward()
+            if number == 1:
+                lose(0)
+            there.step()
+            there.zero_grad()
+            expected = peft(ids, attention_mask=mask, labels=labels).loss
+            expected.backward()
+            here.step()
+            here.zero_grad()
+            assert loss.item() == pytest.approx(expected.item(), rel=1e-4)
+
+        learned = adapter.state_dict()
+        for name, matrix in matrices.items():
+            assert_close(learned[name.replace(".default", "")], matrix.detach())
+        failovers = model.transformer.h.take_failovers()
+        assert [one.lost.peer.peer_id for one in failovers] == lost
+        happened = {"kill": "was lost", "pause": "did not answer in time"}[harm]
+        assert {one.what_happened for one in failovers} == {happened}
+        for peer_id in lost:
+            swarm.find(peer_id).kill()

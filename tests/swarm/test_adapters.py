@@ -367,6 +367,9 @@ def test_adapter_too_large_to_train_is_refused_before_anything_is_computed(
             ):
                 compute_loss(model)
         assert len(peer.service.adapters) == num_heads
+        model.optimizer_at_peers(adapter)
+        with pytest.raises(RefusedError, match=r"memory to train 4,096 numbers"):
+            compute_loss(model)
 
 
 def test_what_cannot_be_published_is_refused(tiny_models: Any) -> None:
