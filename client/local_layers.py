@@ -24,6 +24,7 @@ from .wrapped_layers import (
     Multiplier,
     WrappedHead,
     WrappedNorm,
+    WrappedPositions,
     load_wrapped_layers,
     open_checkpoint_shell,
 )
@@ -75,6 +76,16 @@ class ScaledEmbedding(nn.Embedding):
         return super().forward(input) * torch.tensor(self.embedding_dim**0.5).to(self.weight)
 
 
+class LearnedPositions(nn.Embedding):
+    """Positions that are added to what the embedding returns."""
+
+    def forward(self, hidden_BTH: Tensor, position: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return hidden states with the positions from `position` on, in the dtype given."""
+        stop = position + hidden_BTH.shape[1]
+        positions_T = torch.arange(position, stop, device=hidden_BTH.device)
+        return hidden_BTH + super().forward(positions_T).to(hidden_BTH.dtype)
+
+
 class LanguageHead(nn.Module):
     """Hidden states to logits; the weight may be the embedding's own.
 
@@ -108,7 +119,7 @@ class LocalLayers:
 
     embedding: nn.Embedding
     embedding_norm: LocalNorm | Multiplier | None
-    positions: nn.Embedding | None
+    positions: LearnedPositions | WrappedPositions | None
     norm: LocalNorm | nn.Identity
     head: LanguageHead | WrappedHead
 
@@ -205,8 +216,10 @@ def load_local_layers(
     Raises ModelError that names the tensor which is missing, damaged or of a wrong shape.
     """
     if config.model_type not in LOCAL_FAMILIES:
-        embedding, multiplier, head = load_wrapped_layers(checkpoint, dtype)
-        return LocalLayers(embedding, multiplier, None, nn.Identity(), head)
+        wrapped = load_wrapped_layers(checkpoint, dtype)
+        return LocalLayers(
+            wrapped.embedding, wrapped.multiplier, wrapped.positions, nn.Identity(), wrapped.head
+        )
     family = LOCAL_FAMILIES[config.model_type]
     vocab_size, hidden_size = cast(int, config.vocab_size), cast(int, config.hidden_size)
     reader = _Reader(checkpoint, dtype)
@@ -229,7 +242,7 @@ def load_local_layers(
     if family.positions is not None:
         shape = (cast(int, config.max_position_embeddings), hidden_size)
         positions_PH = reader.load(f"{family.positions}.weight", shape)
-        positions = nn.Embedding.from_pretrained(positions_PH, freeze=True)
+        positions = LearnedPositions.from_pretrained(positions_PH, freeze=True)
     embedding_norm = None
     if family.embedding_norm is not None:
         embedding_norm = _load_norm(reader, family.embedding_norm, family, config)

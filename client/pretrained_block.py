@@ -11,7 +11,9 @@ from torch import Tensor, nn
 
 from ..kernels.checkpoint import CheckpointError
 from ..kernels.conversion import ConvertedCheckpoint
-from ..kernels.shell import ShellError, StepCache, open_block_shell
+from ..kernels.shell import ShellError
+from ..kernels.shell_opening import open_block_shell
+from ..kernels.step_cache import StepCache
 from ..protocol.errors import ModelError, UsageError
 from .distributed_config import open_checkpoint
 from .local_layers import resolve_dtype
@@ -97,7 +99,7 @@ def load_pretrained_block(
         shell.load_layer(converted, block_index, resolve_dtype(torch_dtype))
     except (CheckpointError, ShellError) as error:
         raise ModelError(str(error)) from error
-    return PretrainedBlock(shell.cut([block_index], has_norm=False), shell.layers[block_index])
+    return PretrainedBlock(shell.cut([block_index]), shell.layers[block_index])
 
 
 def _take_given(

@@ -57,12 +57,6 @@ class DistributedTransformer(nn.Module):
             prompts_BPH = prompt_PH.expand(len(embeddings_BTH), -1, -1)
             embeddings_BTH = torch.cat([prompts_BPH, embeddings_BTH], dim=1)
         hidden_BTH = self.word_embeddings_layernorm(embeddings_BTH)
-        return self.add_positions(hidden_BTH, position)
-
-    def add_positions(self, hidden_BTH: Tensor, position: int) -> Tensor:
-        """Add learned positions from `position` on; most families have none."""
-        if self.position_embeddings is None:
+        if self.position_embeddings is None:  # as in most families
             return hidden_BTH
-        stop = position + hidden_BTH.shape[1]
-        positions_T = torch.arange(position, stop, device=hidden_BTH.device)
-        return hidden_BTH + self.position_embeddings(positions_T).to(hidden_BTH.dtype)
+        return self.position_embeddings(hidden_BTH, position)

@@ -1,6 +1,6 @@
 """The client's layers of families without an entry here: transformers' own, without blocks."""
 
-import copy
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -8,11 +8,17 @@ from torch import Tensor, nn
 
 from ..kernels.checkpoint import Checkpoint, CheckpointError
 from ..kernels.conversion import ConvertedCheckpoint
-from ..kernels.shell import Shell, ShellError, open_shell
+from ..kernels.shell import Shell, ShellError
+from ..kernels.shell_opening import open_shell
+from ..kernels.step_cache import StepCache
 from ..protocol.errors import ModelError, UsageError
 
 _OTHER_HEAD_NAMES = ("embed_out",)
 """What checkpoints call a head that is called otherwise in transformers (GPT-NeoX)."""
+
+_TOKENS_AT_ONCE = 32
+"""So many at a time have positions added: the decoder draws a mask of these times all before them,
+for blocks that it does not have."""
 
 
 class Multiplier(nn.Module):
@@ -27,15 +33,39 @@ class Multiplier(nn.Module):
         return hidden_BTH * self.factor
 
 
+class WrappedPositions(nn.Module):
+    """Adds positions as the family does: a decoder that has no blocks and no norm."""
+
+    def __init__(self, decoder: Any) -> None:
+        super().__init__()
+        self._decoder = decoder
+
+    def forward(self, hidden_BTH: Tensor, position: int) -> Tensor:
+        """Return hidden states with the positions from `position` on."""
+        parts_BTH = hidden_BTH.split(_TOKENS_AT_ONCE, dim=1)
+        return torch.cat(
+            [
+                self._decoder(
+                    inputs_embeds=part_BTH,
+                    past_key_values=StepCache(position + index * _TOKENS_AT_ONCE),
+                    use_cache=True,
+                ).last_hidden_state
+                for index, part_BTH in enumerate(parts_BTH)
+            ],
+            dim=1,
+        )
+
+
 class WrappedHead(nn.Module):
     """Hidden states behind the last block to logits, with everything that the family does there.
 
     Holds a whole causal language model that has no blocks.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, decoder_name: str) -> None:
         super().__init__()
         self._model = model
+        self._decoder_name = decoder_name
 
     @property
     def weight(self) -> Tensor:
@@ -56,7 +86,8 @@ class WrappedHead(nn.Module):
     def normalize(self, hidden_BTH: Tensor) -> Tensor:
         """Return hidden states behind the final norm, in the dtype given."""
         hidden_N1H = self._set_apart(hidden_BTH)
-        output_N1H = self._model.base_model(inputs_embeds=hidden_N1H, use_cache=False)[0]
+        decoder = self._model.get_submodule(self._decoder_name)
+        output_N1H = decoder(inputs_embeds=hidden_N1H, use_cache=False)[0]
         return output_N1H.to(hidden_BTH.dtype).view(hidden_BTH.shape)
 
     def _set_apart(self, hidden_BTH: Tensor) -> Tensor:
@@ -87,38 +118,46 @@ def open_checkpoint_shell(checkpoint: Checkpoint) -> Shell:
         raise ModelError(str(error)) from error
 
 
-def load_wrapped_layers(
-    checkpoint: Checkpoint, dtype: torch.dtype | None
-) -> tuple[nn.Embedding, Multiplier | None, WrappedHead]:
+@dataclass(frozen=True)
+class WrappedLayers:
+    """The client's layers of such a model; what its family lacks is None."""
+
+    embedding: nn.Embedding
+    multiplier: Multiplier | None
+    positions: WrappedPositions | None
+    head: WrappedHead
+
+
+def load_wrapped_layers(checkpoint: Checkpoint, dtype: torch.dtype | None) -> WrappedLayers:
     """Read embedding, what follows it and head; `dtype` None keeps the embedding's stored dtype."""
     shell = open_checkpoint_shell(checkpoint)
-    model = copy.copy(shell.model)
-    model._modules = dict(shell.model._modules)
-    setattr(model, model.base_model_prefix, shell.cut([], has_norm=True))
     try:
-        tensors = ConvertedCheckpoint(checkpoint, shell.model)
-        embedding, head = _load(shell, model, tensors, dtype)
+        return _load(shell, ConvertedCheckpoint(checkpoint, shell.model), dtype)
     except CheckpointError as error:
         raise ModelError(str(error)) from error
-    factor = shell.embedding_multiplier
-    return embedding, None if factor == 1.0 else Multiplier(factor), head
 
 
 def _load(
-    shell: Shell, model: Any, checkpoint: ConvertedCheckpoint, dtype: torch.dtype | None
-) -> tuple[nn.Embedding, WrappedHead]:
-    decoder = model.base_model
+    shell: Shell, checkpoint: ConvertedCheckpoint, dtype: torch.dtype | None
+) -> WrappedLayers:
+    model, decoder = shell.cut_model(), shell.decoder
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     shell.load(checkpoint, embedding, f"{_find_name(decoder, embedding)}.", dtype)
     dtype = embedding.weight.dtype
-    shell.load(checkpoint, getattr(decoder, shell.norm_name), f"{shell.norm_name}.", dtype)
+    for name in (shell.norm_name, shell.positions_name):
+        if name is not None:
+            shell.load(checkpoint, decoder.get_submodule(name), f"{name}.", dtype)
     names = (_find_name(model, head), *_OTHER_HEAD_NAMES)
     head_name = next((name for name in names if checkpoint.has(f"{name}.weight")), names[0])
     if shell.config.tie_word_embeddings and not checkpoint.has(f"{head_name}.weight"):
         head.weight = embedding.weight
     else:
         shell.load(checkpoint, head, f"{head_name}.", dtype)
-    return embedding, WrappedHead(model)
+    factor, positions = shell.embedding_multiplier, None
+    if shell.positions_name is not None:
+        positions = WrappedPositions(shell.cut([], has_positions=True))
+    multiplier = None if factor == 1.0 else Multiplier(factor)
+    return WrappedLayers(embedding, multiplier, positions, WrappedHead(model, shell.decoder_name))
 
 
 def _find_name(parent: nn.Module, child: nn.Module) -> str:

@@ -88,6 +88,21 @@ _LLAMA3_ROPE = {
 }
 _LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
 
+_LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+"""Of DeepSeek's attention and experts."""
+
 _GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 13}
 _LONG_ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
 
@@ -271,12 +286,79 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             "granite",
             {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 8.0},
         ),
+        # The decoders of these add positions before their first block: learned ones, or computed.
+        "wrapped-opt": (
+            "opt",
+            {"word_embed_proj_dim": 64, "ffn_dim": 80, "tie_word_embeddings": False},
+        ),
+        "wrapped-xglm": ("xglm", {"d_model": 64, "ffn_dim": 80, "pad_token_id": 1}),
+        "wrapped-biogpt": ("biogpt", {"scale_embedding": True, "pad_token_id": 1}),
+        "wrapped-gpt-bigcode": ("gpt_bigcode", {"n_inner": 80, "multi_query": True}),
+        "wrapped-gpt-bigcode-all-heads": (
+            "gpt_bigcode",
+            {"multi_query": False, "scale_attn_weights": False, "tie_word_embeddings": False},
+        ),
+        "wrapped-gpt-neo": (
+            "gpt_neo",
+            {"attention_types": [[["global", "local"], NUM_BLOCKS // 2]], "window_size": 13},
+        ),
+        # In the blocks of these there are tables that no checkpoint has.
+        "wrapped-gptj": ("gptj", {"rotary_dim": 8, "n_inner": 80}),
+        "wrapped-codegen": ("codegen", {"rotary_dim": 4}),
+        # Keys and values of these differ in shape, or blocks in what they keep.
+        "wrapped-deepseek-v3": ("deepseek_v3", {**_LATENT, "n_group": 2, "topk_group": 1}),
+        "wrapped-deepseek-v2": (
+            "deepseek_v2",
+            {**_LATENT, "q_lora_rank": None, "kv_lora_rank": 22, "norm_topk_prob": True},
+        ),
+        "wrapped-gemma4": (
+            "gemma4_text",
+            {
+                "head_dim": 16,
+                "global_head_dim": 32,
+                "num_key_value_heads": 4,
+                "num_global_key_value_heads": 1,
+                "attention_k_eq_v": True,
+                "hidden_size_per_layer_input": 0,
+                "num_kv_shared_layers": 0,
+                "sliding_window": 13,
+                "layer_types": ["sliding_attention", "full_attention"] * (NUM_BLOCKS // 2),
+                "final_logit_softcapping": 2.0,
+            },
+        ),
+        # A list of blocks like any other, if in a model with a name of its own.
+        "wrapped-llama4": (
+            "llama4_text",
+            {
+                "head_dim": 16,
+                "num_local_experts": 3,
+                "intermediate_size_mlp": 80,
+                "interleave_moe_layer_step": 2,
+                "no_rope_layers": [1, 1, 1, 0],
+                "attention_chunk_size": 13,
+                "floor_scale": 8,
+                "attn_scale": 0.3,
+            },
+        ),
     }
 )
 
 _FIRST_OF_FAMILY = {family: name for name, (family, _) in reversed(list(VARIANTS.items()))}
 ONE_PER_FAMILY = sorted(_FIRST_OF_FAMILY.values())
 KNOWN = [name for name in VARIANTS if not name.startswith("wrapped")]
+
+# Whatever is special about these one of the others has, too.
+_COVERED = {
+    "wrapped-biogpt", "wrapped-codegen", "wrapped-deepseek-v2", "wrapped-gemma4",
+    "wrapped-gpt-bigcode", "wrapped-gpt-bigcode-all-heads", "wrapped-gpt-neo", "wrapped-llama4",
+    "wrapped-xglm",
+}  # fmt: skip
+_COVERED_BY_BLOCKS = {"wrapped-deepseek-v3", "wrapped-gptj"}
+
+
+def _mark(variants: list[str], covered: set[str]) -> list[Any]:
+    thorough = pytest.mark.thorough
+    return [pytest.param(name, marks=thorough if name in covered else ()) for name in variants]
 
 
 class TinyModel:
@@ -290,12 +372,17 @@ class TinyModel:
     @property
     def decoder(self) -> Any:
         """The reference without its head, whatever it is called there."""
-        return self.reference.base_model
+        from transformers import PreTrainedModel
+
+        decoder = self.reference
+        while inner := [each for each in decoder.children() if isinstance(each, PreTrainedModel)]:
+            (decoder,) = inner
+        return decoder
 
     @property
     def final_norm(self) -> Any:
         """The norm before the head, whatever it is called there."""
-        names = ("norm", "ln_f", "final_layer_norm")
+        names = ("norm", "ln_f", "final_layer_norm", "layer_norm")
         return next(getattr(self.decoder, name) for name in names if hasattr(self.decoder, name))
 
     @torch.no_grad()
@@ -358,7 +445,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("tiny-models"))
 
 
-@pytest.fixture(params=list(VARIANTS))
+@pytest.fixture(params=_mark(list(VARIANTS), _COVERED))
 def any_tiny_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
     """Runs the test once for every variant of every family."""
     return tiny_models.get(request.param)
@@ -370,7 +457,7 @@ def any_known_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> 
     return tiny_models.get(request.param)
 
 
-@pytest.fixture(params=ONE_PER_FAMILY)
+@pytest.fixture(params=_mark(ONE_PER_FAMILY, _COVERED | _COVERED_BY_BLOCKS))
 def tiny_family(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
     """Runs the test once for every family."""
     return tiny_models.get(request.param)

@@ -44,7 +44,7 @@ def estimate_pass_bytes(
         # One row at a time; on the way back with everything that autograd keeps of a block.
         num_kept = 4 if is_backward else 1
         for_some, at_once, for_row = 0, 0, num_kept * _count_width(spec)
-        num_scores = num_tokens * num_tokens * spec.hidden_size // spec.head_dim
+        num_scores = num_tokens * num_tokens * _count_heads(spec)
         fixed_bytes += 4 * (num_kept + 2) * num_scores
     if is_backward:
         for_all += (num_blocks + 2) * spec.hidden_size
@@ -64,6 +64,11 @@ def _count_transposed_bytes(spec: ModelSpec, weights: WeightFormat) -> int:
     shapes = spec.tensor_shapes(spec.num_blocks - 1)
     num_numbers = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
     return num_numbers * _TRANSPOSED_ITEM_BYTES.get(weights, 0)
+
+
+def _count_heads(spec: ModelShape) -> int:
+    assert isinstance(spec, WrappedShape)
+    return spec.num_heads
 
 
 def _count_width(spec: ModelShape) -> int:

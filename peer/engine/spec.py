@@ -89,8 +89,13 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class WrappedShape(ModelShape):
-    """The shape of a model that runs through transformers, with the numbers that each block has."""
+    """The shape of a model that runs through transformers, with the numbers that each block has.
 
+    Its `num_kv_heads` and `head_dim` are those of what is kept, which may be another form of what
+    its `num_heads` compute.
+    """
+
+    num_heads: int
     block_parameters: tuple[int, ...]
 
 

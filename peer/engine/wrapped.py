@@ -19,9 +19,11 @@ from transformers import PreTrainedModel
 from ...kernels.checkpoint import Checkpoint, CheckpointError
 from ...kernels.conversion import ConvertedCheckpoint
 from ...kernels.linear import Linear
-from ...kernels.shell import Shell, ShellError, StepCache, open_shell
+from ...kernels.shell import Shell, ShellError
+from ...kernels.shell_opening import open_shell
+from ...kernels.step_cache import KeptShape, StepCache
 from ...protocol.errors import ModelError
-from .config_reader import MAX_POSITIONS, ConfigReader, limit_to_exact_positions
+from .config_reader import MAX_HEADS, MAX_POSITIONS, ConfigReader, limit_to_exact_positions
 from .numerics import Numerics
 from .pass_rows import PassRows, differentiate
 from .rows import RowRange, Segment, Segments
@@ -32,17 +34,20 @@ from .spec import WrappedShape
 def read_shape(config: Mapping[str, object]) -> WrappedShape:
     """Return the shape of a model of a family that only transformers knows."""
     shell = _open(config)
-    settings = ConfigReader(shell.config.to_dict())
+    # Under the names that all families share, whatever their own are.
+    names = ("num_attention_heads", "max_position_embeddings", "rope_parameters")
+    settings = ConfigReader({name: getattr(shell.config, name, None) for name in names})
     rope = {"rope_type": "default", **settings.mapping("rope_parameters")}
     positions = settings.count("max_position_embeddings", MAX_POSITIONS, MAX_POSITIONS)
     return WrappedShape(
         family=str(config["model_type"]),
         hidden_size=shell.config.hidden_size,
         num_blocks=len(shell.layers),
-        num_kv_heads=shell.num_kv_heads,
-        head_dim=shell.head_dim,
+        num_kv_heads=shell.kept.num_heads,
+        head_dim=shell.kept.head_dim,
         max_positions=limit_to_exact_positions(rope, positions)[1],
         dtype=ConfigReader(config).dtype(),
+        num_heads=settings.count("num_attention_heads", MAX_HEADS, shell.kept.num_heads),
         block_parameters=tuple(
             sum(weight.numel() for weight in layer.parameters()) for layer in shell.layers
         ),
@@ -57,12 +62,13 @@ class WrappedBlock:
     attention_kernels = ("torch",)
     linears: Mapping[str, Linear] = MappingProxyType({})
 
-    def __init__(self, decoder: PreTrainedModel, index: int) -> None:
+    def __init__(self, decoder: PreTrainedModel, index: int, kept: KeptShape) -> None:
         weights = [weight for weight in decoder.parameters() if not weight.is_meta]
         self.num_bytes = sum(weight.nbytes for weight in weights)
         self.num_parameters = sum(weight.numel() for weight in weights)
         self._decoder = decoder
         self._index = index
+        self._kept = kept
 
     def __call__(
         self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
@@ -100,7 +106,7 @@ class WrappedBlock:
         parts = [
             self._decoder(
                 inputs_embeds=hidden_BTH[:, first : first + stride],
-                past_key_values=StepCache(segment.position + first, put),
+                past_key_values=StepCache(segment.position + first, put, self._kept),
                 use_cache=True,
             ).last_hidden_state
             for first in range(0, segment.num_tokens, stride)
@@ -123,9 +129,9 @@ class WrappedLoader:
             self._shell.load_layer(self._checkpoint, index, self._dtype)
         except CheckpointError as error:
             raise ModelError(str(error)) from error
-        decoder = self._shell.cut([index], has_norm=False)
+        decoder = self._shell.cut([index])
         _bring(decoder, self._place)
-        return WrappedBlock(decoder, index)
+        return WrappedBlock(decoder, index, self._shell.kept)
 
 
 def _bring(decoder: PreTrainedModel, place: torch.device) -> None:

@@ -112,7 +112,7 @@ class LocalPromptTuning(nn.Module):
 
 
 def _find_layers(reference: Any) -> Sequence[nn.Module]:
-    base = reference.base_model
+    base = getattr(reference.base_model, "decoder", reference.base_model)
     return base.layers if hasattr(base, "layers") else base.h
 
 

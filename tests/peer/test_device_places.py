@@ -54,7 +54,8 @@ def attend_in_shape(
     "variant",
     ["llama-biases", "mistral-window", "qwen3", "gemma2", "gemma3", "phi3", "gpt2", "bloom",
      "falcon-grouped", "wrapped-stablelm",
-     pytest.param("wrapped-gpt-neox", marks=pytest.mark.thorough)],
+     *(pytest.param(f"wrapped-{name}", marks=pytest.mark.thorough)
+       for name in ("gpt-neox", "opt", "xglm", "gptj"))],
 )  # fmt: skip
 def test_prompts_and_tokens_meet_nothing_of_the_cpu(
     tiny_models: Any, variant: str, weights: WeightFormat, kv_format: KVFormat

@@ -8,7 +8,7 @@ from transformers import AutoConfig
 
 from shoal.client.local_families import LOCAL_FAMILIES
 from shoal.kernels.quantize import WeightFormat
-from shoal.kernels.shell import OWN_FAMILIES
+from shoal.kernels.shell_opening import OWN_FAMILIES
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.families import FAMILIES, read_spec
 from shoal.peer.engine.loader import open_checkpoint
@@ -52,7 +52,7 @@ def run_engines(engines: list[Engine], hidden: torch.Tensor, cuts: list[int]) ->
 @torch.no_grad()
 def check_equal_to_transformers(tiny_model, tokens: torch.Tensor, hidden: torch.Tensor) -> None:
     """Compare final hidden states, before the head's norm by way of the norm, and logits."""
-    head = tiny_model.reference.lm_head
+    head = tiny_model.reference.get_output_embeddings()
     expected = tiny_model.decoder(tokens).last_hidden_state
     normed = tiny_model.final_norm(hidden)
     torch.testing.assert_close(normed, expected, rtol=0, atol=TOLERANCE)
@@ -242,7 +242,18 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
         ({"model_type": "nonsense"}, "'nonsense' are not supported: transformers does not know it"),
         ({"model_type": "nonsense"}, "; supported are bloom, falcon, .*, qwen3_moe, and others"),
         ({"model_type": "mamba"}, "its blocks do not keep keys and values"),
-        ({"model_type": "opt"}, "not a list of blocks between an embedding and a norm"),
+        (
+            {"model_type": "opt", "do_layer_norm_before": False},
+            "not a list of blocks between an embedding and a norm",
+        ),
+        (
+            {"model_type": "opt", "word_embed_proj_dim": 32},
+            "its embedding or head is of another size than its hidden states",
+        ),
+        ({"model_type": "ctrl"}, "without blocks, does not hand on what it is given"),
+        ({"model_type": "nanochat"}, "its norm is not only behind its blocks"),
+        ({"model_type": "whisper"}, "its decoder listens to an encoder"),
+        ({"model_type": "llama4"}, "it is more than a model of type 'llama4_text'"),
         ({"model_type": "stablelm", "num_hidden_layers": 10**9}, "num_hidden_layers must be"),
         ({"model_type": "stablelm", "quantization_config": {"bits": 4}}, "quantized already"),
         (
@@ -253,12 +264,18 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
             {"model_type": "stablelm", "pad_token_id": 500},
             "cannot build a model of type 'stablelm'",
         ),
-        ({"model_type": "xglm"}, "its embedding or head is a special one"),
+        ({"model_type": "cpmant"}, "not a list of blocks between an embedding and a norm"),
+        ({"model_type": "gptj", "rotary_dim": 7}, "its blocks do not run alone"),
         (
-            {"model_type": "gptj", "rotary_dim": 8},
-            "its blocks keep tables that are in no checkpoint",
+            {"model_type": "gptj", "rotary_dim": 8, "max_position_embeddings": 10**8},
+            "it keeps tables of more than 256 MiB",
         ),
-        ({"model_type": "gpt_bigcode"}, "it has more weights than those of blocks, embedding"),
+        (
+            {"model_type": "gpt_bigcode", "max_position_embeddings": 10**6},
+            "it keeps tables of more than 256 MiB",
+        ),
+        ({"model_type": "zaya"}, "it has more weights than those of blocks, embedding, positions"),
+        ({"model_type": "deepseek_v32"}, "its blocks do not run alone"),
         ({"model_type": "jamba"}, "its blocks do not run alone; supported are"),
     ],
 )

@@ -138,7 +138,11 @@ def test_generated_tokens_do_not_depend_on_company(
     assert torch.equal(outputs, expected)
 
 
-@pytest.mark.parametrize("variant", [*VARIANTS, "mixtral", "gpt2-unscaled", "wrapped-stablelm"])
+@pytest.mark.parametrize(
+    "variant",
+    [*VARIANTS, "mixtral", "gpt2-unscaled", "wrapped-stablelm",
+     pytest.param("wrapped-deepseek-v3", marks=pytest.mark.thorough)],
+)  # fmt: skip
 def test_float32_weights_tip_no_integer_of_a_cache(load: Any, variant: str) -> None:
     engine = load(variant, WeightFormat.FP32)
 

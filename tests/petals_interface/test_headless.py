@@ -11,7 +11,7 @@ from tuning_scene import REPLICAS, assert_close, make_batch, open_model
 from shoal.client import AutoDistributedModel, RemoteSequential
 
 
-@pytest.mark.parametrize("variant", ["llama", "bloom", "wrapped-gpt-neox", "wrapped-granite"])
+@pytest.mark.parametrize("variant", ["llama", "bloom", "wrapped-opt", "wrapped-granite"])
 def test_hidden_states_are_those_of_transformers(tiny_models: Any, variant: str) -> None:
     tiny, (ids, mask, _) = tiny_models.get(variant), make_batch()
     with open_model(tiny, REPLICAS, AutoDistributedModel) as model, torch.no_grad():

@@ -46,7 +46,7 @@ def forward_through(model: Any) -> Any:
     return lambda ids, mask, labels: model(ids, attention_mask=mask, labels=labels).loss
 
 
-@pytest.mark.parametrize("variant", ["llama", "bloom", "gpt2", "gemma2"])
+@pytest.mark.parametrize("variant", ["llama", "bloom", "gpt2", "gemma2", "wrapped-opt"])
 @pytest.mark.parametrize("spans", [ONE_HOP, FOUR_HOPS], ids=["one hop", "four hops"])
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_of_prompts_are_those_of_transformers(

@@ -1,0 +1,310 @@
+"""Opening the shell of a model: what transformers builds of its configuration, if that fits.
+
+Builds it without memory for weights (torch's meta device) from classes that are installed: code in
+a checkpoint is never run. Whatever can be proven about it is, before anybody serves it.
+"""
+
+import copy
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from .shell import Shell, ShellError
+from .step_cache import KeptShape, Shapes, StepCache
+from .tables import TableError, fill_tables, has_tables
+
+_UNSAFE_FIELDS = frozenset(
+    {
+        "auto_map",
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "experts_implementation",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+    }
+)
+"""What lets a configuration choose code, and some of it from the Hub."""
+
+_MAX_LAYERS = 4096
+_MAX_SIZE = 2**20
+"""Far above any model: what a damaged config.json can make us allocate."""
+
+_BUILD_ERRORS = (
+    StrictDataclassError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NotImplementedError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What transformers raises for configurations that it cannot use, or not in this way."""
+
+
+OWN_FAMILIES = (
+    "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral",
+    "phi3", "qwen2", "qwen3", "qwen3_moe",
+)  # fmt: skip
+"""What peers and clients compute themselves, for the sentence that says what is supported."""
+
+
+_NOT_KNOWN_YET = KeptShape(0, 0)
+
+_NO_LIST = "it is not a list of blocks between an embedding and a norm"
+
+
+class _UnfitError(Exception):
+    """A family cannot run block by block; half a sentence says why."""
+
+
+def open_shell(config: Mapping[str, object]) -> Shell:
+    """Return the shell of the model with this `config.json` content.
+
+    Raises ShellError for a family that transformers does not know or that does more than hand
+    hidden states from block to block: whoever gets a shell here can serve the model and use it.
+    """
+    name = config.get("model_type")
+    if name is None or name == "":
+        raise ShellError("config.json has no model_type, which says what family the model is of")
+    if not isinstance(name, str):
+        raise ShellError(f"config.json: model_type must be a text, got {name!r:.60}")
+    if config.get("quantization_config") is not None:
+        raise ShellError("this checkpoint is quantized already; use the original one")
+    try:
+        return _open(_build(name, config))
+    except _UnfitError as reason:
+        raise ShellError(
+            f"models of type {name!r:.60} are not supported: {reason}; supported are "
+            f"{', '.join(OWN_FAMILIES)}, and others whose blocks transformers can run one by one"
+        ) from reason
+
+
+def open_block_shell(config: Mapping[str, object]) -> Shell:
+    """Return the shell of a model whose blocks are to be run alone, on what they are given.
+
+    Of families with an implementation here whatever lies between embedding and blocks is made of
+    zeros; its outputs have to be passed over. Raises ShellError for others like `open_shell`.
+    """
+    name = config.get("model_type")
+    if name not in OWN_FAMILIES or config.get("quantization_config") is not None:
+        return open_shell(config)
+    try:
+        # What has windows in some blocks only is another family in transformers.
+        is_ministral = name == "mistral" and config.get("layer_types")
+        model = _build("ministral" if is_ministral else str(name), config)
+        decoder_name, layers_name = _find_layers(model)
+        decoder = model.get_submodule(decoder_name)
+        norms = _list_norms(decoder)
+        shell = Shell(model, decoder_name, layers_name, norms[-1], _NOT_KNOWN_YET)
+        for part_name, part in decoder.named_children():
+            if part is model.get_input_embeddings():
+                setattr(decoder, part_name, nn.Identity())
+        _fill_tables(shell)
+    except _UnfitError as reason:
+        raise ShellError(f"blocks of models of type {name!r} do not run alone: {reason}") from None
+    for part in decoder.children():
+        if part is not shell.layers:
+            for names in (part._parameters, part._buffers):
+                for local_name, tensor in names.items():
+                    if tensor is not None and tensor.is_meta:
+                        zeros = torch.zeros_like(tensor, device="cpu")
+                        setattr(part, local_name, nn.Parameter(zeros, requires_grad=False))
+    return shell
+
+
+def _list_norms(decoder: nn.Module) -> list[str]:
+    return [
+        name for name, module in decoder.named_children() if "norm" in type(module).__name__.lower()
+    ]
+
+
+def _open(model: PreTrainedModel) -> Shell:
+    decoder_name, layers_name = _find_layers(model)
+    decoder = model.get_submodule(decoder_name)
+    norms = _list_norms(decoder)
+    if decoder is model or len(norms) != 1:
+        raise _UnfitError(_NO_LIST)
+    shell = Shell(
+        model, decoder_name, layers_name, norms[0], _NOT_KNOWN_YET,
+        embedding_multiplier=_take_multiplier(decoder),
+    )  # fmt: skip
+    others = _check_parts(shell)
+    kept = KeptShape.of([_probe_block(shell, index) for index in range(len(shell.layers))])
+    _fill_tables(shell)
+    return replace(shell, kept=kept, positions_name=_find_positions(shell, others))
+
+
+def _find_layers(model: PreTrainedModel) -> tuple[str, str]:
+    """Return the names of the decoder in a model and of the list of blocks in the decoder.
+
+    Some families wrap the decoder more than once.
+    """
+    parents, module = list[str](), model
+    while True:
+        lists = [
+            name
+            for name, child in module.named_children()
+            if isinstance(child, nn.ModuleList) and len(child) == model.config.num_hidden_layers
+        ]
+        models = {
+            name: child
+            for name, child in module.named_children()
+            if isinstance(child, PreTrainedModel)
+        }
+        if lists or len(models) != 1:
+            break
+        ((name, module),) = models.items()
+        parents.append(name)
+    if len(lists) != 1:
+        raise _UnfitError(_NO_LIST)
+    return ".".join(parents), lists[0]
+
+
+def _take_multiplier(decoder: Any) -> float:
+    """Return by what a decoder multiplies its input (Granite), and have it do so no longer."""
+    multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
+    if multiplier != 1.0:
+        decoder.embedding_multiplier = 1.0
+    return multiplier
+
+
+def _check_parts(shell: Shell) -> list[str]:
+    """Return the children of the decoder that have weights beside blocks, embedding and norm.
+
+    Raises _UnfitError unless there is one at most, and the head has the only other ones.
+    """
+    embedding = shell.model.get_input_embeddings()
+    head = shell.model.get_output_embeddings()
+    if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
+        raise _UnfitError("its embedding or head is a special one")
+    if {embedding.embedding_dim, head.in_features} != {shell.config.hidden_size}:
+        raise _UnfitError("its embedding or head is of another size than its hidden states")
+    norm = getattr(shell.decoder, shell.norm_name)
+    known = {id(w) for part in (shell.layers, embedding, norm, head) for w in part.parameters()}
+    others = [
+        name
+        for name, child in shell.decoder.named_children()
+        if any(id(weight) not in known for weight in child.parameters())
+    ]
+    known |= {id(w) for name in others for w in getattr(shell.decoder, name).parameters()}
+    if len(others) > 1 or any(id(weight) not in known for weight in shell.model.parameters()):
+        raise _UnfitError(
+            "it has more weights than those of blocks, embedding, positions, norm and head"
+        )
+    return others
+
+
+def _build(name: str, config: Mapping[str, object]) -> Any:
+    if name not in CONFIG_MAPPING:
+        raise _UnfitError("transformers does not know it")
+    fields = {name: value for name, value in config.items() if name not in _UNSAFE_FIELDS}
+    try:
+        model_config = CONFIG_MAPPING[name].from_dict(fields)
+        if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            raise _UnfitError("it is no causal language model")
+        if model_config.is_encoder_decoder:
+            raise _UnfitError("its decoder listens to an encoder")
+        text_config = model_config.get_text_config()
+        if text_config is not model_config:
+            raise _UnfitError(f"it is more than a model of type {text_config.model_type!r}")
+        for field, maximum in (("num_hidden_layers", _MAX_LAYERS), ("hidden_size", _MAX_SIZE)):
+            if not 0 < getattr(model_config, field) <= maximum:
+                raise ShellError(f"config.json: {field} must be a number from 1 to {maximum}")
+        model_config._attn_implementation = "eager"
+        with torch.device("meta"):
+            model = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)])(model_config)
+    except ShellError:
+        raise
+    except _BUILD_ERRORS as error:
+        raise ShellError(
+            f"transformers cannot build a model of type {name!r} from this config.json; check its "
+            "values, or download it again"
+        ) from error
+    return model.eval()
+
+
+def _fill_tables(shell: Shell) -> None:
+    """Compute what the decoder keeps beside weights; that blocks can is only tried."""
+    everything = copy.copy(shell.decoder)
+    everything._modules = dict(shell.decoder._modules)
+    setattr(everything, shell.layers_name, nn.ModuleList())
+    kinds = {tuple(map(type, layer.modules())): layer for layer in shell.layers}
+    try:
+        fill_tables(shell.model, everything)
+        for layer in kinds.values():
+            fill_tables(shell.model, copy.deepcopy(layer))
+    except TableError as error:
+        raise _UnfitError(str(error)) from error
+    except _BUILD_ERRORS as error:
+        raise _UnfitError("it keeps tables that are in no checkpoint") from error
+
+
+def _find_positions(shell: Shell, others: list[str]) -> str | None:
+    """Return the name of the module that adds positions before the first block, if there is one.
+
+    Without it, a decoder without blocks must return what it is given: one that scales or adds
+    anything before its first block would do so on every peer. `others` has what is left that has
+    weights: if it adds no positions, nobody knows what it does.
+    """
+    tables = [name for name, child in shell.decoder.named_children() if has_tables(child)]
+    names: list[str | None] = [*others] or [None, *tables]
+    for name in names:
+        if name != shell.layers_name and _changes_nothing(replace(shell, positions_name=name)):
+            return name
+    raise _UnfitError("its decoder, without blocks, does not hand on what it is given")
+
+
+@torch.no_grad()
+def _changes_nothing(shell: Shell) -> bool:
+    """Return whether a decoder without blocks and positions returns what it is given."""
+    hidden_BTH = torch.linspace(-3, 3, 2 * 3 * shell.config.hidden_size).view(2, 3, -1)
+    calls = list[nn.Module]()
+    try:
+        decoder = shell.cut([])
+        if shell.positions_name is not None:
+            positions = decoder.get_submodule(shell.positions_name)
+            positions.register_forward_hook(lambda module, *_: calls.append(module))
+        output = decoder(inputs_embeds=hidden_BTH, past_key_values=StepCache(0), use_cache=True)
+    except _BUILD_ERRORS:
+        return False
+    is_used = shell.positions_name is None or len(calls) == 1
+    return is_used and torch.equal(output.last_hidden_state, hidden_BTH)
+
+
+@torch.no_grad()
+def _probe_block(shell: Shell, index: int) -> Shapes:
+    """Return the shapes [1, G, 1, D] of the keys and values that a block keeps of one token.
+
+    Runs on shapes alone, before anything but shapes is there.
+    """
+    cache, order = StepCache(0), list[str]()
+    try:
+        # In bfloat16: without memory, torch knows the shapes of grouped products in that alone.
+        decoder: Any = copy.deepcopy(shell.cut([index], has_norm=True))
+        decoder.to(torch.bfloat16)
+        for name in (shell.layers_name, shell.norm_name):
+            part = getattr(decoder, name)
+            part = part[0] if name == shell.layers_name else part
+            part.register_forward_hook(lambda *_, name=name: order.append(name))
+        hidden_BTH = torch.empty(
+            1, 1, shell.config.hidden_size, device="meta", dtype=torch.bfloat16
+        )
+        decoder(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True)
+    except _BUILD_ERRORS as error:
+        raise _UnfitError("its blocks do not run alone") from error
+    if len(cache.shapes) != 1 or any(len(shape) != 4 for shape in cache.shapes[0]):
+        raise _UnfitError("its blocks do not keep keys and values")
+    if order != [shell.layers_name, shell.norm_name]:
+        raise _UnfitError("its norm is not only behind its blocks")
+    return cache.shapes[0]

@@ -1,0 +1,62 @@
+"""Keys and values of any shape come back as they were written."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from shoal.kernels.step_cache import KeptShape, StepCache
+
+
+class Memory:
+    """Keeps two numbers of one shape for each token, head and place, as caches of peers do."""
+
+    def __init__(self, kept: KeptShape, num_rows: int, num_tokens: int) -> None:
+        self.states = torch.full((2, num_rows, kept.num_heads, num_tokens, kept.head_dim), 99.0)
+
+    def put(self, position: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        stop = position + keys.shape[2]
+        self.states[0, :, :, position:stop] = keys
+        self.states[1, :, :, position:stop] = values
+        return self.states[0, :, :, :stop], self.states[1, :, :, :stop]
+
+
+def shape(num_heads: int, head_dim: int) -> torch.Size:
+    return torch.Size([1, num_heads, 1, head_dim])
+
+
+@pytest.mark.parametrize(
+    ("blocks", "kept"),
+    [
+        ([(shape(2, 6), shape(2, 6))] * 2, KeptShape(2, 6)),
+        ([(shape(1, 18), shape(1, 8))], KeptShape(1, 13)),
+        ([(shape(3, 5), shape(3, 4))], KeptShape(3, 5)),
+        ([(shape(4, 16), shape(4, 16)), (shape(2, 64), shape(2, 64))], KeptShape(2, 64)),
+        ([(shape(4, 3), shape(6, 1)), (shape(8, 2), shape(2, 5))], KeptShape(2, 7)),
+    ],
+)
+def test_what_is_kept_has_room_for_every_block(blocks: list, kept: KeptShape) -> None:
+    assert KeptShape.of(blocks) == kept
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "kept"),
+    [
+        ((2, 6), (2, 6), KeptShape(2, 6)),
+        ((1, 18), (1, 8), KeptShape(1, 13)),
+        ((3, 5), (3, 4), KeptShape(3, 5)),
+        ((4, 16), (4, 16), KeptShape(2, 64)),
+        ((4, 3), (6, 1), KeptShape(2, 7)),
+    ],
+)
+def test_steps_read_what_all_steps_wrote(keys: tuple, values: tuple, kept: KeptShape) -> None:
+    draw = torch.Generator().manual_seed(1)
+    all_keys, all_values = (torch.randn(3, n, 9, d, generator=draw) for n, d in (keys, values))
+    memory = Memory(kept, 3, 9)
+
+    for start, stop in ((0, 5), (5, 6), (3, 9)):
+        cache = StepCache(start, memory.put, kept)
+        found = cache.update(all_keys[:, :, start:stop], all_values[:, :, start:stop])
+
+        assert torch.equal(found[0], all_keys[:, :, :stop])
+        assert torch.equal(found[1], all_values[:, :, :stop])
+        assert cache.get_mask_sizes(stop - start) == (stop, 0)
