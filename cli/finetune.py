@@ -245,8 +245,8 @@ def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> l
     if options.updates or number >= _FEW_UPDATES:
         return []
     is_single = config.batch_rows * config.num_accumulated == 1
-    advice = "more --epochs make" if is_single else "more --epochs or a smaller --batch-size make"
-    return [f"{count_of(number, 'update')} may be too few; {advice} more of them"]
+    advice = "more --epochs" if is_single else "more --epochs or a smaller --batch-size"
+    return [f"{count_of(number, 'update')} may be too few: give {advice}"]
 
 
 def _learn(tuning: "FinetuneRun", model: Any, reporter: Reporter) -> None:

@@ -115,5 +115,6 @@ def blame(
 
 
 def _is_hopeless(error: RefusedError) -> bool:
-    """Return whether a peer said that what we want will never fit into its cache."""
-    return error.code is ErrorCode.CACHE_FULL and error.retry_after_seconds is None
+    """Return whether a peer said that what we want, or our adapter, will never fit there."""
+    is_full = error.code in (ErrorCode.CACHE_FULL, ErrorCode.NO_ROOM_FOR_ADAPTER)
+    return is_full and error.retry_after_seconds is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import json
 import os
@@ -18,8 +19,10 @@ import warm_python
 from safetensors.torch import load_file
 from torch import Tensor
 
+from shoal.cli import finetune
 from shoal.cli.bundled_model import BUNDLED_NAME, find_model
 from shoal.cli.main import main
+from shoal.client.learning.finetune_run import RunConfig
 from shoal.peer.local_swarm import LocalSwarm
 
 CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -135,6 +138,24 @@ def test_folder_that_takes_nothing_is_named_before_a_swarm_is_joined(
     sentence = fail(name_run(byte_model, data, data / "out"), capsys)
 
     assert sentence == f"shoal finetune: {data}/out cannot be written to: Not a directory\n"
+
+
+@pytest.mark.parametrize(
+    ("updates", "rows", "asked", "expected"),
+    [
+        (15, 8, None, [
+            "15 updates may be too few: give more --epochs or a smaller --batch-size"
+        ]),
+        (1, 1, None, ["1 update may be too few: give more --epochs"]),
+        (15, 8, 15, []),
+        (30, 8, None, []),
+    ],
+)  # fmt: skip
+def test_few_updates_are_said_to_be_few_unless_they_were_asked_for(
+    updates: int, rows: int, asked: int | None, expected: list[str]
+) -> None:
+    options, config = argparse.Namespace(updates=asked), RunConfig(updates, 1e-3, rows)
+    assert finetune._describe_few_updates(options, config) == expected
 
 
 @pytest.mark.parametrize("name", ["checkpoint-000003", "adapter_model.safetensors"])

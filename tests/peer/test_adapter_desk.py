@@ -349,6 +349,25 @@ def test_adapter_expires_when_nobody_uses_it(engine: Engine) -> None:
     run(engine, test)
 
 
+def test_peer_that_stops_serving_its_span_keeps_no_adapter_of_it(engine: Engine) -> None:
+    """Those of the next one need the memory, and none of these fits there."""
+
+    async def test(peer: Peer) -> None:
+        talk = await greet(peer)
+        private = await keep(talk, pack())
+        await keep(talk, pack(draw_matrices(2)), number=2, is_published=True)
+        await talk.say(make_pass(adapters=(AdapterRows(private, ROWS),)))
+        await talk.wait_until_read()
+        shelf = peer.service.adapters
+        assert len(shelf) == 2
+
+        await peer.service.hang_up()
+
+        assert (len(shelf), shelf.shared.used_bytes, shelf._timer) == (0, 0, None)
+
+    run(engine, test)
+
+
 def test_client_that_disappears_leaves_nothing(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await greet(peer)

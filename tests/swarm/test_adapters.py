@@ -270,13 +270,15 @@ def test_adapter_of_another_model_never_leaves_the_client(tiny_models: Any, tmp_
 
 
 def test_adapter_that_finds_no_room_is_refused_in_one_sentence(tiny_models: Any) -> None:
-    with swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=1.0) as (swarm, model):
+    with swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=600.0) as (swarm, model):
         (peer,) = swarm.peers
         peer.service.adapters = AdapterShelf(peer.service.clock, 1000)
         model.active_adapter = make_adapter(model)
         with pytest.raises(RefusedError, match="more than this peer keeps") as refusal:
             compute_loss(model)
         assert refusal.value.code is ErrorCode.NO_ROOM_FOR_ADAPTER
+        with pytest.raises(RefusedError, match="more than this peer keeps"):
+            model.generate(TOKENS[:1], max_new_tokens=2)
 
 
 def test_adapter_that_is_too_large_for_a_peer_is_refused_with_advice(
