@@ -137,9 +137,10 @@ class LocalLayers:
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""
     model_type = checkpoint.config.get("model_type")
-    _check_numbers(checkpoint.config)
-    if isinstance(model_type, str) and model_type in LOCAL_FAMILIES:
-        config = _read_config(checkpoint, model_type)
+    is_own = isinstance(model_type, str) and model_type in LOCAL_FAMILIES
+    _check_numbers(checkpoint.config, is_own=is_own)
+    if is_own:
+        config = _read_config(checkpoint, str(model_type))
     else:
         config = open_checkpoint_shell(checkpoint).config
     _limit_to_exact_positions(config)
@@ -163,10 +164,12 @@ def _read_config(checkpoint: Checkpoint, model_type: str) -> PreTrainedConfig:
         ) from error
 
 
-def _check_numbers(config: Mapping[str, object]) -> None:
+def _check_numbers(config: Mapping[str, object], *, is_own: bool) -> None:
     """Raise ModelError for a number in config.json that cannot be; missing ones have defaults."""
     _check_counts({name: config[name] for name in _MAXIMA if name in config})
     eps = config.get("rms_norm_eps", 1.0)
+    if eps is None and not is_own:
+        return  # another kind of norm, whose number is called otherwise
     if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < math.inf:
         raise ModelError(f"rms_norm_eps in config.json must be a number above 0, got {eps!r}")
 

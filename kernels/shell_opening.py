@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .shell import Shell, ShellError
-from .step_cache import KeptShape, Shapes, StepCache
+from .step_cache import KeptShape, OtherStateError, Shapes, StepCache
 from .tables import TableError, fill_tables, has_tables
 
 _UNSAFE_FIELDS = frozenset(
@@ -301,6 +301,8 @@ def _probe_block(shell: Shell, index: int) -> Shapes:
             1, 1, shell.config.hidden_size, device="meta", dtype=torch.bfloat16
         )
         decoder(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True)
+    except OtherStateError as error:
+        raise _UnfitError("its blocks keep more than keys and values") from error
     except _BUILD_ERRORS as error:
         raise _UnfitError("its blocks do not run alone") from error
     if len(cache.shapes) != 1 or any(len(shape) != 4 for shape in cache.shapes[0]):

@@ -71,6 +71,17 @@ def _ungroup(states_BGSN: Tensor, shape: torch.Size) -> Tensor:
     return states_BSN.unflatten(2, (shape[1], shape[3])).transpose(1, 2)
 
 
+class OtherStateError(LookupError):
+    """A block asks for more than keys and values: what a recurrence keeps, for one."""
+
+
+class _NoLayers(list[Any]):
+    """What caches of transformers keep other states in."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise OtherStateError
+
+
 class StepCache(DynamicCache):
     """Keys and values of one step in one block, for transformers' attention.
 
@@ -82,6 +93,7 @@ class StepCache(DynamicCache):
         self, position: int, put: Put | None = None, kept: KeptShape | None = None
     ) -> None:
         super().__init__()
+        self.layers = _NoLayers()
         self.shapes: list[Shapes] = []
         self._position = position
         self._put = put

@@ -210,6 +210,47 @@ def test_layers_of_a_bare_checkpoint_are_found(tiny_models: Any, tmp_path: Path)
     assert torch.equal(layers.norm.get_parameter("weight"), whole.load("transformer.ln_f.weight"))
 
 
+@pytest.mark.parametrize("prefix", ["model.", "model.decoder."])
+def test_wrapped_layers_of_a_bare_checkpoint_are_found(
+    tiny_models: Any, tmp_path: Path, prefix: str
+) -> None:
+    whole = Checkpoint.open(tiny_models.get("wrapped-opt").directory)
+    bare: dict[str, Tensor | None] = dict.fromkeys(whole.names)
+    bare |= {name.removeprefix(prefix): whole.load(name) for name in whole.names}
+    checkpoint = copy_checkpoint(whole.directory, tmp_path / "model", {}, bare)
+    hidden = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(SEED))
+
+    found, expected = (load_local_layers(each, load_config(each)) for each in (checkpoint, whole))
+
+    assert torch.equal(found.embedding.weight, expected.embedding.weight)
+    assert torch.equal(found.head(hidden), expected.head(hidden))
+    assert found.positions is not None
+    assert expected.positions is not None
+    assert torch.equal(found.positions(hidden, 3), expected.positions(hidden, 3))
+
+
+def test_a_number_of_norms_that_a_wrapped_family_lacks_may_be_null(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    source = tiny_models.get("wrapped-stablelm").directory
+    checkpoint = copy_checkpoint(source, tmp_path / "model", {"rms_norm_eps": None}, {})
+
+    assert load_config(checkpoint).model_type == "stablelm"
+
+
+def test_positions_that_are_fewer_than_config_json_says_are_named(
+    tiny_models: Any, tmp_path: Path
+) -> None:
+    source = tiny_models.get("wrapped-opt").directory
+    damaged = {"max_position_embeddings": 10**15}
+    checkpoint = copy_checkpoint(source, tmp_path / "model", damaged, {})
+
+    with pytest.raises(ModelError, match=r"embed_positions.weight has shape \(514, 64\)"):
+        load_local_layers(checkpoint, load_config(checkpoint))
+    with pytest.raises(ModelError, match="max_position_embeddings must be a whole number"):
+        read_spec(checkpoint.config)
+
+
 def test_a_long_rotation_limits_the_model_to_what_peers_serve(tiny_models: Any) -> None:
     checkpoint = Checkpoint.open(tiny_models.get("phi3-longrope").directory)
 
