@@ -252,6 +252,8 @@ def _print_for_people(event: "PeerEvent") -> None:
     terminal = Terminal(sys.stdout)
     if event.name == "started":
         terminal.print(f"Peer {facts['peer_id']}")
+        if not facts["adapter_bytes"]:
+            terminal.print("Keeps no adapters: no memory is for them (--adapter-memory).")
     elif event.name == "directory":
         terminal.print("Joined the directory. Others can join through:")
         for address in facts["dialled"]:

@@ -37,6 +37,8 @@ _LOSSES = {
     ErrorCode.BUSY: "had no room",
     ErrorCode.DRAINING: "is leaving",
     ErrorCode.UNKNOWN_SESSION: "lost the session",
+    ErrorCode.UNKNOWN_ADAPTER: "lost the adapter",
+    ErrorCode.NO_ROOM_FOR_ADAPTER: "had no room for the adapter",
 }
 
 

@@ -76,7 +76,7 @@ class Client:
         self._farewells = Farewells()
         self._secret = secrets.token_bytes(16)
         self._asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
-        self._passes = RemotePasses(self._asker)
+        self._passes = RemotePasses(self._asker, SystemClock())
         self.passes = PassRunner(self._passes, portal)
         portal.run_last(self._leave)
 

@@ -24,7 +24,7 @@ def draw_session_table() -> str:
 def draw_messages() -> str:
     """Return the table of all messages."""
     rows = ["| kind | message | fields | meaning |", "| ---: | --- | --- | --- |"]
-    for kind, message, *_ in wire.CODECS:
+    for kind, message, *_ in sorted(wire.CODECS, key=lambda codec: codec[0]):
         fields = ", ".join(field.name for field in dataclasses.fields(message))
         summary = (message.__doc__ or "").strip().split("\n\n")[0]
         rows.append(

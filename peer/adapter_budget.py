@@ -10,7 +10,12 @@ LEAST_BYTES = 2**24
 def choose_adapter_bytes(free_bytes: int) -> int:
     """Return what adapters may take of so much free memory, unless a volunteer says it.
 
+    Nothing where that is less than the least that one may say.
+
     >>> choose_adapter_bytes(2**32) // 2**20
     256
+    >>> choose_adapter_bytes(2**27)
+    0
     """
-    return min(free_bytes // 16, MOST_BYTES)
+    num_bytes = min(free_bytes // 16, MOST_BYTES)
+    return num_bytes if num_bytes >= LEAST_BYTES else 0

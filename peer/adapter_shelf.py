@@ -1,4 +1,4 @@
-"""The adapters that clients have brought to a peer, for as long as somebody uses them."""
+"""The adapters that clients have brought to a peer, for as long as those clients use them."""
 
 from __future__ import annotations
 

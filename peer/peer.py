@@ -54,7 +54,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
     async with AsyncExitStack() as stack:
         identity = stack.enter_context(_hold_identity(config))
         model = await asyncio.to_thread(HostedModel.open, config)
-        report(PeerEvent("started", {"peer_id": identity.peer_id, "model_id": model.model_id}))
+        report(PeerEvent("started", _describe_start(identity, model)))
         # Whoever knows the announcement from before a restart finds the same key again.
         tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
         transport = TcpTransport(tls_identity, membership=config.membership)
@@ -121,6 +121,14 @@ async def _join_directory(
         membership=config.membership,
         endpoint=endpoint,
     )
+
+
+def _describe_start(identity: Identity, model: HostedModel) -> dict[str, object]:
+    return {
+        "peer_id": identity.peer_id,
+        "model_id": model.model_id,
+        "adapter_bytes": model.adapter_bytes,
+    }
 
 
 def _describe_directory(config: PeerConfig, directory: HivemindDirectory) -> dict[str, object]:

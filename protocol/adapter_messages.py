@@ -91,7 +91,7 @@ class AdapterPiece:
 
 @dataclass(frozen=True, slots=True)
 class AdapterKept:
-    """The adapter may be named, until nobody has used it for so long."""
+    """The adapter may be named, until its holder has not used it for so long."""
 
     upload_id: UploadId
     keep_seconds: float

@@ -6,6 +6,7 @@ import asyncio
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from ...protocol.errors import SilentError
@@ -22,10 +23,17 @@ _PATIENCE = 2.0
 """All of an adapter may take so many times what the line is expected to take: others wait for the
 peer meanwhile, and one that reads now and then a piece could keep them waiting for an hour."""
 
+_PUBLISHING_SECONDS = 300.0
+"""How long one for everybody may take, whatever else is under way: peers take it for no longer.
+Nobody waits for it, and whether it arrives tells of the peer, not of the line of this client."""
+
+_HEAD_SECONDS = 30.0
+"""How long, at most, a few hundred bytes may take behind what else is under way."""
+
 
 @dataclass
 class _Kept:
-    """An adapter that a peer has, until nobody has used it for so long."""
+    """An adapter that a peer has, until this client has not used it for so long."""
 
     keep_seconds: float
     used_at: float
@@ -62,12 +70,28 @@ class AdapterCourier:
                 async with self._locks[link.peer.peer_id]:
                     await self._bring(link, adapter, span, way, is_trained)
 
-    async def publish(
-        self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line
-    ) -> float:
+    async def publish(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
         """Give a peer an adapter for everybody; return how long it is kept unused."""
         head, tensors = _make_head(adapter, span, is_published=True)
-        return await self.send(link, head, tensors, way)
+        line, counted = self._line, ExitStack()
+        carrying_seconds = line.expect_seconds(line.num_bytes + len(tensors))
+        with counted:  # what a peer does not take is not under way, and delays nobody
+            return await link.bring(
+                head,
+                tensors,
+                carrying_seconds,
+                _PUBLISHING_SECONDS,
+                lambda num_bytes: counted.enter_context(line.carry(num_bytes)),
+            )
+
+    async def renew(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
+        """Tell a peer that has an adapter for everybody to keep it; return how long it does.
+
+        Raises what `PassLink.bring_head` does.
+        """
+        head, _ = _make_head(adapter, span, is_published=True)
+        with self._line.carry(len(head.config)) as carrying_seconds:
+            return await link.bring_head(head, min(carrying_seconds, _HEAD_SECONDS))
 
     def forget(self, peer_id: PeerId) -> None:
         """Note that a peer does not have what it was brought."""

@@ -174,9 +174,11 @@ class PassAsker:
         return _read_gradients(answer, texts, hop.span).multiply(1 / scale)
 
     @asynccontextmanager
-    async def lend(self, hop: Hop) -> AsyncIterator[tuple[PassLink, Line]]:
+    async def lend(
+        self, hop: Hop, takes_place: bool = True
+    ) -> AsyncIterator[tuple[PassLink, Line]]:
         """Lend a stream to one peer, with its line as far as it has shown."""
-        async with self._links.lend(hop.peer, lambda: True) as link:
+        async with self._links.lend(hop.peer, lambda: True, takes_place) as link:
             yield link, self._speeds.find_line(hop.peer.peer_id)
 
     def blame_home(self, hop: Hop, error: _Failure, trouble: Trouble) -> None:

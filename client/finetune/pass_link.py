@@ -4,7 +4,7 @@ Tensor suffixes: N vectors of all rows, H hidden.
 """
 
 import asyncio
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -141,19 +141,43 @@ class PassLink:
         return PassAnswer(joined, way_seconds)
 
     async def bring(
-        self, head: AdapterHead, tensors: bytes, carrying_seconds: float, patience_seconds: float
+        self,
+        head: AdapterHead,
+        tensors: bytes,
+        carrying_seconds: float,
+        patience_seconds: float,
+        note_taken: Callable[[int], object] = lambda _: None,
     ) -> float:
-        """Give the peer an adapter to keep; return for how long it does so, if nobody uses it.
+        """Give the peer an adapter to keep; return for how long it does so unused.
 
-        Takes `patience_seconds` at most, all pieces together. Raises what `ask` does.
+        Takes `patience_seconds` at most, all pieces together. `note_taken` hears of each piece that
+        is under way how many bytes it has. Raises what `ask` does.
         """
         try:
             async with WakefulTimeout(patience_seconds):
-                return await self._bring(head, tensors, _SILENCE_SECONDS + carrying_seconds)
+                timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+                return await self._bring(head, tensors, timeout_seconds, note_taken)
         except TimeoutError as error:
             raise SilentError(f"{self._name} takes too long for an adapter") from error
 
-    async def _bring(self, head: AdapterHead, tensors: bytes, timeout_seconds: float) -> float:
+    async def bring_head(self, head: AdapterHead, carrying_seconds: float) -> float:
+        """Say again that an adapter is published; return for how long the peer keeps it.
+
+        Raises what `ask` does; SilentError, too, where the peer has it no more: it waits for the
+        pieces, and gets them on another stream.
+        """
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
+        await self._send(encode_frame(head), timeout_seconds)
+        answer = await self._receive(head.upload_id, timeout_seconds)
+        return self._check_kept(head, answer)
+
+    async def _bring(
+        self,
+        head: AdapterHead,
+        tensors: bytes,
+        timeout_seconds: float,
+        note_taken: Callable[[int], object],
+    ) -> float:
         # Read from the beginning: what a peer refuses by its head alone need not go there.
         hearing = asyncio.create_task(receive(self._stream, self._name, head.upload_id))
         try:
@@ -162,12 +186,17 @@ class PassLink:
                 if hearing.done():
                     break
                 await self._send(encode_frame(piece), timeout_seconds)
+                note_taken(len(piece.data))
             answer = await self._wait(hearing, timeout_seconds)
         finally:
             hearing.cancel()
             await asyncio.wait([hearing])
         while isinstance(answer, Queued):
             answer = await self._receive(head.upload_id, timeout_seconds)
+        return self._check_kept(head, answer)
+
+    def _check_kept(self, head: AdapterHead, answer: Message) -> float:
+        """Return for how long the peer keeps an adapter, if that is what it has answered."""
         if not isinstance(answer, AdapterKept) or answer.upload_id != head.upload_id:
             raise RemoteProtocolError(f"{self._name} answered an adapter with {answer!r:.80}")
         self.used_at = self._clock.now()

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 
 from ...protocol.announcements import Announcement
@@ -56,13 +56,15 @@ class PassLinks:
 
     @asynccontextmanager
     async def lend(
-        self, peer: Announcement, is_wanted: Callable[[], bool]
+        self, peer: Announcement, is_wanted: Callable[[], bool], takes_place: bool = True
     ) -> AsyncIterator[PassLink]:
         """Give a stream to a peer, when one of its places is free; an error ends the stream.
 
+        What is said in a word takes no place, and waits for none.
+
         Raises what `PassLink.open` does, and NotWantedError where the peer is not wanted by then.
         """
-        async with self._take_place(peer.peer_id):
+        async with self._take_place(peer.peer_id) if takes_place else nullcontext():
             if not is_wanted():
                 raise NotWantedError
             link = await self._take(peer)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..router import Hop
 from .adapter_homes import AdapterHomes
@@ -56,9 +57,9 @@ class Trail:
 class RemotePasses:
     """Sends batches through frozen remote blocks. Owned by the client's loop."""
 
-    def __init__(self, asker: PassAsker) -> None:
+    def __init__(self, asker: PassAsker, clock: Clock) -> None:
         self._asker = asker
-        self.publications = Publications(asker)
+        self.publications = Publications(asker, clock)
         self._most_tokens = MOST_TOKENS
 
     def can_run(self, span: Span) -> bool:
@@ -101,8 +102,10 @@ class RemotePasses:
 
     async def close(self) -> None:
         """Take back what is published, and hang up on everybody."""
-        await self.publications.close()
-        await self._asker.close()
+        try:
+            await self.publications.close()
+        finally:
+            await self._asker.close()
 
     async def _forward_rows(
         self, span: Span, texts: Texts, rows: slice

@@ -79,3 +79,16 @@ def test_new_swarm_says_who_may_join_and_shows_codes_whole(
 
     assert words in screen.text
     assert screen.text.splitlines().count(code) == len(codes)
+
+
+@pytest.mark.parametrize(("num_bytes", "is_told"), [(0, True), (2**24, False)])
+def test_peer_that_keeps_no_adapters_says_so_at_its_start(
+    num_bytes: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stdout", screen)
+
+    facts: dict[str, object] = {"peer_id": "a", "model_id": "b", "adapter_bytes": num_bytes}
+    _print_for_people(PeerEvent("started", facts))
+
+    assert ("Keeps no adapters" in screen.text) is is_told

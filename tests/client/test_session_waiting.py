@@ -37,6 +37,8 @@ def test_peer_without_room_is_left_for_its_replica(code: ErrorCode, kind: type[M
         (ErrorCode.BUSY, "had no room"),
         (ErrorCode.DRAINING, "is leaving"),
         (ErrorCode.UNKNOWN_SESSION, "lost the session"),
+        (ErrorCode.UNKNOWN_ADAPTER, "lost the adapter"),
+        (ErrorCode.NO_ROOM_FOR_ADAPTER, "had no room for the adapter"),
         (ErrorCode.INTERNAL, "was lost"),
     ],
 )

@@ -62,6 +62,10 @@ class PassPeer:
     brought: list[AdapterHead] = field(default_factory=list)
     refuses_heads: bool = False
     num_pieces: int = 0
+    is_mute: bool = False
+    """Whether it takes everything about adapters and says nothing."""
+    published: dict[AdapterId, float] = field(default_factory=dict[AdapterId, float])
+    """What is kept for everybody, and when that was said last."""
     withdrawn: list[AdapterId] = field(default_factory=list)
 
     async def serve(self, stream: Stream) -> None:
@@ -81,11 +85,16 @@ class PassPeer:
                     await self._answer(stream, self.asked[-1])
             elif isinstance(message, AdapterHead):
                 self.brought.append(message)
-                if self.refuses_heads:
+                if message.adapter in self.published and not self.is_mute:
+                    await self._keep(stream, message)
+                elif self.refuses_heads:
                     code = ErrorCode.NO_ROOM_FOR_ADAPTER
                     await self._decline(stream, message.upload_id, code)
             elif isinstance(message, AdapterWithdrawal):
+                if self.is_mute:
+                    continue
                 self.withdrawn.append(message.adapter)
+                self.published.pop(message.adapter, None)
                 await stream.send(encode_frame(AdapterKept(UploadId(message.pass_id), 0.0)))
             elif isinstance(message, AdapterPiece):
                 self.num_pieces += 1
@@ -94,7 +103,7 @@ class PassPeer:
     async def _take_piece(self, stream: Stream, piece: AdapterPiece) -> None:
         head = self.brought[-1]
         await asyncio.sleep(self.piece_seconds)
-        if self.refuses_heads:
+        if self.refuses_heads or self.is_mute or head.adapter in self.published:
             return
         if piece.offset + len(piece.data) < head.num_bytes:
             return
@@ -102,7 +111,12 @@ class PassPeer:
             code = ErrorCode.NO_ROOM_FOR_ADAPTER
             await self._decline(stream, head.upload_id, code, retry_after_seconds=5.0)
         else:
-            await stream.send(encode_frame(AdapterKept(head.upload_id, 300.0)))
+            await self._keep(stream, head)
+
+    async def _keep(self, stream: Stream, head: AdapterHead) -> None:
+        if head.is_published:
+            self.published[head.adapter] = now()
+        await stream.send(encode_frame(AdapterKept(head.upload_id, 300.0)))
 
     async def _decline(
         self,

@@ -126,6 +126,8 @@ def test_closed_shelf_keeps_what_somebody_holds_until_it_is_let_go() -> None:
     run_virtual(main())
 
 
-@pytest.mark.parametrize(("free_bytes", "num_bytes"), [(2**30, 2**26), (2**40, 2**29), (0, 0)])
+@pytest.mark.parametrize(
+    ("free_bytes", "num_bytes"), [(2**30, 2**26), (2**40, 2**29), (2**28, 2**24), (2**28 - 16, 0)]
+)
 def test_adapters_have_a_part_of_what_is_free(free_bytes: int, num_bytes: int) -> None:
     assert choose_adapter_bytes(free_bytes) == num_bytes
