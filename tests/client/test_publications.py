@@ -151,6 +151,7 @@ def test_what_a_peer_does_not_take_is_not_under_way() -> None:
         with pytest.raises(SilentError):
             await publishing
         assert now() <= 310.0
+        assert len(slow.brought) == 1  # no renewal has begun beside it
         assert asker.line.num_bytes == 0
         await publications.close()
         await asker.close()
