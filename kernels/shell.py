@@ -69,9 +69,11 @@ class Shell:
         decoder._modules = dict(self.decoder._modules)
         config = decoder.config = copy.deepcopy(self.decoder.config)
         config.num_hidden_layers = len(indices)
-        if config.__dict__.get("layer_types"):
-            # Decoders look the type of a block up by its place in the list.
-            config.layer_types = [config.layer_types[index] for index in indices]
+        # Decoders look up by its place in such a list what a block is to be given. A list that is
+        # as long by chance, of token ids for one, is not read by a decoder.
+        for name, values in vars(self.decoder.config).items():
+            if isinstance(values, list | tuple) and len(values) == len(self.layers):
+                setattr(config, name, type(values)(values[index] for index in indices))
         setattr(decoder, self.layers_name, nn.ModuleList([self.layers[i] for i in indices]))
         if not has_norm:
             setattr(decoder, self.norm_name, nn.Identity())

@@ -16,9 +16,11 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from .config_bounds import MAX_LAYERS, check_bounds
 from .shell import Shell, ShellError
+from .shell_calls import gives_blocks_the_same_alone
 from .step_cache import KeptShape, OtherStateError, Shapes, StepCache
-from .tables import TableError, fill_tables, has_tables
+from .tables import TableError, count_table_bytes, fill_tables, has_tables
 
 _UNSAFE_FIELDS = frozenset(
     {
@@ -33,9 +35,11 @@ _UNSAFE_FIELDS = frozenset(
 )
 """What lets a configuration choose code, and some of it from the Hub."""
 
-_MAX_LAYERS = 4096
 _MAX_SIZE = 2**20
 """Far above any model: what a damaged config.json can make us allocate."""
+
+_SMALL_TABLE_BYTES = 2**24
+"""Tables of a block may be as large beside any weights: masks of 4096 positions."""
 
 _BUILD_ERRORS = (
     StrictDataclassError,
@@ -142,7 +146,10 @@ def _open(model: PreTrainedModel) -> Shell:
     others = _check_parts(shell)
     kept = KeptShape.of([_probe_block(shell, index) for index in range(len(shell.layers))])
     _fill_tables(shell)
-    return replace(shell, kept=kept, positions_name=_find_positions(shell, others))
+    shell = replace(shell, kept=kept, positions_name=_find_positions(shell, others))
+    if not gives_blocks_the_same_alone(shell):
+        raise _UnfitError("its decoder gives a block alone other things than among all")
+    return shell
 
 
 def _find_layers(model: PreTrainedModel) -> tuple[str, str]:
@@ -209,6 +216,7 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
     if name not in CONFIG_MAPPING:
         raise _UnfitError("transformers does not know it")
     fields = {name: value for name, value in config.items() if name not in _UNSAFE_FIELDS}
+    check_bounds(fields)
     try:
         model_config = CONFIG_MAPPING[name].from_dict(fields)
         if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -218,7 +226,7 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
         text_config = model_config.get_text_config()
         if text_config is not model_config:
             raise _UnfitError(f"it is more than a model of type {text_config.model_type!r}")
-        for field, maximum in (("num_hidden_layers", _MAX_LAYERS), ("hidden_size", _MAX_SIZE)):
+        for field, maximum in (("num_hidden_layers", MAX_LAYERS), ("hidden_size", _MAX_SIZE)):
             if not 0 < getattr(model_config, field) <= maximum:
                 raise ShellError(f"config.json: {field} must be a number from 1 to {maximum}")
         model_config._attn_implementation = "eager"
@@ -240,6 +248,10 @@ def _fill_tables(shell: Shell) -> None:
     everything._modules = dict(shell.decoder._modules)
     setattr(everything, shell.layers_name, nn.ModuleList())
     kinds = {tuple(map(type, layer.modules())): layer for layer in shell.layers}
+    for layer in shell.layers:
+        num_weights = sum(weight.numel() for weight in layer.parameters())
+        if count_table_bytes(layer) > max(_SMALL_TABLE_BYTES, 2 * num_weights):
+            raise _UnfitError("its blocks keep tables that are larger than their weights")
     try:
         fill_tables(shell.model, everything)
         for layer in kinds.values():

@@ -22,6 +22,11 @@ def has_tables(module: nn.Module) -> bool:
     return any(_list_tables(part) for part in module.modules())
 
 
+def count_table_bytes(module: nn.Module) -> int:
+    """Return the memory that the tables of a module and of those in it take, filled or not."""
+    return sum(table.nbytes for part in module.modules() for table in _list_tables(part).values())
+
+
 @torch.no_grad()
 def fill_tables(model: PreTrainedModel, module: nn.Module) -> None:
     """Compute the tables of a part of a model whose weights have no memory yet.

@@ -11,13 +11,17 @@ from ..kernels.quantize import WeightFormat
 from .engine.loader import WEIGHT_BYTES, count_block_bytes
 from .engine.spec import ModelShape, ModelSpec, WrappedShape
 
+_TABLES_AT_ONCE = 4
+"""Beside the tables of a block that is loaded: a second one to compare with, and those by way of
+which transformers computes a mask."""
+
 
 @dataclass(frozen=True)
 class BlockSizes:
     """One number for each block of a model."""
 
     num_bytes: tuple[int, ...]
-    """Memory of its weights."""
+    """Memory of its weights, and of tables beside them."""
     loading_bytes: int
     """What is needed besides while any one of them is loaded."""
     work: tuple[float, ...]
@@ -35,9 +39,14 @@ class BlockSizes:
                 _divide_by_mean([_count_active_weights(spec, index) for index in indexes]),
             )
         assert isinstance(spec, WrappedShape)
-        num_bytes = tuple(int(WEIGHT_BYTES[weights] * count) for count in spec.block_parameters)
-        # Which of them a token meets is known to transformers alone.
-        return cls(num_bytes, max(num_bytes), _divide_by_mean(spec.block_parameters))
+        weight_bytes = [int(WEIGHT_BYTES[weights] * count) for count in spec.block_parameters]
+        both = list(zip(weight_bytes, spec.block_table_bytes, strict=True))
+        return cls(
+            tuple(sum(parts) for parts in both),
+            max(weight + _TABLES_AT_ONCE * table for weight, table in both),
+            # Which weights a token meets is known to transformers alone.
+            _divide_by_mean(spec.block_parameters),
+        )
 
 
 def _count_active_weights(spec: ModelSpec, index: int) -> int:

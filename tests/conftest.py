@@ -103,6 +103,12 @@ _LATENT = {
 }
 """Of DeepSeek's attention and experts."""
 
+_THETAS = {
+    "layer_rope_theta": [1e4, 50.0, 0, 50.0],
+    "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    "sliding_window": 13,
+}
+
 _GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 13}
 _LONG_ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 4.0}
 
@@ -286,6 +292,12 @@ VARIANTS: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
             "granite",
             {"embedding_multiplier": 12.0, "attention_multiplier": 0.1, "logits_scaling": 8.0},
         ),
+        # The decoders of these look up what a block rotates by, and some do not rotate.
+        "wrapped-granite-swa": ("granite_swa", _THETAS),
+        "wrapped-granitemoe-swa": (
+            "granitemoe_swa",
+            {**_THETAS, "num_local_experts": 4, "num_experts_per_tok": 2},
+        ),
         # The decoders of these add positions before their first block: learned ones, or computed.
         "wrapped-opt": (
             "opt",
@@ -350,8 +362,8 @@ KNOWN = [name for name in VARIANTS if not name.startswith("wrapped")]
 # Whatever is special about these one of the others has, too.
 _COVERED = {
     "wrapped-biogpt", "wrapped-codegen", "wrapped-deepseek-v2", "wrapped-gemma4",
-    "wrapped-gpt-bigcode", "wrapped-gpt-bigcode-all-heads", "wrapped-gpt-neo", "wrapped-llama4",
-    "wrapped-xglm",
+    "wrapped-gpt-bigcode", "wrapped-gpt-bigcode-all-heads", "wrapped-gpt-neo",
+    "wrapped-granitemoe-swa", "wrapped-llama4", "wrapped-xglm",
 }  # fmt: skip
 _COVERED_BY_BLOCKS = {"wrapped-deepseek-v3", "wrapped-gptj"}
 

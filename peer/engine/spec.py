@@ -97,6 +97,7 @@ class WrappedShape(ModelShape):
 
     num_heads: int
     block_parameters: tuple[int, ...]
+    block_table_bytes: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,6 +22,7 @@ from ...kernels.linear import Linear
 from ...kernels.shell import Shell, ShellError
 from ...kernels.shell_opening import open_shell
 from ...kernels.step_cache import KeptShape, StepCache
+from ...kernels.tables import count_table_bytes
 from ...protocol.errors import ModelError
 from .config_reader import MAX_HEADS, MAX_POSITIONS, ConfigReader, limit_to_exact_positions
 from .numerics import Numerics
@@ -51,6 +52,7 @@ def read_shape(config: Mapping[str, object]) -> WrappedShape:
         block_parameters=tuple(
             sum(weight.numel() for weight in layer.parameters()) for layer in shell.layers
         ),
+        block_table_bytes=tuple(count_table_bytes(layer) for layer in shell.layers),
     )
 
 
@@ -62,9 +64,11 @@ class WrappedBlock:
     attention_kernels = ("torch",)
     linears: Mapping[str, Linear] = MappingProxyType({})
 
-    def __init__(self, decoder: PreTrainedModel, index: int, kept: KeptShape) -> None:
+    def __init__(
+        self, decoder: PreTrainedModel, index: int, kept: KeptShape, table_bytes: int
+    ) -> None:
         weights = [weight for weight in decoder.parameters() if not weight.is_meta]
-        self.num_bytes = sum(weight.nbytes for weight in weights)
+        self.num_bytes = sum(weight.nbytes for weight in weights) + table_bytes
         self.num_parameters = sum(weight.numel() for weight in weights)
         self._decoder = decoder
         self._index = index
@@ -131,7 +135,9 @@ class WrappedLoader:
             raise ModelError(str(error)) from error
         decoder = self._shell.cut([index])
         _bring(decoder, self._place)
-        return WrappedBlock(decoder, index, self._shell.kept)
+        # What the decoder keeps beside its blocks all of them share.
+        table_bytes = count_table_bytes(self._shell.layers[index])
+        return WrappedBlock(decoder, index, self._shell.kept, table_bytes)
 
 
 def _bring(decoder: PreTrainedModel, place: torch.device) -> None:

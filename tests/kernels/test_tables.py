@@ -6,7 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.kernels.tables import MAX_TABLE_BYTES, TableError, fill_tables, has_tables
+from shoal.kernels.tables import (
+    MAX_TABLE_BYTES,
+    TableError,
+    count_table_bytes,
+    fill_tables,
+    has_tables,
+)
 
 
 class Part(nn.Module):
@@ -65,3 +71,12 @@ def test_a_table_that_transformers_leaves_alone_is_refused(names: tuple[str, ...
 def test_huge_tables_are_refused_before_they_are_made() -> None:
     with pytest.raises(TableError, match="tables of more than 256 MiB"):
         fill(build(MAX_TABLE_BYTES // 4), "table", "mask")
+
+
+def test_tables_take_what_they_will_before_they_are_filled() -> None:
+    module = build()
+    assert count_table_bytes(module) == 4 * 4 + 4
+
+    fill(module, "table", "mask")
+
+    assert count_table_bytes(module) == 4 * 4 + 4

@@ -126,6 +126,7 @@ MINIMAL = {
     "max_position_embeddings": 512,
     "vocab_size": 128,
 }
+NEO = {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 15]], "num_heads": 8}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +256,8 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
         ({"model_type": "whisper"}, "its decoder listens to an encoder"),
         ({"model_type": "llama4"}, "it is more than a model of type 'llama4_text'"),
         ({"model_type": "stablelm", "num_hidden_layers": 10**9}, "num_hidden_layers must be"),
+        ({**NEO, "num_layers": 10**9}, "num_layers must be at most 4096, got 1000000000"),
+        ({"model_type": "stablelm", "num_labels": 10**9}, "num_labels must be at most 65536"),
         ({"model_type": "stablelm", "quantization_config": {"bits": 4}}, "quantized already"),
         (
             {"model_type": "stablelm", "hidden_act": "tan"},
@@ -268,7 +271,15 @@ def test_published_dtype_is_read_in_both_spellings() -> None:
         ({"model_type": "gptj", "rotary_dim": 7}, "its blocks do not run alone"),
         (
             {"model_type": "gptj", "rotary_dim": 8, "max_position_embeddings": 10**8},
-            "it keeps tables of more than 256 MiB",
+            "its blocks keep tables that are larger than their weights",
+        ),
+        (
+            {**NEO, "max_position_embeddings": 2**13},
+            "its blocks keep tables that are larger than their weights",
+        ),
+        (
+            {**NEO, "attention_types": [[["global", "local"], 10**10]]},
+            "attention_types must be at most 16777216, got 10000000000",
         ),
         (
             {"model_type": "gpt_bigcode", "max_position_embeddings": 10**6},

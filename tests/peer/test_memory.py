@@ -75,14 +75,22 @@ def test_block_without_experts_is_counted_as_what_it_is(tiny_models: Any) -> Non
     assert Room(two, sizes.num_bytes).find_stops(4).tolist() == [2, 3, 3, 4]
 
 
-def test_blocks_that_only_transformers_knows_are_counted_by_their_shapes(tiny_models: Any) -> None:
-    checkpoint = open_checkpoint(tiny_models.get("wrapped-gpt-neox").directory)
+@pytest.mark.parametrize(
+    ("variant", "table_bytes"), [("wrapped-gpt-neox", 0), ("wrapped-gpt-neo", 512 * 512)]
+)
+def test_blocks_that_only_transformers_knows_are_counted_by_their_shapes(
+    tiny_models: Any, variant: str, table_bytes: int
+) -> None:
+    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
     spec = read_spec(checkpoint.config)
 
     sizes = BlockSizes.of_model(spec, WeightFormat.FP32)
 
     loaded = load_span(checkpoint, spec, Span(0, spec.num_blocks), Numerics(WeightFormat.FP32))
     assert list(sizes.num_bytes) == [block.num_bytes for block in loaded]
+    weight_bytes = [4 * block.num_parameters for block in loaded]
+    assert list(sizes.num_bytes) == [count + table_bytes for count in weight_bytes]
+    assert sizes.loading_bytes == max(weight_bytes) + 4 * table_bytes
     assert sizes.work == (1.0,) * spec.num_blocks
 
 
