@@ -1,6 +1,7 @@
 """Keys and values of one step in one block, between transformers' attention and our memory.
 
-Tensor suffixes: B rows, G key-value heads, T tokens of a step, S tokens, D head size.
+Tensor suffixes: B rows, G key-value heads, T tokens of a step, S tokens, D head size,
+N numbers of a token.
 """
 
 from collections.abc import Callable, Iterable
@@ -13,6 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import DynamicCache
 
+from .int8_states import count_record_bytes
+
 Put = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Writes keys and values [B, G, T, D] at a position; returns all up to them."""
 
@@ -20,13 +23,21 @@ Shapes = tuple[torch.Size, torch.Size]
 """Of the keys and the values [B, G, T, D] of a step in one block."""
 
 
+_SMALL_HEAD = 16
+"""In smaller heads, the scales of integers would take too much beside them."""
+
+_CUT_HEAD = 32
+"""Where the heads of a model have no such size in common, it is cut into these."""
+
+
 @dataclass(frozen=True)
 class KeptShape:
     """What memory keeps of a token in each block: two times `head_dim` numbers in each head.
 
-    Keys and values of that shape are kept as they are. All others are joined to one row of numbers
-    in each head, which is cut in the middle: so two shapes cost no more than what they hold. A
-    block that has less than others is filled up with zeros.
+    Keys and values of that shape are kept as they are. All others are joined to one row of numbers,
+    which is cut into such heads, half of them in place of keys: so two shapes cost little more than
+    what they hold. A block that has less than others is filled up with zeros. Where it can be, no
+    head has parts of both: integers of a head have one scale, and keys may be far larger.
     """
 
     num_heads: int
@@ -40,9 +51,12 @@ class KeptShape:
             keys, values = next(iter(every))
             if keys == values:
                 return cls(keys[1], keys[3])
-        num_heads = gcd(*(shape[1] for pair in every for shape in pair))
         most = max(sum(shape[1] * shape[3] for shape in pair) for pair in every)
-        return cls(num_heads, -(-most // (2 * num_heads)))
+        common = gcd(*(shape[3] for pair in every for shape in pair))
+        sizes = [common >> power for power in range(3) if common % (_SMALL_HEAD << power) == 0]
+        head_dims = sizes or [min(_CUT_HEAD, -(-most // 2))]
+        shapes_kept = [cls(-(-most // (2 * head_dim)), head_dim) for head_dim in head_dims]
+        return min(shapes_kept, key=lambda kept: kept.num_heads * count_record_bytes(kept.head_dim))
 
     def put(
         self, put: Put, position: int, keys_BGTD: Tensor, values_BGTD: Tensor
@@ -51,24 +65,24 @@ class KeptShape:
         shapes = keys_BGTD.shape, values_BGTD.shape
         if all((shape[1], shape[3]) == (self.num_heads, self.head_dim) for shape in shapes):
             return put(position, keys_BGTD, values_BGTD)
-        joined_BGTN = torch.cat([self._group(keys_BGTD), self._group(values_BGTD)], dim=-1)
-        spare = 2 * self.head_dim - joined_BGTN.shape[-1]
-        halves = F.pad(joined_BGTN, (0, spare)).split(self.head_dim, dim=-1)
-        joined_BGSN = torch.cat(put(position, *halves), dim=-1)
-        sizes = [shape[1] * shape[3] // self.num_heads for shape in shapes]
-        keys_BGSN, values_BGSN, _ = joined_BGSN.split([*sizes, spare], dim=-1)
-        return _ungroup(keys_BGSN, shapes[0]), _ungroup(values_BGSN, shapes[1])
-
-    def _group(self, states_BGTD: Tensor) -> Tensor:
-        """Return states of fewer heads, which are larger."""
-        states_BTN = states_BGTD.transpose(1, 2).flatten(2)
-        return states_BTN.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+        joined_BTN = torch.cat([_join(keys_BGTD), _join(values_BGTD)], dim=-1)
+        spare = 2 * self.num_heads * self.head_dim - joined_BTN.shape[-1]
+        heads_BGTD = _cut(F.pad(joined_BTN, (0, spare)), 2 * self.num_heads)
+        halves = put(position, *heads_BGTD.split(self.num_heads, dim=1))
+        joined_BSN = _join(torch.cat(halves, dim=1))
+        sizes = [shape[1] * shape[3] for shape in shapes]
+        keys_BSN, values_BSN, _ = joined_BSN.split([*sizes, spare], dim=-1)
+        return _cut(keys_BSN, shapes[0][1]), _cut(values_BSN, shapes[1][1])
 
 
-def _ungroup(states_BGSN: Tensor, shape: torch.Size) -> Tensor:
-    """Return states of as many heads as in `shape`."""
-    states_BSN = states_BGSN.transpose(1, 2).flatten(2)
-    return states_BSN.unflatten(2, (shape[1], shape[3])).transpose(1, 2)
+def _join(states_BGTD: Tensor) -> Tensor:
+    """Return one row of numbers for each token."""
+    return states_BGTD.transpose(1, 2).flatten(2)
+
+
+def _cut(states_BTN: Tensor, num_heads: int) -> Tensor:
+    """Return the heads that such rows are made of."""
+    return states_BTN.unflatten(2, (num_heads, -1)).transpose(1, 2)
 
 
 class OtherStateError(LookupError):

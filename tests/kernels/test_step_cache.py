@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.kernels.int8_states import dequantize_states, quantize_states
 from shoal.kernels.step_cache import KeptShape, StepCache
 
 
@@ -29,9 +30,13 @@ def shape(num_heads: int, head_dim: int) -> torch.Size:
     [
         ([(shape(2, 6), shape(2, 6))] * 2, KeptShape(2, 6)),
         ([(shape(1, 18), shape(1, 8))], KeptShape(1, 13)),
-        ([(shape(3, 5), shape(3, 4))], KeptShape(3, 5)),
-        ([(shape(4, 16), shape(4, 16)), (shape(2, 64), shape(2, 64))], KeptShape(2, 64)),
-        ([(shape(4, 3), shape(6, 1)), (shape(8, 2), shape(2, 5))], KeptShape(2, 7)),
+        ([(shape(3, 5), shape(3, 4))], KeptShape(1, 14)),
+        ([(shape(4, 16), shape(4, 16)), (shape(2, 64), shape(2, 64))], KeptShape(8, 16)),
+        ([(shape(4, 3), shape(6, 1)), (shape(8, 2), shape(2, 5))], KeptShape(1, 13)),
+        # As in DeepSeek's models: in nine heads of 32 there is room for 576 numbers.
+        ([(shape(1, 512), shape(1, 64))], KeptShape(9, 32)),
+        ([(shape(1, 64), shape(1, 512))], KeptShape(9, 32)),
+        ([(shape(8, 192), shape(8, 128))], KeptShape(20, 64)),
     ],
 )
 def test_what_is_kept_has_room_for_every_block(blocks: list, kept: KeptShape) -> None:
@@ -43,9 +48,10 @@ def test_what_is_kept_has_room_for_every_block(blocks: list, kept: KeptShape) ->
     [
         ((2, 6), (2, 6), KeptShape(2, 6)),
         ((1, 18), (1, 8), KeptShape(1, 13)),
-        ((3, 5), (3, 4), KeptShape(3, 5)),
+        ((3, 5), (3, 4), KeptShape(1, 14)),
+        ((1, 64), (1, 16), KeptShape(3, 16)),
         ((4, 16), (4, 16), KeptShape(2, 64)),
-        ((4, 3), (6, 1), KeptShape(2, 7)),
+        ((4, 3), (6, 1), KeptShape(1, 13)),
     ],
 )
 def test_steps_read_what_all_steps_wrote(keys: tuple, values: tuple, kept: KeptShape) -> None:
@@ -60,3 +66,29 @@ def test_steps_read_what_all_steps_wrote(keys: tuple, values: tuple, kept: KeptS
         assert torch.equal(found[0], all_keys[:, :, :stop])
         assert torch.equal(found[1], all_values[:, :, :stop])
         assert cache.get_mask_sizes(stop - start) == (stop, 0)
+
+
+class IntegerMemory(Memory):
+    """Keeps integers, as int8 caches of peers do."""
+
+    def put(self, position: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        size = keys.shape[3]
+        records = (quantize_states(states) for states in (keys, values))
+        floats = (dequantize_states(record, size, torch.float32) for record in records)
+        return super().put(position, *floats)
+
+
+@pytest.mark.parametrize(("keys", "values"), [((1, 512), (1, 64)), ((4, 16), (2, 48))])
+@pytest.mark.parametrize("times", [1.0, 100.0])
+def test_integers_of_large_states_do_not_spoil_small_ones(
+    keys: tuple, values: tuple, times: float
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    small, large = (torch.randn(3, n, 9, d, generator=draw) for n, d in (keys, values))
+    kept = KeptShape.of([(shape(*keys), shape(*values))])
+
+    cache = StepCache(0, IntegerMemory(kept, 3, 9).put, kept)
+    found = cache.update(small, large * times)
+
+    for ours, exact in zip(found, (small, large * times), strict=True):
+        assert (ours - exact).norm() < 0.01 * exact.norm()
