@@ -151,8 +151,21 @@ def test_what_a_peer_does_not_take_is_not_under_way() -> None:
         with pytest.raises(SilentError):
             await publishing
         assert now() <= 310.0
-        assert len(slow.brought) == 1  # no renewal has begun beside it
         assert asker.line.num_bytes == 0
+        await publications.close()
+        await asker.close()
+
+    run(test)
+
+
+def test_no_renewal_begins_beside_a_publication() -> None:
+    async def test(scene: Scene) -> None:
+        slow, asker = await add_pass_peer(scene, 1.0), make_asker(scene)
+        slow.piece_seconds, version = 0.7, make_version(2**22)
+        publications = Publications(asker, VirtualClock())
+        assert await publications.publish(version, WHOLE, "a") == 1
+        assert now() > 2 * SECONDS
+        assert len(slow.brought) == 1
         await publications.close()
         await asker.close()
 
