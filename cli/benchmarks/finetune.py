@@ -33,7 +33,7 @@ def measure(setting: Setting) -> Findings:
     swarm = setting.start_swarm(setting.model)
     setting.say("plain transformers")
     speed, dtype = setting.reference.measure_training(*setting.effort.texts)
-    name = f"plain transformers in {str(dtype).removeprefix('torch.')}, forth and back"
+    name = f"plain transformers in {str(dtype).removeprefix('torch.')}, forward and backward"
     reference = Figure(name, speed, "tok/s")
     return Findings([*_measure_speed(setting, swarm, reference), *_measure_steps(setting, swarm)])
 
