@@ -26,6 +26,7 @@ from .training_client import start_training_client
 from .watched_transport import WatchedTransport
 
 _MAX_TOKENS = 2000
+_SHORT_NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
 def measure(setting: Setting) -> Findings:
@@ -33,7 +34,7 @@ def measure(setting: Setting) -> Findings:
     swarm = setting.start_swarm(setting.model)
     setting.say("plain transformers")
     speed, dtype = setting.reference.measure_training(*setting.effort.texts)
-    name = f"plain transformers in {str(dtype).removeprefix('torch.')}, forward and backward"
+    name = f"plain transformers ({_SHORT_NAMES[dtype]}), forward and backward"
     reference = Figure(name, speed, "tok/s")
     return Findings([*_measure_speed(setting, swarm, reference), *_measure_steps(setting, swarm)])
 

@@ -5,7 +5,8 @@ Real processes, fp32. The reference is transformers with peft, on the same weigh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +141,21 @@ def harm_whoever_is_brought_an_adapter(
     patch.setattr(PassLink, "_bring", lose_and_bring)
 
 
+@contextmanager
+def open_swarm(
+    tiny: Any, hops: Sequence[tuple[int, int]], **options: Any
+) -> Iterator[tuple[LocalSwarm, Any]]:
+    """Two peers for each hop, and a model over them."""
+    spans = [hop for hop in hops for _ in range(2)]
+    with (
+        LocalSwarm(tiny.directory, spans=spans, weights="fp32") as swarm,
+        AutoDistributedModelForCausalLM.from_pretrained(
+            tiny.directory, initial_peers=swarm.initial_peers, seed=0, **options
+        ) as model,
+    ):
+        yield swarm, model
+
+
 @pytest.mark.parametrize("harm", HARM)
 @pytest.mark.parametrize(
     "hops",
@@ -153,14 +169,7 @@ def test_gradients_are_those_of_transformers_whoever_is_lost(
     hops: Sequence[tuple[int, int]], harm: str,
 ) -> None:  # fmt: skip
     tiny = tiny_models.get("llama")
-    spans = [hop for hop in hops for _ in range(2)]
-    with (
-        LocalSwarm(tiny.directory, spans=spans, weights="fp32") as swarm,
-        AutoDistributedModelForCausalLM.from_pretrained(
-            tiny.directory, initial_peers=swarm.initial_peers, seed=0,
-            tuning_mode="deep_ptune", pre_seq_len=5,
-        ) as model,
-    ):  # fmt: skip
+    with open_swarm(tiny, hops, tuning_mode="deep_ptune", pre_seq_len=5) as (swarm, model):
         scene = Scene(swarm, model, tiny, tmp_path)
         expected = scene.train_locally()
         for kind in PassKind:
@@ -175,14 +184,7 @@ def test_adapter_reaches_somebody_else_where_a_peer_is_lost_that_gets_it(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, harm: str
 ) -> None:
     tiny = tiny_models.get("llama")
-    spans = [hop for hop in TWO_HOPS for _ in range(2)]
-    with (
-        LocalSwarm(tiny.directory, spans=spans, weights="fp32") as swarm,
-        AutoDistributedModelForCausalLM.from_pretrained(
-            tiny.directory, initial_peers=swarm.initial_peers, seed=0,
-            tuning_mode="deep_ptune", pre_seq_len=5,
-        ) as model,
-    ):  # fmt: skip
+    with open_swarm(tiny, TWO_HOPS, tuning_mode="deep_ptune", pre_seq_len=5) as (swarm, model):
         for seed, hop in enumerate(TWO_HOPS):
             # Another adapter each time, which nobody has.
             scene = Scene(swarm, model, tiny, tmp_path / str(seed), seed)
@@ -198,13 +200,7 @@ def test_homes_of_an_optimizer_that_are_lost_take_nothing_with_them(
     """One before an update is made of its gradients, the other one in the middle of a batch."""
     tiny = tiny_models.get("llama")
     ids, mask, labels = TEXTS
-    spans = [hop for hop in TWO_HOPS for _ in range(2)]
-    with (
-        LocalSwarm(tiny.directory, spans=spans, weights="fp32") as swarm,
-        AutoDistributedModelForCausalLM.from_pretrained(
-            tiny.directory, initial_peers=swarm.initial_peers, seed=0
-        ) as model,
-    ):
+    with open_swarm(tiny, TWO_HOPS) as (swarm, model):
         adapter = make_adapter(model)
         peft = open_with_peft(tiny, adapter, tmp_path)
         matrices = {name: x for name, x in peft.named_parameters() if "lora_" in name}
