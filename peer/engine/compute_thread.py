@@ -18,6 +18,7 @@ from .engine import Engine, StepWork
 from .jobs import ComputedStep, Iteration, Job
 from .pace import Pace
 from .pass_queue import GiveWay, Guest, PassJob, PassQueue
+from .priority import give_way_to_loops
 from .scheduler import (
     Take,
     Usage,
@@ -159,6 +160,7 @@ class ComputeThread:
         self._turn_away(item)
 
     def _run(self) -> None:
+        give_way_to_loops()
         try:
             while self._wait_for_work():
                 self.step()

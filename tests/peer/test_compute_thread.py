@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +29,16 @@ def test_step_is_answered_with_its_own_result() -> None:
             answers = await asyncio.gather(*(compute.submit(work) for work in works))
         for work, answer in zip(works, answers, strict=True):
             assert torch.equal(answer.hidden_BTH, work.hidden_BTH + 1)
+
+    run(test)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_event_loops_come_before_the_thread_that_computes() -> None:
+    async def test() -> None:
+        async with make_thread(NotingEngine()) as compute:
+            niceness = await compute.call(lambda: os.getpriority(os.PRIO_PROCESS, 0))
+        assert niceness > os.getpriority(os.PRIO_PROCESS, 0)
 
     run(test)
 
