@@ -12,7 +12,7 @@ _INT8_VERSION = 3
 _ATTENTION_VERSION = 2
 _NORM_VERSION = 1
 _PROMPT_ATTENTION_VERSION = 2
-_GATE_VERSION = 1
+_GATE_VERSION = 2
 """Of the functions in native/. A library of other versions is as good as none."""
 
 
@@ -42,7 +42,7 @@ def _declare(library: ctypes.CDLL) -> bool:
                 pointer, pointer, size, size, pointer, pointer, number, number,
             ]  # fmt: skip
         library.shoal_norm_rms.argtypes = [pointer, pointer, pointer, size, size, ctypes.c_float]
-        library.shoal_gate_silu.argtypes = [pointer, pointer, size, size, number, number]
+        library.shoal_gate_silu.argtypes = [*[pointer] * 3, size, size, number, number]
         versions = (
             library.shoal_int8_version(),
             library.shoal_attention_version(),

@@ -195,23 +195,26 @@ const Kernel *kernels_avx_vnni(void) {
 
    Its product of bytes saturates. Sums of int16 products are exact: a lane takes two of them per
    group, each at most 255 * 32639, so that a stretch of 64 (up to 128) stays below 2^31. Then the
-   sums move on to memory, as 256 * high + low. Four lanes of int16 make two of int32: a register
-   holds two halves of the sums of four outputs. */
+   sums move on to memory, those of two digits as 256 * high + low. Four lanes of int16 make two of
+   int32: a register holds two halves of the sums of four outputs. */
 
 enum { HALVES = 2 * PANEL };
 
 /* The next stretch is asked for while this one is multiplied. */
 enum { STRETCH_BYTES = GROUPS_PER_STRETCH * PANEL * GROUP };
 
+enum { AVX2_ROWS = 6 };
+
+/* Those of one digit are all low. */
 typedef struct {
-    int32_t high[MAX_TILE_ROWS][HALVES], low[MAX_TILE_ROWS][HALVES];
+    int32_t low[AVX2_ROWS][HALVES], high[AVX2_ROWS][HALVES];
 } Halves;
 
 INLINE AVX2 void add_stretch_avx2(
     const uint8_t *rows, const uint8_t *weights, size_t num_groups, const size_t groups_at_once,
-    const size_t num_rows, const size_t width, Halves *result, size_t start
+    const size_t num_rows, const size_t width, const size_t digits, Halves *result, size_t start
 ) {
-    __m256i sums[6][8];
+    __m256i sums[AVX2_ROWS][8];
     UNROLL for (size_t i = 0; i < num_rows; i++)
         UNROLL for (size_t k = 0; k < width; k++) sums[i][k] = _mm256_setzero_si256();
     for (size_t group = 0; group < num_groups; group += groups_at_once)
@@ -231,49 +234,83 @@ INLINE AVX2 void add_stretch_avx2(
         }
     UNROLL for (size_t i = 0; i < num_rows; i++)
         UNROLL for (size_t k = 0; k < width; k++) {
-            __m256i *high = at256(result->high[i] + start) + k;
-            __m256i *low = at256(result->low[i] + start) + k;
-            const __m256i rest = _mm256_and_si256(sums[i][k], _mm256_set1_epi32(255));
-            const __m256i whole = _mm256_srai_epi32(sums[i][k], 8);
-            _mm256_storeu_si256(high, _mm256_add_epi32(_mm256_loadu_si256(high), whole));
+            __m256i *low = at256(result->low[i] + start) + k, rest = sums[i][k];
+            if (digits == 2) {
+                __m256i *high = at256(result->high[i] + start) + k;
+                const __m256i whole = _mm256_srai_epi32(rest, 8);
+                _mm256_storeu_si256(high, _mm256_add_epi32(_mm256_loadu_si256(high), whole));
+                rest = _mm256_and_si256(rest, _mm256_set1_epi32(255));
+            }
             _mm256_storeu_si256(low, _mm256_add_epi32(_mm256_loadu_si256(low), rest));
         }
 }
 
 /* Two groups at a time, and one that is left: fewer instructions beside those that count. */
-#define STRETCH(num_rows, width)                                                                  \
-    static AVX2 __attribute__((noinline)) void add_##num_rows##_rows_avx2(                        \
+#define STRETCH(num_rows, width, digits)                                                          \
+    static AVX2 __attribute__((noinline)) void add_##num_rows##_rows_##digits##_avx2(             \
         const uint8_t *rows, const uint8_t *weights, size_t num_groups, Halves *result            \
     ) {                                                                                           \
         const size_t even = num_groups / 2 * 2;                                                   \
         for (size_t k = 0; k < 8; k += width)                                                     \
-            add_stretch_avx2(rows, weights + 16 * k, even, 2, num_rows, width, result, 8 * k);    \
+            add_stretch_avx2(                                                                     \
+                rows, weights + 16 * k, even, 2, num_rows, width, digits, result, 8 * k);         \
         rows += even * 8 * num_rows, weights += even * PANEL * GROUP;                             \
         for (size_t k = 0; even < num_groups && k < 8; k += width)                                \
-            add_stretch_avx2(rows, weights + 16 * k, 1, 1, num_rows, width, result, 8 * k);       \
+            add_stretch_avx2(rows, weights + 16 * k, 1, 1, num_rows, width, digits, result, 8 * k); \
     }
-STRETCH(1, 8) STRETCH(2, 4) STRETCH(3, 2) STRETCH(4, 2) STRETCH(5, 2) STRETCH(6, 2)
+#define STRETCHES(digits)                                                                         \
+    STRETCH(1, 8, digits) STRETCH(2, 4, digits) STRETCH(3, 2, digits)                             \
+    STRETCH(4, 2, digits) STRETCH(5, 2, digits) STRETCH(6, 2, digits)
+STRETCHES(1) STRETCHES(2)
+#undef STRETCHES
 #undef STRETCH
 
-static AVX2 void multiply_avx2(const Product *product, size_t tile, size_t panel) {
-    static void (*const add_rows[6])(const uint8_t *, const uint8_t *, size_t, Halves *) = {
-        add_1_rows_avx2, add_2_rows_avx2, add_3_rows_avx2,
-        add_4_rows_avx2, add_5_rows_avx2, add_6_rows_avx2,
-    };
+typedef void (*AddRows)(const uint8_t *, const uint8_t *, size_t, Halves *);
+
+/* The sums of 32 outputs from their halves. */
+INLINE AVX2 void join_halves(const int32_t *halves, int32_t *sums) {
+    for (size_t i = 0; i < PANEL; i += 8) {
+        const __m256i *pairs = (const __m256i *)(halves + 2 * i);
+        const __m256i joined =
+            _mm256_hadd_epi32(_mm256_loadu_si256(pairs), _mm256_loadu_si256(pairs + 1));
+        _mm256_storeu_si256(at256(sums + i), _mm256_permute4x64_epi64(joined, 0xd8));
+    }
+}
+
+INLINE AVX2 void multiply_avx2(
+    const Product *product, size_t tile, size_t panel, const AddRows *add_rows, const size_t digits
+) {
     const size_t num_groups = product->layer->num_groups, num_rows = rows_of_tile(product, tile);
-    Halves halves = {0};
+    Halves halves;
+    memset(halves.low, 0, num_rows * sizeof halves.low[0]);
+    if (digits == 2) memset(halves.high, 0, num_rows * sizeof halves.high[0]);
     for (size_t start = 0; start < num_groups; start += GROUPS_PER_STRETCH)
         add_rows[num_rows - 1](
             tile_rows(product, tile) + start * num_rows * 8,
             panel_weights(product, panel) + start * PANEL * GROUP,
             min_size(GROUPS_PER_STRETCH, num_groups - start), &halves);
     Sums sums;
-    for (size_t row = 0; row < num_rows; row++)
-        for (size_t i = 0; i < PANEL; i++) {
-            sums.high[row][i] = halves.high[row][2 * i] + halves.high[row][2 * i + 1];
-            sums.low[row][i] = halves.low[row][2 * i] + halves.low[row][2 * i + 1];
-        }
-    finish_tile(product, tile, panel, &sums, WHOLE_NUMBERS);
+    for (size_t row = 0; row < num_rows; row++) {
+        join_halves(halves.low[row], sums.low[row]);
+        if (digits == 2) join_halves(halves.high[row], sums.high[row]);
+    }
+    finish_tile(product, tile, panel, &sums, digits == 2 ? WHOLE_NUMBERS : ONE_DIGIT);
+}
+
+static AVX2 void multiply_one_avx2(const Product *product, size_t tile, size_t panel) {
+    static const AddRows add_rows[AVX2_ROWS] = {
+        add_1_rows_1_avx2, add_2_rows_1_avx2, add_3_rows_1_avx2,
+        add_4_rows_1_avx2, add_5_rows_1_avx2, add_6_rows_1_avx2,
+    };
+    multiply_avx2(product, tile, panel, add_rows, 1);
+}
+
+static AVX2 void multiply_two_avx2(const Product *product, size_t tile, size_t panel) {
+    static const AddRows add_rows[AVX2_ROWS] = {
+        add_1_rows_2_avx2, add_2_rows_2_avx2, add_3_rows_2_avx2,
+        add_4_rows_2_avx2, add_5_rows_2_avx2, add_6_rows_2_avx2,
+    };
+    multiply_avx2(product, tile, panel, add_rows, 2);
 }
 
 static AVX2 void encode_avx2(const Product *product, size_t row) {
@@ -283,8 +320,8 @@ static AVX2 void encode_avx2(const Product *product, size_t row) {
 const Kernel *kernels_avx2(void) {
     /* int16 holds one digit and two alike. */
     static const Kernel kernels[2] = {
-        {6, 8, encode_avx2, multiply_avx2},
-        {6, 8, encode_avx2, multiply_avx2},
+        {AVX2_ROWS, 8, encode_avx2, multiply_one_avx2},
+        {AVX2_ROWS, 8, encode_avx2, multiply_two_avx2},
     };
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx2") ? kernels : NULL;

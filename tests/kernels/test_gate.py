@@ -62,8 +62,54 @@ def test_numbers_that_are_not_finite_stay_visible() -> None:
     assert result[[5, 6]].tolist() == [0, 1000]
 
 
-def test_other_dtypes_and_gradients_are_left_to_torch() -> None:
-    gate_up = draw_gate_up(2, 8)
+def test_other_dtypes_are_left_to_torch() -> None:
+    assert gate_silu(draw_gate_up(2, 8).bfloat16()).dtype is torch.bfloat16
 
-    assert gate_silu(gate_up.bfloat16()).dtype is torch.bfloat16
-    assert gate_silu(gate_up.requires_grad_()).requires_grad
+
+def turn_back(gate_up: Tensor, grads: Tensor, instruction_set: int | None = None) -> Tensor:
+    leaf = gate_up.detach().requires_grad_()
+    gate_silu(leaf, instruction_set).backward(grads)
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+def turn_back_by_definition(gate_up: Tensor, grads: Tensor) -> Tensor:
+    leaf = gate_up.detach().double().requires_grad_()
+    gate_by_definition(leaf).backward(grads.double())
+    assert leaf.grad is not None
+    return leaf.grad
+
+
+@pytest.mark.parametrize("num_columns", [1, 7, 16, 100, 2816])
+@pytest.mark.parametrize("num_rows", [0, 1, 3, 20])
+def test_gradients_are_those_of_the_definition(num_rows: int, num_columns: int) -> None:
+    gate_up, grads = draw_gate_up(num_rows, num_columns), draw_gate_up(num_rows, num_columns)
+    grads = grads[:, num_columns:]
+
+    result = turn_back(gate_up, grads)
+
+    # Where the slope changes its sign, at a gate of -1.28, digits of large factors cancel.
+    expected = turn_back_by_definition(gate_up, grads)
+    torch.testing.assert_close(result.double(), expected, rtol=1e-5, atol=2e-5)
+
+
+def test_gradients_of_every_gate_within_reach_are_exact_to_the_sixth_digit() -> None:
+    gates = torch.linspace(-86, 90, 200_001)
+    gate_up, grads = torch.stack([gates, torch.ones_like(gates)], dim=1), torch.ones(len(gates), 1)
+
+    result = turn_back(gate_up, grads).double()
+
+    expected = turn_back_by_definition(gate_up, grads)
+    torch.testing.assert_close(result, expected, rtol=2e-6, atol=2e-8)
+
+
+@needs_library
+@pytest.mark.parametrize("num_columns", [1, 7, 33, 2816])
+def test_every_instruction_set_and_batch_computes_the_same_gradients(num_columns: int) -> None:
+    gate_up, grads = draw_gate_up(20, num_columns), draw_gate_up(20, num_columns)[:, :num_columns]
+    expected = turn_back(gate_up, grads)
+
+    for number in list_gate_instruction_sets().values():
+        assert torch.equal(turn_back(gate_up, grads, number), expected)
+    rows = zip(gate_up.split(1), grads.split(1), strict=True)
+    assert torch.equal(torch.cat([turn_back(*row) for row in rows]), expected)
