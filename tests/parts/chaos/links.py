@@ -109,8 +109,10 @@ class Links:
                 break
             listening.close()
 
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._serve(target, port, reader, writer)
+        def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            task = asyncio.create_task(self._serve(target, port, reader, writer))
+            # Not in the task: one that is cancelled before its first step runs nothing.
+            task.add_done_callback(lambda _: writer.close())
 
         self._servers.append(await asyncio.start_server(serve, sock=listening))
         return port
@@ -129,7 +131,6 @@ class Links:
             writer.transport.abort()
         finally:
             self._connections.discard(connection)
-            writer.close()
 
     async def _carry(
         self,
@@ -153,18 +154,24 @@ class Links:
             inner_writer.transport.abort()
             raise
         finally:
+            inner_writer.close()  # before anything that can be cancelled
             for pump in pumps:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
-            inner_writer.close()
 
     async def _close(self) -> None:
+        # What was just accepted comes to its task first: a server that is closed would lose it.
+        for server in self._servers:
+            for listening in server.sockets:
+                self._loop.remove_reader(listening.fileno())
+        await asyncio.sleep(0)
         for server in self._servers:
             server.close()
-        tasks = [connection.task for connection in self._connections]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.sleep(0)  # sockets are closed in the next round
 
 
 async def _pump(
