@@ -223,9 +223,13 @@ class RemoteSequential(nn.Module):
         """Let everybody use an adapter as it is now, by the digest that is returned.
 
         All peers that serve blocks keep it, those that come later as well, until it is withdrawn or
-        the model is closed; five minutes longer where they do not hear of that. A later state of
-        the same adapter takes its place in the same way. Raises UsageError for one that adapts the
-        head, which is computed at the client, and what the peers say if none of them keeps it.
+        the model is closed; up to five minutes longer where they do not hear of that. A later state
+        of the same adapter, published for the same blocks, takes its place in the same way.
+
+        Returns when peers for all blocks keep it, after ten minutes at the latest: the others go on
+        getting it. Where no peer keeps it for some blocks, a warning names them. Raises UsageError
+        for an adapter of the head, which is computed at the client, and what the peers say if none
+        of them keeps it.
         """
         if adapter.get_head() is not None:
             raise UsageError(
@@ -240,10 +244,11 @@ class RemoteSequential(nn.Module):
         return cut.name.hex()
 
     def withdraw_adapter(self, digest: str) -> None:
-        """Take back what `publish_adapter` has published: nobody finds it any more.
+        """Withdraw what `publish_adapter` has published: nobody finds it any more.
 
-        Sessions and passes that use it come to their end. Raises UsageError for the digest of
-        anything that was not published here.
+        Sessions and passes that use it come to their end. A warning says how many peers could not
+        be told; to call it again, or to close the model, tells those. Raises UsageError for the
+        digest of anything that was not published here.
         """
         self._client.passes.withdraw(read_digest(digest))
 

@@ -251,6 +251,20 @@ class Swarm:
                 hosts.setdefault(doubt, []).append(peer)
         return hosts[min(hosts)] if hosts else []
 
+    def list_by_doubt(self) -> list[Announcement]:
+        """Return who serves blocks, those that have worked for us first; liars are not among them.
+
+        Who is in quarantine comes last.
+        """
+        doubts = self._list_doubts()
+        peers = [peer for peer in self.view.online if doubts.get(peer.peer_id) != Fault.LYING]
+
+        def doubt(peer: Announcement) -> tuple[int, bool]:
+            peer_id = peer.peer_id
+            return doubts.get(peer_id, _NO_DOUBT), not self._has_worked(peer_id)
+
+        return sorted(peers, key=doubt)
+
     def note_pass(self, peer_id: PeerId) -> None:
         """Note that a peer took a pass: forget what it did wrong."""
         self._taking_passes.add(peer_id)

@@ -9,13 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..protocol.adapters import AdapterReader
+from ..protocol.adapters import KEEP_SECONDS, AdapterReader
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.ids import UploadId, make_adapter_id
 from ..protocol.messages import AdapterHead, AdapterKept, AdapterPiece, AdapterWithdrawal
 from ..protocol.wire import encode_frame
-from .adapter_shelf import KEEP_SECONDS
 from .answer_queue import AnswerQueue
 from .answers import encode_refusal
 from .engine.adapters import Adapter
@@ -75,8 +74,9 @@ class AdapterDesk:
             self._take_piece(message)
             return
         if isinstance(message, AdapterWithdrawal):
-            self._service.adapters.withdraw(message.adapter, holder)
-            self._answer(UploadId(message.pass_id), 0.0)
+            if self._service.adapters.withdraw(message.adapter, holder):
+                self.active_at = self._service.clock.now()
+            self._answers.put(encode_frame(AdapterKept(UploadId(message.pass_id), 0.0)))
             return
         if self._upload is not None:
             raise RemoteProtocolError("a stream brings one adapter at a time")
@@ -87,7 +87,7 @@ class AdapterDesk:
             return
         if upload is None:
             self._unneeded = message.upload_id
-            self._answer(message.upload_id, KEEP_SECONDS)
+            self._say_kept(message.upload_id)
             return
         self.active_at = self._service.clock.now()
         self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, upload)
@@ -147,7 +147,7 @@ class AdapterDesk:
             self._service.adapters.put(
                 head.adapter, reading.result(), upload.holder, upload.num_bytes, head.is_published
             )
-            self._answer(head.upload_id, KEEP_SECONDS)
+            self._say_kept(head.upload_id)
             return
         self._service.adapters.release(upload.holder, upload.num_bytes)
         if not isinstance(error, RefusedError):
@@ -162,9 +162,9 @@ class AdapterDesk:
         error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, detail)
         self._refuse(upload.head.upload_id, error)
 
-    def _answer(self, upload_id: UploadId, keep_seconds: float) -> None:
+    def _say_kept(self, upload_id: UploadId) -> None:
         self.active_at = self._service.clock.now()
-        self._answers.put(encode_frame(AdapterKept(upload_id, keep_seconds)))
+        self._answers.put(encode_frame(AdapterKept(upload_id, KEEP_SECONDS)))
 
     def _refuse(self, upload_id: UploadId, error: RefusedError) -> None:
         self._unneeded = upload_id  # whose pieces are on their way already

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ..protocol.adapters import KEEP_SECONDS
 from ..protocol.errors import ErrorCode, RefusedError
 from ..protocol.fair_share import BUSY_SECONDS, Holder, compute_share
 from ..protocol.ids import AdapterId
@@ -15,10 +16,6 @@ from .adapter_budget import MOST_BYTES
 from .engine.adapters import Adapter
 from .engine.trained_adapter import TrainedAdapter
 from .shared_bytes import SharedBytes
-
-KEEP_SECONDS = 300.0
-"""How long an adapter is kept that its holder does not use: whoever trains one uses it every few
-seconds, and whoever has published one publishes it again."""
 
 _TIMES_FREE = 3
 
@@ -171,15 +168,16 @@ class AdapterShelf:
         self._forget(kept)
         return 0 if kept.users else kept.num_bytes
 
-    def withdraw(self, name: AdapterId, holder: Holder) -> None:
-        """Forget an adapter that its holder takes back, private or published.
+    def withdraw(self, name: AdapterId, holder: Holder) -> bool:
+        """Forget an adapter that its holder withdraws, private or published; return if it was here.
 
         Passes and sessions that have it go on with it, on the account of one of them.
         """
-        for is_published in (False, True):
-            kept = self._find_own(name, holder, is_published)
-            if kept is not None:
-                self._forget(kept)
+        copies = [self._find_own(name, holder, is_published) for is_published in (False, True)]
+        found = [kept for kept in copies if kept is not None]
+        for kept in found:
+            self._forget(kept)
+        return bool(found)
 
     def use(self, kept: Kept, user: Holder) -> None:
         """Let an adapter stay until `leave`; whoever holds on to one says so here."""

@@ -20,12 +20,12 @@ from ..protocol.adapter_messages import (
     AdapterUpdate,
     make_updated_id,
 )
-from ..protocol.adapters import cut_adapter
+from ..protocol.adapters import KEEP_SECONDS, cut_adapter
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.ids import UploadId
 from ..protocol.wire import encode_frame
-from .adapter_shelf import KEEP_SECONDS, Kept
+from .adapter_shelf import Kept
 from .answer_queue import AnswerQueue
 from .answers import encode_refusal
 from .engine.trained_adapter import GiveWay, TrainedAdapter

@@ -156,7 +156,7 @@ def _check_withdrawal(message: AdapterWithdrawal) -> None:
     check_session(message.pass_id)
     check_adapter(message.adapter)
     if not message.adapter:
-        raise ValueError("an adapter that is taken back has a digest")
+        raise ValueError("an adapter that is withdrawn has a digest")
 
 
 ADAPTER_CHECKS: dict[type, Callable[[Any], None]] = {

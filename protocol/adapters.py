@@ -6,6 +6,9 @@ from .adapter_messages import AdapterHead, AdapterPiece
 from .errors import RemoteProtocolError
 from .ids import UploadId
 
+KEEP_SECONDS = 300.0
+"""How long an adapter is kept that its holder neither uses nor publishes again."""
+
 _PIECE_BYTES = 48 * 2**10
 """What a piece has, but for the last one."""
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import defaultdict
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 from ...protocol.errors import SilentError
@@ -25,7 +25,12 @@ peer meanwhile, and one that reads now and then a piece could keep them waiting 
 
 _PUBLISHING_SECONDS = 300.0
 """How long one for everybody may take, whatever else is under way: peers take it for no longer.
-Nobody waits for it, and whether it arrives tells of the peer, not of the line of this client."""
+Passes do not wait for it, and whether it arrives tells of the peer, not of the line of this client.
+"""
+
+_PIECES_UNDER_WAY = 16
+"""How many of the newest pieces of one for everybody may not have arrived yet: three quarters of
+a mebibyte, about what transports hold back of a stream."""
 
 _HEAD_SECONDS = 30.0
 """How long, at most, a few hundred bytes may take behind what else is under way."""
@@ -73,16 +78,31 @@ class AdapterCourier:
     async def publish(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
         """Give a peer an adapter for everybody; return how long it is kept unused."""
         head, tensors = _make_head(adapter, span, is_published=True)
-        line, counted = self._line, ExitStack()
-        carrying_seconds = line.expect_seconds(line.num_bytes + len(tensors))
-        with counted:  # what a peer does not take is not under way, and delays nobody
-            return await link.bring(
-                head,
-                tensors,
-                carrying_seconds,
-                _PUBLISHING_SECONDS,
-                lambda num_bytes: counted.enter_context(line.carry(num_bytes)),
-            )
+        carrying_seconds = self._line.expect_seconds(self._line.num_bytes + len(tensors))
+        with self._carry_newest() as carry:
+            return await link.bring(head, tensors, carrying_seconds, _PUBLISHING_SECONDS, carry)
+
+    @contextmanager
+    def _carry_newest(self) -> Generator[Callable[[int], None]]:
+        """Give what counts pieces as under way that a peer has taken, of the newest ones alone.
+
+        What went before them has arrived, and what is not taken is not under way: neither delays
+        anybody else.
+        """
+        newest: deque[ExitStack] = deque()
+
+        def carry(num_bytes: int) -> None:
+            piece = ExitStack()
+            piece.enter_context(self._line.carry(num_bytes))
+            newest.append(piece)
+            if len(newest) > _PIECES_UNDER_WAY:
+                newest.popleft().close()
+
+        try:
+            yield carry
+        finally:
+            for piece in newest:
+                piece.close()
 
     async def renew(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
         """Tell a peer that has an adapter for everybody to keep it; return how long it does.

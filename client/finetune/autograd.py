@@ -75,13 +75,13 @@ class PassRunner:
         """Run something on the loop of the client, and return what comes of it."""
         return self._portal.run(coroutine)
 
-    def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> int:
-        """See `Publications.publish`."""
-        return self._portal.run(self._passes.publications.publish(adapter, span, lineage))
+    def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> None:
+        """See `Publisher.publish`."""
+        self._portal.run(self._passes.publisher.publish(adapter, span, lineage))
 
     def withdraw(self, name: AdapterId) -> None:
-        """See `Publications.withdraw`."""
-        self._portal.run(self._passes.publications.withdraw(name))
+        """See `Publisher.withdraw`."""
+        self._portal.run(self._passes.publisher.withdraw(name))
 
     def take_failovers(self) -> list[PassFailover]:
         """See `RemotePasses.take_failovers`."""

@@ -17,9 +17,7 @@ from torch import Tensor
 from ...protocol.adapter_messages import (
     AdapterFetch,
     AdapterHead,
-    AdapterKept,
     AdapterMeasure,
-    AdapterMeasured,
     AdapterUpdate,
     GatherOrder,
     make_updated_id,
@@ -31,7 +29,7 @@ from ...protocol.errors import (
     SilentError,
     UnavailableError,
 )
-from ...protocol.ids import PassId, SessionId, UploadId
+from ...protocol.ids import SessionId, UploadId
 from ...protocol.spans import Span
 from ..router import Hop
 from .adapter_versions import find_homed
@@ -39,6 +37,7 @@ from .home_segments import Applied, LoggedPass, Segment
 from .learned_states import LearnedState
 from .microbatches import TextGradients, Texts
 from .pass_asking import PassAsker
+from .pass_link import make_pass_id
 from .pass_trouble import Trouble
 
 _PATIENCE_SECONDS = 60.0
@@ -119,20 +118,20 @@ class HomeCalls:
 
     async def measure(self, segment: Segment, trouble: Trouble) -> None:
         """Note how large what was gathered is."""
-        asked, hop = AdapterMeasure(_make_id(), segment.gradients), segment.home
+        asked, hop = AdapterMeasure(make_pass_id(), segment.gradients), segment.home
         measured = await self._try(segment, trouble, lambda: self._ask_square_sum(hop, asked))
         segment.square_sum = measured
 
     async def apply(self, segment: Segment, applied: Applied, trouble: Trouble) -> None:
         """Have an update made."""
         hop = segment.home
-        asked = AdapterUpdate(_make_id(), segment.gradients, applied.settings, applied.factor)
+        asked = AdapterUpdate(make_pass_id(), segment.gradients, applied.settings, applied.factor)
         await self._try(segment, trouble, lambda: self._ask_update(hop, asked))
         segment.note_update(applied, make_updated_id(asked))
 
     async def fetch(self, segment: Segment, trouble: Trouble) -> None:
         """Note what is there now, to go on from."""
-        asked, hop = AdapterFetch(_make_id(), segment.name), segment.home
+        asked, hop = AdapterFetch(make_pass_id(), segment.name), segment.home
 
         async def read() -> LearnedState:
             head, data = await self._ask_files(hop, asked, segment.saved.most_bytes)
@@ -170,17 +169,12 @@ class HomeCalls:
     async def _ask_square_sum(self, hop: Hop, asked: AdapterMeasure) -> float:
         """Return the sum of the squares of what a peer has gathered."""
         async with self._asker.lend(hop) as (link, _):
-            answer = await link.ask_about_adapter(asked, _PATIENCE_SECONDS)
-            if not isinstance(answer, AdapterMeasured):
-                raise RemoteProtocolError(f"a peer answered a question with {answer!r:.80}")
-            return answer.square_sum
+            return await link.measure(asked, _PATIENCE_SECONDS)
 
     async def _ask_update(self, hop: Hop, asked: AdapterUpdate) -> None:
         """Have a peer make an update."""
         async with self._asker.lend(hop) as (link, _):
-            answer = await link.ask_about_adapter(asked, _PATIENCE_SECONDS)
-            if not isinstance(answer, AdapterKept):
-                raise RemoteProtocolError(f"a peer answered an update with {answer!r:.80}")
+            await link.update(asked, _PATIENCE_SECONDS)
 
     async def _ask_files(
         self, hop: Hop, asked: AdapterFetch, most_bytes: int
@@ -195,7 +189,3 @@ class HomeCalls:
                 return await link.fetch_adapter(
                     asked, most_bytes, carrying_seconds, patience_seconds
                 )
-
-
-def _make_id() -> PassId:
-    return PassId(SessionId(secrets.token_bytes(16)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from functools import partial
 from torch import Tensor
 
 from ...protocol.adapter_messages import GatherOrder
-from ...protocol.announcements import Announcement
+from ...protocol.announcements import Announcement, PeerState
 from ...protocol.errors import (
     DirectoryError,
     ErrorCode,
@@ -23,7 +22,7 @@ from ...protocol.errors import (
     RouteError,
     UnavailableError,
 )
-from ...protocol.ids import PassId, PeerId, SessionId
+from ...protocol.ids import PeerId
 from ...protocol.messages import Pass, PassKind, Slot
 from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Transport
@@ -48,7 +47,7 @@ from .adapter_versions import (
 )
 from .microbatches import TextGradients, Texts, choose_scale
 from .pass_failovers import PassFailovers
-from .pass_link import PassAnswer, PassLink
+from .pass_link import PassAnswer, PassLink, make_pass_id
 from .pass_links import NotWantedError, PassLinks
 from .pass_speeds import PassSpeeds, Times
 from .pass_trouble import Trouble, make_route_error
@@ -196,14 +195,18 @@ class PassAsker:
         """
         await cut_apart([adapter], hop.span)
         if adapter.cut(hop.span) is not None and isinstance(adapter, AdapterVersion):
-            async with self._links.lend(hop.peer, lambda: True) as link:
-                way = self._speeds.find_line(hop.peer.peer_id)
+            async with self.lend(hop) as (link, way):
                 await self.courier.bring(link, [adapter], hop.span, way, is_trained=False)
 
     async def list_peers(self) -> list[Announcement]:
-        """Return who serves blocks now and understands adapters."""
+        """Return who serves blocks now and understands adapters, least in doubt first; no liars."""
         await self._refresh(0.0)
-        return [peer for peer in self._swarm.view.online if peer.max_version >= PASS_VERSION]
+        return [peer for peer in self._swarm.list_by_doubt() if peer.max_version >= PASS_VERSION]
+
+    def find_peer(self, peer_id: PeerId) -> Announcement | None:
+        """Return what a peer announced, as far as was heard last; None once it has left."""
+        peer = self._swarm.view.find(peer_id)
+        return None if peer is None or peer.state is PeerState.OFFLINE else peer
 
     def make_route_error(self, span: Span) -> RouteError:
         """Return what to say where nobody serves blocks for fine-tuning."""
@@ -321,7 +324,7 @@ class PassAsker:
         prompt_rows, prompt_tokens = (0, 0) if prompts is None else prompts.shape[1:3]
         adapters = list_adapter_rows(texts.adapters, hop.span)
         return Pass(
-            PassId(SessionId(secrets.token_bytes(16))),
+            make_pass_id(),
             PassKind.BACKWARD if is_backward else PassKind.FORWARD,
             hop.peer.model_id,
             hop.span,

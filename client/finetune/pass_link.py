@@ -4,7 +4,8 @@ Tensor suffixes: N vectors of all rows, H hidden.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import secrets
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,12 +15,13 @@ from ...kernels.compress import decode_as, encode_as, has_only_finite
 from ...protocol.adapters import AdapterReader, cut_adapter
 from ...protocol.announcements import Announcement
 from ...protocol.errors import RemoteProtocolError, SilentError
-from ...protocol.ids import ClientToken, SessionId
+from ...protocol.ids import AdapterId, ClientToken, PassId, SessionId
 from ...protocol.messages import (
     AdapterFetch,
     AdapterHead,
     AdapterKept,
     AdapterMeasure,
+    AdapterMeasured,
     AdapterPiece,
     AdapterUpdate,
     AdapterWithdrawal,
@@ -169,7 +171,20 @@ class PassLink:
         timeout_seconds = _SILENCE_SECONDS + carrying_seconds
         await self._send(encode_frame(head), timeout_seconds)
         answer = await self._receive(head.upload_id, timeout_seconds)
-        return self._check_kept(head, answer)
+        return self._check_kept(head.upload_id, answer)
+
+    async def withdraw(self, names: Sequence[AdapterId]) -> AsyncGenerator[AdapterId]:
+        """Have the peer forget adapters, in this order; yields each when it says that it has.
+
+        Raises what `ask` does.
+        """
+        asked = [AdapterWithdrawal(make_pass_id(), name) for name in names]
+        for one in asked:
+            await self._send(encode_frame(one), _SILENCE_SECONDS)
+        for one in asked:
+            answer = await self._hear(one.pass_id, _SILENCE_SECONDS)
+            self._check_kept(one.pass_id, answer)
+            yield one.adapter
 
     async def _bring(
         self,
@@ -193,19 +208,29 @@ class PassLink:
             await asyncio.wait([hearing])
         while isinstance(answer, Queued):
             answer = await self._receive(head.upload_id, timeout_seconds)
-        return self._check_kept(head, answer)
+        return self._check_kept(head.upload_id, answer)
 
-    def _check_kept(self, head: AdapterHead, answer: Message) -> float:
+    def _check_kept(self, asked: SessionId, answer: Message) -> float:
         """Return for how long the peer keeps an adapter, if that is what it has answered."""
-        if not isinstance(answer, AdapterKept) or answer.upload_id != head.upload_id:
+        if not isinstance(answer, AdapterKept) or answer.upload_id != asked:
             raise RemoteProtocolError(f"{self._name} answered an adapter with {answer!r:.80}")
         self.used_at = self._clock.now()
         return answer.keep_seconds
 
-    async def ask_about_adapter(
-        self, asked: AdapterMeasure | AdapterUpdate | AdapterWithdrawal, patience_seconds: float
+    async def measure(self, asked: AdapterMeasure, patience_seconds: float) -> float:
+        """Return the sum of the squares of gathered gradients; raises what `ask` does."""
+        answer = await self._ask_about_adapter(asked, patience_seconds)
+        if not isinstance(answer, AdapterMeasured):
+            raise RemoteProtocolError(f"{self._name} answered a question with {answer!r:.80}")
+        return answer.square_sum
+
+    async def update(self, asked: AdapterUpdate, patience_seconds: float) -> None:
+        """Have the peer make an update; raises what `ask` does."""
+        self._check_kept(asked.pass_id, await self._ask_about_adapter(asked, patience_seconds))
+
+    async def _ask_about_adapter(
+        self, asked: AdapterMeasure | AdapterUpdate, patience_seconds: float
     ) -> Message:
-        """Return what the peer says to something; raises what `ask` does."""
         try:
             async with WakefulTimeout(patience_seconds):
                 await self._send(encode_frame(asked), _SILENCE_SECONDS)
@@ -246,6 +271,8 @@ class PassLink:
             if not isinstance(message, Queued):
                 self.used_at = self._clock.now()
                 return message
+            if message.session != pass_id:
+                raise RemoteProtocolError(f"{self._name} answered with {message!r:.80}")
 
     async def close(self) -> None:
         """Hang up: the peer drops what it has not answered. Never raises."""
@@ -289,6 +316,11 @@ class PassLink:
                 return await receiving
         except TimeoutError as error:
             raise SilentError(f"{self._name} fell silent during a pass") from error
+
+
+def make_pass_id() -> PassId:
+    """Return a name for a question that nobody has asked before."""
+    return PassId(SessionId(secrets.token_bytes(16)))
 
 
 def _encode(asked: Pass, slot: Slot, part: range, piece_NH: Tensor) -> bytes:

@@ -30,7 +30,7 @@ from .microbatches import (
 )
 from .pass_asking import PassAsker
 from .pass_failovers import PassFailover
-from .publications import Publications
+from .publisher import Publisher
 from .tasks import run_all
 
 
@@ -59,7 +59,7 @@ class RemotePasses:
 
     def __init__(self, asker: PassAsker, clock: Clock) -> None:
         self._asker = asker
-        self.publications = Publications(asker, clock)
+        self.publisher = Publisher(asker, clock)
         self._most_tokens = MOST_TOKENS
 
     def can_run(self, span: Span) -> bool:
@@ -101,9 +101,9 @@ class RemotePasses:
         return self._asker.failovers.take()
 
     async def close(self) -> None:
-        """Take back what is published, and hang up on everybody."""
+        """Withdraw what is published, and hang up on everybody."""
         try:
-            await self.publications.close()
+            await self.publisher.close()
         finally:
             await self._asker.close()
 

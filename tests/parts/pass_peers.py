@@ -64,16 +64,22 @@ class PassPeer:
     num_pieces: int = 0
     is_mute: bool = False
     """Whether it takes everything about adapters and says nothing."""
+    is_mute_to_heads: bool = False
+    """Whether it keeps what it is brought, and never says so again."""
+    mixes_up_withdrawals: bool = False
+    """Whether it says of another question that it has forgotten an adapter."""
+    num_streams: int = 0
     published: dict[AdapterId, float] = field(default_factory=dict[AdapterId, float])
     """What is kept for everybody, and when that was said last."""
     withdrawn: list[AdapterId] = field(default_factory=list)
 
     async def serve(self, stream: Stream) -> None:
         reader: PiecesReader | None = None
+        head: AdapterHead | None = None
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if isinstance(message, Hello):
-                peer_id = self.identity.peer_id
+                peer_id, self.num_streams = self.identity.peer_id, self.num_streams + 1
                 welcome = Welcome(MAX_VERSION, "fake", peer_id, MODEL_ID, self.span, 0.0)
                 await stream.send(encode_frame(welcome))
             elif isinstance(message, Pass):
@@ -84,9 +90,11 @@ class PassPeer:
                 if reader.is_complete:
                     await self._answer(stream, self.asked[-1])
             elif isinstance(message, AdapterHead):
+                head = message
                 self.brought.append(message)
-                if message.adapter in self.published and not self.is_mute:
-                    await self._keep(stream, message)
+                if message.adapter in self.published:
+                    if not self.is_mute and not self.is_mute_to_heads:
+                        await self._keep(stream, message)
                 elif self.refuses_heads:
                     code = ErrorCode.NO_ROOM_FOR_ADAPTER
                     await self._decline(stream, message.upload_id, code)
@@ -95,15 +103,19 @@ class PassPeer:
                     continue
                 self.withdrawn.append(message.adapter)
                 self.published.pop(message.adapter, None)
-                await stream.send(encode_frame(AdapterKept(UploadId(message.pass_id), 0.0)))
+                asked = SessionId(bytes(16)) if self.mixes_up_withdrawals else message.pass_id
+                await stream.send(encode_frame(AdapterKept(UploadId(asked), 0.0)))
             elif isinstance(message, AdapterPiece):
+                assert head is not None
+                assert head.upload_id == message.upload_id
                 self.num_pieces += 1
-                await self._take_piece(stream, message)
+                await self._take_piece(stream, head, message)
 
-    async def _take_piece(self, stream: Stream, piece: AdapterPiece) -> None:
-        head = self.brought[-1]
+    async def _take_piece(self, stream: Stream, head: AdapterHead, piece: AdapterPiece) -> None:
         await asyncio.sleep(self.piece_seconds)
-        if self.refuses_heads or self.is_mute or head.adapter in self.published:
+        if self.refuses_heads or self.is_mute:
+            return
+        if head.adapter in self.published and not self.is_mute_to_heads:
             return
         if piece.offset + len(piece.data) < head.num_bytes:
             return
@@ -156,17 +168,31 @@ class PassPeer:
 
 
 async def add_pass_peer(
-    scene: Scene, seconds: float, says_queue_seconds: float | None = None, **announced: Any
+    scene: Scene,
+    seconds: float,
+    says_queue_seconds: float | None = None,
+    span: Span = WHOLE,
+    **announced: Any,
 ) -> PassPeer:
-    """Announce a peer of all blocks."""
+    """Announce a peer, of all blocks unless there is a span."""
     number = len(scene.transports)
-    peer = PassPeer(Identity(bytes([100 + number]) * 32), seconds, says_queue_seconds)
+    peer = PassPeer(Identity(bytes([100 + number]) * 32), seconds, says_queue_seconds, span)
     transport = LoopbackTransport(scene.network, f"pass{number}")
     scene.transports.append(transport)
     listener = await transport.listen(f"pass{number}", 0, peer.serve)
     facts = {"endpoints": (listener.endpoint,), "max_version": MAX_VERSION}
     await scene.announce(peer, **(facts | announced))  # pyright: ignore[reportArgumentType]
     return peer
+
+
+async def move_pass_peer(scene: Scene, peer: PassPeer, old_name: str) -> None:
+    """Let a peer go on at another address, and announce that."""
+    scene.network.kill(old_name)
+    transport = LoopbackTransport(scene.network, f"{old_name}-elsewhere")
+    scene.transports.append(transport)
+    listener = await transport.listen(f"{old_name}-elsewhere", 0, peer.serve)
+    facts = {"endpoints": (listener.endpoint,), "max_version": MAX_VERSION}
+    await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
 
 
 def make_asker(scene: Scene) -> PassAsker:

@@ -28,14 +28,14 @@ from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 
 from shoal.peer import pass_budget
-from shoal.peer.adapter_shelf import KEEP_SECONDS, AdapterShelf
+from shoal.peer.adapter_shelf import AdapterShelf
 from shoal.peer.engine.adapters import Adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import PassWork
 from shoal.peer.pass_budget import PassBudget
 from shoal.protocol import limits
 from shoal.protocol.adapter_messages import OptimizerKind
-from shoal.protocol.adapters import cut_adapter
+from shoal.protocol.adapters import KEEP_SECONDS, cut_adapter
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import (
     NO_ADAPTER,

@@ -322,17 +322,18 @@ def test_published_adapter_is_used_by_its_digest(tiny_models: Any, tmp_path: Pat
         assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
 
 
-def test_published_adapter_is_taken_back_by_name_and_with_the_model(
+def test_published_adapter_is_withdrawn_by_name_and_with_the_model(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     withdrawn: list[str] = []
     withdraw = AdapterShelf.withdraw
 
-    def note_and_withdraw(self: AdapterShelf, name: AdapterId, holder: Holder) -> None:
+    def note_and_withdraw(self: AdapterShelf, name: AdapterId, holder: Holder) -> bool:
         withdrawn.append(name.hex())
-        withdraw(self, name, holder)
+        return withdraw(self, name, holder)
 
     monkeypatch.setattr(AdapterShelf, "withdraw", note_and_withdraw)
+    monkeypatch.setattr("shoal.client.finetune.keeper_calls._WITHDRAWAL_SECONDS", 60.0)
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model), torch.no_grad():
         one, other = [model.publish_adapter(make_adapter(model, seed)) for seed in (1, 2)]
         with pytest.raises(UsageError, match="was not published here"):

@@ -1,0 +1,144 @@
+"""Sees to it that peers keep published adapters: one task for each peer and adapter."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ...protocol.adapters import KEEP_SECONDS
+from ...protocol.announcements import Announcement
+from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.ids import AdapterId, PeerId
+from ...protocol.net.clock import Clock
+from .backoffs import Backoffs
+from .keeper_calls import KeeperCalls, knows_publications
+from .publication import KeeperError, Publication
+from .tasks import Background
+
+_logger = logging.getLogger(__name__)
+
+RENEWAL_SECONDS = KEEP_SECONDS / 3
+"""Two renewals may fail. Peers that have come since get it, too."""
+
+_PEERS_AT_ONCE = 8
+"""Who are brought all of an adapter: they share the line of this client. As many others hear that
+they keep what they have, at the same time."""
+
+_FIRST_BACKOFF_SECONDS = 0.9 * RENEWAL_SECONDS
+"""Not tried again before the next renewal, then the one after the next, and so on."""
+
+
+class KeeperTasks:
+    """Brings publications to peers and renews them there. Owned by the client's loop.
+
+    Whoever wants a peer to keep a publication joins the one task that sees to it. A peer is brought
+    one adapter after the other. One that fails is left alone for a while, longer each time; so is
+    one that is brought the same again and again, because it says nothing when it is renewed.
+    """
+
+    def __init__(self, calls: KeeperCalls, clock: Clock, background: Background) -> None:
+        self._calls = calls
+        self._background = background
+        self._bringing = asyncio.Semaphore(_PEERS_AT_ONCE)
+        self._renewing = asyncio.Semaphore(_PEERS_AT_ONCE)
+        self._lanes: dict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._renewals: dict[PeerId, asyncio.Task[None]] = {}
+        self._failing = Backoffs[PeerId](clock, _FIRST_BACKOFF_SECONDS)
+        self._brought = Backoffs[tuple[PeerId, AdapterId]](clock, _FIRST_BACKOFF_SECONDS)
+
+    def begin(
+        self, publication: Publication, peer: Announcement
+    ) -> asyncio.Task[KeeperError | None]:
+        """Return the task after which a peer keeps a publication; it returns why not."""
+        peer_id = peer.peer_id
+        known = publication.tasks.get(peer_id)
+        if known is not None and not known.done() and not known.cancelling():
+            return known
+        task = publication.tasks[peer_id] = self._background.start(self._see_to(publication, peer))
+        task.add_done_callback(lambda task: _drop(publication.tasks, peer_id, task))
+        return task
+
+    def renew(self, publications: Sequence[Publication], peers: Iterable[Announcement]) -> None:
+        """Begin to tell all peers to keep what they have, and to bring them what they have not."""
+        self._forget_expired()
+        for peer in filter(knows_publications, peers):
+            if peer.peer_id not in self._renewals:
+                self._begin_renewal(publications, peer)
+
+    def cancel(self, publication: Publication) -> None:
+        """Bring it to nobody any more."""
+        for task in publication.tasks.values():
+            task.cancel()
+
+    def count_failures(self, peer: Announcement) -> int:
+        """Return how often a peer has failed in a row."""
+        return self._failing.count_failures(peer.peer_id)
+
+    def _begin_renewal(self, publications: Sequence[Publication], peer: Announcement) -> None:
+        peer_id = peer.peer_id
+        task = self._renewals[peer_id] = self._background.start(self._renew(publications, peer))
+        task.add_done_callback(lambda task: _drop(self._renewals, peer_id, task))
+
+    async def _renew(self, publications: Sequence[Publication], peer: Announcement) -> None:
+        """Renew what one peer keeps, and have it brought the rest if that is not too soon."""
+        peer_id = peer.peer_id
+        kept = [one for one in publications if one.is_kept_by(peer_id)]
+        missed: list[Publication] = []
+        if kept:
+            try:
+                async with self._renewing:
+                    missed = await self._calls.renew(kept, peer)
+            except (UnavailableError, RefusedError, RemoteProtocolError) as error:
+                self._note_failure(peer, error)
+                return
+        for publication in publications:
+            name = peer_id, publication.name
+            if publication in kept and publication not in missed:
+                self._failing.note_success(peer_id)
+                self._brought.note_success(name)
+            elif (
+                publication.claims
+                and self._failing.may_try(peer_id)
+                and self._brought.may_try(name)
+            ):
+                self.begin(publication, peer)
+
+    async def _see_to(self, publication: Publication, peer: Announcement) -> KeeperError | None:
+        """See that a peer keeps a publication; return why it does not.
+
+        Who has it hears its head alone, and only who says nothing to that is brought the rest, on
+        another stream: it was restarted, or does not answer that either.
+        """
+        peer_id = peer.peer_id
+        try:
+            is_renewed = publication.is_kept_by(peer_id) and knows_publications(peer)
+            if is_renewed and not await self._calls.renew([publication], peer):
+                return None
+            async with self._lanes[peer_id], self._bringing:
+                self._brought.note_failure((peer_id, publication.name))  # until it is renewed
+                await self._calls.bring(publication, peer)
+        except (UnavailableError, RefusedError, RemoteProtocolError) as error:
+            self._note_failure(peer, error)
+            return error
+        self._failing.note_success(peer_id)
+        return None
+
+    def _note_failure(self, peer: Announcement, error: KeeperError) -> None:
+        _logger.info("peer …%s does not keep an adapter: %s", peer.peer_id[-6:], error)
+        if not isinstance(error, RefusedError):  # who declines one may have room for the next
+            self._failing.note_failure(peer.peer_id)
+
+    def _forget_expired(self) -> None:
+        self._failing.forget_expired()
+        self._brought.forget_expired()
+        for peer_id in [peer_id for peer_id, lane in self._lanes.items() if not lane.locked()]:
+            del self._lanes[peer_id]
+
+
+def _drop(tasks: dict[PeerId, Any], peer_id: PeerId, task: object) -> None:
+    """Forget a task that has ended, unless another one has taken its place."""
+    if tasks.get(peer_id) is task:
+        del tasks[peer_id]

@@ -1,0 +1,249 @@
+"""Publishes adapters: peers keep them for as long as this client says so again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections import Counter
+from collections.abc import Sequence
+
+from ...protocol.adapters import KEEP_SECONDS
+from ...protocol.announcements import Announcement
+from ...protocol.errors import SilentError, UsageError
+from ...protocol.ids import AdapterId, PeerId
+from ...protocol.net.clock import Clock
+from ...protocol.spans import Span, find_gaps
+from .adapter_versions import AdapterVersion, cut_apart
+from .keeper_calls import KeeperCalls, knows_publications
+from .keeper_tasks import RENEWAL_SECONDS, KeeperTasks
+from .pass_asking import PassAsker
+from .publication import Claim, KeeperError, Publication
+from .tasks import Background, cancel_all, run_all
+
+_logger = logging.getLogger(__name__)
+
+_PUBLISHING_SECONDS = 600.0
+"""How long it may take until peers keep an adapter: those that come first may all be the slowest,
+and are given half as long each."""
+
+_OTHERS_SECONDS = 5.0
+"""How long the others are waited for when there is a peer for each block: whoever uses the adapter
+at once then finds it at most of them."""
+
+
+class Publisher:
+    """What a client has published and not withdrawn. Owned by the client's loop; close it.
+
+    It decides what peers are to keep and to forget. Each of them is told by itself.
+    """
+
+    def __init__(self, asker: PassAsker, clock: Clock) -> None:
+        self._asker = asker
+        self._clock = clock
+        self._calls = KeeperCalls(asker, clock)
+        self._background = Background()
+        self._tasks = KeeperTasks(self._calls, clock, self._background)
+        self._published: dict[AdapterId, Publication] = {}  # the newest one is the last
+        self._numbers = itertools.count()
+        self._newest: dict[tuple[str, Span], int] = {}  # of the claims that peers have met
+        self._withdrawing = asyncio.Lock()
+        self._renewing: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    async def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> None:
+        """Give an adapter to all who serve blocks, until it is withdrawn.
+
+        Returns when there are peers that keep it for all blocks; the others go on getting it. One
+        of the same lineage and span from before is not renewed any more. Warns of blocks for which
+        no peer keeps it yet. Raises what the last peer did if nobody keeps it: the one from before
+        stays then; UsageError if it is withdrawn meanwhile.
+        """
+        claim = Claim(lineage, span, next(self._numbers))
+        await cut_apart([adapter], span)
+        peers = self._sort(await self._asker.list_peers())
+        publication = await self._claim(adapter, claim)
+        try:
+            await self._wait_for_keepers(publication, peers, span)
+            self._replace_before(claim)
+        except BaseException:
+            publication.claims.discard(claim)
+            raise
+        finally:
+            publication.num_waiting -= 1
+            self._rest()
+
+    async def withdraw(self, name: AdapterId) -> int:
+        """Have all peers forget an adapter; return how many could not be told.
+
+        They forget it by themselves, and are told again if this is called again. Raises UsageError
+        for another's.
+        """
+        peers = await self._asker.list_peers()
+        async with self._withdrawing:
+            self._forget()
+            publication = self._published.get(name)
+            if publication is None:
+                raise UsageError(
+                    f"{name.hex():.12}… was not published here: who publishes an adapter "
+                    "withdraws it"
+                )
+            if not publication.is_wanted and not publication.is_withdrawn:
+                # It was replaced. Wherever this client has used it since, it was kept by that.
+                for peer in filter(knows_publications, peers):
+                    publication.note_sent(peer.peer_id, self._clock.now())
+            return await self._withdraw([publication])
+
+    async def close(self) -> None:
+        """Withdraw everything."""
+        self._is_closed = True
+        await self._background.close()
+        async with self._withdrawing:
+            await self._withdraw(list(self._published.values()))
+
+    async def _claim(self, adapter: AdapterVersion, claim: Claim) -> Publication:
+        """Return the publication that is to be kept from now on, for somebody who waits for it.
+
+        While peers are told to forget it, none is brought it again.
+        """
+        cut = adapter.cut(claim.span)
+        assert cut is not None
+        async with self._withdrawing:
+            if self._is_closed:
+                raise UsageError("the model is closed; nothing can be published any more")
+            publication = self._published.pop(cut.name, None) or Publication(cut.name, claim.span)
+            self._published[cut.name] = publication
+            publication.version, publication.is_withdrawn = adapter, False
+            publication.span = claim.span
+            publication.claims.add(claim)
+            publication.num_waiting += 1
+        if self._renewing is None or self._renewing.done():
+            self._renewing = self._background.start(self._renew())
+        return publication
+
+    def _sort(self, peers: Sequence[Announcement]) -> list[Announcement]:
+        """Return peers in the order in which they are brought an adapter.
+
+        Those that have failed come last, and those of the same blocks after one of all others.
+        """
+        num_before: Counter[Span] = Counter()
+        rank: dict[PeerId, tuple[int, int]] = {}
+        for peer in peers:
+            rank[peer.peer_id] = self._tasks.count_failures(peer), num_before[peer.span]
+            num_before[peer.span] += 1
+        return sorted(peers, key=lambda peer: rank[peer.peer_id])
+
+    async def _wait_for_keepers(
+        self, publication: Publication, peers: Sequence[Announcement], span: Span
+    ) -> None:
+        """Wait until peers keep a publication for all blocks of a span, and some more do."""
+        peer_of = {self._tasks.begin(publication, peer): peer for peer in peers}
+        rest, kept, errors = set(peer_of), list[Span](), list[KeeperError]()
+        deadline = self._clock.now() + _PUBLISHING_SECONDS
+        while rest and (seconds := deadline - self._clock.now()) > 0:
+            done, rest = await asyncio.wait(
+                rest, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                error = None if task.cancelled() else task.result()
+                if error is not None:
+                    errors.append(error)
+                elif not task.cancelled():
+                    kept.append(peer_of[task].span)
+            if not _find_missing(span, kept):
+                deadline = min(deadline, self._clock.now() + _OTHERS_SECONDS)
+        if publication.is_withdrawn or self._is_closed:
+            raise UsageError("the adapter was withdrawn while it was published")
+        if not kept:
+            if rest:
+                raise SilentError(f"no peer takes the adapter within {_PUBLISHING_SECONDS:.0f} s")
+            raise errors[-1] if errors else self._asker.make_route_error(span)
+        if missing := _find_missing(span, kept):
+            _logger.warning(
+                "no peer keeps the adapter for blocks %s yet, and it cannot be used until one "
+                "does: %s",
+                ", ".join(map(str, missing)),
+                errors[-1] if errors else "nobody serves them, or only who is slow to take it",
+            )
+
+    def _replace_before(self, claim: Claim) -> None:
+        """Let what peers keep now take the place of what is older, and give way to what is newer.
+
+        Calls need not end in the order in which they have begun.
+        """
+        kind = claim.lineage, claim.span
+        newest = self._newest[kind] = max(claim.number, self._newest.get(kind, claim.number))
+        for publication in self._published.values():
+            publication.claims -= {
+                one
+                for one in publication.claims
+                if (one.lineage, one.span) == kind and one.number < newest
+            }
+
+    def _rest(self) -> None:
+        """Bring to nobody what nobody wants any more, and keep no copy of it."""
+        for publication in self._published.values():
+            if not publication.is_wanted:
+                publication.version = None
+                self._tasks.cancel(publication)
+
+    async def _renew(self) -> None:
+        """Begin again and again as long as something is to be kept, and wait for nobody."""
+        while any(publication.claims for publication in self._published.values()):
+            await asyncio.sleep(RENEWAL_SECONDS)
+            self._background.start(self._begin_renewals())
+
+    async def _begin_renewals(self) -> None:
+        self._forget()
+        peers = await self._asker.list_peers()
+        wanted = [publication for publication in self._published.values() if publication.claims]
+        self._tasks.renew(wanted, peers)
+
+    async def _withdraw(self, publications: Sequence[Publication]) -> int:
+        """Stop bringing publications, and tell all who may have them; return who could not be told.
+
+        Each peer hears of the newest first. Who has left does not count.
+        """
+        for publication in publications:
+            publication.claims.clear()
+            publication.is_withdrawn = True
+        await cancel_all(task for one in publications for task in one.tasks.values())
+        withdrawn: dict[PeerId, list[Publication]] = {}
+        for publication in reversed(publications):
+            for peer_id in publication.holders:
+                withdrawn.setdefault(peer_id, []).append(publication)
+        told: list[bool] = []
+        hearing: list[tuple[Announcement, list[Publication]]] = []
+        for peer_id, theirs in withdrawn.items():
+            peer = self._asker.find_peer(peer_id)
+            if peer is not None and knows_publications(peer):
+                hearing.append((peer, theirs))
+            elif peer is not None:
+                told.append(False)
+                for publication in theirs:
+                    publication.note_gone(peer_id)  # it will never hear of that
+        told += await run_all(self._calls.withdraw(theirs, peer) for peer, theirs in hearing)
+        self._rest()
+        self._forget()
+        num_untold = told.count(False)
+        if num_untold:
+            _logger.warning(
+                "not all peers could be told that an adapter is withdrawn (%d could not): they "
+                "forget it within %.0f minutes",
+                num_untold,
+                KEEP_SECONDS / 60,
+            )
+        return num_untold
+
+    def _forget(self) -> None:
+        """Forget who has forgotten what, and what was withdrawn and nobody has any more."""
+        for publication in list(self._published.values()):
+            publication.forget_expired(self._clock.now())
+            if publication.is_withdrawn and not publication.holders:
+                del self._published[publication.name]
+
+
+def _find_missing(span: Span, kept: Sequence[Span]) -> list[Span]:
+    """Return the blocks of a span that no peer keeps an adapter for."""
+    gaps = [gap.overlap(span) for gap in find_gaps(span.stop, kept)]
+    return [gap for gap in gaps if gap is not None]

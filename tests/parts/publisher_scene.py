@@ -1,0 +1,58 @@
+"""A client that publishes adapters at scripted peers, on virtual time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+
+from pass_peers import WHOLE, PassPeer, make_adapted_texts, make_asker
+from session_scene import Scene, run
+
+from shoal.client.finetune.adapter_versions import AdapterVersion
+from shoal.client.finetune.pass_asking import PassAsker
+from shoal.client.finetune.publisher import Publisher
+from shoal.protocol.adapters import KEEP_SECONDS
+from shoal.protocol.ids import AdapterId
+from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.loopback import Link
+
+SECONDS = 1.1 * KEEP_SECONDS / 3
+"""A little longer than between two renewals."""
+
+LARGE = 2**22
+"""Numbers of an adapter of 16 MiB: 342 pieces, of which the network takes 85 by itself."""
+
+
+def make_version(num_numbers: int) -> AdapterVersion:
+    """Return a state of an adapter, another one for each number of numbers."""
+    (adapter,) = make_adapted_texts(num_numbers).adapters
+    assert isinstance(adapter, AdapterVersion)
+    return adapter.publish()
+
+
+def name_of(version: AdapterVersion) -> AdapterId:
+    """Return what peers call it."""
+    cut = version.cut(WHOLE)
+    assert cut is not None
+    return cut.name
+
+
+def count_heads(peer: PassPeer) -> Counter[AdapterId]:
+    """Return how often a peer heard of each adapter."""
+    assert all(head.is_published for head in peer.brought)
+    return Counter(head.adapter for head in peer.brought)
+
+
+def run_publisher(
+    test: Callable[[Scene, PassAsker, Publisher], Awaitable[None]], link: Link | None = None
+) -> None:
+    """Run a test with somebody who publishes, and close all of it."""
+
+    async def main(scene: Scene) -> None:
+        asker = make_asker(scene)
+        publisher = Publisher(asker, VirtualClock())
+        await test(scene, asker, publisher)
+        await publisher.close()
+        await asker.close()
+
+    run(main, link)
