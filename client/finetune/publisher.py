@@ -208,6 +208,7 @@ class Publisher:
             publication.claims.clear()
             publication.is_withdrawn = True
         await cancel_all(task for one in publications for task in one.tasks.values())
+        self._rest()
         withdrawn: dict[PeerId, list[Publication]] = {}
         for publication in reversed(publications):
             for peer_id in publication.holders:
@@ -223,7 +224,6 @@ class Publisher:
                 for publication in theirs:
                     publication.note_gone(peer_id)  # it will never hear of that
         told += await run_all(self._calls.withdraw(theirs, peer) for peer, theirs in hearing)
-        self._rest()
         self._forget()
         num_untold = told.count(False)
         if num_untold:

@@ -352,29 +352,47 @@ def test_slow_peer_gets_an_adapter_while_the_others_use_it() -> None:
 def test_peers_that_take_an_adapter_for_ever_keep_nobody_waiting_for_ever() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         for _ in range(20):
-            (await add_pass_peer(scene, 1.0)).piece_seconds = 1000.0
+            (await add_pass_peer(scene, 1.0)).piece_seconds = 4.0
         with pytest.raises(SilentError):
             await publisher.publish(make_version(LARGE), WHOLE, "a")
-        assert now() <= 610.0
+        assert 590.0 <= now() <= 610.0
 
     run_publisher(test)
 
 
-def test_peers_that_have_worked_are_brought_an_adapter_first_and_liars_never() -> None:
+def test_peer_that_has_worked_is_brought_an_adapter_first() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
-        slow = [await add_pass_peer(scene, 1.0) for _ in range(9)]
+        peers = [await add_pass_peer(scene, 1.0) for _ in range(10)]
+        *slow, proven = sorted(peers, key=lambda peer: peer.identity.peer_id)
         for peer in slow:
-            peer.piece_seconds = 1000.0
-        proven = await add_pass_peer(scene, 1.0)
-        liar = await add_pass_peer(scene, 1.0)
-        announced = {peer.peer_id: peer for peer in await asker.list_peers()}
+            peer.piece_seconds = 4.0
         scene.swarm.note_pass(proven.identity.peer_id)
-        scene.swarm.quarantine(announced[liar.identity.peer_id], Fault.LYING)
-
         await publisher.publish(make_version(LARGE), WHOLE, "a")
         assert now() < 10.0
-        assert len(proven.published) == 1
-        assert liar.brought == []
+
+    run_publisher(test)
+
+
+def test_peers_of_all_blocks_are_brought_an_adapter_before_more_of_the_same() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        for _ in range(20):
+            (await add_pass_peer(scene, 1.0, span=Span(0, 3))).piece_seconds = 4.0
+        proven = await add_pass_peer(scene, 1.0, span=Span(0, 3))
+        scene.swarm.note_pass(proven.identity.peer_id)
+        await add_pass_peer(scene, 1.0, span=Span(3, 6))
+        await publisher.publish(make_version(LARGE), WHOLE, "a")
+        assert now() < 10.0
+
+    run_publisher(test)
+
+
+def test_liar_is_brought_nothing() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        await add_pass_peer(scene, 1.0)
+        (announced,) = await asker.list_peers()
+        scene.swarm.quarantine(announced, Fault.LYING)
+        with pytest.raises(RouteError):
+            await publisher.publish(make_version(8), WHOLE, "a")
 
     run_publisher(test)
 

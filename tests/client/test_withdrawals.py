@@ -112,6 +112,21 @@ def test_what_was_withdrawn_may_be_published_again_before_all_are_told() -> None
     run_publisher(test)
 
 
+def test_what_is_published_while_it_is_withdrawn_is_brought_after_that() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer, version = await add_pass_peer(scene, 1.0), make_version(8)
+        await publisher.publish(version, WHOLE, "a")
+        (announced,) = await asker.list_peers()
+        async with asker.lend(Hop(announced, announced.span)):  # so that a stream has to be dialled
+            withdrawing = asyncio.create_task(publisher.withdraw(name_of(version)))
+            await asyncio.sleep(0.1)
+        await publisher.publish(version, WHOLE, "a")
+        assert await withdrawing == 0
+        assert peer.published.keys() == {name_of(version)}
+
+    run_publisher(test, Link(delay_seconds=0.4))
+
+
 def test_who_got_an_adapter_that_was_interrupted_is_told_at_the_end() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         silent, sound = [await add_pass_peer(scene, 1.0) for _ in range(2)]
@@ -188,7 +203,9 @@ def test_withdrawal_ends_what_is_under_way_and_tells_that_peer() -> None:
     run_publisher(test)
 
 
-def test_renewal_that_a_withdrawal_overtakes_brings_nothing() -> None:
+def test_renewal_that_a_withdrawal_overtakes_brings_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer, version = await add_pass_peer(scene, 1.0), make_version(8)
         await publisher.publish(version, WHOLE, "a")
@@ -201,6 +218,7 @@ def test_renewal_that_a_withdrawal_overtakes_brings_nothing() -> None:
         assert (len(peer.brought), peer.num_pieces) == (2, 1)
 
     run_publisher(test)
+    assert caplog.text == ""
 
 
 def test_withdrawal_does_not_wait_for_passes() -> None:

@@ -103,7 +103,9 @@ class PassPeer:
                     continue
                 self.withdrawn.append(message.adapter)
                 self.published.pop(message.adapter, None)
-                asked = SessionId(bytes(16)) if self.mixes_up_withdrawals else message.pass_id
+                asked = (
+                    SessionId(b"another question") if self.mixes_up_withdrawals else message.pass_id
+                )
                 await stream.send(encode_frame(AdapterKept(UploadId(asked), 0.0)))
             elif isinstance(message, AdapterPiece):
                 assert head is not None

@@ -46,6 +46,8 @@ from shoal.protocol.messages import (
     AdapterKept,
     AdapterRows,
     AdapterWithdrawal,
+    Declined,
+    Message,
     Passed,
     PassKind,
     PassPiece,
@@ -196,7 +198,24 @@ def test_adapter_too_large_to_train_is_refused_before_it_comes(
     run(engine, test)
 
 
-def test_publisher_takes_back_what_others_use_and_they_come_to_their_end(engine: Engine) -> None:
+def test_stream_that_withdraws_what_is_not_there_is_idle(engine: Engine) -> None:
+    async def test(peer: Peer) -> None:
+        talk, nobodys = await greet(peer), AdapterId(bytes([7]) * 32)
+        answers: list[Message | None] = []
+        for number in range(20):
+            answers.append(
+                await talk.ask(AdapterWithdrawal(make_pass(number + 1).pass_id, nobodys))
+            )
+            await asyncio.sleep(5.0)
+            if isinstance(answers[-1], Declined):
+                break
+        assert len(answers) < 10
+        assert isinstance(answers[0], AdapterKept)
+
+    run(engine, test)
+
+
+def test_publisher_withdraws_what_others_use_and_they_come_to_their_end(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         shelf = peer.service.adapters
         anna, bert = await greet(peer), await greet(peer, BOB)
