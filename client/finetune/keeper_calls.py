@@ -19,6 +19,7 @@ _WITHDRAWAL_SECONDS = 3.0
 not hear of them forgets the adapters by itself, and whoever closes a model waits for this."""
 
 _MOST_CARRYING_SECONDS = 30.0
+"""How much longer it may take behind what else is under way."""
 
 
 def knows_publications(peer: Announcement) -> bool:
@@ -97,7 +98,7 @@ class KeeperCalls:
                 WakefulTimeout(_WITHDRAWAL_SECONDS + carrying_seconds),
                 self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _),
             ):
-                async for name in link.withdraw(list(publication_of)):
+                async for name in link.withdraw(list(publication_of), carrying_seconds):
                     publication_of[name].note_gone(peer.peer_id)
         except StaleAnnouncementError:  # who has other blocks, or is another one, has none of them
             for publication in publications:

@@ -173,16 +173,19 @@ class PassLink:
         answer = await self._receive(head.upload_id, timeout_seconds)
         return self._check_kept(head.upload_id, answer)
 
-    async def withdraw(self, names: Sequence[AdapterId]) -> AsyncGenerator[AdapterId]:
+    async def withdraw(
+        self, names: Sequence[AdapterId], carrying_seconds: float
+    ) -> AsyncGenerator[AdapterId]:
         """Have the peer forget adapters, in this order; yields each when it says that it has.
 
         Raises what `ask` does.
         """
+        timeout_seconds = _SILENCE_SECONDS + carrying_seconds
         asked = [AdapterWithdrawal(make_pass_id(), name) for name in names]
         for one in asked:
-            await self._send(encode_frame(one), _SILENCE_SECONDS)
+            await self._send(encode_frame(one), timeout_seconds)
         for one in asked:
-            answer = await self._hear(one.pass_id, _SILENCE_SECONDS)
+            answer = await self._hear(one.pass_id, timeout_seconds)
             self._check_kept(one.pass_id, answer)
             yield one.adapter
 

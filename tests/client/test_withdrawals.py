@@ -275,6 +275,20 @@ def test_peer_that_has_no_adapters_any_more_counts_as_told(what: str) -> None:
     run_publisher(test)
 
 
+def test_withdrawal_waits_for_what_the_line_has_to_carry_before() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer, version = await add_pass_peer(scene, 1.0), make_version(8)
+        await publisher.publish(version, WHOLE, "a")
+        scene.network.pause("pass1")
+        withdrawn_after = asyncio.get_running_loop().call_later(8.0, scene.network.resume, "pass1")
+        with asker.line.carry(2**22):  # for which the line needs 16 seconds
+            assert await publisher.withdraw(name_of(version)) == 0
+        assert now() >= withdrawn_after.when()
+        assert peer.withdrawn == [name_of(version)]
+
+    run_publisher(test)
+
+
 def test_answer_to_another_question_is_none_to_a_withdrawal() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer, version = await add_pass_peer(scene, 1.0), make_version(8)
