@@ -236,9 +236,10 @@ class _Int8Linear(Linear):
         if precision is RowPrecision.TWO_DIGITS:
             return self._product.multiply(hidden_NI, 2)
         hidden_NO, squares_N = self._product.multiply_roughly(hidden_NI)
-        (rough_M,) = (squares_N < self._enough_squares).nonzero(as_tuple=True)
-        if len(rough_M):
-            hidden_NO[rough_M] = self._product.multiply(hidden_NI[rough_M], 2)
+        # A list: for the row of one token, three operations of torch take as long as its norm.
+        rough = [row for row, sum in enumerate(squares_N.tolist()) if sum < self._enough_squares]
+        if rough:
+            hidden_NO[rough] = self._product.multiply(hidden_NI[rough], 2)
         return hidden_NO
 
     def multiply_in_pieces(

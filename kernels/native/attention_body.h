@@ -8,6 +8,10 @@
 #include <math.h>
 #include <string.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 enum { LANES = 16, PARTS = LANES / WIDTH, KEYS_PER_BLOCK = 64 };
@@ -72,14 +76,48 @@ INLINE Part larger(Part a, Part b) {
     return (Part)(((Bits)a & is_larger) | ((Bits)b & ~is_larger));
 }
 
-/* The upper half of the lanes onto the lower, until one is left. */
+INLINE float find_largest(Part numbers) {
+    float lanes[WIDTH];
+    store_part(lanes, numbers);
+    _Pragma("GCC unroll 4") for (size_t half = WIDTH / 2; half > 0; half /= 2)
+        _Pragma("GCC unroll 8") for (size_t i = 0; i < half; i++)
+            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
+    return lanes[0];
+}
+
+/* The upper half of the lanes onto the lower, until four are left. */
+INLINE Quad fold(Floats values) {
+#if WIDTH == 16
+    const __m512 part = (__m512)values.parts[0];
+    return (Quad)((_mm512_castps512_ps128(part) + _mm512_extractf32x4_ps(part, 2))
+                  + (_mm512_extractf32x4_ps(part, 1) + _mm512_extractf32x4_ps(part, 3)));
+#elif WIDTH == 8
+    const __m256 part = (__m256)(values.parts[0] + values.parts[1]);
+    return (Quad)(_mm256_castps256_ps128(part) + _mm256_extractf128_ps(part, 1));
+#else
+    return (values.parts[0] + values.parts[2]) + (values.parts[1] + values.parts[3]);
+#endif
+}
+
+/* And on until one is left. */
 INLINE float add_lanes(Floats values) {
-    float lanes[LANES];
-    store(lanes, values);
-    Quad quads[4];
-    for (size_t i = 0; i < 4; i++) memcpy(&quads[i], lanes + 4 * i, sizeof(Quad));
-    const Quad sums = (quads[0] + quads[2]) + (quads[1] + quads[3]);
+    const Quad sums = fold(values);
     return (sums[0] + sums[2]) + (sums[1] + sums[3]);
+}
+
+/* The same for four. */
+INLINE Quad add_lanes_of_four(const Floats *values) {
+    const Quad a = fold(values[0]), b = fold(values[1]), c = fold(values[2]), d = fold(values[3]);
+#if defined(__x86_64__)
+    const __m128 one = _mm_unpacklo_ps((__m128)a, (__m128)b) + _mm_unpackhi_ps((__m128)a, (__m128)b);
+    const __m128 two = _mm_unpacklo_ps((__m128)c, (__m128)d) + _mm_unpackhi_ps((__m128)c, (__m128)d);
+    return (Quad)(_mm_movelh_ps(one, two) + _mm_movehl_ps(two, one));
+#else
+    return (Quad){
+        (a[0] + a[2]) + (a[1] + a[3]), (b[0] + b[2]) + (b[1] + b[3]),
+        (c[0] + c[2]) + (c[1] + c[3]), (d[0] + d[2]) + (d[1] + d[3]),
+    };
+#endif
 }
 
 /* e to the power of numbers that are not positive, to about 1e-7 of the result; NaN stays NaN. */
@@ -138,11 +176,43 @@ INLINE void prepare_head(
     for (size_t i = 2 * half; i < head_dim; i++) target[i] = source[i] * scale;
 }
 
+/* One query over some keys: four at a time, whose lanes are added up together. */
+INLINE void score_keys(
+    const float *query, const float *keys, size_t head_dim, size_t num_keys, float *scores
+) {
+    size_t key = 0;
+    for (; key + 4 <= num_keys; key += 4) {
+        const float *four = keys + key * head_dim;
+        Floats sums[4];
+        for (size_t k = 0; k < 4; k++) sums[k] = zeros();
+        size_t i = 0;
+        for (; i + LANES <= head_dim; i += LANES) {
+            const Floats part = load(query + i);
+            for (size_t k = 0; k < 4; k++)
+                sums[k] = add(sums[k], multiply(part, load(four + k * head_dim + i)));
+        }
+        if (i < head_dim) {
+            const size_t rest = head_dim - i;
+            const Floats part = load_some(query + i, rest);
+            for (size_t k = 0; k < 4; k++)
+                sums[k] = add(sums[k], multiply(part, load_some(four + k * head_dim + i, rest)));
+        }
+        const Quad added = add_lanes_of_four(sums);
+        memcpy(scores + key, &added, sizeof added);
+    }
+    for (; key < num_keys; key++)
+        scores[key] = multiply_add_up(query, keys + key * head_dim, head_dim);
+}
+
 /* Turns scores into weights that are not divided by their sum yet; returns the sum. A score that is
    NaN or plus infinity has a weight that is NaN, and so is the sum: overflow must be seen. */
 INLINE float weigh(float *scores, size_t num_keys) {
-    float maximum = scores[0];
-    for (size_t i = 1; i < num_keys; i++) maximum = scores[i] > maximum ? scores[i] : maximum;
+    Part largest = (Part){0} - INFINITY;
+    size_t rest = 0;
+    for (; rest + WIDTH <= num_keys; rest += WIDTH)
+        largest = larger(load_part(scores + rest), largest);
+    float maximum = find_largest(largest);
+    for (; rest < num_keys; rest++) maximum = scores[rest] > maximum ? scores[rest] : maximum;
     Floats sums = zeros();
     for (size_t i = 0; i < num_keys; i += LANES) {
         const size_t count = num_keys - i < LANES ? num_keys - i : LANES;
@@ -240,10 +310,9 @@ INLINE void attend_token(
         const size_t rest = num_keys - start, count = rest < KEYS_PER_BLOCK ? rest : KEYS_PER_BLOCK;
         const float *block =
             read_states(segment, keys + (first + start) * token_bytes, head_dim, count, room);
-        for (size_t k = 0; k < count; k++)
-            for (size_t i = 0; i < heads_per_group; i++)
-                scratch[i * scratch_keys + start + k] =
-                    multiply_add_up(queries + i * head_dim, block + k * head_dim, head_dim);
+        for (size_t i = 0; i < heads_per_group; i++)
+            score_keys(
+                queries + i * head_dim, block, head_dim, count, scratch + i * scratch_keys + start);
     }
     float sums[MAX_HEADS_PER_GROUP];
     for (size_t i = 0; i < heads_per_group; i++)

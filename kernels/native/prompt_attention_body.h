@@ -24,15 +24,6 @@ enum { QUERIES_AT_ONCE = 4, COLUMN_PARTS_AT_ONCE = 2 };
 INLINE size_t at_least(size_t a, size_t b) { return a > b ? a : b; }
 INLINE size_t at_most(size_t a, size_t b) { return a < b ? a : b; }
 
-INLINE float find_largest(Part numbers) {
-    float lanes[WIDTH];
-    store_part(lanes, numbers);
-    _Pragma("GCC unroll 4") for (size_t half = WIDTH / 2; half > 0; half /= 2)
-        _Pragma("GCC unroll 8") for (size_t i = 0; i < half; i++)
-            lanes[i] = lanes[i] > lanes[i + half] ? lanes[i] : lanes[i + half];
-    return lanes[0];
-}
-
 /* ---- Products ------------------------------------------------------------------------------------ */
 
 /* Products, added up for some queries: [queries, count] times [count, columns] is added to
