@@ -52,7 +52,9 @@ class _GateFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> tuple[Tensor | None, ...]:
         (gate_up,) = ctx.saved_tensors
         return _compute(gate_up, grads[0], ctx.instruction_set), None
 
