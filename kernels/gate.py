@@ -30,7 +30,7 @@ def list_gate_instruction_sets() -> dict[str, int]:
 def gate_silu(gate_up: Tensor, instruction_set: int | None = None) -> Tensor:
     """Return `silu(gate) * up`; the last dimension holds the gates, then as many ups.
 
-    It can be differentiated once.
+    To be differentiated once: in C its gradient has none.
     """
     if instruction_set is None:
         instruction_set = choose_prompt_instruction_set()

@@ -237,7 +237,8 @@ class _Int8Linear(Linear):
             return self._product.multiply(hidden_NI, 2)
         hidden_NO, squares_N = self._product.multiply_roughly(hidden_NI)
         # A list: for the row of one token, three operations of torch take as long as its norm.
-        rough = [row for row, sum in enumerate(squares_N.tolist()) if sum < self._enough_squares]
+        squares = enumerate(squares_N.tolist())
+        rough = [row for row, total in squares if total < self._enough_squares]
         if rough:
             hidden_NO[rough] = self._product.multiply(hidden_NI[rough], 2)
         return hidden_NO

@@ -176,13 +176,21 @@ INLINE void prepare_head(
     for (size_t i = 2 * half; i < head_dim; i++) target[i] = source[i] * scale;
 }
 
+/* Asks for numbers of the block after this one, while this one is computed. */
+INLINE void ask_for_next_block(const float *numbers, size_t head_dim, size_t count) {
+    const char *next = (const char *)(numbers + KEYS_PER_BLOCK * head_dim);
+    for (size_t i = 0; i < count * sizeof(float); i += 64) __builtin_prefetch(next + i);
+}
+
 /* One query over some keys: four at a time, whose lanes are added up together. */
 INLINE void score_keys(
-    const float *query, const float *keys, size_t head_dim, size_t num_keys, float *scores
+    const float *query, const float *keys, size_t head_dim, size_t num_keys, float *scores,
+    const int is_first
 ) {
     size_t key = 0;
     for (; key + 4 <= num_keys; key += 4) {
         const float *four = keys + key * head_dim;
+        if (is_first) ask_for_next_block(four, head_dim, 4 * head_dim);
         Floats sums[4];
         for (size_t k = 0; k < 4; k++) sums[k] = zeros();
         size_t i = 0;
@@ -241,12 +249,14 @@ INLINE void add_values(
     for (size_t head = 0; head < num_heads; head++)
         for (size_t i = 0; i < num_parts; i++)
             sums[head][i] = load_part(results + head * head_dim + i * WIDTH);
-    for (size_t key = 0; key < num_keys; key++)
+    for (size_t key = 0; key < num_keys; key++) {
+        ask_for_next_block(values + key * head_dim, head_dim, num_parts * WIDTH);
         for (size_t i = 0; i < num_parts; i++) {
             const Part value = load_part(values + key * head_dim + i * WIDTH);
             for (size_t head = 0; head < num_heads; head++)
                 sums[head][i] += value * weights[head * weights_stride + key];
         }
+    }
     for (size_t head = 0; head < num_heads; head++)
         for (size_t i = 0; i < num_parts; i++)
             store_part(results + head * head_dim + i * WIDTH, sums[head][i]);
@@ -312,7 +322,8 @@ INLINE void attend_token(
             read_states(segment, keys + (first + start) * token_bytes, head_dim, count, room);
         for (size_t i = 0; i < heads_per_group; i++)
             score_keys(
-                queries + i * head_dim, block, head_dim, count, scratch + i * scratch_keys + start);
+                queries + i * head_dim, block, head_dim, count, scratch + i * scratch_keys + start,
+                i == 0);
     }
     float sums[MAX_HEADS_PER_GROUP];
     for (size_t i = 0; i < heads_per_group; i++)

@@ -1,5 +1,5 @@
-/* What the middle of a gated MLP does: silu(gate) * up, and its gradient, in one pass each. The bits are the same on every
-   processor, and whatever rows there are beside each other. */
+/* What the middle of a gated MLP does: silu(gate) * up, and its gradient, in one pass each. The bits
+   are the same on every processor, and whatever rows there are beside each other. */
 
 #include "threads.h"
 

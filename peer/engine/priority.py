@@ -7,13 +7,16 @@ import threading
 
 _NICENESS = 4
 """More than that of event loops, of this process and of others: they have little to do, and
-somebody waits for it, while computing takes whatever time there is."""
+somebody waits for it, while computing takes whatever time there is. It still gets a quarter of a
+processor that others want as well."""
 
 
 def give_way_to_loops() -> None:
-    """Let everything else on this machine come before the calling thread, and threads it starts.
+    """Leave the calling thread, and threads it starts, a smaller share than others have.
 
-    Where threads have no priority of their own, which is everywhere but on Linux, nothing changes.
+    Others are those that the operating system weighs against it: a session's or a container's
+    threads, where it groups them. Where threads have no priority of their own, which is everywhere
+    but on Linux, nothing changes.
     """
     if sys.platform != "linux":
         return

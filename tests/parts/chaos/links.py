@@ -11,6 +11,7 @@ import contextlib
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ class Links:
         self._thread = threading.Thread(target=self._loop.run_forever, name="links")
         self._doors: dict[frozenset[str], asyncio.Event] = {}
         self._connections: set[_Connection] = set()
+        self._transports = weakref.WeakSet[asyncio.WriteTransport]()
         self._servers: list[asyncio.Server] = []
 
     def __enter__(self) -> Links:
@@ -111,6 +113,7 @@ class Links:
 
         def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             task = asyncio.create_task(self._serve(target, port, reader, writer))
+            self._transports.add(writer.transport)
             # Not in the task: one that is cancelled before its first step runs nothing.
             task.add_done_callback(lambda _: writer.close())
 
@@ -142,6 +145,7 @@ class Links:
         """Carry bytes both ways until either end has hung up."""
         await door.wait()
         inner_reader, inner_writer = await asyncio.open_connection(PEER_HOST, port)
+        self._transports.add(inner_writer.transport)
         pumps = [
             asyncio.create_task(_pump(door, reader, inner_writer)),
             asyncio.create_task(_pump(door, inner_reader, writer)),
@@ -167,6 +171,8 @@ class Links:
         await asyncio.sleep(0)
         for server in self._servers:
             server.close()
+        for transport in list(self._transports):
+            transport.abort()  # also of those whose last bytes nobody takes
         while tasks := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in tasks:
                 task.cancel()
