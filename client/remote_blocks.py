@@ -247,8 +247,9 @@ class RemoteSequential(nn.Module):
         """Withdraw what `publish_adapter` has published: nobody finds it any more.
 
         Sessions and passes that use it come to their end. A warning says how many peers could not
-        be told; to call it again, or to close the model, tells those. Raises UsageError for the
-        digest of anything that was not published here.
+        be told; to call it again, or to close the model, tells those, and where nobody is left to
+        be told nothing happens. Raises UsageError for the digest of anything that was not published
+        here, or so long ago that a thousand others have come and gone since.
         """
         self._client.passes.withdraw(read_digest(digest))
 

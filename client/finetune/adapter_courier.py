@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable
@@ -16,6 +15,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..line import Line
 from .adapter_versions import AdapterVersion, SentAdapter
+from .lanes import Lanes
 from .pass_link import PassLink
 
 _LEAST_PATIENCE_SECONDS = 20.0
@@ -55,7 +55,7 @@ class AdapterCourier:
         self._line = line
         self._kept: dict[PeerId, dict[AdapterId, _Kept]] = defaultdict(dict)
         self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
-        self._locks: dict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._lanes = Lanes[PeerId]()
 
     async def bring(
         self,
@@ -72,7 +72,7 @@ class AdapterCourier:
         """
         for adapter in adapters:
             if isinstance(adapter, AdapterVersion):
-                async with self._locks[link.peer.peer_id]:
+                async with self._lanes.hold(link.peer.peer_id):
                     await self._bring(link, adapter, span, way, is_trained)
 
     async def publish(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
@@ -131,9 +131,6 @@ class AdapterCourier:
             for place, newest in self._newest.items()
             if newest[1] in self._kept.get(place[0], {})
         }
-        for peer_id, lock in list(self._locks.items()):
-            if peer_id not in self._kept and not lock.locked():
-                del self._locks[peer_id]
 
     async def _bring(
         self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line, is_trained: bool

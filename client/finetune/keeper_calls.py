@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from ...protocol.announcements import Announcement
@@ -21,6 +22,9 @@ not hear of them forgets the adapters by itself, and whoever closes a model wait
 _MOST_CARRYING_SECONDS = 30.0
 """How much longer it may take behind what else is under way."""
 
+_WITHDRAWALS_AT_ONCE = 32
+"""How many peers hear of withdrawals at once. The others wait, and have as much time then."""
+
 
 def knows_publications(peer: Announcement) -> bool:
     """Return whether a peer knows again what was published, by its head, and forgets it if asked.
@@ -39,6 +43,7 @@ class KeeperCalls:
     def __init__(self, asker: PassAsker, clock: Clock) -> None:
         self._asker = asker
         self._clock = clock
+        self._withdrawing = asyncio.Semaphore(_WITHDRAWALS_AT_ONCE)
 
     async def bring(self, publication: Publication, peer: Announcement) -> None:
         """Bring a peer all of an adapter; raises if it does not keep it then."""
@@ -85,16 +90,22 @@ class KeeperCalls:
             rest[0].note_silent(peer.peer_id)
         return declined + rest
 
-    async def withdraw(self, publications: Sequence[Publication], peer: Announcement) -> bool:
+    def expect_carrying_seconds(self) -> float:
+        """Return how long what is under way now may hold up withdrawals."""
+        line = self._asker.line
+        return min(line.expect_seconds(line.num_bytes), _MOST_CARRYING_SECONDS)
+
+    async def withdraw(
+        self, publications: Sequence[Publication], peer: Announcement, carrying_seconds: float
+    ) -> bool:
         """Have a peer forget adapters, in this order; return whether it has none of them now.
 
-        Of each that it has heard of it is noted.
+        Of each that it has heard of it is noted. They may be so long on their way.
         """
         publication_of = {publication.name: publication for publication in publications}
-        line = self._asker.line
-        carrying_seconds = min(line.expect_seconds(line.num_bytes), _MOST_CARRYING_SECONDS)
         try:
             async with (
+                self._withdrawing,
                 WakefulTimeout(_WITHDRAWAL_SECONDS + carrying_seconds),
                 self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _),
             ):

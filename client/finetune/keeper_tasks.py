@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ from ...protocol.ids import AdapterId, PeerId
 from ...protocol.net.clock import Clock
 from .backoffs import Backoffs
 from .keeper_calls import KeeperCalls, knows_publications
+from .lanes import Lanes
 from .publication import KeeperError, Publication
 from .tasks import Background
 
@@ -26,6 +26,9 @@ RENEWAL_SECONDS = KEEP_SECONDS / 3
 _PEERS_AT_ONCE = 8
 """Who are brought all of an adapter: they share the line of this client. As many others hear that
 they keep what they have, at the same time."""
+
+_MAX_KEEPERS = 1000
+"""So many peers are remembered for having kept something."""
 
 _FIRST_BACKOFF_SECONDS = 0.9 * RENEWAL_SECONDS
 """Not tried again before the next renewal, then the one after the next, and so on."""
@@ -44,9 +47,10 @@ class KeeperTasks:
         self._background = background
         self._bringing = asyncio.Semaphore(_PEERS_AT_ONCE)
         self._renewing = asyncio.Semaphore(_PEERS_AT_ONCE)
-        self._lanes: dict[PeerId, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._lanes = Lanes[PeerId]()
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
         self._failing = Backoffs[PeerId](clock, _FIRST_BACKOFF_SECONDS)
+        self._keepers: dict[PeerId, None] = {}  # who has kept something; the last one is the last
         self._brought = Backoffs[tuple[PeerId, AdapterId]](clock, _FIRST_BACKOFF_SECONDS)
 
     def begin(
@@ -77,6 +81,10 @@ class KeeperTasks:
         """Return how often a peer has failed in a row."""
         return self._failing.count_failures(peer.peer_id)
 
+    def has_kept(self, peer: Announcement) -> bool:
+        """Return whether a peer has ever kept something, as far as that is remembered."""
+        return peer.peer_id in self._keepers
+
     def _begin_renewal(self, publications: Sequence[Publication], peer: Announcement) -> None:
         peer_id = peer.peer_id
         task = self._renewals[peer_id] = self._background.start(self._renew(publications, peer))
@@ -97,7 +105,7 @@ class KeeperTasks:
         for publication in publications:
             name = peer_id, publication.name
             if publication in kept and publication not in missed:
-                self._failing.note_success(peer_id)
+                self._note_success(peer_id)
                 self._brought.note_success(name)
             elif (
                 publication.claims
@@ -114,17 +122,26 @@ class KeeperTasks:
         """
         peer_id = peer.peer_id
         try:
-            is_renewed = publication.is_kept_by(peer_id) and knows_publications(peer)
-            if is_renewed and not await self._calls.renew([publication], peer):
-                return None
-            async with self._lanes[peer_id], self._bringing:
+            if publication.is_kept_by(peer_id) and knows_publications(peer):
+                async with self._renewing:
+                    missed = await self._calls.renew([publication], peer)
+                if not missed:
+                    return None
+            async with self._lanes.hold(peer_id), self._bringing:
                 self._brought.note_failure((peer_id, publication.name))  # until it is renewed
                 await self._calls.bring(publication, peer)
         except (UnavailableError, RefusedError, RemoteProtocolError) as error:
             self._note_failure(peer, error)
             return error
-        self._failing.note_success(peer_id)
+        self._note_success(peer_id)
         return None
+
+    def _note_success(self, peer_id: PeerId) -> None:
+        self._failing.note_success(peer_id)
+        self._keepers.pop(peer_id, None)
+        self._keepers[peer_id] = None
+        if len(self._keepers) > _MAX_KEEPERS:
+            del self._keepers[next(iter(self._keepers))]
 
     def _note_failure(self, peer: Announcement, error: KeeperError) -> None:
         _logger.info("peer …%s does not keep an adapter: %s", peer.peer_id[-6:], error)
@@ -134,8 +151,6 @@ class KeeperTasks:
     def _forget_expired(self) -> None:
         self._failing.forget_expired()
         self._brought.forget_expired()
-        for peer_id in [peer_id for peer_id, lane in self._lanes.items() if not lane.locked()]:
-            del self._lanes[peer_id]
 
 
 def _drop(tasks: dict[PeerId, Any], peer_id: PeerId, task: object) -> None:

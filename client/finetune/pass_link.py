@@ -14,7 +14,7 @@ from torch import Tensor
 from ...kernels.compress import decode_as, encode_as, has_only_finite
 from ...protocol.adapters import AdapterReader, cut_adapter
 from ...protocol.announcements import Announcement
-from ...protocol.errors import RemoteProtocolError, SilentError
+from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
 from ...protocol.ids import AdapterId, ClientToken, PassId, SessionId
 from ...protocol.messages import (
     AdapterFetch,
@@ -206,6 +206,12 @@ class PassLink:
                 await self._send(encode_frame(piece), timeout_seconds)
                 note_taken(len(piece.data))
             answer = await self._wait(hearing, timeout_seconds)
+        except UnavailableError:
+            if hearing.done() and not hearing.cancelled():
+                error = hearing.exception()
+                if isinstance(error, RefusedError):
+                    raise error from None  # why the peer hung up
+            raise
         finally:
             hearing.cancel()
             await asyncio.wait([hearing])

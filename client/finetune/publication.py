@@ -65,6 +65,11 @@ class Publication:
         return bool(self.claims) or self.num_waiting > 0
 
     @property
+    def is_over(self) -> bool:
+        """Whether nobody wants it, nobody is brought it, and nobody has it any more."""
+        return not (self.is_wanted or self.tasks or self._copies)
+
+    @property
     def holders(self) -> Collection[PeerId]:
         """Who has it, or may have it."""
         return list(self._copies)

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import AsyncExitStack
 
 from ...protocol.adapters import KEEP_SECONDS
 from ...protocol.announcements import Announcement
@@ -17,6 +18,7 @@ from ...protocol.spans import Span, find_gaps
 from .adapter_versions import AdapterVersion, cut_apart
 from .keeper_calls import KeeperCalls, knows_publications
 from .keeper_tasks import RENEWAL_SECONDS, KeeperTasks
+from .lanes import Lanes
 from .pass_asking import PassAsker
 from .publication import Claim, KeeperError, Publication
 from .tasks import Background, cancel_all, run_all
@@ -30,6 +32,9 @@ and are given half as long each."""
 _OTHERS_SECONDS = 5.0
 """How long the others are waited for when there is a peer for each block: whoever uses the adapter
 at once then finds it at most of them."""
+
+_MAX_FORMER = 1000
+"""Of so many that no peer has any more it is known that they were published here."""
 
 
 class Publisher:
@@ -45,11 +50,19 @@ class Publisher:
         self._background = Background()
         self._tasks = KeeperTasks(self._calls, clock, self._background)
         self._published: dict[AdapterId, Publication] = {}  # the newest one is the last
+        self._former: dict[AdapterId, Publication] = {}  # wanted by nobody, and nobody has it
         self._numbers = itertools.count()
+        self._begun: set[Claim] = set()  # of the calls that have not ended
         self._newest: dict[tuple[str, Span], int] = {}  # of the claims that peers have met
-        self._withdrawing = asyncio.Lock()
+        self._withdrawing = Lanes[AdapterId]()
         self._renewing: asyncio.Task[None] | None = None
         self._is_closed = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<Publisher, {len(self._published)} published, {len(self._former)} former, "
+            f"{len(self._newest)} kinds>"
+        )
 
     async def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> None:
         """Give an adapter to all who serve blocks, until it is withdrawn.
@@ -60,34 +73,30 @@ class Publisher:
         stays then; UsageError if it is withdrawn meanwhile.
         """
         claim = Claim(lineage, span, next(self._numbers))
-        await cut_apart([adapter], span)
-        peers = self._sort(await self._asker.list_peers())
-        publication = await self._claim(adapter, claim)
+        self._begun.add(claim)
         try:
-            await self._wait_for_keepers(publication, peers, span)
-            self._replace_before(claim)
-        except BaseException:
-            publication.claims.discard(claim)
-            raise
+            await self._publish(adapter, claim)
         finally:
-            publication.num_waiting -= 1
+            self._begun.discard(claim)
             self._rest()
+            self._forget()
 
     async def withdraw(self, name: AdapterId) -> int:
         """Have all peers forget an adapter; return how many could not be told.
 
-        They forget it by themselves, and are told again if this is called again. Raises UsageError
-        for another's.
+        They forget it by themselves, and are told again if this is called again: 0 where nobody is
+        left to be told. Raises UsageError for another's, and for one that is not remembered.
         """
         peers = await self._asker.list_peers()
-        async with self._withdrawing:
+        async with self._withdrawing.hold(name):
             self._forget()
-            publication = self._published.get(name)
+            publication = self._published.get(name) or self._former.get(name)
             if publication is None:
                 raise UsageError(
                     f"{name.hex():.12}… was not published here: who publishes an adapter "
                     "withdraws it"
                 )
+            self._published.setdefault(name, publication)
             if not publication.is_wanted and not publication.is_withdrawn:
                 # It was replaced. Wherever this client has used it since, it was kept by that.
                 for peer in filter(knows_publications, peers):
@@ -98,8 +107,23 @@ class Publisher:
         """Withdraw everything."""
         self._is_closed = True
         await self._background.close()
-        async with self._withdrawing:
+        async with AsyncExitStack() as lanes:
+            for name in list(self._published):
+                await lanes.enter_async_context(self._withdrawing.hold(name))
             await self._withdraw(list(self._published.values()))
+
+    async def _publish(self, adapter: AdapterVersion, claim: Claim) -> None:
+        await cut_apart([adapter], claim.span)
+        peers = self._sort(await self._asker.list_peers())
+        publication = await self._claim(adapter, claim)
+        try:
+            await self._wait_for_keepers(publication, peers, claim.span)
+            self._replace_before(claim)
+        except BaseException:
+            publication.claims.discard(claim)
+            raise
+        finally:
+            publication.num_waiting -= 1
 
     async def _claim(self, adapter: AdapterVersion, claim: Claim) -> Publication:
         """Return the publication that is to be kept from now on, for somebody who waits for it.
@@ -108,9 +132,10 @@ class Publisher:
         """
         cut = adapter.cut(claim.span)
         assert cut is not None
-        async with self._withdrawing:
+        async with self._withdrawing.hold(cut.name):
             if self._is_closed:
                 raise UsageError("the model is closed; nothing can be published any more")
+            self._former.pop(cut.name, None)
             publication = self._published.pop(cut.name, None) or Publication(cut.name, claim.span)
             self._published[cut.name] = publication
             publication.version, publication.is_withdrawn = adapter, False
@@ -124,19 +149,31 @@ class Publisher:
     def _sort(self, peers: Sequence[Announcement]) -> list[Announcement]:
         """Return peers in the order in which they are brought an adapter.
 
-        Those that have failed come last, and those of the same blocks after one of all others.
+        Strangers that have failed come last; those of the same blocks come after one of all others,
+        and after who has kept one before: that may have failed because it was restarted.
         """
+
+        def count_strikes(peer: Announcement) -> tuple[int, bool, int]:
+            num_failures = self._tasks.count_failures(peer)
+            is_stranger = not self._tasks.has_kept(peer)
+            return num_failures if is_stranger else 0, is_stranger, num_failures
+
+        peers = sorted(peers, key=count_strikes)
         num_before: Counter[Span] = Counter()
-        rank: dict[PeerId, tuple[int, int]] = {}
+        rank: dict[PeerId, tuple[int, int, bool]] = {}
         for peer in peers:
-            rank[peer.peer_id] = self._tasks.count_failures(peer), num_before[peer.span]
+            num_strikes, is_stranger, _ = count_strikes(peer)
+            rank[peer.peer_id] = num_strikes, num_before[peer.span], is_stranger
             num_before[peer.span] += 1
         return sorted(peers, key=lambda peer: rank[peer.peer_id])
 
     async def _wait_for_keepers(
         self, publication: Publication, peers: Sequence[Announcement], span: Span
     ) -> None:
-        """Wait until peers keep a publication for all blocks of a span, and some more do."""
+        """Wait until peers keep a publication for all blocks of a span, and some more do.
+
+        Blocks that nobody serves are not waited for, nor those that only refuse it.
+        """
         peer_of = {self._tasks.begin(publication, peer): peer for peer in peers}
         rest, kept, errors = set(peer_of), list[Span](), list[KeeperError]()
         deadline = self._clock.now() + _PUBLISHING_SECONDS
@@ -150,7 +187,7 @@ class Publisher:
                     errors.append(error)
                 elif not task.cancelled():
                     kept.append(peer_of[task].span)
-            if not _find_missing(span, kept):
+            if kept and not _may_fill(_find_missing(span, kept), [peer_of[task] for task in rest]):
                 deadline = min(deadline, self._clock.now() + _OTHERS_SECONDS)
         if publication.is_withdrawn or self._is_closed:
             raise UsageError("the adapter was withdrawn while it was published")
@@ -207,6 +244,7 @@ class Publisher:
         for publication in publications:
             publication.claims.clear()
             publication.is_withdrawn = True
+        carrying_seconds = self._calls.expect_carrying_seconds()  # with what is cancelled now
         await cancel_all(task for one in publications for task in one.tasks.values())
         self._rest()
         withdrawn: dict[PeerId, list[Publication]] = {}
@@ -223,7 +261,9 @@ class Publisher:
                 told.append(False)
                 for publication in theirs:
                     publication.note_gone(peer_id)  # it will never hear of that
-        told += await run_all(self._calls.withdraw(theirs, peer) for peer, theirs in hearing)
+        told += await run_all(
+            self._calls.withdraw(theirs, peer, carrying_seconds) for peer, theirs in hearing
+        )
         self._forget()
         num_untold = told.count(False)
         if num_untold:
@@ -236,11 +276,25 @@ class Publisher:
         return num_untold
 
     def _forget(self) -> None:
-        """Forget who has forgotten what, and what was withdrawn and nobody has any more."""
-        for publication in list(self._published.values()):
+        """Forget who has forgotten what; know little more than names of what nobody has any more.
+
+        Those may still be withdrawn: again, or for the first time after they were replaced.
+        """
+        for name, publication in list(self._published.items()):
             publication.forget_expired(self._clock.now())
-            if publication.is_withdrawn and not publication.holders:
-                del self._published[publication.name]
+            if publication.is_over:
+                self._former.pop(name, None)
+                self._former[name] = self._published.pop(name)
+        while len(self._former) > _MAX_FORMER:
+            del self._former[next(iter(self._former))]
+        claims = self._begun.union(*(one.claims for one in self._published.values()))
+        kinds = {(claim.lineage, claim.span) for claim in claims}
+        self._newest = {kind: self._newest[kind] for kind in kinds & self._newest.keys()}
+
+
+def _may_fill(missing: Sequence[Span], peers: Iterable[Announcement]) -> bool:
+    """Return whether some peers serve blocks that are missing."""
+    return any(gap.overlap(peer.span) for gap in missing for peer in peers)
 
 
 def _find_missing(span: Span, kept: Sequence[Span]) -> list[Span]:

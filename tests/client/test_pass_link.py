@@ -1,0 +1,62 @@
+"""An upload on a stream that breaks: what is said of it is what the peer has said."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from announcements import describe_peer
+
+from shoal.client.finetune.pass_link import PassLink
+from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError
+from shoal.protocol.ids import NO_ADAPTER, AdapterId, ModelId, PeerId, SessionId, UploadId
+from shoal.protocol.messages import AdapterHead, Declined
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.transport import FrameGate
+from shoal.protocol.spans import Span
+from shoal.protocol.wire import encode_frame
+
+UPLOAD = UploadId(SessionId(b"an upload of it."))
+
+
+class BreakingStream:
+    """Takes one frame and breaks with the next one; something is heard before."""
+
+    def __init__(self, said: bytes) -> None:
+        self._said = said
+        self._num_sent = 0
+        self._is_full = asyncio.Event()
+        self.remote_host = None
+
+    def set_gate(self, gate: FrameGate) -> None: ...
+
+    async def send(self, frame: bytes) -> None:
+        self._num_sent += 1
+        if self._num_sent > 1:
+            self._is_full.set()
+            await asyncio.sleep(1.0)
+            raise UnavailableError("it broke")
+
+    async def receive(self) -> bytes | None:
+        await self._is_full.wait()
+        return self._said
+
+    async def close(self) -> None: ...
+
+
+async def bring_adapter(said: bytes) -> None:
+    """Bring an adapter on such a stream."""
+    facts: dict[str, Any] = {"peer_id": PeerId("a" * 64), "model_id": ModelId("a" * 32)}
+    times = {"issued_at": 0.0, "expires_at": 600.0}
+    peer = describe_peer(num_blocks=6, span=Span(0, 6), **facts, **times)
+    link = PassLink(VirtualClock(), peer, BreakingStream(said))
+    head = AdapterHead(UPLOAD, AdapterId(bytes(32)), b"{}", 8, True, NO_ADAPTER)
+    await link.bring(head, bytes(8), 1.0, 20.0)
+
+
+def test_refusal_is_raised_though_the_stream_breaks_behind_it() -> None:
+    declined = Declined(UPLOAD, 0, ErrorCode.NO_ROOM_FOR_ADAPTER, "as the test says")
+
+    with pytest.raises(RefusedError, match="as the test says"):
+        run_virtual(bring_adapter(encode_frame(declined)))

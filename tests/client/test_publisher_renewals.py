@@ -1,0 +1,226 @@
+"""What a client has published is kept alive at all peers while it is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from pass_peers import WHOLE, add_pass_peer
+from publisher_scene import (
+    LARGE,
+    SECONDS,
+    count_heads,
+    make_version,
+    name_of,
+    run_publisher,
+)
+from session_scene import Scene, now
+
+from shoal.client.finetune.pass_asking import PassAsker
+from shoal.client.finetune.publisher import Publisher
+from shoal.protocol.announcements import Announcement
+from shoal.protocol.versions import OPTIMIZER_VERSION
+
+
+def test_published_adapter_is_renewed_until_it_is_withdrawn() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        first, one, other = await add_pass_peer(scene, 1.0), make_version(8), make_version(10)
+        await publisher.publish(one, WHOLE, "a")
+        await publisher.publish(other, WHOLE, "b")
+        later = await add_pass_peer(scene, 1.0)
+        await asyncio.sleep(SECONDS)
+
+        assert min(count_heads(first).values()) > 1
+        assert count_heads(later).keys() == {name_of(one), name_of(other)}
+        await publisher.withdraw(name_of(one))
+        assert first.withdrawn == later.withdrawn == [name_of(one)]
+        assert await publisher.withdraw(name_of(one)) == 0
+        assert first.withdrawn == later.withdrawn == [name_of(one)]
+
+        before = count_heads(first)
+        await asyncio.sleep(SECONDS)
+        assert count_heads(first)[name_of(one)] == before[name_of(one)]
+        assert count_heads(first)[name_of(other)] > before[name_of(other)]
+        await publisher.close()
+        assert first.withdrawn == later.withdrawn == [name_of(one), name_of(other)]
+        before = count_heads(first)
+        await asyncio.sleep(SECONDS)
+        assert count_heads(first) == before
+
+    run_publisher(test)
+
+
+def test_silent_peer_neither_delays_renewals_elsewhere_nor_slows_the_line() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        silent, sound = [await add_pass_peer(scene, 1.0) for _ in range(2)]
+        version = make_version(LARGE)
+        await publisher.publish(version, WHOLE, "a")
+        expected_seconds = asker.line.expect_seconds(2**24)
+        silent.is_mute = True
+        for _ in range(10):
+            await asyncio.sleep(SECONDS / 2)
+            assert now() - sound.published[name_of(version)] <= SECONDS
+        assert asker.line.expect_seconds(2**24) == expected_seconds
+
+    run_publisher(test)
+
+
+def test_renewal_and_publication_join_what_is_under_way() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        _, version = await add_pass_peer(scene, 1.0), make_version(LARGE)
+        await publisher.publish(version, WHOLE, "a")
+        later = await add_pass_peer(scene, 1.0)
+        later.piece_seconds = 0.7
+        await asyncio.sleep(SECONDS)
+        assert len(later.brought) == 1
+        await publisher.publish(version, WHOLE, "b")
+        await asyncio.sleep(SECONDS)
+        assert (len(later.brought), later.published) == (1, {})
+        await asyncio.sleep(1.2 * SECONDS)
+        assert later.published.keys() == {name_of(version)}
+        assert later.num_pieces == 342
+
+    run_publisher(test)
+
+
+def test_renewal_is_a_word_on_the_line_of_whoever_has_the_adapter() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer, version = await add_pass_peer(scene, 1.0), make_version(8)
+        await publisher.publish(version, WHOLE, "a")
+        await asyncio.sleep(SECONDS)
+        assert (len(peer.brought), peer.num_pieces) == (2, 1)
+
+        peer.published.clear()  # it was restarted
+        await asyncio.sleep(SECONDS)
+        assert peer.published.keys() == {name_of(version)}
+        assert peer.num_pieces == 2
+
+    run_publisher(test)
+
+
+def test_renewals_of_one_peer_take_one_stream() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peers = [await add_pass_peer(scene, 1.0) for _ in range(3)]
+        for number in range(5):
+            await publisher.publish(make_version(8 + 2 * number), WHOLE, str(number))
+        await asyncio.sleep(50.0)
+        before = [peer.num_streams for peer in peers]
+        await asyncio.sleep(SECONDS - 40.0)
+
+        assert [len(peer.brought) for peer in peers] == [10, 10, 10]
+        assert [peer.num_streams for peer in peers] == [num + 1 for num in before]
+
+    run_publisher(test)
+
+
+def test_peer_that_cannot_be_reached_is_dialled_once_for_a_renewal() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        await add_pass_peer(scene, 1.0)
+        await publisher.publish(make_version(8), WHOLE, "a")
+        await asyncio.sleep(50.0)
+        scene.network.pause("pass1")
+        open_stream, num_dials = scene.client.open_stream, 0
+
+        async def count_and_open(*arguments: object) -> object:
+            nonlocal num_dials
+            num_dials += 1
+            return await open_stream(*arguments)  # pyright: ignore[reportArgumentType]
+
+        scene.client.open_stream = count_and_open  # pyright: ignore[reportAttributeAccessIssue]
+        await asyncio.sleep(SECONDS - 35.0)
+        assert num_dials == 1
+        scene.network.resume("pass1")
+
+    run_publisher(test)
+
+
+def test_state_before_the_newest_is_not_renewed() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer, old, new = await add_pass_peer(scene, 1.0), make_version(8), make_version(10)
+        await publisher.publish(old, WHOLE, "a")
+        await publisher.publish(new, WHOLE, "a")
+        await asyncio.sleep(SECONDS)
+
+        assert count_heads(peer)[name_of(old)] == 1
+        assert count_heads(peer)[name_of(new)] > 1
+        assert peer.withdrawn == []
+
+    run_publisher(test)
+
+
+@pytest.mark.parametrize("kind", ["is_mute", "is_mute_to_heads"])
+def test_peer_that_does_not_answer_is_brought_an_adapter_less_and_less_often(kind: str) -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer, version = await add_pass_peer(scene, 1.0), make_version(8)
+        (announced,) = await asker.list_peers()
+
+        async def stay() -> None:
+            for _ in range(36):
+                await asyncio.sleep(SECONDS)
+                facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
+                await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+
+        await publisher.publish(version, WHOLE, "a")
+        setattr(peer, kind, True)
+        await stay()
+        assert 3 <= peer.num_pieces <= 8
+
+        setattr(peer, kind, False)
+        await stay()
+        assert now() - peer.published[name_of(version)] <= SECONDS
+        num_pieces = peer.num_pieces
+        await asyncio.sleep(SECONDS)
+        assert peer.num_pieces == num_pieces
+
+    run_publisher(test)
+
+
+def test_older_peer_is_brought_an_adapter_once() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        older = await add_pass_peer(scene, 1.0, max_version=OPTIMIZER_VERSION - 1)
+        peer, version = await add_pass_peer(scene, 1.0), make_version(8)
+        await publisher.publish(version, WHOLE, "a")
+        await asyncio.sleep(SECONDS)
+        assert (len(older.brought), len(peer.brought)) == (1, 2)
+
+    run_publisher(test)
+
+
+def test_renewals_go_on_after_a_failure_that_nobody_expected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer = await add_pass_peer(scene, 1.0)
+        await publisher.publish(make_version(8), WHOLE, "a")
+        list_peers = asker.list_peers
+
+        async def fail() -> list[Announcement]:
+            raise LookupError("as the test says")
+
+        asker.list_peers = fail
+        await asyncio.sleep(SECONDS)
+        asker.list_peers = list_peers
+        await asyncio.sleep(SECONDS)
+        assert len(peer.brought) == 2
+
+    run_publisher(test)
+    assert "as the test says" in caplog.text
+
+
+def test_adapter_that_many_peers_keep_is_published_again_at_a_few_at_once() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peers = [await add_pass_peer(scene, 1.0) for _ in range(20)]
+        await publisher.publish(make_version(8), WHOLE, "a")
+        await asyncio.sleep(10.0)
+        for peer in peers:
+            peer.is_mute_to_heads = True
+        publishing = asyncio.create_task(publisher.publish(make_version(8), WHOLE, "b"))
+        await asyncio.sleep(1.0)
+        assert sum(len(peer.brought) - 1 for peer in peers) == 8
+        assert "8 in use" in repr(asker)
+
+        for peer in peers:
+            peer.is_mute_to_heads = False
+        await publishing
+
+    run_publisher(test)
