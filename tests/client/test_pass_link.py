@@ -42,6 +42,8 @@ class BreakingStream:
         await self._is_full.wait()
         return self._said
 
+    async def wait_over(self) -> None: ...
+
     async def close(self) -> None: ...
 
 
