@@ -10,6 +10,7 @@ from pass_peers import WHOLE, add_pass_peer, make_texts
 from publisher_scene import (
     LARGE,
     SECONDS,
+    begin_late,
     count_heads,
     make_version,
     name_of,
@@ -20,7 +21,6 @@ from session_scene import Scene, now
 from shoal.client.finetune.pass_asking import PassAsker
 from shoal.client.finetune.publisher import Publisher
 from shoal.client.finetune.remote_passes import RemotePasses
-from shoal.protocol.announcements import Announcement
 from shoal.protocol.errors import RefusedError, RouteError, SilentError, UsageError
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.spans import Span
@@ -102,16 +102,7 @@ def test_publications_under_way_leave_a_peer_to_passes() -> None:
 def test_newest_state_is_renewed_whichever_call_ends_first() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer, old, new = await add_pass_peer(scene, 1.0), make_version(8), make_version(10)
-        list_peers = asker.list_peers
-
-        async def list_late() -> list[Announcement]:
-            await asyncio.sleep(3.0)
-            return await list_peers()
-
-        asker.list_peers = list_late
-        publishing = asyncio.create_task(publisher.publish(old, WHOLE, "a"))
-        await asyncio.sleep(1.0)
-        asker.list_peers = list_peers
+        publishing = await begin_late(asker, publisher, old, "a")
         await publisher.publish(new, WHOLE, "a")
         await publishing
         await asyncio.sleep(SECONDS)
@@ -279,16 +270,7 @@ def test_little_is_kept_of_what_nobody_took() -> None:
 def test_call_that_began_before_what_was_withdrawn_meanwhile_replaces_nothing() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer, old, new = await add_pass_peer(scene, 1.0), make_version(8), make_version(10)
-        list_peers = asker.list_peers
-
-        async def list_late() -> list[Announcement]:
-            await asyncio.sleep(3.0)
-            return await list_peers()
-
-        asker.list_peers = list_late
-        publishing = asyncio.create_task(publisher.publish(old, WHOLE, "a"))
-        await asyncio.sleep(1.0)
-        asker.list_peers = list_peers
+        publishing = await begin_late(asker, publisher, old, "a")
         await publisher.publish(new, WHOLE, "a")
         await publisher.withdraw(name_of(new))
         await publishing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
@@ -12,6 +13,7 @@ from shoal.client.finetune.adapter_versions import AdapterVersion
 from shoal.client.finetune.pass_asking import PassAsker
 from shoal.client.finetune.publisher import Publisher
 from shoal.protocol.adapters import KEEP_SECONDS
+from shoal.protocol.announcements import Announcement
 from shoal.protocol.ids import AdapterId
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.loopback import Link
@@ -41,6 +43,23 @@ def count_heads(peer: PassPeer) -> Counter[AdapterId]:
     """Return how often a peer heard of each adapter."""
     assert all(head.is_published for head in peer.brought)
     return Counter(head.adapter for head in peer.brought)
+
+
+async def begin_late(
+    asker: PassAsker, publisher: Publisher, version: AdapterVersion, lineage: str
+) -> asyncio.Task[None]:
+    """Begin to publish something; that call alone hears of peers three seconds later."""
+    list_peers = asker.list_peers
+
+    async def list_late() -> list[Announcement]:
+        await asyncio.sleep(3.0)
+        return await list_peers()
+
+    asker.list_peers = list_late
+    publishing = asyncio.create_task(publisher.publish(version, WHOLE, lineage))
+    await asyncio.sleep(1.0)
+    asker.list_peers = list_peers
+    return publishing
 
 
 def run_publisher(
