@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from ..protocol.adapters import KEEP_SECONDS, AdapterReader
+from ..protocol.adapters import KEEP_SECONDS, AdapterReader, UploadPace
 from ..protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ..protocol.fair_share import BUSY_SECONDS, Holder
 from ..protocol.ids import UploadId, make_adapter_id
@@ -28,10 +28,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 
-_UPLOAD_SECONDS = 300.0
-"""How long an adapter may be on its way: the largest one needs 215 seconds at 2.5 megabits a
-second."""
-
 
 @dataclass
 class _Upload:
@@ -40,6 +36,7 @@ class _Upload:
     head: AdapterHead
     holder: Holder
     reader: AdapterReader
+    pace: UploadPace
     reading: asyncio.Future[Adapter | TrainedAdapter] | None = None
 
     @property
@@ -90,7 +87,7 @@ class AdapterDesk:
             self._say_kept(message.upload_id)
             return
         self.active_at = self._service.clock.now()
-        self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, upload)
+        self._wait_for_more(upload)
 
     def end(self) -> None:
         """Drop what has not come in full: nobody is left to bring the rest."""
@@ -107,7 +104,7 @@ class AdapterDesk:
             return None
         check_trained(head.num_trained, service.pass_budget.max_gradient_bytes)
         num_freed = service.adapters.give_up(head.replaces, holder) if head.replaces else 0
-        upload = _Upload(head, holder, AdapterReader(head))
+        upload = _Upload(head, holder, AdapterReader(head), UploadPace(service.clock.now()))
         service.adapters.reserve(holder, upload.num_bytes, num_freed)
         return upload
 
@@ -119,6 +116,7 @@ class AdapterDesk:
             return
         upload.reader.take(piece)
         self.active_at = self._service.clock.now()
+        upload.pace.note_piece(len(piece.data), self.active_at)
         if upload.reader.is_complete:
             self._stop_timer()
             if self._understands_signs():
@@ -155,11 +153,15 @@ class AdapterDesk:
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
         self._refuse(head.upload_id, error)
 
-    def _give_up(self, upload: _Upload) -> None:
-        """Refuse an adapter that is on its way for too long."""
+    def _wait_for_more(self, upload: _Upload) -> None:
+        """Refuse an adapter that stands still on its way for too long, or comes too slowly."""
+        seconds = upload.pace.deadline - self._service.clock.now()
+        if seconds > 0:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(seconds, self._wait_for_more, upload)
+            return
         self._forget(upload)
-        detail = f"the adapter did not come within {_UPLOAD_SECONDS:.0f} s"
-        error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, detail)
+        error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, "the adapter comes too slowly")
         self._refuse(upload.head.upload_id, error)
 
     def _say_kept(self, upload_id: UploadId) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
+from ...protocol.adapters import PIECE_BYTES, SLOWEST_BYTES_PER_SECOND, allow_upload_seconds
 from ...protocol.errors import SilentError
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId, SessionId, UploadId
 from ...protocol.messages import AdapterHead
@@ -23,14 +24,12 @@ _PATIENCE = 2.0
 """All of an adapter may take so many times what the line is expected to take: others wait for the
 peer meanwhile, and one that reads now and then a piece could keep them waiting for an hour."""
 
-_PUBLISHING_SECONDS = 300.0
-"""How long one for everybody may take, whatever else is under way: peers take it for no longer.
-Passes do not wait for it, and whether it arrives tells of the peer, not of the line of this client.
-"""
-
 _PIECES_UNDER_WAY = 16
 """How many of the newest pieces of one for everybody may not have arrived yet: three quarters of
 a mebibyte, about what transports hold back of a stream."""
+
+_HELD_BACK_SECONDS = _PIECES_UNDER_WAY * PIECE_BYTES / SLOWEST_BYTES_PER_SECOND
+"""How long what transports hold back takes on the slowest line: so long nothing may be heard."""
 
 _HEAD_SECONDS = 30.0
 """How long, at most, a few hundred bytes may take behind what else is under way."""
@@ -76,11 +75,17 @@ class AdapterCourier:
                     await self._bring(link, adapter, span, way, is_trained)
 
     async def publish(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
-        """Give a peer an adapter for everybody; return how long it is kept unused."""
+        """Give a peer an adapter for everybody; return how long it is kept unused.
+
+        It may take as long as peers allow, whatever else is under way: passes do not wait for it,
+        and whether it arrives tells of the peer, not of the line of this client.
+        """
         head, tensors = _make_head(adapter, span, is_published=True)
-        carrying_seconds = self._line.expect_seconds(self._line.num_bytes + len(tensors))
+        expected_seconds = self._line.expect_seconds(self._line.num_bytes + len(tensors))
+        carrying_seconds = max(expected_seconds, _HELD_BACK_SECONDS)
+        patience_seconds = allow_upload_seconds(len(tensors))
         with self._carry_newest() as carry:
-            return await link.bring(head, tensors, carrying_seconds, _PUBLISHING_SECONDS, carry)
+            return await link.bring(head, tensors, carrying_seconds, patience_seconds, carry)
 
     @contextmanager
     def _carry_newest(self) -> Generator[Callable[[int], None]]:

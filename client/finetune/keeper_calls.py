@@ -13,7 +13,11 @@ from ...protocol.versions import OPTIMIZER_VERSION
 from ..deadlines import WakefulTimeout
 from ..router import Hop
 from .pass_asking import PassAsker
+from .pass_link import PassLink
 from .publication import Publication
+
+_RENEWAL_SECONDS = 10.0
+"""How long one peer may keep others waiting for their renewals."""
 
 _WITHDRAWAL_SECONDS = 3.0
 """How long one peer may take to hear of all withdrawals, beside what else is on its way: who does
@@ -63,32 +67,29 @@ class KeeperCalls:
 
     async def renew(
         self, publications: Sequence[Publication], peer: Announcement
-    ) -> list[Publication]:
-        """Have a peer that has adapters keep them on; return those that it does not say it keeps.
+    ) -> tuple[list[Publication], list[Publication]]:
+        """Have a peer keep on what it has; return what it says it keeps, and what it does not say.
 
-        It hears their heads alone, one after the other on one stream. That ends with the first one
-        to which it says nothing: it waits for the rest of that one then, or does not answer at all.
+        It hears heads alone, one after the other on one stream, from the one on that it forgets
+        first. That ends with the first one to which it says nothing: it waits for the rest of that
+        one then, or does not answer at all. Of those that come too late at a slow peer nothing is
+        returned: they come first the next time.
         """
-        rest, declined, is_reached = list(publications), list[Publication](), False
+        peer_id, kept, missed = peer.peer_id, list[Publication](), list[Publication]()
+        rest = sorted(publications, key=lambda one: one.expires_at(peer_id))
+        is_reached, until = False, self._clock.now() + _RENEWAL_SECONDS
         try:
             async with self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _):
                 is_reached = True
-                while rest:
-                    if (version := rest[0].version) is not None:
-                        try:
-                            keep_seconds = await self._asker.courier.renew(
-                                link, version, rest[0].span
-                            )
-                            rest[0].note_kept(peer.peer_id, keep_seconds, self._clock.now())
-                        except RefusedError:
-                            rest[0].note_silent(peer.peer_id)
-                            declined.append(rest[0])
-                    rest.pop(0)
+                while rest and self._clock.now() < until:
+                    is_kept = await self._renew(rest[0], link)
+                    (kept if is_kept else missed).append(rest.pop(0))
         except SilentError:
             if not is_reached:
                 raise
-            rest[0].note_silent(peer.peer_id)
-        return declined + rest
+            rest[0].note_silent(peer_id)
+            missed += rest
+        return kept, missed
 
     def expect_carrying_seconds(self) -> float:
         """Return how long what is under way now may hold up withdrawals."""
@@ -116,4 +117,19 @@ class KeeperCalls:
                 publication.note_gone(peer.peer_id)
         except (TimeoutError, UnavailableError, RefusedError, RemoteProtocolError):
             return False
+        return True
+
+    async def _renew(self, publication: Publication, link: PassLink) -> bool:
+        """Have a peer keep one on, if anybody wants it still; return whether it does."""
+        if publication.version is None:
+            return True
+        peer_id = link.peer.peer_id
+        try:
+            keep_seconds = await self._asker.courier.renew(
+                link, publication.version, publication.span
+            )
+        except RefusedError:
+            publication.note_silent(peer_id)
+            return False
+        publication.note_kept(peer_id, keep_seconds, self._clock.now())
         return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from ...protocol.adapters import KEEP_SECONDS
@@ -15,6 +15,7 @@ from ...protocol.net.clock import Clock
 from .backoffs import Backoffs
 from .keeper_calls import KeeperCalls, knows_publications
 from .lanes import Lanes
+from .places import Places
 from .publication import KeeperError, Publication
 from .tasks import Background
 
@@ -23,9 +24,16 @@ _logger = logging.getLogger(__name__)
 RENEWAL_SECONDS = KEEP_SECONDS / 3
 """Two renewals may fail. Peers that have come since get it, too."""
 
-_PEERS_AT_ONCE = 8
-"""Who are brought all of an adapter: they share the line of this client. As many others hear that
-they keep what they have, at the same time."""
+_UPLOADS_AT_ONCE = 8
+"""How many peers are brought all of an adapter: they share the line of this client."""
+
+_MOST_UPLOADS = 16
+_UPLOAD_SECONDS = 60.0
+"""An upload that takes longer keeps nobody else waiting, up to so many: on a line of two megabits a
+second none of them is too slow yet for whom it goes to."""
+
+_RENEWALS_AT_ONCE = 32
+"""How many peers hear at the same time that they keep what they have."""
 
 _MAX_KEEPERS = 1000
 """So many peers are remembered for having kept something."""
@@ -37,16 +45,24 @@ _FIRST_BACKOFF_SECONDS = 0.9 * RENEWAL_SECONDS
 class KeeperTasks:
     """Brings publications to peers and renews them there. Owned by the client's loop.
 
-    Whoever wants a peer to keep a publication joins the one task that sees to it. A peer is brought
-    one adapter after the other. One that fails is left alone for a while, longer each time; so is
-    one that is brought the same again and again, because it says nothing when it is renewed.
+        Whoever wants a peer to keep a publication joins the one task that sees to it. Renewals have
+    peers brought what they lack and `is_spreading`. A peer is brought one adapter after the other.
+    One that fails is left alone for a while, longer each time; so is one that is brought the same
+    again and again, because it says nothing when it is renewed.
     """
 
-    def __init__(self, calls: KeeperCalls, clock: Clock, background: Background) -> None:
+    def __init__(
+        self,
+        calls: KeeperCalls,
+        clock: Clock,
+        background: Background,
+        is_spreading: Callable[[Publication], bool],
+    ) -> None:
         self._calls = calls
         self._background = background
-        self._bringing = asyncio.Semaphore(_PEERS_AT_ONCE)
-        self._renewing = asyncio.Semaphore(_PEERS_AT_ONCE)
+        self._is_spreading = is_spreading
+        self._bringing = Places(_UPLOADS_AT_ONCE, _MOST_UPLOADS, _UPLOAD_SECONDS)
+        self._renewing = asyncio.Semaphore(_RENEWALS_AT_ONCE)
         self._lanes = Lanes[PeerId]()
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
         self._failing = Backoffs[PeerId](clock, _FIRST_BACKOFF_SECONDS)
@@ -65,8 +81,12 @@ class KeeperTasks:
         task.add_done_callback(lambda task: _drop(publication.tasks, peer_id, task))
         return task
 
-    def renew(self, publications: Sequence[Publication], peers: Iterable[Announcement]) -> None:
-        """Begin to tell all peers to keep what they have, and to bring them what they have not."""
+    def renew(
+        self,
+        publications: Sequence[Publication],
+        peers: Iterable[Announcement],
+    ) -> None:
+        """Begin to tell all peers to keep what they have, and to bring them what they lack."""
         self._forget_expired()
         for peer in filter(knows_publications, peers):
             if peer.peer_id not in self._renewals:
@@ -85,32 +105,41 @@ class KeeperTasks:
         """Return whether a peer has ever kept something, as far as that is remembered."""
         return peer.peer_id in self._keepers
 
-    def _begin_renewal(self, publications: Sequence[Publication], peer: Announcement) -> None:
+    def _begin_renewal(
+        self,
+        publications: Sequence[Publication],
+        peer: Announcement,
+    ) -> None:
         peer_id = peer.peer_id
-        task = self._renewals[peer_id] = self._background.start(self._renew(publications, peer))
+        task = self._background.start(self._renew(publications, peer))
+        self._renewals[peer_id] = task
         task.add_done_callback(lambda task: _drop(self._renewals, peer_id, task))
 
-    async def _renew(self, publications: Sequence[Publication], peer: Announcement) -> None:
+    async def _renew(
+        self,
+        publications: Sequence[Publication],
+        peer: Announcement,
+    ) -> None:
         """Renew what one peer keeps, and have it brought the rest if that is not too soon."""
         peer_id = peer.peer_id
-        kept = [one for one in publications if one.is_kept_by(peer_id)]
-        missed: list[Publication] = []
-        if kept:
+        held = [one for one in publications if one.is_kept_by(peer_id)]
+        lacking = [one for one in publications if one not in held]
+        if held:
             try:
                 async with self._renewing:
-                    missed = await self._calls.renew(kept, peer)
+                    kept, missed = await self._calls.renew(held, peer)
             except (UnavailableError, RefusedError, RemoteProtocolError) as error:
                 self._note_failure(peer, error)
                 return
-        for publication in publications:
-            name = peer_id, publication.name
-            if publication in kept and publication not in missed:
+            for publication in kept:
                 self._note_success(peer_id)
-                self._brought.note_success(name)
-            elif (
-                publication.claims
+                self._brought.note_success((peer_id, publication.name))
+            lacking += missed
+        for publication in lacking:
+            if (
+                self._is_spreading(publication)
                 and self._failing.may_try(peer_id)
-                and self._brought.may_try(name)
+                and self._brought.may_try((peer_id, publication.name))
             ):
                 self.begin(publication, peer)
 
@@ -124,10 +153,10 @@ class KeeperTasks:
         try:
             if publication.is_kept_by(peer_id) and knows_publications(peer):
                 async with self._renewing:
-                    missed = await self._calls.renew([publication], peer)
+                    _, missed = await self._calls.renew([publication], peer)
                 if not missed:
                     return None
-            async with self._lanes.hold(peer_id), self._bringing:
+            async with self._lanes.hold(peer_id), self._bringing.hold():
                 self._brought.note_failure((peer_id, publication.name))  # until it is renewed
                 await self._calls.bring(publication, peer)
         except (UnavailableError, RefusedError, RemoteProtocolError) as error:

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ...protocol.adapters import KEEP_SECONDS
+from ...protocol.adapters import KEEP_SECONDS, allow_upload_seconds
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, PeerId
 from ...protocol.spans import Span
@@ -26,6 +26,11 @@ class Claim:
     lineage: str
     span: Span
     number: int
+
+    @property
+    def kind(self) -> tuple[str, Span]:
+        """What its states have in common that take each other's place."""
+        return self.lineage, self.span
 
 
 @dataclass(frozen=True)
@@ -74,10 +79,22 @@ class Publication:
         """Who has it, or may have it."""
         return list(self._copies)
 
+    def allow_seconds(self) -> float:
+        """Return how long it may be on its way to one peer, while it is wanted."""
+        assert self.version is not None
+        cut = self.version.cut(self.span)
+        assert cut is not None
+        return allow_upload_seconds(len(cut.tensors))
+
     def is_kept_by(self, peer_id: PeerId) -> bool:
         """Return whether a peer has it, as far as is known."""
         copy = self._copies.get(peer_id)
         return copy is not None and copy.is_kept
+
+    def expires_at(self, peer_id: PeerId) -> float:
+        """Return when a peer that has it forgets it; that is over for one that has it not."""
+        copy = self._copies.get(peer_id)
+        return 0.0 if copy is None else copy.until
 
     def note_kept(self, peer_id: PeerId, keep_seconds: float, now: float) -> None:
         """Note that a peer said that it has the adapter, for so long if it hears nothing more.

@@ -25,9 +25,12 @@ from .tasks import Background, cancel_all, run_all
 
 _logger = logging.getLogger(__name__)
 
+_UPLOADS_AFTER_EACH_OTHER = 2
+"""How many of the slowest uploads somebody waits for: those that come first may all be so slow."""
+
 _PUBLISHING_SECONDS = 600.0
-"""How long it may take until peers keep an adapter: those that come first may all be the slowest,
-and are given half as long each."""
+_PATIENCE = 8.0
+"""Once one peer keeps it, all of it may take so long, or so many times as long as that one took."""
 
 _OTHERS_SECONDS = 5.0
 """How long the others are waited for when there is a peer for each block: whoever uses the adapter
@@ -48,7 +51,7 @@ class Publisher:
         self._clock = clock
         self._calls = KeeperCalls(asker, clock)
         self._background = Background()
-        self._tasks = KeeperTasks(self._calls, clock, self._background)
+        self._tasks = KeeperTasks(self._calls, clock, self._background, self._is_spreading)
         self._published: dict[AdapterId, Publication] = {}  # the newest one is the last
         self._former: dict[AdapterId, Publication] = {}  # wanted by nobody, and nobody has it
         self._numbers = itertools.count()
@@ -142,15 +145,26 @@ class Publisher:
             publication.span = claim.span
             publication.claims.add(claim)
             publication.num_waiting += 1
+        for other in self._published.values():
+            if other.claims and not self._is_spreading(other):
+                self._tasks.cancel(other)
         if self._renewing is None or self._renewing.done():
             self._renewing = self._background.start(self._renew())
         return publication
 
+    def _is_spreading(self, publication: Publication) -> bool:
+        """Return whether more peers are to have it: not while a later state is on its way."""
+        return publication.num_waiting > 0 or any(
+            all(claim.kind != one.kind or claim.number >= one.number for one in self._begun)
+            for claim in publication.claims
+        )
+
     def _sort(self, peers: Sequence[Announcement]) -> list[Announcement]:
         """Return peers in the order in which they are brought an adapter.
 
-        Strangers that have failed come last; those of the same blocks come after one of all others,
-        and after who has kept one before: that may have failed because it was restarted.
+        Strangers that have failed come last; those all of whose blocks have others before them
+        come after those that do not, and after who has kept one before: that may have failed
+        because it was restarted.
         """
 
         def count_strikes(peer: Announcement) -> tuple[int, bool, int]:
@@ -159,12 +173,13 @@ class Publisher:
             return num_failures if is_stranger else 0, is_stranger, num_failures
 
         peers = sorted(peers, key=count_strikes)
-        num_before: Counter[Span] = Counter()
-        rank: dict[PeerId, tuple[int, int, bool]] = {}
+        num_before: Counter[int] = Counter()
+        rank: dict[PeerId, tuple[int, int]] = {}
         for peer in peers:
-            num_strikes, is_stranger, _ = count_strikes(peer)
-            rank[peer.peer_id] = num_strikes, num_before[peer.span], is_stranger
-            num_before[peer.span] += 1
+            blocks = range(peer.span.start, peer.span.stop)
+            num_strikes, *_ = count_strikes(peer)
+            rank[peer.peer_id] = num_strikes, min(num_before[block] for block in blocks)
+            num_before.update(blocks)
         return sorted(peers, key=lambda peer: rank[peer.peer_id])
 
     async def _wait_for_keepers(
@@ -176,7 +191,8 @@ class Publisher:
         """
         peer_of = {self._tasks.begin(publication, peer): peer for peer in peers}
         rest, kept, errors = set(peer_of), list[Span](), list[KeeperError]()
-        deadline = self._clock.now() + _PUBLISHING_SECONDS
+        begun_at = self._clock.now()
+        deadline = begun_at + _UPLOADS_AFTER_EACH_OTHER * publication.allow_seconds()
         while rest and (seconds := deadline - self._clock.now()) > 0:
             done, rest = await asyncio.wait(
                 rest, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
@@ -187,13 +203,18 @@ class Publisher:
                     errors.append(error)
                 elif not task.cancelled():
                     kept.append(peer_of[task].span)
-            if kept and not _may_fill(_find_missing(span, kept), [peer_of[task] for task in rest]):
-                deadline = min(deadline, self._clock.now() + _OTHERS_SECONDS)
+            now = self._clock.now()
+            if kept:
+                usual = max(_PUBLISHING_SECONDS, _PATIENCE * (now - begun_at))
+                deadline = min(deadline, begun_at + usual)
+                if not _may_fill(_find_missing(span, kept), [peer_of[task] for task in rest]):
+                    deadline = min(deadline, now + _OTHERS_SECONDS)
         if publication.is_withdrawn or self._is_closed:
             raise UsageError("the adapter was withdrawn while it was published")
         if not kept:
             if rest:
-                raise SilentError(f"no peer takes the adapter within {_PUBLISHING_SECONDS:.0f} s")
+                seconds = self._clock.now() - begun_at
+                raise SilentError(f"no peer has taken the adapter within {seconds:.0f} s")
             raise errors[-1] if errors else self._asker.make_route_error(span)
         if missing := _find_missing(span, kept):
             _logger.warning(
@@ -208,13 +229,11 @@ class Publisher:
 
         Calls need not end in the order in which they have begun.
         """
-        kind = claim.lineage, claim.span
+        kind = claim.kind
         newest = self._newest[kind] = max(claim.number, self._newest.get(kind, claim.number))
         for publication in self._published.values():
             publication.claims -= {
-                one
-                for one in publication.claims
-                if (one.lineage, one.span) == kind and one.number < newest
+                one for one in publication.claims if one.kind == kind and one.number < newest
             }
 
     def _rest(self) -> None:
@@ -288,7 +307,7 @@ class Publisher:
         while len(self._former) > _MAX_FORMER:
             del self._former[next(iter(self._former))]
         claims = self._begun.union(*(one.claims for one in self._published.values()))
-        kinds = {(claim.lineage, claim.span) for claim in claims}
+        kinds = {claim.kind for claim in claims}
         self._newest = {kind: self._newest[kind] for kind in kinds & self._newest.keys()}
 
 

@@ -18,6 +18,7 @@ from session_scene import Scene, now
 
 from shoal.client.finetune.pass_asking import PassAsker
 from shoal.client.finetune.publisher import Publisher
+from shoal.protocol.adapters import KEEP_SECONDS
 from shoal.protocol.announcements import Announcement
 from shoal.protocol.versions import OPTIMIZER_VERSION
 
@@ -61,6 +62,36 @@ def test_silent_peer_neither_delays_renewals_elsewhere_nor_slows_the_line() -> N
             await asyncio.sleep(SECONDS / 2)
             assert now() - sound.published[name_of(version)] <= SECONDS
         assert asker.line.expect_seconds(2**24) == expected_seconds
+
+    run_publisher(test)
+
+
+def test_peers_that_answer_slowly_do_not_delay_renewals_elsewhere() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peers = [await add_pass_peer(scene, 1.0) for _ in range(100)]
+        for number in range(10):
+            await publisher.publish(make_version(8 + 2 * number), WHOLE, str(number))
+        sound = max(peers, key=lambda peer: peer.identity.peer_id)
+        for peer in peers:
+            peer.head_seconds = 0.0 if peer is sound else 3.9
+        for _ in range(6):
+            await asyncio.sleep(SECONDS / 2)
+            assert len(sound.published) == 10
+            assert now() - min(sound.published.values()) < KEEP_SECONDS / 2
+
+    run_publisher(test)
+
+
+def test_heads_that_a_slow_peer_has_not_heard_come_first_the_next_time() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer = await add_pass_peer(scene, 1.0)
+        for number in range(6):
+            await publisher.publish(make_version(8 + 2 * number), WHOLE, str(number))
+        peer.head_seconds = 3.9
+        for _ in range(8):
+            await asyncio.sleep(SECONDS / 2)
+            assert now() - min(peer.published.values()) < KEEP_SECONDS
+        assert peer.num_pieces == 6
 
     run_publisher(test)
 
@@ -209,15 +240,15 @@ def test_renewals_go_on_after_a_failure_that_nobody_expected(
 
 def test_adapter_that_many_peers_keep_is_published_again_at_a_few_at_once() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
-        peers = [await add_pass_peer(scene, 1.0) for _ in range(20)]
+        peers = [await add_pass_peer(scene, 1.0) for _ in range(50)]
         await publisher.publish(make_version(8), WHOLE, "a")
         await asyncio.sleep(10.0)
         for peer in peers:
             peer.is_mute_to_heads = True
         publishing = asyncio.create_task(publisher.publish(make_version(8), WHOLE, "b"))
         await asyncio.sleep(1.0)
-        assert sum(len(peer.brought) - 1 for peer in peers) == 8
-        assert "8 in use" in repr(asker)
+        assert sum(len(peer.brought) - 1 for peer in peers) == 32
+        assert "32 in use" in repr(asker)
 
         for peer in peers:
             peer.is_mute_to_heads = False

@@ -14,6 +14,7 @@ from shoal.client.finetune.adapter_versions import AdapterVersion
 from shoal.client.finetune.microbatches import Texts
 from shoal.client.finetune.pass_asking import PassAsker
 from shoal.kernels.compress import encode_as
+from shoal.protocol.adapters import UploadPace
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import AdapterId, SessionId, UploadId
@@ -59,6 +60,11 @@ class PassPeer:
     has_room_at: float = 0.0
     forgets_adapters: bool = False
     piece_seconds: float = 0.0
+    line: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """On which pieces come one after the other: peers may share that of a client."""
+    head_seconds: float = 0.0
+    is_patient: bool = False
+    """Whether it waits for ever for the rest of an adapter."""
     brought: list[AdapterHead] = field(default_factory=list)
     refuses_heads: bool = False
     num_pieces: int = 0
@@ -76,6 +82,7 @@ class PassPeer:
     async def serve(self, stream: Stream) -> None:
         reader: PiecesReader | None = None
         head: AdapterHead | None = None
+        pace = UploadPace(now())
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if isinstance(message, Hello):
@@ -90,8 +97,9 @@ class PassPeer:
                 if reader.is_complete:
                     await self._answer(stream, self.asked[-1])
             elif isinstance(message, AdapterHead):
-                head = message
+                head, pace = message, UploadPace(now())
                 self.brought.append(message)
+                await asyncio.sleep(self.head_seconds)
                 if message.adapter in self.published:
                     if not self.is_mute and not self.is_mute_to_heads:
                         await self._keep(stream, message)
@@ -112,9 +120,13 @@ class PassPeer:
                 assert head.upload_id == message.upload_id
                 self.num_pieces += 1
                 await self._take_piece(stream, head, message)
+                if now() > pace.deadline and not self.is_patient:
+                    return
+                pace.note_piece(len(message.data), now())
 
     async def _take_piece(self, stream: Stream, head: AdapterHead, piece: AdapterPiece) -> None:
-        await asyncio.sleep(self.piece_seconds)
+        async with self.line:
+            await asyncio.sleep(self.piece_seconds)
         if self.refuses_heads or self.is_mute:
             return
         if head.adapter in self.published and not self.is_mute_to_heads:

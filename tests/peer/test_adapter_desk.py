@@ -419,6 +419,27 @@ def test_adapter_that_never_comes_in_full_is_given_up(engine: Engine) -> None:
     run(engine, test)
 
 
+@pytest.mark.parametrize(
+    ("seconds", "refusal"), [(3.0, ErrorCode.BAD_VALUES), (13.0, ErrorCode.NO_ROOM_FOR_ADAPTER)]
+)
+def test_adapter_that_comes_slowly_is_read_and_one_that_drips_is_not(
+    engine: Engine, seconds: float, refusal: ErrorCode
+) -> None:
+    async def test(peer: Peer) -> None:
+        talk = await peer.open()  # whose session keeps the stream
+        files = pack({**draw_matrices(), "filler": torch.zeros(2**18)})  # 22 pieces
+        head = make_head(files)
+        await talk.say(head)
+        for piece in cut_adapter(head.upload_id, files[1]):
+            await asyncio.sleep(seconds)
+            await talk.say(piece)
+        while isinstance(answer := await talk.hear(), Queued):
+            pass
+        assert_declined(answer, refusal)
+
+    run(engine, test)
+
+
 def test_quota_is_shared_between_clients(engine: Engine) -> None:
     size = sum(map(len, pack()))
 
