@@ -1,30 +1,52 @@
-"""What `shoal finetune`, or PEFT, left in a folder, for those who generate text with it."""
+"""What `--adapter` names: a folder that `shoal finetune` or PEFT left, or a published adapter."""
 
 from pathlib import Path
 from typing import Any
 
 from ..protocol.errors import UsageError
+from ..protocol.ids import ADAPTER_ID_BYTES
 
 _PROMPTS_FILE, _LORA_FILE = "tuning.json", "adapter_config.json"
+_NUM_DIGITS = 2 * ADAPTER_ID_BYTES
 
 
-def find_adapter(folder: Path | None) -> dict[str, Any]:
-    """Return the arguments of from_pretrained() that open a model with what a folder holds.
+def find_adapter(given: str | None) -> dict[str, Any]:
+    """Return the arguments of from_pretrained() that open a model with an adapter or prompts.
 
-    Raises UsageError when it holds nothing that was learned. Whether that fits the model is seen
-    when it is opened.
+    A digest may have capitals, and white space around it; a folder of its name wins. Raises
+    UsageError for what is neither that nor a folder with something that was learned. Whether it
+    fits the model, and whether any peer keeps it, is seen when it is used.
     """
-    if folder is None:
+    if given is None:
         return {}
+    folder = Path(given)
     if (folder / _PROMPTS_FILE).is_file():
         return {"trained": folder}
     if (folder / _LORA_FILE).is_file():
         return {"active_adapter": folder}
-    if not folder.is_dir():
+    if folder.is_dir():
         raise UsageError(
-            f"there is no folder {folder}; --adapter takes what `shoal finetune` wrote"
+            f"{folder} holds neither an adapter nor prompts: --adapter takes the folder that was "
+            "--out of `shoal finetune`, one that PEFT saved, or the digest of a published adapter"
+        )
+    if digest := _read_digest(given):
+        return {"active_adapter": digest}
+    if folder.exists():
+        raise UsageError(
+            f"{folder} is a file; --adapter takes the folder that `shoal finetune` or PEFT wrote"
         )
     raise UsageError(
-        f"{folder} holds neither an adapter nor prompts: --adapter takes the folder that was "
-        "--out of `shoal finetune`, or one that PEFT saved"
+        f"there is no folder {folder}, nor is that the digest of a published adapter, "
+        f"{_NUM_DIGITS} hexadecimal digits; --adapter takes either"
     )
+
+
+def _read_digest(given: str) -> str | None:
+    """Return a digest as peers know it; None for what is none.
+
+    >>> _read_digest(f" {'AB' * 32}\\n") == "ab" * 32, _read_digest("my-adapter")
+    (True, None)
+    """
+    digest = given.strip().lower()
+    is_one = len(digest) == _NUM_DIGITS and set(digest) <= set("0123456789abcdef")
+    return digest if is_one else None

@@ -5,7 +5,6 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..protocol.errors import UsageError
@@ -49,8 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
     add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
     parser.add_argument(
-        "--adapter", type=Path, metavar="DIR",
-        help="use what `shoal finetune` wrote there, or a LoRA adapter in the format of PEFT",
+        "--adapter", metavar="DIR|DIGEST",
+        help="use what `shoal finetune` wrote there, a LoRA adapter in the format of PEFT, or a "
+        "published one",
     )  # fmt: skip
     parser.add_argument(
         "--max-new-tokens", type=parse_count, default=64, metavar="N",

@@ -177,7 +177,7 @@ def test_out_that_is_a_file_is_refused(
 
 @pytest.mark.parametrize(
     ("files", "sentence"),
-    [([], "there is no folder"), (["config.json"], "holds neither an adapter nor prompts")],
+    [([], "nor is that the digest"), (["config.json"], "holds neither an adapter nor prompts")],
 )
 def test_adapter_that_is_none_is_refused(
     byte_model: Path,
