@@ -60,7 +60,12 @@ class AdapterDesk:
         self._upload: _Upload | None = None
         self._unneeded: UploadId | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self.active_at = service.clock.now()
+        self._active_at = service.clock.now()
+
+    @property
+    def active_at(self) -> float:
+        """When it was busy last: now, while an adapter comes, or is read."""
+        return self._active_at if self._upload is None else self._service.clock.now()
 
     def take(self, message: AdapterHead | AdapterPiece | AdapterWithdrawal, holder: Holder) -> None:
         """Begin with an adapter, or answer why not; take the next piece of one; or forget one.
@@ -72,7 +77,7 @@ class AdapterDesk:
             return
         if isinstance(message, AdapterWithdrawal):
             if self._service.adapters.withdraw(message.adapter, holder):
-                self.active_at = self._service.clock.now()
+                self._active_at = self._service.clock.now()
             self._answers.put(encode_frame(AdapterKept(UploadId(message.pass_id), 0.0)))
             return
         if self._upload is not None:
@@ -86,7 +91,6 @@ class AdapterDesk:
             self._unneeded = message.upload_id
             self._say_kept(message.upload_id)
             return
-        self.active_at = self._service.clock.now()
         self._wait_for_more(upload)
 
     def end(self) -> None:
@@ -115,8 +119,7 @@ class AdapterDesk:
                 raise RemoteProtocolError("a piece of an adapter that was not announced")
             return
         upload.reader.take(piece)
-        self.active_at = self._service.clock.now()
-        upload.pace.note_piece(len(piece.data), self.active_at)
+        upload.pace.note_piece(len(piece.data), self._service.clock.now())
         if upload.reader.is_complete:
             self._stop_timer()
             if self._understands_signs():
@@ -140,7 +143,7 @@ class AdapterDesk:
             return  # with the event loop
         self._signs.stop()
         head, error = upload.head, reading.exception()
-        self._upload, self.active_at = None, self._service.clock.now()
+        self._upload, self._active_at = None, self._service.clock.now()
         if error is None:
             self._service.adapters.put(
                 head.adapter, reading.result(), upload.holder, upload.num_bytes, head.is_published
@@ -165,7 +168,7 @@ class AdapterDesk:
         self._refuse(upload.head.upload_id, error)
 
     def _say_kept(self, upload_id: UploadId) -> None:
-        self.active_at = self._service.clock.now()
+        self._active_at = self._service.clock.now()
         self._answers.put(encode_frame(AdapterKept(upload_id, KEEP_SECONDS)))
 
     def _refuse(self, upload_id: UploadId, error: RefusedError) -> None:
@@ -174,7 +177,7 @@ class AdapterDesk:
 
     def _forget(self, upload: _Upload) -> None:
         self._stop_timer()
-        self._upload, self.active_at = None, self._service.clock.now()
+        self._upload, self._active_at = None, self._service.clock.now()
         self._service.adapters.release(upload.holder, upload.num_bytes)
 
     def _stop_timer(self) -> None:

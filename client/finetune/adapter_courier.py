@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterable
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from ...protocol.adapters import PIECE_BYTES, SLOWEST_BYTES_PER_SECOND, allow_upload_seconds
+from ...protocol.adapters import (
+    PIECE_BYTES,
+    SLOWEST_BYTES_PER_SECOND,
+    STALL_SECONDS,
+    UploadPace,
+    allow_upload_seconds,
+)
 from ...protocol.errors import SilentError
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId, SessionId, UploadId
 from ...protocol.messages import AdapterHead
@@ -24,12 +31,9 @@ _PATIENCE = 2.0
 """All of an adapter may take so many times what the line is expected to take: others wait for the
 peer meanwhile, and one that reads now and then a piece could keep them waiting for an hour."""
 
-_PIECES_UNDER_WAY = 16
-"""How many of the newest pieces of one for everybody may not have arrived yet: three quarters of
-a mebibyte, about what transports hold back of a stream."""
-
-_HELD_BACK_SECONDS = _PIECES_UNDER_WAY * PIECE_BYTES / SLOWEST_BYTES_PER_SECOND
-"""How long what transports hold back takes on the slowest line: so long nothing may be heard."""
+_PIECES_UNDER_WAY = 32
+"""How many of the newest pieces of one for everybody may not have arrived yet: a mebibyte and a
+half, as much as was seen in the buffers of a connection that shares a slow line."""
 
 _HEAD_SECONDS = 30.0
 """How long, at most, a few hundred bytes may take behind what else is under way."""
@@ -82,7 +86,10 @@ class AdapterCourier:
         """
         head, tensors = _make_head(adapter, span, is_published=True)
         expected_seconds = self._line.expect_seconds(self._line.num_bytes + len(tensors))
-        carrying_seconds = max(expected_seconds, _HELD_BACK_SECONDS)
+        num_held_back = min(len(tensors), _PIECES_UNDER_WAY * PIECE_BYTES)
+        carrying_seconds = max(
+            min(expected_seconds, STALL_SECONDS), num_held_back / SLOWEST_BYTES_PER_SECOND
+        )
         patience_seconds = allow_upload_seconds(len(tensors))
         with self._carry_newest() as carry:
             return await link.bring(head, tensors, carrying_seconds, patience_seconds, carry)
@@ -91,15 +98,21 @@ class AdapterCourier:
     def _carry_newest(self) -> Generator[Callable[[int], None]]:
         """Give what counts pieces as under way that a peer has taken, of the newest ones alone.
 
-        What went before them has arrived, and what is not taken is not under way: neither delays
-        anybody else.
+        What went before them has arrived, or waits at the peer; what is not taken is not under way:
+        none of it delays anybody else. Raises SilentError if pieces are taken more slowly than they
+        may come.
         """
         newest: deque[ExitStack] = deque()
+        pace, loop = UploadPace(self._clock.now()), asyncio.get_running_loop()
 
         def carry(num_bytes: int) -> None:
+            if (now := self._clock.now()) > pace.deadline:
+                raise SilentError("the peer takes the adapter too slowly")
+            pace.note_piece(num_bytes, now)
             piece = ExitStack()
             piece.enter_context(self._line.carry(num_bytes))
             newest.append(piece)
+            loop.call_later(self._line.expect_seconds(self._line.num_bytes), piece.close)
             if len(newest) > _PIECES_UNDER_WAY:
                 newest.popleft().close()
 

@@ -12,6 +12,7 @@ from ...protocol.net.dialling import StaleAnnouncementError
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..deadlines import WakefulTimeout
 from ..router import Hop
+from .adapter_versions import AdapterVersion
 from .pass_asking import PassAsker
 from .pass_link import PassLink
 from .publication import Publication
@@ -77,13 +78,15 @@ class KeeperCalls:
         """
         peer_id, kept, missed = peer.peer_id, list[Publication](), list[Publication]()
         rest = sorted(publications, key=lambda one: one.expires_at(peer_id))
-        is_reached, until = False, self._clock.now() + _RENEWAL_SECONDS
+        is_reached = False
         try:
             async with self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _):
-                is_reached = True
+                is_reached, until = True, self._clock.now() + _RENEWAL_SECONDS
                 while rest and self._clock.now() < until:
-                    is_kept = await self._renew(rest[0], link)
-                    (kept if is_kept else missed).append(rest.pop(0))
+                    if (version := rest[0].version) is not None:  # else nobody wants it any more
+                        is_kept = await self._renew(rest[0], version, link)
+                        (kept if is_kept else missed).append(rest[0])
+                    rest.pop(0)
         except SilentError:
             if not is_reached:
                 raise
@@ -97,21 +100,28 @@ class KeeperCalls:
         return min(line.expect_seconds(line.num_bytes), _MOST_CARRYING_SECONDS)
 
     async def withdraw(
-        self, publications: Sequence[Publication], peer: Announcement, carrying_seconds: float
+        self,
+        publications: Sequence[Publication],
+        peer: Announcement,
+        carrying_seconds: float,
+        until: float,
     ) -> bool:
         """Have a peer forget adapters, in this order; return whether it has none of them now.
 
-        Of each that it has heard of it is noted. They may be so long on their way.
+        Of each that it has heard of it is noted. They may be so long on their way. Who would hear
+        the first one later than `until` hears none.
         """
         publication_of = {publication.name: publication for publication in publications}
         try:
-            async with (
-                self._withdrawing,
-                WakefulTimeout(_WITHDRAWAL_SECONDS + carrying_seconds),
-                self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _),
-            ):
-                async for name in link.withdraw(list(publication_of), carrying_seconds):
-                    publication_of[name].note_gone(peer.peer_id)
+            async with self._withdrawing:
+                if self._clock.now() > until:
+                    return False
+                async with (
+                    WakefulTimeout(_WITHDRAWAL_SECONDS + carrying_seconds),
+                    self._asker.lend(Hop(peer, peer.span), takes_place=False) as (link, _),
+                ):
+                    async for name in link.withdraw(list(publication_of), carrying_seconds):
+                        publication_of[name].note_gone(peer.peer_id)
         except StaleAnnouncementError:  # who has other blocks, or is another one, has none of them
             for publication in publications:
                 publication.note_gone(peer.peer_id)
@@ -119,15 +129,13 @@ class KeeperCalls:
             return False
         return True
 
-    async def _renew(self, publication: Publication, link: PassLink) -> bool:
-        """Have a peer keep one on, if anybody wants it still; return whether it does."""
-        if publication.version is None:
-            return True
+    async def _renew(
+        self, publication: Publication, version: AdapterVersion, link: PassLink
+    ) -> bool:
+        """Have a peer keep one on; return whether it does."""
         peer_id = link.peer.peer_id
         try:
-            keep_seconds = await self._asker.courier.renew(
-                link, publication.version, publication.span
-            )
+            keep_seconds = await self._asker.courier.renew(link, version, publication.span)
         except RefusedError:
             publication.note_silent(peer_id)
             return False

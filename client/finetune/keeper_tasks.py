@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 from ...protocol.adapters import KEEP_SECONDS
@@ -15,22 +16,14 @@ from ...protocol.net.clock import Clock
 from .backoffs import Backoffs
 from .keeper_calls import KeeperCalls, knows_publications
 from .lanes import Lanes
-from .places import Places
 from .publication import KeeperError, Publication
 from .tasks import Background
+from .upload_places import UploadPlaces
 
 _logger = logging.getLogger(__name__)
 
 RENEWAL_SECONDS = KEEP_SECONDS / 3
-"""Two renewals may fail. Peers that have come since get it, too."""
-
-_UPLOADS_AT_ONCE = 8
-"""How many peers are brought all of an adapter: they share the line of this client."""
-
-_MOST_UPLOADS = 16
-_UPLOAD_SECONDS = 60.0
-"""An upload that takes longer keeps nobody else waiting, up to so many: on a line of two megabits a
-second none of them is too slow yet for whom it goes to."""
+"""Two renewals may fail."""
 
 _RENEWALS_AT_ONCE = 32
 """How many peers hear at the same time that they keep what they have."""
@@ -40,6 +33,9 @@ _MAX_KEEPERS = 1000
 
 _FIRST_BACKOFF_SECONDS = 0.9 * RENEWAL_SECONDS
 """Not tried again before the next renewal, then the one after the next, and so on."""
+
+_BROUGHT_BACKOFF_SECONDS = 10.0
+"""Who was brought one may be restarted at once, and need it again."""
 
 
 class KeeperTasks:
@@ -59,15 +55,18 @@ class KeeperTasks:
         is_spreading: Callable[[Publication], bool],
     ) -> None:
         self._calls = calls
+        self._clock = clock
         self._background = background
         self._is_spreading = is_spreading
-        self._bringing = Places(_UPLOADS_AT_ONCE, _MOST_UPLOADS, _UPLOAD_SECONDS)
+        self._places = {is_proven: UploadPlaces() for is_proven in (False, True)}
         self._renewing = asyncio.Semaphore(_RENEWALS_AT_ONCE)
         self._lanes = Lanes[PeerId]()
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
+        self._deliveries: dict[PeerId, asyncio.Task[None]] = {}
         self._failing = Backoffs[PeerId](clock, _FIRST_BACKOFF_SECONDS)
-        self._keepers: dict[PeerId, None] = {}  # who has kept something; the last one is the last
-        self._brought = Backoffs[tuple[PeerId, AdapterId]](clock, _FIRST_BACKOFF_SECONDS)
+        # Who has kept something, and how fast it took that; who did so last is the last.
+        self._keepers: dict[PeerId, float] = {}
+        self._brought = Backoffs[tuple[PeerId, AdapterId]](clock, _BROUGHT_BACKOFF_SECONDS)
 
     def begin(
         self, publication: Publication, peer: Announcement
@@ -90,12 +89,16 @@ class KeeperTasks:
         self._forget_expired()
         for peer in filter(knows_publications, peers):
             if peer.peer_id not in self._renewals:
-                self._begin_renewal(publications, peer)
+                self._begin(self._renewals, peer.peer_id, self._renew(publications, peer))
 
     def cancel(self, publication: Publication) -> None:
         """Bring it to nobody any more."""
         for task in publication.tasks.values():
             task.cancel()
+
+    def note_arrival(self, peer: Announcement) -> None:
+        """Note that a peer has come, or come back: what it did before it left counts no more."""
+        self._failing.note_success(peer.peer_id)
 
     def count_failures(self, peer: Announcement) -> int:
         """Return how often a peer has failed in a row."""
@@ -105,15 +108,18 @@ class KeeperTasks:
         """Return whether a peer has ever kept something, as far as that is remembered."""
         return peer.peer_id in self._keepers
 
-    def _begin_renewal(
+    def find_speed(self, peer: Announcement) -> float:
+        """Return how many bytes a second a peer took of what it was brought last."""
+        return self._keepers.get(peer.peer_id, 0.0)
+
+    def _begin(
         self,
-        publications: Sequence[Publication],
-        peer: Announcement,
+        tasks: dict[PeerId, asyncio.Task[None]],
+        peer_id: PeerId,
+        coroutine: Coroutine[Any, Any, None],
     ) -> None:
-        peer_id = peer.peer_id
-        task = self._background.start(self._renew(publications, peer))
-        self._renewals[peer_id] = task
-        task.add_done_callback(lambda task: _drop(self._renewals, peer_id, task))
+        task = tasks[peer_id] = self._background.start(coroutine)
+        task.add_done_callback(lambda task: _drop(tasks, peer_id, task))
 
     async def _renew(
         self,
@@ -135,13 +141,18 @@ class KeeperTasks:
                 self._note_success(peer_id)
                 self._brought.note_success((peer_id, publication.name))
             lacking += missed
-        for publication in lacking:
+        if lacking and peer_id not in self._deliveries:
+            self._begin(self._deliveries, peer_id, self._deliver(lacking, peer))
+
+    async def _deliver(self, publications: Iterable[Publication], peer: Announcement) -> None:
+        """Bring one after the other to a peer, until one fails. Renewals go on meanwhile."""
+        for publication in publications:
             if (
                 self._is_spreading(publication)
-                and self._failing.may_try(peer_id)
-                and self._brought.may_try((peer_id, publication.name))
+                and self._failing.may_try(peer.peer_id)
+                and self._brought.may_try((peer.peer_id, publication.name))
             ):
-                self.begin(publication, peer)
+                await asyncio.wait([self.begin(publication, peer)])
 
     async def _see_to(self, publication: Publication, peer: Announcement) -> KeeperError | None:
         """See that a peer keeps a publication; return why it does not.
@@ -153,28 +164,36 @@ class KeeperTasks:
         try:
             if publication.is_kept_by(peer_id) and knows_publications(peer):
                 async with self._renewing:
-                    _, missed = await self._calls.renew([publication], peer)
-                if not missed:
+                    kept, _ = await self._calls.renew([publication], peer)
+                if kept:
                     return None
-            async with self._lanes.hold(peer_id), self._bringing.hold():
+            async with self._lanes.hold(peer_id), self._find_place(publication, peer):
                 self._brought.note_failure((peer_id, publication.name))  # until it is renewed
+                num_bytes, begun_at = publication.num_bytes, self._clock.now()
                 await self._calls.bring(publication, peer)
         except (UnavailableError, RefusedError, RemoteProtocolError) as error:
             self._note_failure(peer, error)
             return error
-        self._note_success(peer_id)
+        self._note_success(peer_id, num_bytes / max(1e-3, self._clock.now() - begun_at))
         return None
 
-    def _note_success(self, peer_id: PeerId) -> None:
+    def _find_place(
+        self, publication: Publication, peer: Announcement
+    ) -> AbstractAsyncContextManager[None]:
+        """Wait for a place; strangers take none from who has kept something before."""
+        return self._places[self.has_kept(peer)].hold(publication.num_bytes)
+
+    def _note_success(self, peer_id: PeerId, bytes_per_second: float | None = None) -> None:
         self._failing.note_success(peer_id)
-        self._keepers.pop(peer_id, None)
-        self._keepers[peer_id] = None
+        before = self._keepers.pop(peer_id, 0.0)
+        self._keepers[peer_id] = before if bytes_per_second is None else bytes_per_second
         if len(self._keepers) > _MAX_KEEPERS:
             del self._keepers[next(iter(self._keepers))]
 
     def _note_failure(self, peer: Announcement, error: KeeperError) -> None:
         _logger.info("peer …%s does not keep an adapter: %s", peer.peer_id[-6:], error)
-        if not isinstance(error, RefusedError):  # who declines one may have room for the next
+        # Who declines one may have room for the next. What fails at once fails for one reason.
+        if not isinstance(error, RefusedError) and self._failing.may_try(peer.peer_id):
             self._failing.note_failure(peer.peer_id)
 
     def _forget_expired(self) -> None:

@@ -324,7 +324,7 @@ class PassLink:
             async with WakefulTimeout(timeout_seconds):
                 return await receiving
         except TimeoutError as error:
-            raise SilentError(f"{self._name} fell silent during a pass") from error
+            raise SilentError(f"{self._name} fell silent") from error
 
 
 def make_pass_id() -> PassId:

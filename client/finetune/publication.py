@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from ...protocol.adapters import KEEP_SECONDS, allow_upload_seconds
+from ...protocol.adapters import KEEP_SECONDS
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, PeerId
 from ...protocol.spans import Span
@@ -79,12 +79,13 @@ class Publication:
         """Who has it, or may have it."""
         return list(self._copies)
 
-    def allow_seconds(self) -> float:
-        """Return how long it may be on its way to one peer, while it is wanted."""
+    @property
+    def num_bytes(self) -> int:
+        """How large it is, as long as it is wanted."""
         assert self.version is not None
         cut = self.version.cut(self.span)
         assert cut is not None
-        return allow_upload_seconds(len(cut.tensors))
+        return len(cut.tensors)
 
     def is_kept_by(self, peer_id: PeerId) -> bool:
         """Return whether a peer has it, as far as is known."""
@@ -92,7 +93,7 @@ class Publication:
         return copy is not None and copy.is_kept
 
     def expires_at(self, peer_id: PeerId) -> float:
-        """Return when a peer that has it forgets it; that is over for one that has it not."""
+        """Return when a peer forgets it; 0.0 for one that does not have it."""
         copy = self._copies.get(peer_id)
         return 0.0 if copy is None else copy.until
 

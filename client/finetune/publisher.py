@@ -9,13 +9,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 
-from ...protocol.adapters import KEEP_SECONDS
+from ...protocol.adapters import KEEP_SECONDS, allow_upload_seconds
 from ...protocol.announcements import Announcement
 from ...protocol.errors import SilentError, UsageError
 from ...protocol.ids import AdapterId, PeerId
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span, find_gaps
 from .adapter_versions import AdapterVersion, cut_apart
+from .arrivals import Arrivals
 from .keeper_calls import KeeperCalls, knows_publications
 from .keeper_tasks import RENEWAL_SECONDS, KeeperTasks
 from .lanes import Lanes
@@ -32,9 +33,17 @@ _PUBLISHING_SECONDS = 600.0
 _PATIENCE = 8.0
 """Once one peer keeps it, all of it may take so long, or so many times as long as that one took."""
 
+_LOOK_SECONDS = 10.0
+"""How often somebody looks for peers that have come: whoever uses an adapter may need them."""
+
+_LOOKS_PER_RENEWAL = round(RENEWAL_SECONDS / _LOOK_SECONDS)
+
 _OTHERS_SECONDS = 5.0
 """How long the others are waited for when there is a peer for each block: whoever uses the adapter
 at once then finds it at most of them."""
+
+_WITHDRAWING_SECONDS = 15.0
+"""After so long no more peers begin to hear of withdrawals: who closes a model waits for those."""
 
 _MAX_FORMER = 1000
 """Of so many that no peer has any more it is known that they were published here."""
@@ -58,6 +67,7 @@ class Publisher:
         self._begun: set[Claim] = set()  # of the calls that have not ended
         self._newest: dict[tuple[str, Span], int] = {}  # of the claims that peers have met
         self._withdrawing = Lanes[AdapterId]()
+        self._arrivals = Arrivals()
         self._renewing: asyncio.Task[None] | None = None
         self._is_closed = False
 
@@ -118,6 +128,8 @@ class Publisher:
     async def _publish(self, adapter: AdapterVersion, claim: Claim) -> None:
         await cut_apart([adapter], claim.span)
         peers = self._sort(await self._asker.list_peers())
+        if not self._is_anything_claimed:
+            self._arrivals.list_new(peers)  # they are brought the first one now
         publication = await self._claim(adapter, claim)
         try:
             await self._wait_for_keepers(publication, peers, claim.span)
@@ -152,6 +164,10 @@ class Publisher:
             self._renewing = self._background.start(self._renew())
         return publication
 
+    @property
+    def _is_anything_claimed(self) -> bool:
+        return any(publication.claims for publication in self._published.values())
+
     def _is_spreading(self, publication: Publication) -> bool:
         """Return whether more peers are to have it: not while a later state is on its way."""
         return publication.num_waiting > 0 or any(
@@ -163,14 +179,15 @@ class Publisher:
         """Return peers in the order in which they are brought an adapter.
 
         Strangers that have failed come last; those all of whose blocks have others before them
-        come after those that do not, and after who has kept one before: that may have failed
-        because it was restarted.
+        come after those that do not, and after who has kept one before, the fastest first: that may
+        have failed because it was restarted.
         """
 
-        def count_strikes(peer: Announcement) -> tuple[int, bool, int]:
+        def count_strikes(peer: Announcement) -> tuple[int, bool, int, float]:
             num_failures = self._tasks.count_failures(peer)
             is_stranger = not self._tasks.has_kept(peer)
-            return num_failures if is_stranger else 0, is_stranger, num_failures
+            strikes = num_failures if is_stranger else 0
+            return strikes, is_stranger, num_failures, -self._tasks.find_speed(peer)
 
         peers = sorted(peers, key=count_strikes)
         num_before: Counter[int] = Counter()
@@ -192,10 +209,12 @@ class Publisher:
         peer_of = {self._tasks.begin(publication, peer): peer for peer in peers}
         rest, kept, errors = set(peer_of), list[Span](), list[KeeperError]()
         begun_at = self._clock.now()
-        deadline = begun_at + _UPLOADS_AFTER_EACH_OTHER * publication.allow_seconds()
-        while rest and (seconds := deadline - self._clock.now()) > 0:
+        slowest_seconds = allow_upload_seconds(publication.num_bytes)
+        seconds = max(_PUBLISHING_SECONDS, _UPLOADS_AFTER_EACH_OTHER * slowest_seconds)
+        deadline = begun_at + seconds
+        while rest and (rest_seconds := deadline - self._clock.now()) > 0:
             done, rest = await asyncio.wait(
-                rest, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+                rest, timeout=rest_seconds, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
                 error = None if task.cancelled() else task.result()
@@ -213,8 +232,10 @@ class Publisher:
             raise UsageError("the adapter was withdrawn while it was published")
         if not kept:
             if rest:
-                seconds = self._clock.now() - begun_at
-                raise SilentError(f"no peer has taken the adapter within {seconds:.0f} s")
+                raise SilentError(
+                    f"no peer has all of the adapter after {seconds:.0f} s; {len(rest)} have not "
+                    "answered, or wait for the others"
+                ) from (errors[-1] if errors else None)
             raise errors[-1] if errors else self._asker.make_route_error(span)
         if missing := _find_missing(span, kept):
             _logger.warning(
@@ -245,15 +266,21 @@ class Publisher:
 
     async def _renew(self) -> None:
         """Begin again and again as long as something is to be kept, and wait for nobody."""
-        while any(publication.claims for publication in self._published.values()):
-            await asyncio.sleep(RENEWAL_SECONDS)
-            self._background.start(self._begin_renewals())
+        for number in itertools.count(1):
+            await asyncio.sleep(_LOOK_SECONDS)
+            if not self._is_anything_claimed:
+                return
+            self._background.start(self._begin_renewals(number % _LOOKS_PER_RENEWAL == 0))
 
-    async def _begin_renewals(self) -> None:
+    async def _begin_renewals(self, is_due: bool) -> None:
+        """Begin at whoever has come since the last time; where renewals are due, at all peers."""
         self._forget()
         peers = await self._asker.list_peers()
+        new = self._arrivals.list_new(peers)
+        for peer in new:
+            self._tasks.note_arrival(peer)
         wanted = [publication for publication in self._published.values() if publication.claims]
-        self._tasks.renew(wanted, peers)
+        self._tasks.renew(wanted, peers if is_due else new)
 
     async def _withdraw(self, publications: Sequence[Publication]) -> int:
         """Stop bringing publications, and tell all who may have them; return who could not be told.
@@ -280,8 +307,10 @@ class Publisher:
                 told.append(False)
                 for publication in theirs:
                     publication.note_gone(peer_id)  # it will never hear of that
+        hearing.sort(key=lambda one: not self._tasks.has_kept(one[0]))
+        until = self._clock.now() + _WITHDRAWING_SECONDS
         told += await run_all(
-            self._calls.withdraw(theirs, peer, carrying_seconds) for peer, theirs in hearing
+            self._calls.withdraw(theirs, peer, carrying_seconds, until) for peer, theirs in hearing
         )
         self._forget()
         num_untold = told.count(False)

@@ -9,6 +9,7 @@ from pass_peers import WHOLE, add_pass_peer, move_pass_peer
 from publisher_scene import LARGE, SECONDS, make_version, name_of, run_publisher
 from session_scene import Scene, now
 
+from shoal.client.finetune import keeper_calls
 from shoal.client.finetune.pass_asking import PassAsker
 from shoal.client.finetune.publisher import Publisher
 from shoal.client.router import Hop
@@ -325,6 +326,24 @@ def test_a_few_of_many_peers_hear_of_a_withdrawal_at_once() -> None:
         for peer in peers:
             peer.is_mute = False
         assert await withdrawing == 32
+
+    run_publisher(test)
+
+
+def test_crowd_that_does_not_answer_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper_calls, "_WITHDRAWALS_AT_ONCE", 8)
+
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        sound = await add_pass_peer(scene, 1.0)
+        await publisher.publish(make_version(8), WHOLE, "a")
+        crowd = [await add_pass_peer(scene, 1.0) for _ in range(100)]
+        await asyncio.sleep(SECONDS)
+        for peer in crowd:
+            peer.is_mute = True
+        began_at = now()
+        assert await publisher.withdraw(name_of(make_version(8))) == 100
+        assert now() - began_at < 20.0
+        assert sound.withdrawn == [name_of(make_version(8))]
 
     run_publisher(test)
 

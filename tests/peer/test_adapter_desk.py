@@ -28,6 +28,7 @@ from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 
 from shoal.peer import pass_budget
+from shoal.peer.adapter_desk import AdapterDesk
 from shoal.peer.adapter_shelf import AdapterShelf
 from shoal.peer.engine.adapters import Adapter
 from shoal.peer.engine.engine import Engine
@@ -436,6 +437,30 @@ def test_adapter_that_comes_slowly_is_read_and_one_that_drips_is_not(
         while isinstance(answer := await talk.hear(), Queued):
             pass
         assert_declined(answer, refusal)
+
+    run(engine, test)
+
+
+def test_stream_is_kept_while_an_adapter_comes_and_is_read(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = AdapterDesk._read
+
+    async def read_slowly(self: AdapterDesk, upload: Any) -> Any:
+        await asyncio.sleep(30.0)
+        return await read(self, upload)
+
+    monkeypatch.setattr(AdapterDesk, "_read", read_slowly)
+
+    async def test(peer: Peer) -> None:
+        talk, files = await greet(peer), pack()
+        head = make_head(files)
+        await talk.say(head)
+        await asyncio.sleep(50.0)
+        await talk.say(*cut_adapter(head.upload_id, files[1]))
+        while isinstance(answer := await talk.hear(), Queued):
+            pass
+        assert isinstance(answer, AdapterKept)
 
     run(engine, test)
 
