@@ -1,4 +1,4 @@
-"""What `--adapter` names: a folder that `shoal finetune` or PEFT left, or a published adapter."""
+"""Folders that `shoal finetune` or PEFT left, and what else `--adapter` names."""
 
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,23 @@ def find_adapter(given: str | None) -> dict[str, Any]:
         f"there is no folder {folder}, nor is that the digest of a published adapter, "
         f"{_NUM_DIGITS} hexadecimal digits; --adapter takes either"
     )
+
+
+def check_lora(folder: Path) -> None:
+    """Raise UsageError unless a folder holds a LoRA adapter, as far as names of files tell."""
+    if (folder / _LORA_FILE).is_file():
+        return
+    if (folder / _PROMPTS_FILE).is_file():
+        raise UsageError(
+            f"{folder} holds prompts (ptune, deep_ptune), which no peer keeps: only an adapter "
+            "(lora) can be published"
+        )
+    expected = "takes the folder of a lora that `shoal finetune` or PEFT wrote"
+    if folder.is_dir():
+        raise UsageError(f"{folder} holds no adapter: DIR {expected}")
+    if folder.exists():
+        raise UsageError(f"{folder} is a file; DIR {expected}")
+    raise UsageError(f"there is no folder {folder}; DIR {expected}")
 
 
 def _read_digest(given: str) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from .joining import quote_swarm
 from .quantities import count_of
 from .terminal import Progress, Terminal
 from .text_generation import (
@@ -375,16 +376,12 @@ def quote_use(
     >>> quote_use("shoal-stories", "Once upon a time", Path("out"), [], "@own.code")
     ['shoal generate shoal-stories "Once upon a time" --adapter out --join @own.code']
     """
-    line = f'shoal generate {shlex.quote(model)} "{prompt}" --adapter {_quote(folder)}'
-    if code is not None:
-        return [f"{line} --join {shlex.quote(code) if code.startswith('@') else 'shoal:…'}"]
-    if addresses:
-        return [f"{line} \\", f"  --initial-peers {addresses[0]}"]
-    return [line]
-
-
-def _quote(path: Path) -> str:
-    return shlex.quote(str(path))
+    adapter = shlex.quote(str(folder))
+    line = f'shoal generate {shlex.quote(model)} "{prompt}" --adapter {adapter}'
+    swarm = quote_swarm(addresses, code)
+    if code is None and addresses:
+        return [f"{line} \\", f"  {swarm}"]
+    return [f"{line} {swarm}".rstrip()]
 
 
 def _format_loss(loss: float | None) -> str:

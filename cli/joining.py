@@ -2,6 +2,8 @@
 
 import argparse
 import os
+import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -75,6 +77,19 @@ def read_join(given: str | None) -> str:
     code = _read_file(Path(given[1:])) if given.startswith("@") else given
     JoinCode.parse(code)
     return code
+
+
+def quote_swarm(addresses: Sequence[str], code: str | None) -> str:
+    """Return the option that names a swarm as it was given to a command; a code stays a secret.
+
+    Empty where the environment names it.
+
+    >>> quote_swarm(["/ip4/a", "/ip4/b"], None), quote_swarm([], "@own.code")
+    ('--initial-peers /ip4/a', '--join @own.code')
+    """
+    if code is not None:
+        return f"--join {shlex.quote(code) if code.startswith('@') else 'shoal:…'}"
+    return f"--initial-peers {addresses[0]}" if addresses else ""
 
 
 def _read_file(path: Path) -> str:

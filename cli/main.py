@@ -25,6 +25,7 @@ _COMMANDS = {
     "swarm": "run a whole swarm on this machine until Ctrl-C",
     "generate": "stream text from a swarm",
     "finetune": "teach a model your texts, through a swarm that serves it",
+    "publish": "lend everybody in a swarm an adapter until Ctrl-C",
     "doctor": "say which link of a swarm is broken",
     "bench": "measure swarms on this machine beside plain transformers",
 }

@@ -11,13 +11,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import warm_python
+from transformers import AutoConfig
 
 from shoal.cli.main import main
+from shoal.client import LoraAdapter
 from shoal.peer.local_swarm import LocalSwarm
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
@@ -280,6 +283,44 @@ def test_doctor_names_a_killed_peer_and_its_blocks(
     (finding,) = [finding for finding in result["findings"] if finding["name"] == "blocks"]
     assert "2:3" in finding["detail"]
     assert "--blocks 2:3" in finding["fix"]
+
+
+@pytest.fixture
+def adapter(byte_model: Path, tmp_path: Path) -> Path:
+    """A folder with an adapter that changes what is written."""
+    model: Any = SimpleNamespace(config=AutoConfig.from_pretrained(byte_model))
+    adapter = LoraAdapter.create(model, rank=2)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for matrix in adapter.parameters():
+            matrix.copy_(torch.randn(matrix.shape, generator=generator))
+    adapter.save(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_adapter_is_there_for_others_until_who_publishes_it_is_stopped(
+    swarm: LocalSwarm, byte_model: Path, adapter: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = ["--initial-peers", swarm.initial_peers[0]]
+    command = ["generate", str(byte_model), PROMPT, "--max-new-tokens", "6", *peers]
+    publish = ["-m", "shoal.cli", "publish", str(byte_model), str(adapter), "--json", *peers]
+    with warm_python.Popen(
+        [sys.executable, "-P", *publish], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        try:
+            published = json.loads(process.stdout.readline())
+            given = (published["digest"].upper(), str(adapter))
+            texts = [run_json([*command, "--adapter", one], capsys)[1]["text"] for one in given]
+            process.send_signal(signal.SIGINT)
+            withdrawn, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+
+    assert texts[0] == texts[1]
+    assert (process.returncode, errors) == (0, b"")
+    assert json.loads(withdrawn) == {"event": "withdrawn", "digest": published["digest"]}
+    assert main([*command, "--wait", "0", "--adapter", published["digest"]]) == 1
 
 
 def test_swarm_reports_a_death_and_leaves_nothing_behind(byte_model: Path) -> None:

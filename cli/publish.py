@@ -1,0 +1,177 @@
+"""`shoal publish`: keep an adapter published until Ctrl-C."""
+
+import argparse
+import contextlib
+import json
+import logging
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .adapter_folder import check_lora
+from .bundled_model import BUNDLED_NAME, find_model
+from .interrupts import end_in_good_order, quitting_at_once
+from .joining import Joining, add_join_arguments, quote_swarm, read_joining
+from .terminal import Progress, Terminal
+from .text_generation import import_client
+
+_CLIENT = "shoal.client"
+"""The name that the client's warnings are logged under."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal publish`."""
+    parser.description = (
+        "Bring an adapter to all peers of a swarm, and to those that come later, and print the "
+        "digest by which everybody there uses it. It stays there as long as this command runs."
+    )
+    parser.add_argument(
+        "model", metavar="MODEL",
+        help=f"model directory, its id on the Hub, or {BUNDLED_NAME}, which comes with shoal",
+    )  # fmt: skip
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR",
+        help="--out of `shoal finetune --method lora`, or a LoRA adapter in the format of PEFT",
+    )  # fmt: skip
+    add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
+    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Publish an adapter until asked to end; return 0.
+
+    Asked before peers keep it, it raises KeyboardInterrupt.
+    """
+    check_lora(options.folder)
+    joining, name = read_joining(options), find_model(options.model)
+    reporter = (_JsonReporter if options.json else _Reporter)(Terminal(sys.stdout))
+    with end_in_good_order():
+        with reporter.showing("Joining the swarm"):
+            client, model = _open_model(name, joining)
+        with _telling_warnings(reporter.warn), model:
+            adapter = client.LoraAdapter.load(options.folder, model)
+            with reporter.showing("Bringing the adapter to peers"):
+                digest = model.publish_adapter(adapter)
+            with contextlib.suppress(KeyboardInterrupt):
+                reporter.report_published(_Published(options, digest))
+                threading.Event().wait()
+            with reporter.showing("Withdrawing the adapter"):
+                model.withdraw_adapter(digest)
+    reporter.report_withdrawn(digest)
+    return 0
+
+
+def _open_model(name: str, joining: Joining) -> tuple[Any, Any]:
+    """Return the client's module and a model; its peers are found when it is used."""
+    with quitting_at_once():
+        client = import_client()
+    model = client.AutoDistributedModelForCausalLM.from_pretrained(
+        name, initial_peers=list(joining.initial_peers), join=joining.join
+    )
+    return client, model
+
+
+class _Warnings(logging.Handler):
+    """Hands on what the client warns of, once: to close a model repeats what was not withdrawn."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+        self._told = set[str]()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Tell a warning, unless it was told before."""
+        sentence = record.getMessage()
+        if sentence not in self._told:
+            self._told.add(sentence)
+            self._tell(sentence)
+
+
+@contextlib.contextmanager
+def _telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
+    """Tell what the client warns of, inside, in place of lines of a log."""
+    logger, handler = logging.getLogger(_CLIENT), _Warnings(tell)
+    logger.addHandler(handler)
+    logger.propagate, before = False, logger.propagate
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)
+
+
+@dataclass(frozen=True)
+class _Published:
+    """What peers keep now, and of which command."""
+
+    options: argparse.Namespace
+    digest: str
+
+    @property
+    def use(self) -> Sequence[str]:
+        """The lines of a command that uses it."""
+        model = shlex.quote(self.options.model)
+        swarm = quote_swarm(self.options.initial_peers, self.options.join)
+        words = [f'shoal generate {model} "Once upon a time"', f"  --adapter {self.digest}"]
+        words += [f"  {swarm}"] if swarm else []
+        return [f"{word} \\" for word in words[:-1]] + words[-1:]
+
+
+class _Reporter:
+    """Tells people what goes on."""
+
+    def __init__(self, output: Terminal) -> None:
+        self._output = output
+        self._notices = Terminal(sys.stderr)
+        self._line = Progress(self._notices, str)
+
+    @contextlib.contextmanager
+    def showing(self, sentence: str) -> Iterator[None]:
+        """Show, while inside, what is under way."""
+        self._line = Progress(self._notices, lambda: sentence)
+        with self._line:
+            yield
+
+    def warn(self, sentence: str) -> None:
+        """Say what the client warns of."""
+        with self._line.making_room():
+            for line in self._notices.wrap(f"{sentence[:1].upper()}{sentence[1:]}."):
+                self._notices.print(self._notices.paint(line, "yellow"))
+
+    def report_published(self, published: _Published) -> None:
+        """Say how others use it."""
+        show, paint = self._output.print, self._output.paint
+        folder = published.options.folder
+        show(paint(f"{folder} is published. Everybody in the swarm uses it by its digest:", "bold"))
+        show()
+        for line in published.use:
+            show(f"  {line}")
+        show()
+        show(f'From Python: from_pretrained(…, active_adapter="{published.digest[:8]}…")')
+        show("Ctrl-C withdraws it.")
+
+    def report_withdrawn(self, digest: str) -> None:
+        """Say that nobody finds it any more."""
+        self._output.print("\nThe adapter is withdrawn.")
+
+
+class _JsonReporter(_Reporter):
+    """The same as JSON lines."""
+
+    def warn(self, sentence: str) -> None:
+        self._print_event("warning", text=sentence)
+
+    def report_published(self, published: _Published) -> None:
+        use = " ".join(line.removesuffix("\\").strip() for line in published.use)
+        folder = str(published.options.folder)
+        self._print_event("published", digest=published.digest, adapter=folder, use=use)
+
+    def report_withdrawn(self, digest: str) -> None:
+        self._print_event("withdrawn", digest=digest)
+
+    def _print_event(self, event: str, **facts: object) -> None:
+        self._output.print(json.dumps({"event": event, **facts}))

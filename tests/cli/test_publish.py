@@ -1,0 +1,121 @@
+"""What `shoal publish` refuses and shows; test_swarm_commands.py has it publish."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+from screens import Screen
+
+from shoal.cli import publish
+from shoal.cli.main import _parse, main
+from shoal.cli.terminal import Terminal
+
+CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
+DIGEST = "03382acf" * 8
+
+
+def make_published(*joining: str) -> publish._Published:
+    options = _parse(["publish", "shoal-stories", "my-adapter", *joining])
+    return publish._Published(options, DIGEST)
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ([], "there is no folder {}; DIR takes the folder of a lora that `shoal finetune`"),
+        (["tuning.json"], "{} holds prompts (ptune, deep_ptune), which no peer keeps"),
+        (["config.json"], "{} holds no adapter: DIR takes"),
+    ],
+)
+def test_folder_without_an_adapter_is_refused_before_anything_is_joined(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], files: list[str], sentence: str
+) -> None:
+    folder = tmp_path / "my-adapter"
+    for file in files:
+        folder.mkdir()
+        (folder / file).write_text("{}")
+
+    assert main(["publish", "no/such/model", str(folder), "--initial-peers", CLOSED]) == 1
+
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"shoal publish: {sentence.format(folder)}")
+    assert output.err.count("\n") == 1
+
+
+def test_file_is_refused_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    file = str(tmp_path / "adapter_config.json")
+
+    assert main(["publish", "no/such/model", file, "--initial-peers", CLOSED]) == 1
+
+    assert "adapter_config.json is a file; DIR takes" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_swarm_that_nobody_is_in_is_one_line(
+    byte_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+
+    assert main(["publish", str(byte_model), str(tmp_path), "--initial-peers", CLOSED]) == 1
+
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith("shoal publish: no initial peer can be reached")
+    assert output.err.count("\n") == 1
+
+
+def test_it_tells_how_others_use_it_in_a_terminal() -> None:
+    screen = Screen()
+
+    publish._Reporter(Terminal(screen)).report_published(make_published("--join", "@own.code"))
+
+    assert all(len(line) <= 80 for line in screen.text.replace("\x1b[1m", "").splitlines())
+    assert (
+        '  shoal generate shoal-stories "Once upon a time" \\\n'
+        f"    --adapter {DIGEST} \\\n"
+        "    --join @own.code\n"
+    ) in screen.text
+    assert 'active_adapter="03382acf…"' in screen.text
+    assert "Ctrl-C withdraws it.\n" in screen.text
+
+
+def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
+    screen = Screen(is_terminal=False)
+    reporter = publish._JsonReporter(Terminal(screen))
+
+    reporter.report_published(make_published("--join", "shoal:secret"))
+    reporter.warn("no peer keeps it")
+    reporter.report_withdrawn(DIGEST)
+
+    use = f'shoal generate shoal-stories "Once upon a time" --adapter {DIGEST} --join shoal:…'
+    assert [json.loads(line) for line in screen.text.splitlines()] == [
+        {"event": "published", "digest": DIGEST, "adapter": "my-adapter", "use": use},
+        {"event": "warning", "text": "no peer keeps it"},
+        {"event": "withdrawn", "digest": DIGEST},
+    ]
+
+
+def test_swarm_of_the_environment_needs_no_option() -> None:
+    assert make_published().use[-1] == f"  --adapter {DIGEST}"
+
+
+def test_warnings_of_the_client_are_sentences_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    screen = Screen()
+    monkeypatch.setattr("sys.stderr", screen)
+    monkeypatch.setenv("NO_COLOR", "1")
+    reporter, logger = publish._Reporter(Terminal(screen)), logging.getLogger("shoal.client.any")
+
+    with publish._telling_warnings(reporter.warn):
+        for _ in range(2):
+            logger.warning("%d could not be told", 3)
+    logger.warning("afterwards")
+
+    assert screen.text == "3 could not be told.\n"
+    assert [record.getMessage() for record in caplog.records] == ["afterwards"]
