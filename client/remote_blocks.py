@@ -17,7 +17,7 @@ from .config import make_whole
 from .deep_prompts import check_prompts
 from .distributed_config import DistributedConfig
 from .finetune.active_adapters import ActiveAdapters, ChosenAdapters, read_digest
-from .finetune.lora import LoraAdapter
+from .finetune.lora import LoraAdapter, check_is_adapter
 from .finetune.pass_failovers import PassFailover
 from .finetune.peer_optimizer import PeerOptimizer
 from .inference_session import InferenceSession, check_is_session
@@ -228,9 +228,10 @@ class RemoteSequential(nn.Module):
 
         Returns when peers for all blocks keep it, after ten minutes at the latest: the others go on
         getting it. Where no peer keeps it for some blocks, a warning names them. Raises UsageError
-        for an adapter of the head, which is computed at the client, and what the peers say if none
-        of them keeps it.
+        for what is no LoraAdapter, and for one of the head, which is computed at the client; and
+        what the peers say if none of them keeps it.
         """
+        adapter = check_is_adapter(adapter, "publish_adapter()")
         if adapter.get_head() is not None:
             raise UsageError(
                 "an adapter of the head cannot be published: every client has a head of its own"

@@ -73,16 +73,18 @@ class AdapterShelf:
         Raises RefusedError with NO_ROOM_FOR_ADAPTER, and when to ask again if that may help.
         """
         most_bytes = compute_share(holder, {}, self._num_bytes, _TIMES_FREE)
+        if not most_bytes:
+            raise RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, "this peer keeps no adapters")
         if num_bytes > most_bytes:
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
-                f"the adapter takes {num_bytes / 2**20:,.1f} MiB, more than this peer keeps for "
-                f"one client: {most_bytes / 2**20:,.1f} MiB",
+                f"the adapter takes {_in_words(num_bytes)}, more than this peer keeps for one "
+                f"client: {_in_words(most_bytes)}; a lower rank or fewer modules take less",
             )
         if num_bytes > num_freed and not self.shared.has_room_for(holder, num_bytes):
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
-                f"this peer has no room for {num_bytes} bytes of adapters of yours at present",
+                self._describe_lack(holder, num_bytes),
                 BUSY_SECONDS,
             )
         self.shared.count(holder, num_bytes)
@@ -130,8 +132,9 @@ class AdapterShelf:
             return kept
         raise RefusedError(
             ErrorCode.UNKNOWN_ADAPTER,
-            f"this peer has no adapter {name.hex():.12}… of yours that you used in the last "
-            f"{KEEP_SECONDS / 60:.0f} minutes, and nobody publishes it",
+            f"this peer has no adapter {name.hex():.12}… that you may use; if that is a published "
+            "one, its digest was mistyped, it was withdrawn, or its publisher is gone. A peer that "
+            "has just come gets it from its publisher soon: try again in a few minutes",
         )
 
     def has(self, name: AdapterId, holder: Holder, is_published: bool = False) -> bool:
@@ -208,6 +211,21 @@ class AdapterShelf:
             self._timer.cancel()
             self._timer = None
 
+    def _describe_lack(self, holder: Holder, num_bytes: int) -> str:
+        """Return why there is no room for an adapter at present, and what makes some."""
+        held_bytes, share_bytes = self.shared.measure(holder)
+        said = f"this peer has no room for an adapter of {_in_words(num_bytes)} at present: "
+        if not held_bytes:
+            return (
+                f"{said}others leave {_in_words(share_bytes)} to you; a lower rank or fewer "
+                "modules take less"
+            )
+        return (
+            f"{said}yours take {_in_words(held_bytes)} of the {_in_words(share_bytes)} that it "
+            "keeps for you; withdraw a published one, use one that you have published by its "
+            "digest, which takes nothing more, or take a lower rank"
+        )
+
     def _find_own(self, name: AdapterId, holder: Holder, is_published: bool) -> Kept | None:
         if is_published:
             return self._published.get(name, {}).get(holder)
@@ -257,3 +275,13 @@ class AdapterShelf:
         if self._private or self._published:
             ages = [now - kept.used_at for kept in idle if not kept.is_given_up]
             self._look_after(KEEP_SECONDS - max(ages, default=0.0))
+
+
+def _in_words(num_bytes: int) -> str:
+    """Return a size for people.
+
+    >>> _in_words(4_995_281), _in_words(1000)
+    ('4.8 MiB', '1.0 KiB')
+    """
+    unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
+    return f"{num_bytes / unit:,.1f} {name}"

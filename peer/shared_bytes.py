@@ -51,8 +51,13 @@ class SharedBytes:
 
     def has_room_for(self, holder: Holder, num_bytes: int) -> bool:
         """Return whether a holder may have so many bytes more."""
-        share = compute_share(holder, self._held, self._budget_bytes, self._times_free)
-        return self._held[holder] + num_bytes <= share
+        held_bytes, share_bytes = self.measure(holder)
+        return held_bytes + num_bytes <= share_bytes
+
+    def measure(self, holder: Holder) -> tuple[int, int]:
+        """Return how many bytes a holder has, and how many of all it may have at present."""
+        share_bytes = compute_share(holder, self._held, self._budget_bytes, self._times_free)
+        return self._held[holder], share_bytes
 
 
 class RecentBytes:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -58,6 +60,10 @@ class ChosenAdapters:
 
 NO_ADAPTERS = ChosenAdapters()
 
+_NO_DIGEST = (
+    f"no digest of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
+)
+
 
 class ActiveAdapters:
     """The adapters that are active: those of a `with` in this thread or task, or the default."""
@@ -80,8 +86,7 @@ class ActiveAdapters:
     @contextmanager
     def use(self, choice: AdapterChoice) -> Iterator[None]:
         """Make adapters active inside of the `with`; None: none. Raises UsageError for others."""
-        check_choice(choice)
-        token = self._active.set((choice,))
+        token = self._active.set((read_choice(choice),))
         try:
             yield
         finally:
@@ -154,34 +159,42 @@ class ActiveAdapters:
         return list(choice)
 
 
-def check_choice(choice: object) -> None:
-    """Raise UsageError unless this says which adapters rows have."""
-    listed = choice if isinstance(choice, list | tuple) else [choice]
-    for adapter in listed:
-        if isinstance(adapter, str):
-            read_digest(adapter)
-        elif adapter is not None and not isinstance(adapter, LoraAdapter):
-            raise UsageError(
-                "active_adapter is a LoraAdapter, the digest of a published one, or a list with "
-                f"one for each row, not {adapter!r:.60}"
-            )
+def read_choice(choice: Any) -> AdapterChoice:
+    """Return which adapters rows have, digests as they are written; UsageError for all else."""
+    if not isinstance(choice, list | tuple):
+        return _read_adapter(choice)
+    given = list(cast("Sequence[Any]", choice))
+    read = [_read_adapter(adapter) for adapter in given]
+    return choice if read == given else read
+
+
+def _read_adapter(adapter: Any) -> Adapter | None:
+    if adapter is None or isinstance(adapter, LoraAdapter):
+        return adapter
+    if isinstance(adapter, str) and is_digest(adapter):
+        return read_digest(adapter).hex()
+    if isinstance(adapter, str | PathLike):
+        raise UsageError(
+            f"{str(cast('Any', adapter))!r:.80} is {_NO_DIGEST}; an adapter in a folder is opened "
+            "before: LoraAdapter.load(folder, model), or model.load_adapter(folder) from now on"
+        )
+    raise UsageError(
+        "active_adapter is a LoraAdapter, the digest of a published one, or a list with one for "
+        f"each row, not {adapter!r:.60}"
+    )
 
 
 def is_digest(text: str) -> bool:
-    """Return whether this can be the name of a published adapter.
+    """Return whether this can be the name of a published adapter, however it was copied.
 
-    >>> is_digest("ab" * 32), is_digest("my-adapter")
-    (True, False)
+    >>> is_digest("ab" * 32), is_digest(" " + "AB" * 32), is_digest("my-adapter")
+    (True, True, False)
     """
-    return re.fullmatch(f"[0-9a-f]{{{2 * ADAPTER_ID_BYTES}}}", text) is not None
+    return re.fullmatch(f"[0-9a-f]{{{2 * ADAPTER_ID_BYTES}}}", text.strip().lower()) is not None
 
 
-def read_digest(text: str) -> AdapterId:
+def read_digest(text: object) -> AdapterId:
     """Return the name of a published adapter; raises UsageError for anything else."""
-    if not is_digest(text):
-        raise UsageError(
-            f"{text!r:.80} is no digest of a published adapter, which has "
-            f"{2 * ADAPTER_ID_BYTES} hexadecimal digits; what is in a folder is opened with "
-            "LoraAdapter.load(folder, model)"
-        )
-    return AdapterId(bytes.fromhex(text))
+    if not isinstance(text, str) or not is_digest(text):
+        raise UsageError(f"{text!r:.80} is {_NO_DIGEST}; publish_adapter() returns it")
+    return AdapterId(bytes.fromhex(text.strip()))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 from torch import nn
 
-from .active_adapters import AdapterChoice, check_choice, is_digest
+from ...protocol.errors import UsageError
+from ...protocol.ids import ADAPTER_ID_BYTES
+from .active_adapters import AdapterChoice, is_digest, read_choice
 from .lora import LoraAdapter
 from .peer_optimizer import PeerOptimizer
 
@@ -53,7 +56,7 @@ class AdaptedModel:
 
         None: none.
         """
-        check_choice(adapter)
+        adapter = read_choice(adapter)
         self.transformer.h.adapters.default = adapter
         self._modules.pop(ADAPTER_NAME, None)
         part = _make_part(adapter)
@@ -113,12 +116,20 @@ class AdaptedModel:
         """See `RemoteSequential.withdraw_adapter`."""
         self.transformer.h.withdraw_adapter(digest)
 
-    def open_adapter(self, given: str | Path) -> None:
-        """Make an adapter active that is a folder or the digest of a published one."""
-        if isinstance(given, str) and is_digest(given):
+    def open_adapter(self, given: AdapterChoice | Path) -> None:
+        """Make an adapter active that may as well be in a folder.
+
+        Raises UsageError for what is neither there nor the digest of a published one.
+        """
+        if not isinstance(given, str | Path) or (isinstance(given, str) and is_digest(given)):
             self.set_adapter(given)
-        else:
+        elif os.path.exists(given):
             self.load_adapter(given)
+        else:
+            raise UsageError(
+                f"active_adapter {str(given)!r:.80} is no folder of an adapter, and not the digest "
+                f"of a published one, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
+            )
 
     def __call__(
         self, *inputs: Any, active_adapter: AdapterChoice = UNCHANGED, **options: Any

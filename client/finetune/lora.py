@@ -9,6 +9,7 @@ import math
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
@@ -209,19 +210,35 @@ class LoraAdapter(nn.Module):
         raise UsageError("an adapter is not called; make it active in a model over a swarm")
 
 
+def check_is_adapter(given: object, purpose: str) -> LoraAdapter:
+    """Return an adapter of one's own; raises UsageError for anything else."""
+    if isinstance(given, LoraAdapter):
+        return given
+    advice = ""
+    if isinstance(given, str | PathLike):
+        advice = "; one in a folder is opened with LoraAdapter.load(folder, model)"
+    raise UsageError(f"{purpose} takes a LoraAdapter, not {given!r:.80}{advice}")
+
+
 def _choose_linears(linears: Mapping[str, LinearShape], targets: str | list[str]) -> list[str]:
     """Return the linears that targets mean; UsageError where one of them means none."""
     chosen = match_targets(linears, targets)
-    unknown = (
-        []
-        if isinstance(targets, str)
-        else [target for target in targets if not match_targets(linears, [target])]
-    )
+    ends = sorted({name.rpartition(".")[2] for name in linears})
+    known = ", ".join(ends)
+    if isinstance(targets, str):
+        if chosen:
+            return chosen
+        listed = [target.strip() for target in targets.split(",")]
+        example = listed if all(match_targets(linears, [one]) for one in listed) else ends[:1]
+        raise UsageError(
+            f"target_modules {targets!r:.80} is a text, and so a pattern for whole names, which "
+            f"matches no linear of this model; ends of names are a list, {example}: it has {known}"
+        )
+    unknown = [target for target in targets if not match_targets(linears, [target])]
     if unknown or not chosen:
-        ends = sorted({name.rpartition(".")[2] for name in linears})
         raise UsageError(
             f"this model has no linear that target_modules {unknown or targets} means; it has "
-            + ", ".join(ends)
+            + known
         )
     return chosen
 

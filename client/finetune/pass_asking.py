@@ -88,7 +88,6 @@ class PassAsker:
         self.courier = AdapterCourier(clock, swarm.line)
         self.failovers = PassFailovers()
         self._forgiven: set[PeerId] = set()
-        self._recent_hops: dict[PeerId, Hop] = {}
         self._refreshing = asyncio.Lock()
 
     def __repr__(self) -> str:
@@ -169,7 +168,7 @@ class PassAsker:
         if order is not None:
             order = replace(order, scale=1 / scale)
         answer = await self._ask(hop, texts, grads_BTH, lambda: True, order)
-        self._recent_hops[hop.peer.peer_id] = hop
+        self.failovers.note_answer(hop)
         return _read_gradients(answer, texts, hop.span).multiply(1 / scale)
 
     @asynccontextmanager
@@ -178,6 +177,7 @@ class PassAsker:
     ) -> AsyncIterator[tuple[PassLink, Line]]:
         """Lend a stream to one peer, with its line as far as it has shown."""
         async with self._links.lend(hop.peer, lambda: True, takes_place) as link:
+            self.failovers.note_reached(hop.peer.peer_id)
             yield link, self._speeds.find_line(hop.peer.peer_id)
 
     def blame_home(self, hop: Hop, error: _Failure, trouble: Trouble) -> None:
@@ -218,8 +218,7 @@ class PassAsker:
 
     def take_recent_hops(self) -> list[Hop]:
         """Return who answered since this was called last, in the order of blocks."""
-        hops, self._recent_hops = self._recent_hops.values(), {}
-        return sorted(hops, key=lambda hop: (hop.span.start, hop.span.stop, hop.peer.peer_id))
+        return self.failovers.take_recent_hops()
 
     async def close(self) -> None:
         """Hang up on everybody."""
@@ -251,7 +250,7 @@ class PassAsker:
             self._swarm.quarantine(liar.peer, Fault.BROKEN)
         self.failovers.note(trouble.take_lost(hop.span), (hop,))
         self._swarm.note_pass(hop.peer.peer_id)
-        self._recent_hops[hop.peer.peer_id] = hop
+        self.failovers.note_answer(hop)
         return answer
 
     def _may_ask_others(
@@ -299,6 +298,7 @@ class PassAsker:
         )
         with self._speeds.counting(hop, num_tokens, asked.kind):
             async with self._links.lend(hop.peer, is_wanted) as link:
+                self.failovers.note_reached(hop.peer.peer_id)
                 adapters = list_adapters(texts.adapters)
                 await self.courier.bring(link, adapters, hop.span, way, texts.trains_adapters)
                 asked_at = self._clock.now()

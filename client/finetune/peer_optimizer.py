@@ -14,7 +14,7 @@ from ...protocol.errors import UsageError
 from .adapter_versions import HousedVersion
 from .autograd import PassRunner
 from .learned_states import LearnedState
-from .lora import LoraAdapter
+from .lora import LoraAdapter, check_is_adapter
 
 _DEFAULTS: Mapping[OptimizerKind, Mapping[str, Any]] = {
     OptimizerKind.ADAMW: {
@@ -52,6 +52,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         unknown = ", ".join(sorted(options.keys() - defaults.keys()))
         if unknown:
             raise UsageError(f"{kind} has no {unknown}; it has {', '.join(defaults)}")
+        adapter = check_is_adapter(adapter, "an optimizer at peers")
         if adapter.get_head() is not None:
             raise UsageError(
                 "the head is adapted at the client, and so is its optimizer: leave lm_head out of "

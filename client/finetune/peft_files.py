@@ -58,6 +58,9 @@ def read_folder(folder: str | Path) -> PeftFiles:
     """
     folder = Path(folder)
     try:
+        for file in (folder / CONFIG_FILE, folder / TENSORS_FILE):
+            if file.is_dir():
+                raise UsageError(f"{file} is a folder, and not the file of an adapter")
         config, fields = parse_lora_config((folder / CONFIG_FILE).read_bytes())
         if not (folder / TENSORS_FILE).exists() and (folder / _PICKLED_FILE).exists():
             raise UsageError(
@@ -77,10 +80,18 @@ def read_folder(folder: str | Path) -> PeftFiles:
         raise UsageError(f"the adapter in {folder} cannot be used: {error}") from error
     matrices = {name: matrix for name, matrix in loaded.items() if not name.endswith(_UNCHANGED)}
     for name, matrix in matrices.items():
-        if matrix.dtype not in _DTYPES or not bool(matrix.isfinite().all()):
-            raise UsageError(f"{name} in {folder / TENSORS_FILE} does not hold finite floats")
+        where = f"{name} in {folder / TENSORS_FILE}"
+        if matrix.dtype not in _DTYPES:
+            dtype, known = _name_dtype(matrix.dtype), ", ".join(map(_name_dtype, _DTYPES))
+            raise UsageError(f"{where} is of type {dtype}; adapters are read in {known}")
+        if not bool(matrix.isfinite().all()):
+            raise UsageError(f"{where} does not hold finite floats")
     floats = {name: matrices[name].float() for name in sorted(matrices)}
     return PeftFiles(config, fields, floats)
+
+
+def _name_dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def write_folder(folder: str | Path, files: PeftFiles) -> None:

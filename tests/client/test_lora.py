@@ -106,6 +106,12 @@ def test_new_adapter_changes_nothing_and_is_the_same_for_a_seed(tiny_models: Any
             r"target_modules \['vproj'\] means; it has down_proj, gate_proj, ",
         ),
         ({"target_modules": "("}, "is no pattern"),
+        (
+            {"target_modules": "q_proj"},
+            r"'q_proj' is a text, and so a pattern for .* a list, \['q_proj'\]: it has ",
+        ),
+        ({"target_modules": "q_proj, v_proj"}, r"a list, \['q_proj', 'v_proj'\]: it has "),
+        ({"target_modules": "vproj"}, r"a list, \['down_proj'\]: it has "),
     ],
 )
 def test_adapter_that_cannot_be_made_is_refused(
@@ -140,6 +146,11 @@ def test_configuration_that_is_not_understood_is_refused(
     ("change", "complaint"),
     [
         ({QUERY.format("A"): torch.full((4, 64), float("nan"))}, "does not hold finite floats"),
+        (
+            {QUERY.format("A"): torch.ones(4, 64, dtype=torch.float64)},
+            "is of type float64; adapters are read in float32, bfloat16, float16",
+        ),
+        ({QUERY.format("A"): torch.ones(4, 64, dtype=torch.int8)}, "is of type int8"),
         ({QUERY.format("B"): None}, "q_proj has only one of lora_A and lora_B"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 128)}, "embedding"),
         ({"base_model.model.model.layers.1.gate.lora_A.weight": torch.ones(4, 64)}, "no linear"),
@@ -171,6 +182,17 @@ def test_pickled_and_missing_files_are_not_opened(tiny_models: Any, tmp_path: Pa
         LoraAdapter.load(tmp_path, reference)
     tensors.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(UsageError, match=r"adapter_model.bin is pickled"):
+        LoraAdapter.load(tmp_path, reference)
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_folder_in_place_of_a_file_is_named(tiny_models: Any, name: str, tmp_path: Path) -> None:
+    reference = tiny_models.get().reference
+    LoraAdapter.create(reference).save(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / name).mkdir()
+
+    with pytest.raises(UsageError, match=f"{name} is a folder, and not the file of an adapter"):
         LoraAdapter.load(tmp_path, reference)
 
 

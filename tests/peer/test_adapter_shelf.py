@@ -9,7 +9,7 @@ import pytest
 from shoal.peer.adapter_budget import choose_adapter_bytes
 from shoal.peer.adapter_shelf import AdapterShelf
 from shoal.peer.engine.adapters import Adapter
-from shoal.protocol.errors import RefusedError
+from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId
 from shoal.protocol.net.clock import VirtualClock, run_virtual
@@ -124,6 +124,54 @@ def test_closed_shelf_keeps_what_somebody_holds_until_it_is_let_go() -> None:
         assert shelf._timer is None
 
     run_virtual(main())
+
+
+def refuse(shelf: AdapterShelf, holder: Holder, num_bytes: int) -> tuple[str, float | None]:
+    with pytest.raises(RefusedError) as refusal:
+        shelf.reserve(holder, num_bytes)
+    assert refusal.value.code is ErrorCode.NO_ROOM_FOR_ADAPTER
+    return str(refusal.value), refusal.value.retry_after_seconds
+
+
+def test_who_finds_no_room_hears_how_much_is_in_use_and_what_helps() -> None:
+    mib = 2**20
+    shelf = AdapterShelf(VirtualClock(), 16 * mib)
+
+    said, seconds = refuse(shelf, ANNA, 10 * mib)
+    assert "the adapter takes 10.0 MiB, more than this peer keeps for one client: 9.0 MiB" in said
+    assert "a lower rank or fewer modules take less" in said
+    assert seconds is None
+
+    shelf.reserve(ANNA, 5 * mib)
+    said, seconds = refuse(shelf, ANNA, 4_995_281)
+    assert "no room for an adapter of 4.8 MiB at present: yours take 5.0 MiB of the 9.0 MiB" in said
+    assert "withdraw a published one, use one that you have published by its digest" in said
+    assert seconds is not None
+
+    shelf.reserve(BERT, 4 * mib)
+    said, seconds = refuse(shelf, CARL, 5 * mib)
+    assert "no room for an adapter of 5.0 MiB at present: others leave 3.9 MiB to you" in said
+    assert "withdraw" not in said
+    assert seconds is not None
+
+
+def test_peer_that_keeps_no_adapters_says_so() -> None:
+    said, seconds = refuse(AdapterShelf(VirtualClock(), 0), ANNA, 1)
+    assert said == "this peer keeps no adapters"
+    assert seconds is None
+
+
+def test_peer_says_of_an_adapter_that_it_does_not_have_no_more_than_it_knows() -> None:
+    def test(shelf: AdapterShelf) -> None:
+        put(shelf, ONE, ANNA)
+        with pytest.raises(RefusedError) as refusal:
+            shelf.find(ONE, BERT)
+        said = str(refusal.value)
+        assert said.startswith("this peer has no adapter 313131313131… that you may use; if ")
+        assert "nobody" not in said
+        assert "try again in a few minutes" in said
+
+    run(test)
 
 
 @pytest.mark.parametrize(

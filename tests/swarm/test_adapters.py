@@ -265,8 +265,24 @@ def test_adapter_of_another_model_never_leaves_the_client(tiny_models: Any, tmp_
             model(TOKENS, active_adapter=[None, None])
         with pytest.raises(UsageError, match="active_adapter is a LoraAdapter"):
             model.active_adapter = 7  # type: ignore[assignment]
-        with pytest.raises(UsageError, match="is no digest of a published adapter"):
-            model(TOKENS, active_adapter="my-adapter")
+        for folder in ("my-adapter", Path("my-adapter")):
+            with pytest.raises(
+                UsageError, match=r"'my-adapter' is no digest .* LoraAdapter\.load\(folder, model\)"
+            ):
+                model(TOKENS, active_adapter=folder)  # pyright: ignore[reportArgumentType]
+
+
+def test_name_that_is_neither_a_folder_nor_a_digest_is_called_so(tiny_models: Any) -> None:
+    complaint = "'my-adapter' is no folder of an adapter, and not the digest of a published one"
+    with swarm_of(tiny_models, ONE_HOP) as (_, model):
+        model.config.active_adapter = "my-adapter"
+        with pytest.raises(UsageError, match=complaint):
+            model(TOKENS)
+        model.config.active_adapter = None
+        with pytest.raises(UsageError, match=complaint):
+            model.open_adapter(Path("my-adapter"))
+        with pytest.raises(UsageError, match="active_adapter is a LoraAdapter"):
+            model.open_adapter(7)  # pyright: ignore[reportArgumentType]
 
 
 def test_adapter_that_finds_no_room_is_refused_in_one_sentence(tiny_models: Any) -> None:
@@ -320,6 +336,42 @@ def test_published_adapter_is_used_by_its_digest(tiny_models: Any, tmp_path: Pat
         with pytest.raises(RefusedError, match="this peer has no adapter") as refusal:
             model(TOKENS, active_adapter="ab" * 32)
         assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
+
+
+def test_published_adapter_counts_once_where_it_is_used_by_its_digest(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (swarm, model), torch.no_grad():
+        adapter, shared = make_adapter(model), swarm.peers[0].service.adapters.shared
+        digest = model.publish_adapter(adapter)
+        num_bytes = shared.used_bytes
+        model(TOKENS, active_adapter=digest)
+        assert shared.used_bytes == num_bytes
+        model(TOKENS, active_adapter=adapter)
+        assert shared.used_bytes > 1.9 * num_bytes
+
+
+def test_digest_is_taken_however_it_was_copied(tiny_models: Any) -> None:
+    with swarm_of(tiny_models, ONE_HOP) as (_, model), torch.no_grad():
+        digest = model.publish_adapter(make_adapter(model))
+        expected = model(TOKENS, active_adapter=digest).logits
+        for copied in (digest.upper(), f" {digest}\n"):
+            assert torch.equal(model(TOKENS, active_adapter=copied).logits, expected)
+            rows = model(TOKENS, active_adapter=[copied, digest, None]).logits
+            assert_close(rows[:2], expected[:2])
+            with model.use_adapter(copied), model.transformer.h.inference_session(max_length=4):
+                assert model.active_adapter == digest
+                model(TOKENS[:1, :2])
+                with model.use_adapter(digest):  # which is the one of the session
+                    model(TOKENS[:1, 2:4])
+            model.active_adapter = copied
+            assert (model.active_adapter, model.config.active_adapter) == (digest, digest)
+            model.active_adapter = None
+            model.config.active_adapter = copied
+            assert torch.equal(model(TOKENS).logits, expected)
+            assert model.config.active_adapter == digest
+            model.config.active_adapter = None
+        model.withdraw_adapter(f" {digest.upper()}")
+        with pytest.raises(RefusedError, match="this peer has no adapter"):
+            model(TOKENS, active_adapter=digest)
 
 
 def test_published_adapter_is_withdrawn_by_name_and_with_the_model(
@@ -380,6 +432,19 @@ def test_what_cannot_be_published_is_refused(tiny_models: Any) -> None:
         head = make_adapter(model, target_modules=["v_proj", "lm_head"])
         with pytest.raises(UsageError, match="every client has a head of its own"):
             model.publish_adapter(head)
+        for given in ("ad1", Path("folder"), None, [head], torch.nn.Linear(2, 2), "ab" * 32):
+            complaint = r"publish_adapter\(\) takes a LoraAdapter, not .*"
+            if isinstance(given, str | Path):
+                complaint += "; one in a folder is opened with"
+            with pytest.raises(UsageError, match=complaint):
+                model.publish_adapter(given)  # pyright: ignore[reportArgumentType]
+            with pytest.raises(UsageError, match="an optimizer at peers takes a LoraAdapter"):
+                model.optimizer_at_peers(given)  # pyright: ignore[reportArgumentType]
+        for given in (head, None, 7, "folder"):
+            with pytest.raises(
+                UsageError, match=r"no digest of .*; publish_adapter\(\) returns it"
+            ):
+                model.withdraw_adapter(given)  # pyright: ignore[reportArgumentType]
         digest = model.publish_adapter(make_adapter(model))
         with (
             model.use_adapter([make_adapter(model), digest, None]),

@@ -1,0 +1,118 @@
+"""Who is told of as lost in passes: whoever took part, once, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pass_peers import WHOLE, PassPeer, add_pass_peer, make_asker, make_texts
+from session_scene import Scene, run
+
+from shoal.client.finetune.pass_asking import PassAsker
+from shoal.protocol.ids import PeerId
+
+
+async def add_two(scene: Scene) -> tuple[PassPeer, PassPeer]:
+    """Add a peer that is asked whenever it may be, and one that takes over."""
+    first = await add_pass_peer(scene, 1.0, prefill_tokens_per_second=1e6)
+    return first, await add_pass_peer(scene, 3.0, prefill_tokens_per_second=1.0)
+
+
+def take_lost(asker: PassAsker) -> list[PeerId]:
+    return [one.lost.peer.peer_id for one in asker.failovers.take()]
+
+
+def list_quarantined(scene: Scene) -> list[PeerId]:
+    peers = scene.swarm.view.peers
+    return [peer.peer_id for peer in peers if scene.swarm.is_quarantined(peer)]
+
+
+async def ask(asker: PassAsker) -> None:
+    texts, grads_BTH = make_texts()
+    passage = await asker.ask_forward(WHOLE, texts)
+    await asker.ask_backward(WHOLE, texts, grads_BTH, passage.weights)
+
+
+def test_peer_that_was_gone_before_it_took_part_is_not_told_of() -> None:
+    async def test(scene: Scene) -> None:
+        dead, _ = await add_two(scene)
+        scene.network.kill("pass1")
+        asker = make_asker(scene)
+        await ask(asker)
+        await asker.close()
+
+        assert list_quarantined(scene) == [dead.identity.peer_id]
+        assert take_lost(asker) == []
+
+    run(test)
+
+
+def test_peer_that_says_nothing_from_the_beginning_is_not_told_of() -> None:
+    async def test(scene: Scene) -> None:
+        mute, _ = await add_two(scene)
+        scene.network.pause("pass1")
+        asker = make_asker(scene)
+        await ask(asker)
+        await asker.close()
+
+        assert list_quarantined(scene) == [mute.identity.peer_id]
+        assert take_lost(asker) == []
+
+    run(test)
+
+
+def test_peer_that_is_lost_in_its_first_pass_is_told_of() -> None:
+    async def test(scene: Scene) -> None:
+        dying, heir = await add_two(scene)
+        dying.seconds = 10.0
+        asker = make_asker(scene)
+        asking = asyncio.create_task(ask(asker))
+        await asyncio.sleep(5.0)
+        scene.network.kill("pass1")
+        await asking
+        await asker.close()
+
+        assert len(dying.asked) == 1
+        (failover,) = asker.failovers.take()
+        assert failover.lost.peer.peer_id == dying.identity.peer_id
+        assert failover.what_happened == "was lost"
+        assert [hop.peer.peer_id for hop in failover.replacements] == [heir.identity.peer_id]
+
+    run(test)
+
+
+def test_peer_that_died_is_told_of_once_however_long_it_is_announced() -> None:
+    async def test(scene: Scene) -> None:
+        dying, _ = await add_two(scene)
+        asker = make_asker(scene)
+        await ask(asker)
+        scene.network.kill("pass1")
+        await ask(asker)
+        assert take_lost(asker) == [dying.identity.peer_id]
+
+        for seconds in (16.0, 31.0, 61.0):  # quarantines
+            await asyncio.sleep(seconds)
+            assert list_quarantined(scene) == []
+            await ask(asker)
+            assert list_quarantined(scene) == [dying.identity.peer_id]
+            assert take_lost(asker) == []
+        await asker.close()
+
+    run(test)
+
+
+def test_peer_that_came_back_and_is_lost_again_is_told_of_again() -> None:
+    async def test(scene: Scene) -> None:
+        peer, _ = await add_two(scene)
+        asker = make_asker(scene)
+        await ask(asker)
+        for _ in range(2):
+            scene.network.pause("pass1")
+            await ask(asker)
+            assert take_lost(asker) == [peer.identity.peer_id]
+            scene.network.resume("pass1")
+            await asyncio.sleep(100.0)
+            await ask(asker)
+            assert take_lost(asker) == []
+        await asker.close()
+
+    run(test)
