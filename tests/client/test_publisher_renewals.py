@@ -116,6 +116,45 @@ def test_peer_that_comes_or_comes_back_gets_adapters_soon(what: str) -> None:
     run_publisher(test)
 
 
+def test_peer_that_failed_gets_adapters_as_soon_as_it_is_back() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer = await add_pass_peer(scene, 1.0)
+        await publisher.publish(make_version(8), WHOLE, "a")
+        (announced,) = await asker.list_peers()
+        scene.network.pause("pass1")
+        peer.published.clear()
+        await asyncio.sleep(120.0)
+        assert asker.find_peer(peer.identity.peer_id)
+        scene.network.resume("pass1")
+        facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
+        await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+        await asyncio.sleep(25.0)
+        assert len(peer.published) == 1
+
+    run_publisher(test)
+
+
+def test_peer_that_cannot_be_reached_is_brought_one_thing_at_a_time() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        await add_pass_peer(scene, 1.0)
+        for number in range(6):
+            await publisher.publish(make_version(8 + 2 * number), WHOLE, str(number))
+        await add_pass_peer(scene, 1.0)
+        scene.network.pause("pass2")
+        open_stream, num_dials = scene.client.open_stream, 0
+
+        async def count_and_open(*arguments: object) -> object:
+            nonlocal num_dials
+            num_dials += 1
+            return await open_stream(*arguments)  # pyright: ignore[reportArgumentType]
+
+        scene.client.open_stream = count_and_open  # pyright: ignore[reportAttributeAccessIssue]
+        await asyncio.sleep(60.0)
+        assert 1 <= num_dials <= 2
+
+    run_publisher(test)
+
+
 def test_failure_counts_once_however_much_was_published() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer = await add_pass_peer(scene, 1.0)

@@ -52,6 +52,7 @@ def test_peers_that_drip_hold_up_nobody_who_has_worked(monkeypatch: pytest.Monke
         for _ in range(16):
             dripping = await add_pass_peer(scene, 1.0)
             dripping.piece_seconds, dripping.is_patient = 40.0, True
+        await asyncio.sleep(1.0)
         await publisher.publish(make_version(LARGE), WHOLE, "a")
         assert name_of(make_version(LARGE)) in sound.published
         await asyncio.sleep(60.0)
@@ -60,6 +61,34 @@ def test_peers_that_drip_hold_up_nobody_who_has_worked(monkeypatch: pytest.Monke
         assert now() - began_at < 10.0
         await publisher.close()
         await asyncio.sleep(500.0)  # they take what the network holds still
+
+    run_publisher(test)
+
+
+def test_strangers_that_are_slow_hold_up_nobody_who_has_worked() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        sound = await add_pass_peer(scene, 1.0)
+        await publisher.publish(make_version(8), WHOLE, "first")
+        await publisher.withdraw(name_of(make_version(8)))
+        for _ in range(10):
+            (await add_pass_peer(scene, 1.0)).piece_seconds = 2.5
+        await asyncio.sleep(1.0)
+        await publisher.publish(make_version(LARGE), WHOLE, "a")
+        publishing = asyncio.create_task(publisher.publish(make_version(10), WHOLE, "b"))
+        await asyncio.sleep(2.0)
+        assert name_of(make_version(10)) in sound.published
+        await publishing
+
+    run_publisher(test)
+
+
+def test_what_the_network_holds_may_be_long_on_its_way() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer = await add_pass_peer(scene, 1.0)
+        peer.piece_seconds = 2.5
+        await publisher.publish(make_version(2**17), WHOLE, "a")  # 11 pieces, all sent at once
+        assert peer.num_pieces == 11
+        assert now() > 25.0
 
     run_publisher(test)
 
