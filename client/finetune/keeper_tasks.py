@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -100,17 +101,34 @@ class KeeperTasks:
         """Note that a peer has come, or come back: what it did before it left counts no more."""
         self._failing.note_success(peer.peer_id)
 
-    def count_failures(self, peer: Announcement) -> int:
-        """Return how often a peer has failed in a row."""
-        return self._failing.count_failures(peer.peer_id)
-
     def has_kept(self, peer: Announcement) -> bool:
         """Return whether a peer has ever kept something, as far as that is remembered."""
         return peer.peer_id in self._keepers
 
-    def find_speed(self, peer: Announcement) -> float:
-        """Return how many bytes a second a peer took of what it was brought last."""
-        return self._keepers.get(peer.peer_id, 0.0)
+    def sort(self, peers: Sequence[Announcement]) -> list[Announcement]:
+        """Return peers in the order in which they are brought an adapter.
+
+        Strangers that have failed come last; those all of whose blocks have others before them
+        come after those that do not, and after who has kept one before, the fastest first: that may
+        have failed because it was restarted.
+        """
+        peers = sorted(peers, key=self._rate)
+        num_before: Counter[int] = Counter()
+        rank: dict[PeerId, tuple[int, int]] = {}
+        for peer in peers:
+            blocks = range(peer.span.start, peer.span.stop)
+            num_strikes, *_ = self._rate(peer)
+            rank[peer.peer_id] = num_strikes, min(num_before[block] for block in blocks)
+            num_before.update(blocks)
+        return sorted(peers, key=lambda peer: rank[peer.peer_id])
+
+    def _rate(self, peer: Announcement) -> tuple[int, bool, int, float]:
+        """Return what tells how likely a peer takes an adapter soon: less is better."""
+        num_failures = self._failing.count_failures(peer.peer_id)
+        bytes_per_second = self._keepers.get(peer.peer_id)
+        is_stranger = bytes_per_second is None
+        num_strikes = num_failures if is_stranger else 0
+        return num_strikes, is_stranger, num_failures, -(bytes_per_second or 0.0)
 
     def _begin(
         self,

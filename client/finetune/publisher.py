@@ -5,42 +5,31 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
-from ...protocol.adapters import KEEP_SECONDS, allow_upload_seconds
+from ...protocol.adapters import KEEP_SECONDS
 from ...protocol.announcements import Announcement
-from ...protocol.errors import SilentError, UsageError
+from ...protocol.errors import UsageError
 from ...protocol.ids import AdapterId, PeerId
 from ...protocol.net.clock import Clock
-from ...protocol.spans import Span, find_gaps
+from ...protocol.spans import Span
 from .adapter_versions import AdapterVersion, cut_apart
 from .arrivals import Arrivals
 from .keeper_calls import KeeperCalls, knows_publications
 from .keeper_tasks import RENEWAL_SECONDS, KeeperTasks
+from .keepers import Keepers
 from .lanes import Lanes
 from .pass_asking import PassAsker
-from .publication import Claim, KeeperError, Publication
+from .publication import Claim, Publication
 from .tasks import Background, cancel_all, run_all
 
 _logger = logging.getLogger(__name__)
-
-_UPLOADS_AFTER_EACH_OTHER = 2
-"""How many of the slowest uploads somebody waits for: those that come first may all be so slow."""
-
-_PUBLISHING_SECONDS = 600.0
-_PATIENCE = 8.0
-"""Once one peer keeps it, all of it may take so long, or so many times as long as that one took."""
 
 _LOOK_SECONDS = 10.0
 """How often somebody looks for peers that have come: whoever uses an adapter may need them."""
 
 _LOOKS_PER_RENEWAL = round(RENEWAL_SECONDS / _LOOK_SECONDS)
-
-_OTHERS_SECONDS = 5.0
-"""How long the others are waited for when there is a peer for each block: whoever uses the adapter
-at once then finds it at most of them."""
 
 _WITHDRAWING_SECONDS = 15.0
 """After so long no more peers begin to hear of withdrawals: who closes a model waits for those."""
@@ -127,7 +116,7 @@ class Publisher:
 
     async def _publish(self, adapter: AdapterVersion, claim: Claim) -> None:
         await cut_apart([adapter], claim.span)
-        peers = self._sort(await self._asker.list_peers())
+        peers = self._tasks.sort(await self._asker.list_peers())
         if not self._is_anything_claimed:
             self._arrivals.list_new(peers)  # they are brought the first one now
         publication = await self._claim(adapter, claim)
@@ -175,30 +164,6 @@ class Publisher:
             for claim in publication.claims
         )
 
-    def _sort(self, peers: Sequence[Announcement]) -> list[Announcement]:
-        """Return peers in the order in which they are brought an adapter.
-
-        Strangers that have failed come last; those all of whose blocks have others before them
-        come after those that do not, and after who has kept one before, the fastest first: that may
-        have failed because it was restarted.
-        """
-
-        def count_strikes(peer: Announcement) -> tuple[int, bool, int, float]:
-            num_failures = self._tasks.count_failures(peer)
-            is_stranger = not self._tasks.has_kept(peer)
-            strikes = num_failures if is_stranger else 0
-            return strikes, is_stranger, num_failures, -self._tasks.find_speed(peer)
-
-        peers = sorted(peers, key=count_strikes)
-        num_before: Counter[int] = Counter()
-        rank: dict[PeerId, tuple[int, int]] = {}
-        for peer in peers:
-            blocks = range(peer.span.start, peer.span.stop)
-            num_strikes, *_ = count_strikes(peer)
-            rank[peer.peer_id] = num_strikes, min(num_before[block] for block in blocks)
-            num_before.update(blocks)
-        return sorted(peers, key=lambda peer: rank[peer.peer_id])
-
     async def _wait_for_keepers(
         self, publication: Publication, peers: Sequence[Announcement], span: Span
     ) -> None:
@@ -207,43 +172,21 @@ class Publisher:
         Blocks that nobody serves are not waited for, nor those that only refuse it.
         """
         peer_of = {self._tasks.begin(publication, peer): peer for peer in peers}
-        rest, kept, errors = set(peer_of), list[Span](), list[KeeperError]()
-        begun_at = self._clock.now()
-        slowest_seconds = allow_upload_seconds(publication.num_bytes)
-        seconds = max(_PUBLISHING_SECONDS, _UPLOADS_AFTER_EACH_OTHER * slowest_seconds)
-        deadline = begun_at + seconds
-        while rest and (rest_seconds := deadline - self._clock.now()) > 0:
+        rest = set(peer_of)
+        keepers = Keepers(span, publication.num_bytes, self._clock.now())
+        while rest and (seconds := keepers.deadline - self._clock.now()) > 0:
             done, rest = await asyncio.wait(
-                rest, timeout=rest_seconds, return_when=asyncio.FIRST_COMPLETED
+                rest, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
             )
             for task in done:
-                error = None if task.cancelled() else task.result()
-                if error is not None:
-                    errors.append(error)
-                elif not task.cancelled():
-                    kept.append(peer_of[task].span)
-            now = self._clock.now()
-            if kept:
-                usual = max(_PUBLISHING_SECONDS, _PATIENCE * (now - begun_at))
-                deadline = min(deadline, begun_at + usual)
-                if not _may_fill(_find_missing(span, kept), [peer_of[task] for task in rest]):
-                    deadline = min(deadline, now + _OTHERS_SECONDS)
+                if not task.cancelled():
+                    keepers.note(peer_of[task], task.result())
+            keepers.wait_for([peer_of[task] for task in rest], self._clock.now())
         if publication.is_withdrawn or self._is_closed:
             raise UsageError("the adapter was withdrawn while it was published")
-        if not kept:
-            if rest:
-                raise SilentError(
-                    f"no peer has all of the adapter after {seconds:.0f} s; {len(rest)} have not "
-                    "answered, or wait for the others"
-                ) from (errors[-1] if errors else None)
-            raise errors[-1] if errors else self._asker.make_route_error(span)
-        if missing := _find_missing(span, kept):
-            _logger.warning(
-                "no peer keeps the adapter for blocks %s yet, and it cannot be used until one "
-                "does: %s",
-                ", ".join(map(str, missing)),
-                errors[-1] if errors else "nobody serves them, or only who is slow to take it",
-            )
+        if not peers:
+            raise self._asker.make_route_error(span)
+        keepers.check([peer_of[task] for task in rest], self._clock.now())
 
     def _replace_before(self, claim: Claim) -> None:
         """Let what peers keep now take the place of what is older, and give way to what is newer.
@@ -338,14 +281,3 @@ class Publisher:
         claims = self._begun.union(*(one.claims for one in self._published.values()))
         kinds = {claim.kind for claim in claims}
         self._newest = {kind: self._newest[kind] for kind in kinds & self._newest.keys()}
-
-
-def _may_fill(missing: Sequence[Span], peers: Iterable[Announcement]) -> bool:
-    """Return whether some peers serve blocks that are missing."""
-    return any(gap.overlap(peer.span) for gap in missing for peer in peers)
-
-
-def _find_missing(span: Span, kept: Sequence[Span]) -> list[Span]:
-    """Return the blocks of a span that no peer keeps an adapter for."""
-    gaps = [gap.overlap(span) for gap in find_gaps(span.stop, kept)]
-    return [gap for gap in gaps if gap is not None]
