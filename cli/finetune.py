@@ -9,7 +9,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from ..protocol.errors import ShoalError, UsageError
 from .bundled_model import find_model
 from .finetune_options import (
-    LEARNING_RATES,
     MAX_LENGTH,
     MOST_BETWEEN_MILESTONES,
     add_arguments,
-    settle_method,
+    record_options,
+    settle_options,
 )
 from .finetune_plot import draw_losses, save_losses
 from .finetune_screen import Reporter, RunFacts, RunResult, make_reporter, quote_use
@@ -51,15 +51,16 @@ def run(options: argparse.Namespace) -> int:
         f"; or start one on this machine: `shoal swarm {options.model} --peers 2` in another "
         "terminal prints an address",
     )
-    settle_method(options)
     name = find_model(options.model)
-    if options.optimizer == "peers" and options.method != "lora":
-        raise UsageError("peers run the optimizer of a lora only; leave out --optimizer peers")
     _check_folder(options.out, options.resume)
+    if not options.resume:
+        settle_options(options, {})
     reporter = make_reporter(options.json)
     notices = Terminal(sys.stderr)
     with end_in_good_order():
         with Progress(notices, lambda: f"Reading {options.data.name}"):
+            if options.resume:
+                settle_options(options, _read_options(options.out))
             texts = _read_texts(name, options)
         with _holding(options.out):
             with Progress(notices, lambda: "Joining the swarm"):
@@ -117,6 +118,14 @@ def _holding(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _read_options(folder: Path) -> Mapping[str, str]:
+    """Return the options of the run that goes on."""
+    with quitting_at_once():
+        import_client()
+    checkpoints = importlib.import_module("..client.learning.checkpoints", __package__)
+    return checkpoints.Checkpoints(folder).load_newest().options
 
 
 def _read_texts(name: str, options: argparse.Namespace) -> _Texts:
@@ -181,7 +190,7 @@ def _plan_run(texts: _Texts, options: argparse.Namespace) -> Any:
     num_updates = options.updates or math.ceil(options.epochs * num_texts / texts_per_update)
     return finetune_run.RunConfig(
         num_updates,
-        options.learning_rate or LEARNING_RATES[options.method],
+        options.learning_rate,
         batch_rows,
         options.accumulate,
         options.schedule,
@@ -200,14 +209,16 @@ def _fine_tune(
     finetune_run = importlib.import_module("..client.learning.finetune_run", __package__)
     plan = learners.AdapterPlan(
         options.rank,
-        options.alpha or 2 * options.rank,
+        options.alpha,
         options.target_modules,
         options.seed,
         options.optimizer == "peers",
     )
     learner = learners.make_learner(model, plan)
     config = _plan_run(texts, options)
-    tuning = finetune_run.FinetuneRun(learner, texts.dataset, config, options.out, hold_interrupts)
+    tuning = finetune_run.FinetuneRun(
+        learner, texts.dataset, config, options.out, hold_interrupts, record_options(options)
+    )
     changes = tuning.resume() if options.resume else []
     facts = RunFacts(
         options.model,

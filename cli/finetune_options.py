@@ -1,7 +1,9 @@
 """The options of `shoal finetune`."""
 
 import argparse
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from ..protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME
@@ -18,6 +20,24 @@ MAX_LENGTH = 512
 MOST_BETWEEN_MILESTONES = 100
 _WARMUP_FRACTION = 0.05
 
+# What nobody gave is None until `settle_options` fills it in.
+_DEFAULTS = {
+    "method": "lora",
+    "epochs": 3.0,
+    "schedule": "cosine",
+    "warmup": _WARMUP_FRACTION,
+    "batch_size": 8,
+    "accumulate": 1,
+    "eval": 0.05,
+    "weight_decay": 0.0,
+    "clip": 1.0,
+    "seed": 0,
+    "optimizer": "client",
+}
+_WITHOUT_DEFAULT = ("updates", "learning_rate", "max_length", "eval_every")
+_OF_LORA: dict[str, Any] = {"rank": RANK, "alpha": None, "target_modules": []}
+_OF_PROMPTS = {"pre_seq_len": PRE_SEQ_LEN}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal finetune`."""
@@ -30,17 +50,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="texts to learn. jsonl: an object in each line, with text, or with prompt and "
         "completion, of which the completion is learned; csv: the same as columns; txt: paragraphs",
     )  # fmt: skip
-    parser.add_argument(
-        "--method", choices=_METHODS, default="lora",
-        help="what learns: an adapter in the format of PEFT (lora), a prompt (ptune), or one for "
-        "each block (deep_ptune) (default: %(default)s)",
-    )  # fmt: skip
+    _add_method_argument(parser)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR",
         help="folder for what was learned, for checkpoints and for the plot of the losses",
     )  # fmt: skip
     parser.add_argument(
-        "--resume", action="store_true", help="go on from the newest checkpoint in DIR"
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in DIR, with the options of that run",
     )
     add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
     _add_learning_arguments(parser)
@@ -52,27 +70,90 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
-def settle_method(options: argparse.Namespace) -> None:
-    """Fill in what a method takes and nobody gave; UsageError for what another one takes."""
-    of_lora = {"rank": RANK, "alpha": None, "target_modules": []}
-    of_prompts = {"pre_seq_len": PRE_SEQ_LEN}
-    is_lora = options.method == "lora"
-    for name in of_prompts if is_lora else of_lora:
-        if getattr(options, name):
+def settle_options(options: argparse.Namespace, recorded: Mapping[str, str]) -> None:
+    """Fill in what nobody gave: as it is in the run that goes on, see `record_options`, or usual.
+
+    Raises UsageError for what the method does not take, and for a record that cannot be read.
+    """
+    former = _read_recorded(recorded)
+    method = options.method or former.method or _DEFAULTS["method"]
+    _check_method(method, options)
+    if options.epochs is not None or options.updates is not None:
+        former.epochs = former.updates = None
+    for name in (*_DEFAULTS, *_WITHOUT_DEFAULT, *_list_own(method)):
+        if getattr(options, name) is None:
+            setattr(options, name, getattr(former, name))
+    for name, default in (_DEFAULTS | _OF_LORA | _OF_PROMPTS).items():
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+    options.alpha = options.alpha or 2 * options.rank
+    options.learning_rate = options.learning_rate or LEARNING_RATES[method]
+    if options.optimizer == "peers" and method != "lora":
+        raise UsageError("peers run the optimizer of a lora only; leave out --optimizer peers")
+
+
+def record_options(options: argparse.Namespace) -> dict[str, str]:
+    """Return how a run learns, as it would stand on a command line.
+
+    >>> options = argparse.Namespace(method="lora", rank=4, target_modules=["q", "v"])
+    >>> record_options(options)
+    {'method': 'lora', 'rank': '4', 'target-modules': 'q,v'}
+    """
+    given = vars(options)
+    names = [*_DEFAULTS, *_WITHOUT_DEFAULT, *_list_own(options.method)]
+    if given.get("updates"):
+        names.remove("epochs")
+    values = {name: given.get(name) for name in names}
+    return {
+        name.replace("_", "-"): ",".join(value) if isinstance(value, list) else str(value)
+        for name, value in values.items()
+        if value is not None and value != []
+    }
+
+
+def _read_recorded(recorded: Mapping[str, str]) -> argparse.Namespace:
+    """Return the options of a record; what is not in it is None. Files may be damaged."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False)
+    _add_method_argument(parser)
+    _add_learning_arguments(parser)
+    _add_method_arguments(parser)
+    words = [f"--{name}={value}" for name, value in recorded.items()]
+    try:
+        return parser.parse_known_args(words)[0]
+    except argparse.ArgumentError as error:
+        raise UsageError(f"the run cannot go on with its own options: {error}") from error
+
+
+def _list_own(method: str) -> Mapping[str, Any]:
+    """Return the options that only some methods have, this one among them."""
+    return _OF_LORA if method == "lora" else _OF_PROMPTS
+
+
+def _check_method(method: str, options: argparse.Namespace) -> None:
+    """Raise UsageError for what another method takes."""
+    is_lora = method == "lora"
+    for name in _OF_PROMPTS if is_lora else _OF_LORA:
+        if getattr(options, name) is not None:
             raise UsageError(
                 f"--{name.replace('_', '-')} belongs to --method "
                 + ("ptune or deep_ptune" if is_lora else "lora")
-                + f", and this is {options.method}"
+                + f", and this is {method}"
             )
-    for name, default in (of_lora | of_prompts).items():
-        setattr(options, name, getattr(options, name) or default)
+
+
+def _add_method_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--method", choices=_METHODS,
+        help="what learns: an adapter in the format of PEFT (lora), a prompt (ptune), or one for "
+        f"each block (deep_ptune) (default: {_DEFAULTS['method']})",
+    )  # fmt: skip
 
 
 def _add_learning_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("learning")
     length = group.add_mutually_exclusive_group()
     length.add_argument(
-        "--epochs", type=parse_positive, default=3.0, metavar="N",
+        "--epochs", type=parse_positive, metavar="N",
         help="how often to go through the texts (default: 3)",
     )  # fmt: skip
     length.add_argument(
@@ -84,29 +165,29 @@ def _add_learning_arguments(parser: argparse.ArgumentParser) -> None:
         + ", ".join(f"{rate:g} for {method}" for method, rate in LEARNING_RATES.items()) + ")",
     )  # fmt: skip
     group.add_argument(
-        "--schedule", choices=("cosine", "linear", "constant"), default="cosine",
-        help="how the learning rate falls after it has risen (default: %(default)s)",
+        "--schedule", choices=("cosine", "linear", "constant"),
+        help=f"how the learning rate falls after it has risen (default: {_DEFAULTS['schedule']})",
     )  # fmt: skip
     group.add_argument(
-        "--warmup", type=parse_part, default=_WARMUP_FRACTION, metavar="PART",
-        help="part of the updates in which it rises (default: %(default)s)",
+        "--warmup", type=parse_part, metavar="PART",
+        help=f"part of the updates in which it rises (default: {_DEFAULTS['warmup']})",
     )  # fmt: skip
     group.add_argument(
-        "--batch-size", type=parse_count, default=8, metavar="N",
-        help="texts that go through the swarm together (default: %(default)s)",
+        "--batch-size", type=parse_count, metavar="N",
+        help=f"texts that go through the swarm together (default: {_DEFAULTS['batch_size']})",
     )  # fmt: skip
     group.add_argument(
-        "--accumulate", type=parse_count, default=1, metavar="N",
-        help="batches of each update (default: %(default)s)",
+        "--accumulate", type=parse_count, metavar="N",
+        help=f"batches of each update (default: {_DEFAULTS['accumulate']})",
     )  # fmt: skip
     group.add_argument(
         "--max-length", type=parse_count, metavar="N",
         help=f"cut texts after N tokens (default: {MAX_LENGTH}, or what the model has)",
     )  # fmt: skip
     group.add_argument(
-        "--eval", type=parse_part, default=0.05, metavar="PART",
+        "--eval", type=parse_part, metavar="PART",
         help="part of the texts that is not learned, to see what others gain; 0 for none "
-        "(default: %(default)s)",
+        f"(default: {_DEFAULTS['eval']})",
     )  # fmt: skip
     group.add_argument(
         "--eval-every", type=parse_count, metavar="N",
@@ -114,15 +195,15 @@ def _add_learning_arguments(parser: argparse.ArgumentParser) -> None:
         f"{MOST_BETWEEN_MILESTONES} at most)",
     )  # fmt: skip
     group.add_argument(
-        "--weight-decay", type=parse_non_negative, default=0.0, metavar="D",
-        help="how much of what is learned fades (default: %(default)s)",
+        "--weight-decay", type=parse_non_negative, metavar="D",
+        help=f"how much of what is learned fades (default: {_DEFAULTS['weight_decay']})",
     )  # fmt: skip
     group.add_argument(
-        "--clip", type=parse_positive, default=1.0, metavar="NORM",
-        help="shorten gradients that are longer (default: %(default)s)",
+        "--clip", type=parse_positive, metavar="NORM",
+        help=f"shorten gradients that are longer (default: {_DEFAULTS['clip']})",
     )  # fmt: skip
     group.add_argument(
-        "--seed", type=parse_whole, default=0, metavar="S",
+        "--seed", type=parse_whole, metavar="S",
         help="the order of the texts, those for evaluation, and what learning begins with",
     )  # fmt: skip
 
@@ -135,13 +216,13 @@ def _add_method_arguments(parser: argparse.ArgumentParser) -> None:
         help="weight of a lora, divided by its rank (default: twice the rank)",
     )  # fmt: skip
     group.add_argument(
-        "--target-modules", type=lambda text: text.split(","), default=[], metavar="NAMES",
+        "--target-modules", type=lambda text: text.split(","), metavar="NAMES",
         help="linears that a lora changes, such as q_proj,v_proj (default: all of the blocks)",
     )  # fmt: skip
     group.add_argument(
-        "--optimizer", choices=("client", "peers"), default="client",
+        "--optimizer", choices=("client", "peers"),
         help="where the optimizer of a lora runs; with peers, neither gradients nor what was "
-        "learned travel with each update (default: %(default)s)",
+        f"learned travel with each update (default: {_DEFAULTS['optimizer']})",
     )  # fmt: skip
     group.add_argument(
         "--pre-seq-len", type=parse_count, metavar="N",

@@ -38,6 +38,8 @@ class Progress:
     """What the run is about, which has to be the same when it goes on."""
     settings: dict[str, Any] = field(default_factory=dict)
     """How it learns at present, which may be another way when it goes on."""
+    options: dict[str, str] = field(default_factory=dict[str, str])
+    """What whoever began it, or had it go on, wants to know then; nothing is made of it here."""
 
     def to_json(self) -> str:
         """Return it as JSON."""
@@ -56,6 +58,7 @@ class Progress:
             progress = cls(**fields)
             is_whole = len(progress.losses) == progress.num_updates
             is_about = isinstance(progress.facts, dict) and isinstance(progress.settings, dict)
+            is_about = is_about and isinstance(progress.options, dict)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from error
         if not is_whole or not is_about:
@@ -125,6 +128,16 @@ class Checkpoints:
             if old != path:  # somebody may have put later ones there
                 shutil.rmtree(old, ignore_errors=True)
         return path
+
+    def load_newest(self) -> Progress:
+        """Return how far the newest checkpoint is; raises UsageError without a sound one."""
+        found = self.find()
+        if not found:
+            raise UsageError(
+                f"there is no checkpoint in {self.folder} to go on from; leave out --resume to "
+                "begin"
+            )
+        return self.load_progress(found[-1])
 
     def load_progress(self, path: Path) -> Progress:
         """Return how far the run was; raises UsageError when the checkpoint is damaged."""

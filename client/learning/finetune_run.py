@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -123,7 +124,8 @@ class Milestone:
 class FinetuneRun:
     """One run. Between two updates it may be left at any time, and goes on from a checkpoint.
 
-    `uninterrupted` holds back whatever would break off an update in the middle of being applied.
+    `uninterrupted` holds back whatever would break off an update in the middle of being applied;
+    `options` are kept in its checkpoints, see `Progress`.
     """
 
     def __init__(
@@ -133,6 +135,7 @@ class FinetuneRun:
         config: RunConfig,
         folder: Path,
         uninterrupted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        options: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self._learner = learner
         self._dataset = dataset
@@ -142,7 +145,9 @@ class FinetuneRun:
         self._parameters = dict(learner.named_parameters())
         self._optimizer = learner.make_optimizer(config.learning_rate, config.weight_decay)
         self.checkpoints = Checkpoints(folder)
-        self.progress = Progress(facts=self._make_facts(), settings=config.list_settings())
+        self.progress = Progress(
+            facts=self._make_facts(), settings=config.list_settings(), options=dict(options)
+        )
         self._num_skipped_in_a_row = 0
 
     def _make_facts(self) -> dict[str, Any]:
@@ -158,13 +163,8 @@ class FinetuneRun:
 
         Raises UsageError if there is no checkpoint, or it is of something else than this run.
         """
-        found = self.checkpoints.find()
-        if not found:
-            raise UsageError(
-                f"there is no checkpoint in {self.checkpoints.folder} to go on from; leave out "
-                "--resume to begin"
-            )
-        progress = self.checkpoints.load_progress(found[-1])
+        progress = self.checkpoints.load_newest()
+        newest = self.checkpoints.find()[-1]
         others = _list_differences(progress.facts, self.progress.facts)
         if others:
             differences = ", and another ".join(others)
@@ -172,12 +172,14 @@ class FinetuneRun:
                 f"the run in {self.checkpoints.folder} has another {differences}; --resume needs "
                 "the same"
             )
-        self._learner.load(found[-1])
+        self._learner.load(newest)
         has_updates = any(loss is not None for loss in progress.losses)
-        load_optimizer(self._optimizer, self._parameters, found[-1], has_updates)
+        load_optimizer(self._optimizer, self._parameters, newest, has_updates)
         self.checkpoints.go_on()
         changes = _list_differences(progress.settings, self.progress.settings)
-        self.progress = replace(progress, settings=self.progress.settings)
+        self.progress = replace(
+            progress, settings=self.progress.settings, options=self.progress.options
+        )
         return [f"It goes on with another {change}." for change in changes]
 
     def learn(self) -> Iterator[Updated | Milestone]:

@@ -306,14 +306,16 @@ def test_interrupted_run_goes_on_where_it_stopped(
         first.send_signal(signal.SIGINT)
         rest, errors = first.communicate(timeout=120)
     stopped = read_events(rest)[-1]
-    # So little decay changes no numbers, and is told nevertheless.
-    more = ["--resume", "--weight-decay", "1e-12"]
-    second = warm_python.run([*command, *more], capture_output=True, text=True)
+    # All else is as it was. So little decay changes no numbers, and is told nevertheless.
+    more = ["--resume", "--weight-decay", "1e-12", "--json"]
+    again = name_run(byte_model, data, tmp_path / "parts", *more, peer=peer)
+    second = warm_python.run([*PROGRAM, *again], capture_output=True, text=True)
 
     assert (first.returncode, errors) == (130, "")
     assert stopped["event"] == "stopped"
     begun, *events = read_events(second.stdout)
     assert begun["updates_done"] == stopped["update"]
+    assert begun["method"] == "ptune"
     assert begun["notices"][-1] == ("It goes on with another weight decay: 0.0 there, 1e-12 here.")
     losses = {event["update"]: event["loss"] for event in events if event["event"] == "updated"}
     expected = {

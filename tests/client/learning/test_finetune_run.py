@@ -434,6 +434,20 @@ def test_resumed_run_says_which_settings_are_others(
     assert make_run(tmp_path, **changes).resume() == []
 
 
+def test_checkpoints_keep_the_options_that_a_run_has_now(tmp_path: Path) -> None:
+    def make(options: dict[str, str]) -> FinetuneRun:
+        return FinetuneRun(Bigrams(), make_texts(), CONFIG, tmp_path, options=options)
+
+    make({"rank": "4"}).save_checkpoint()
+    later = make({"rank": "4", "wait": "5"})
+    before = later.checkpoints.load_newest().options
+    later.resume()
+    later.save_checkpoint()
+
+    assert before == {"rank": "4"}
+    assert later.checkpoints.load_newest().options == {"rank": "4", "wait": "5"}
+
+
 def test_refusal_names_all_that_a_run_did_not_begin_with(tmp_path: Path) -> None:
     make_run(tmp_path).save_checkpoint()
 
