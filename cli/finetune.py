@@ -7,6 +7,7 @@ import importlib
 import itertools
 import math
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..protocol.errors import ShoalError, UsageError
+from ..protocol.errors import RouteError, ShoalError, UsageError
 from .bundled_model import find_model
 from .finetune_options import (
     MAX_LENGTH,
@@ -242,12 +243,22 @@ def _fine_tune(
         raise
     except (KeyboardInterrupt, ShoalError) as error:
         reporter.stop(tuning.save_last_checkpoint())
+        if isinstance(error, RouteError) and error.missing:
+            raise _advise(error, options.model) from error
         if isinstance(error, ShoalError):
             raise
         return INTERRUPTED
     tuning.save_result()
     reporter.finish(_finish(tuning, texts.prompt, options, joining))
     return 0
+
+
+def _advise(error: RouteError, model: str) -> RouteError:
+    """Return the same error with what to do about the blocks that it names."""
+    name = shlex.quote(model)
+    starts = " and ".join(f"`shoal serve {name} --blocks {span} …`" for span in error.missing)
+    advice = f"start a peer that does, {starts}, or give a longer --wait"
+    return RouteError(f"{error}; {advice}", error.missing)
 
 
 def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> list[str]:

@@ -24,6 +24,8 @@ from shoal.cli.bundled_model import BUNDLED_NAME, find_model
 from shoal.cli.main import main
 from shoal.client.learning.finetune_run import RunConfig
 from shoal.peer.local_swarm import LocalSwarm
+from shoal.protocol.errors import RouteError
+from shoal.protocol.spans import Span
 
 CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 PROGRAM = [sys.executable, "-P", "-m", "shoal.cli"]
@@ -156,6 +158,18 @@ def test_few_updates_are_said_to_be_few_unless_they_were_asked_for(
 ) -> None:
     options, config = argparse.Namespace(updates=asked), RunConfig(updates, 1e-3, rows)
     assert finetune._describe_few_updates(options, config) == expected
+
+
+def test_blocks_that_nobody_serves_come_with_advice() -> None:
+    error = RouteError("no peer takes blocks 4:8 any more: refused", [Span(4, 8)])
+
+    advised = finetune._advise(error, "my model")
+
+    assert str(advised) == (
+        "no peer takes blocks 4:8 any more: refused; start a peer that does, `shoal serve "
+        "'my model' --blocks 4:8 …`, or give a longer --wait"
+    )
+    assert advised.missing == (Span(4, 8),)
 
 
 @pytest.mark.parametrize("name", ["checkpoint-000003", "adapter_model.safetensors"])
@@ -351,5 +365,6 @@ def test_run_that_loses_its_last_peer_keeps_what_it_learned(
     *_, stopped, error = read_events(rest)
     assert process.returncode == 1
     assert (stopped["event"], error["kind"]) == ("stopped", "RouteError")
+    assert "--blocks 0:4 …`, or give a longer --wait" in error["error"]
     assert len(errors.splitlines()) == 1
     assert (out / f"checkpoint-{stopped['update']:06}" / "state.json").exists()
