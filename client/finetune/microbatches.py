@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,7 +16,14 @@ from torch import Tensor
 
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_PASS_PROMPTS
 from ...protocol.messages import Slot
-from .adapter_versions import AdapterGradients, AdapterVersion, RowAdapters, add_gradients
+from ...protocol.spans import Span
+from .adapter_versions import (
+    AdapterGradients,
+    AdapterVersion,
+    RowAdapters,
+    add_gradients,
+    split_gradients,
+)
 
 MOST_TOKENS = 1024
 """Rows times tokens of one microbatch, unless one row has more."""
@@ -101,6 +108,16 @@ class TextGradients:
     hidden_BTH: Tensor
     prompts_LBPH: Tensor | None = None
     adapters: AdapterGradients = field(default_factory=dict[AdapterVersion, Any])
+
+    @classmethod
+    def read(cls, tensors: Mapping[Slot, Tensor], texts: Texts, span: Span) -> TextGradients:
+        """Return what a peer answered, in the shapes of the texts that went into a span."""
+        prompts = tensors.get(Slot.PROMPTS)
+        if prompts is not None and texts.prompts_LBPH is not None:
+            prompts = prompts.view(texts.prompts_LBPH.shape)
+        hidden_BTH = tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
+        vectors = tensors.get(Slot.ADAPTERS, hidden_BTH[:0])
+        return cls(hidden_BTH, prompts, split_gradients(texts.adapters, span, vectors))
 
     def multiply(self, factor: float) -> TextGradients:
         """Return all of them times a number."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -38,12 +38,12 @@ from ..swarm import Fault, Swarm
 from .adapter_courier import AdapterCourier
 from .adapter_versions import (
     AdapterVersion,
+    PublishedAdapter,
     SentAdapter,
     count_gradients,
     cut_apart,
     list_adapter_rows,
     list_adapters,
-    split_gradients,
 )
 from .microbatches import TextGradients, Texts, choose_scale
 from .pass_failovers import PassFailovers
@@ -58,6 +58,9 @@ _logger = logging.getLogger(__name__)
 
 _DIRECTORY_SECONDS = 5.0
 """How long the directory may take before the last view has to do."""
+
+_PUBLICATION_SECONDS = 2.0
+"""When a peer that lacks a published adapter is asked again: its publisher may just bring it."""
 
 _PATIENCE = 20.0
 _LEAST_PATIENCE_SECONDS = 60.0
@@ -142,7 +145,7 @@ class PassAsker:
             hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
             answer = await self._try(hop, texts, scale * grads_BTH, trouble)
             if answer is not None:
-                return _read_gradients(answer, texts, span).multiply(1 / scale)
+                return TextGradients.read(answer.tensors, texts, span).multiply(1 / scale)
 
     async def choose_home(self, span: Span, trouble: Trouble, weights: str | None) -> Hop:
         """Return who is to train the first blocks of a span; raises what `ask_forward` does."""
@@ -169,7 +172,7 @@ class PassAsker:
             order = replace(order, scale=1 / scale)
         answer = await self._ask(hop, texts, grads_BTH, lambda: True, order)
         self.failovers.note_answer(hop)
-        return _read_gradients(answer, texts, hop.span).multiply(1 / scale)
+        return TextGradients.read(answer.tensors, texts, hop.span).multiply(1 / scale)
 
     @asynccontextmanager
     async def lend(
@@ -235,9 +238,9 @@ class PassAsker:
         except NotWantedError:
             return None
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            is_own = all(isinstance(one, AdapterVersion) for one in list_adapters(texts.adapters))
+            adapters = list_adapters(texts.adapters)
             if isinstance(error, RefusedError) and self._may_ask_others(
-                error, hop, trouble, is_own
+                error, hop, trouble, adapters
             ):
                 trouble.note(error)
                 return None
@@ -254,17 +257,21 @@ class PassAsker:
         return answer
 
     def _may_ask_others(
-        self, error: RefusedError, hop: Hop, trouble: Trouble, is_own: bool = True
+        self, error: RefusedError, hop: Hop, trouble: Trouble, adapters: Sequence[SentAdapter] = ()
     ) -> bool:
         """Note a refusal that is neither the peer's fault nor that of the texts."""
         peer_id = hop.peer.peer_id
         if error.code is ErrorCode.UNKNOWN_ADAPTER:
             self.courier.forget(peer_id)
-            if is_own:
+            if all(isinstance(one, AdapterVersion) for one in adapters):
                 # It has expired, or the peer was restarted: it gets it again, but only once.
                 is_sound = peer_id not in trouble.brought_again
                 trouble.brought_again.add(peer_id)
                 return is_sound
+            if all(isinstance(one, PublishedAdapter) and not one.is_trained for one in adapters):
+                # The peer may have just come, and get it from whoever published it.
+                trouble.note_full(peer_id, _PUBLICATION_SECONDS)
+                return True
         elif error.code is ErrorCode.NO_ROOM_FOR_ADAPTER and error.retry_after_seconds is not None:
             trouble.note_full(peer_id, error.retry_after_seconds)
             return True
@@ -388,13 +395,3 @@ class PassAsker:
 def _takes_passes(peer: Announcement, weights: str | None) -> bool:
     is_able = peer.max_version >= PASS_VERSION and peer.takes_passes
     return is_able and weights in (None, peer.weights)
-
-
-def _read_gradients(answer: PassAnswer, texts: Texts, span: Span) -> TextGradients:
-    """Return what a peer answered, in the shapes of the texts."""
-    prompts = answer.tensors.get(Slot.PROMPTS)
-    if prompts is not None and texts.prompts_LBPH is not None:
-        prompts = prompts.view(texts.prompts_LBPH.shape)
-    hidden_BTH = answer.tensors[Slot.HIDDEN].view(texts.hidden_BTH.shape)
-    vectors = answer.tensors.get(Slot.ADAPTERS, hidden_BTH[:0])
-    return TextGradients(hidden_BTH, prompts, split_gradients(texts.adapters, span, vectors))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 
 import pytest
 from pass_peers import WHOLE, add_pass_peer, make_adapted_texts, make_asker
 from session_scene import CONFIG, Scene, now, run
 
+from shoal.client.finetune.adapter_versions import PublishedAdapter
 from shoal.protocol.errors import ErrorCode, RefusedError
+from shoal.protocol.ids import AdapterId
 
 
 def test_peer_that_loses_what_it_is_brought_gets_it_twice_and_then_another_is_asked() -> None:
@@ -97,5 +100,28 @@ def test_adapter_that_is_refused_is_not_sent_to_its_end() -> None:
 
         assert len(full.brought) == 1
         assert full.num_pieces < 2**24 / (48 * 2**10) / 2
+
+    run(test)
+
+
+@pytest.mark.parametrize("seconds", [8.0, 1000.0])
+def test_published_adapter_that_a_peer_lacks_is_waited_for(seconds: float) -> None:
+    async def test(scene: Scene) -> None:
+        peer = await add_pass_peer(scene, 1.0)
+        peer.forgets_adapters = True
+        texts = replace(make_adapted_texts(), adapters=(PublishedAdapter(AdapterId(b"p" * 32)),))
+        asker, began_at = make_asker(scene), now()
+        asking = asyncio.create_task(asker.ask_forward(WHOLE, texts))
+        await asyncio.sleep(min(seconds, 50.0))
+        peer.forgets_adapters = False
+        if seconds == 8.0:
+            await asking
+            assert now() - began_at < 12.0
+        else:
+            with pytest.raises(RefusedError) as refusal:
+                await asking
+            assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
+            assert len(peer.asked) <= 12
+        await asker.close()
 
     run(test)
