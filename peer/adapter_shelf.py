@@ -134,7 +134,7 @@ class AdapterShelf:
             ErrorCode.UNKNOWN_ADAPTER,
             f"this peer has no adapter {name.hex():.12}… that you may use; if that is a published "
             "one, its digest was mistyped, it was withdrawn, or its publisher is gone. A peer that "
-            "has just come gets it from its publisher soon: try again in a few minutes",
+            "has just come gets it from its publisher soon: try again in a minute",
         )
 
     def has(self, name: AdapterId, holder: Holder, is_published: bool = False) -> bool:
