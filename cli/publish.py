@@ -52,12 +52,12 @@ def run(options: argparse.Namespace) -> int:
     with end_in_good_order():
         with reporter.showing("Joining the swarm"):
             client, model = _open_model(name, joining)
-        with _telling_warnings(reporter.warn), model:
+        with _telling_warnings(reporter.warn) as warnings, model:
             adapter = client.LoraAdapter.load(options.folder, model)
             with reporter.showing("Bringing the adapter to peers"):
                 digest = model.publish_adapter(adapter)
             with contextlib.suppress(KeyboardInterrupt):
-                reporter.report_published(_Published(options, digest))
+                reporter.report_published(_Published(options, digest, not warnings.has_told))
                 threading.Event().wait()
             with reporter.showing("Withdrawing the adapter"):
                 model.withdraw_adapter(digest)
@@ -83,6 +83,11 @@ class _Warnings(logging.Handler):
         self._tell = tell
         self._told = set[str]()
 
+    @property
+    def has_told(self) -> bool:
+        """Whether there was anything to warn of."""
+        return bool(self._told)
+
     def emit(self, record: logging.LogRecord) -> None:
         """Tell a warning, unless it was told before."""
         sentence = record.getMessage()
@@ -92,13 +97,13 @@ class _Warnings(logging.Handler):
 
 
 @contextlib.contextmanager
-def _telling_warnings(tell: Callable[[str], None]) -> Iterator[None]:
+def _telling_warnings(tell: Callable[[str], None]) -> Iterator[_Warnings]:
     """Tell what the client warns of, inside, in place of lines of a log."""
     logger, handler = logging.getLogger(_CLIENT), _Warnings(tell)
     logger.addHandler(handler)
     logger.propagate, before = False, logger.propagate
     try:
-        yield
+        yield handler
     finally:
         logger.propagate = before
         logger.removeHandler(handler)
@@ -110,6 +115,8 @@ class _Published:
 
     options: argparse.Namespace
     digest: str
+    is_complete: bool
+    """Whether there are peers for all blocks, and nothing else that the client warned of."""
 
     @property
     def use(self) -> Sequence[str]:
@@ -146,12 +153,15 @@ class _Reporter:
         """Say how others use it."""
         show, paint = self._output.print, self._output.paint
         folder = published.options.folder
-        show(paint(f"{folder} is published. Everybody in the swarm uses it by its digest:", "bold"))
+        when = "" if published.is_complete else ", once peers for all blocks keep it"
+        said = f"{folder} is published. Everybody in the swarm uses it by its digest{when}:"
+        for line in self._output.wrap(said):
+            show(paint(line, "bold"))
         show()
         for line in published.use:
             show(f"  {line}")
         show()
-        show(f'From Python: from_pretrained(…, active_adapter="{published.digest[:8]}…")')
+        show("From Python: from_pretrained(…, active_adapter=DIGEST)")
         show("Ctrl-C withdraws it.")
 
     def report_withdrawn(self, digest: str) -> None:
@@ -168,7 +178,8 @@ class _JsonReporter(_Reporter):
     def report_published(self, published: _Published) -> None:
         use = " ".join(line.removesuffix("\\").strip() for line in published.use)
         folder = str(published.options.folder)
-        self._print_event("published", digest=published.digest, adapter=folder, use=use)
+        facts = {"adapter": folder, "use": use, "is_complete": published.is_complete}
+        self._print_event("published", digest=published.digest, **facts)
 
     def report_withdrawn(self, digest: str) -> None:
         self._print_event("withdrawn", digest=digest)

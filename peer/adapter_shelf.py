@@ -17,6 +17,11 @@ from .engine.adapters import Adapter
 from .engine.trained_adapter import TrainedAdapter
 from .shared_bytes import SharedBytes
 
+_KEEPS_NONE = (
+    "this peer keeps no adapters: it was given no memory for them (--adapter-memory); its blocks "
+    "take another peer"
+)
+
 _TIMES_FREE = 3
 
 
@@ -74,7 +79,7 @@ class AdapterShelf:
         """
         most_bytes = compute_share(holder, {}, self._num_bytes, _TIMES_FREE)
         if not most_bytes:
-            raise RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, "this peer keeps no adapters")
+            raise RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, _KEEPS_NONE)
         if num_bytes > most_bytes:
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
@@ -130,6 +135,8 @@ class AdapterShelf:
             return own
         for kept in self._published.get(name, {}).values():
             return kept
+        if not self._num_bytes:
+            raise RefusedError(ErrorCode.UNKNOWN_ADAPTER, _KEEPS_NONE)
         raise RefusedError(
             ErrorCode.UNKNOWN_ADAPTER,
             f"this peer has no adapter {name.hex():.12}… that you may use; if that is a published "

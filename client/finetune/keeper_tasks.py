@@ -64,6 +64,7 @@ class KeeperTasks:
         self._lanes = Lanes[PeerId]()
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
         self._deliveries: dict[PeerId, asyncio.Task[None]] = {}
+        self._owed: set[PeerId] = set()  # who was not brought something because it was too soon
         self._failing = Backoffs[PeerId](clock, _FIRST_BACKOFF_SECONDS)
         # Who has kept something, and how fast it took that; who did so last is the last.
         self._keepers: dict[PeerId, float] = {}
@@ -91,6 +92,16 @@ class KeeperTasks:
         for peer in filter(knows_publications, peers):
             if peer.peer_id not in self._renewals:
                 self._begin(self._renewals, peer.peer_id, self._renew(publications, peer))
+
+    def deliver_owed(
+        self, publications: Sequence[Publication], peers: Iterable[Announcement]
+    ) -> None:
+        """Begin to bring peers what they lack, and could not be brought the last time."""
+        owed, self._owed = self._owed, set()
+        for peer in peers:
+            if peer.peer_id in owed:
+                lacking = [one for one in publications if not one.is_kept_by(peer.peer_id)]
+                self._begin_delivery(lacking, peer)
 
     def cancel(self, publication: Publication) -> None:
         """Bring it to nobody any more."""
@@ -159,18 +170,21 @@ class KeeperTasks:
                 self._note_success(peer_id)
                 self._brought.note_success((peer_id, publication.name))
             lacking += missed
-        if lacking and peer_id not in self._deliveries:
-            self._begin(self._deliveries, peer_id, self._deliver(lacking, peer))
+        self._begin_delivery(lacking, peer)
+
+    def _begin_delivery(self, publications: Sequence[Publication], peer: Announcement) -> None:
+        if publications and peer.peer_id not in self._deliveries:
+            self._begin(self._deliveries, peer.peer_id, self._deliver(publications, peer))
 
     async def _deliver(self, publications: Iterable[Publication], peer: Announcement) -> None:
         """Bring one after the other to a peer, until one fails. Renewals go on meanwhile."""
-        for publication in publications:
-            if (
-                self._is_spreading(publication)
-                and self._failing.may_try(peer.peer_id)
-                and self._brought.may_try((peer.peer_id, publication.name))
-            ):
+        for publication in filter(self._is_spreading, publications):
+            if not self._failing.may_try(peer.peer_id):
+                return
+            if self._brought.may_try((peer.peer_id, publication.name)):
                 await asyncio.wait([self.begin(publication, peer)])
+            else:
+                self._owed.add(peer.peer_id)
 
     async def _see_to(self, publication: Publication, peer: Announcement) -> KeeperError | None:
         """See that a peer keeps a publication; return why it does not.

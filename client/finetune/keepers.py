@@ -35,6 +35,7 @@ class Keepers:
         self._deadline = now + max(_PUBLISHING_SECONDS, slowest_seconds)
         self._kept: list[Span] = []
         self._errors: list[KeeperError] = []
+        self._last_words = "nobody serves them, or only who is slow to take it"
 
     @property
     def deadline(self) -> float:
@@ -47,6 +48,7 @@ class Keepers:
             self._kept.append(peer.span)
         else:
             self._errors.append(error)
+            self._last_words = f"peer …{peer.peer_id[-6:]} (blocks {peer.span}): {error}"
 
     def wait_for(self, rest: Sequence[Announcement], now: float) -> None:
         """Bring the deadline forward as far as those that may keep it still allow it."""
@@ -76,9 +78,7 @@ class Keepers:
                 "no peer keeps the adapter for blocks %s yet, and it cannot be used until one "
                 "does: %s",
                 ", ".join(map(str, missing)),
-                self._errors[-1]
-                if self._errors
-                else "nobody serves them, or only who is slow to take it",
+                self._last_words,
             )
 
     def _find_missing(self) -> list[Span]:

@@ -13,6 +13,7 @@ from ..announcements import Announcement
 from ..errors import DirectoryError, RemoteProtocolError, UsageError
 from ..identity import peer_id_bytes, public_key_of
 from ..ids import PeerId
+from ..join_code import PREFIX as JOIN_CODE_PREFIX
 from .addresses import is_loopback
 
 _HOST_PARTS = frozenset({"ip4", "ip6", "dns", "dns4", "dns6"})
@@ -54,6 +55,8 @@ class PeerAddress:
         >>> address.host, address.tcp_port, address.peer_id == id, address.is_loopback
         ('127.0.0.1', 4001, True, True)
         """
+        if text.startswith(JOIN_CODE_PREFIX):
+            raise UsageError("that is a join code, not an address; --join (join=) takes join codes")
         try:
             return cls._parse(text)
         except (ValueError, RemoteProtocolError) as error:

@@ -17,9 +17,9 @@ CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4
 DIGEST = "03382acf" * 8
 
 
-def make_published(*joining: str) -> publish._Published:
+def make_published(*joining: str, is_complete: bool = True) -> publish._Published:
     options = _parse(["publish", "shoal-stories", "my-adapter", *joining])
-    return publish._Published(options, DIGEST)
+    return publish._Published(options, DIGEST, is_complete)
 
 
 @pytest.mark.parametrize(
@@ -80,8 +80,17 @@ def test_it_tells_how_others_use_it_in_a_terminal() -> None:
         f"    --adapter {DIGEST} \\\n"
         "    --join @own.code\n"
     ) in screen.text
-    assert 'active_adapter="03382acf…"' in screen.text
+    assert "active_adapter=DIGEST" in screen.text
     assert "Ctrl-C withdraws it.\n" in screen.text
+
+
+def test_it_tells_when_it_cannot_be_used_yet() -> None:
+    screen = Screen()
+
+    published = make_published("--join", "@own.code", is_complete=False)
+    publish._Reporter(Terminal(screen)).report_published(published)
+
+    assert "peers for all blocks keep it" in screen.text
 
 
 def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
@@ -94,7 +103,13 @@ def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
 
     use = f'shoal generate shoal-stories "Once upon a time" --adapter {DIGEST} --join shoal:…'
     assert [json.loads(line) for line in screen.text.splitlines()] == [
-        {"event": "published", "digest": DIGEST, "adapter": "my-adapter", "use": use},
+        {
+            "event": "published",
+            "digest": DIGEST,
+            "adapter": "my-adapter",
+            "use": use,
+            "is_complete": True,
+        },
         {"event": "warning", "text": "no peer keeps it"},
         {"event": "withdrawn", "digest": DIGEST},
     ]

@@ -116,6 +116,22 @@ def test_peer_that_comes_or_comes_back_gets_adapters_soon(what: str) -> None:
     run_publisher(test)
 
 
+def test_peer_that_is_restarted_at_once_gets_adapters_soon() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer = await add_pass_peer(scene, 1.0)
+        await publisher.publish(make_version(8), WHOLE, "a")
+        (announced,) = await asker.list_peers()
+        for _ in range(2):
+            await asyncio.sleep(3.0)
+            peer.published.clear()
+            facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
+            await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+            await asyncio.sleep(37.0)
+            assert len(peer.published) == 1
+
+    run_publisher(test)
+
+
 def test_peer_that_failed_gets_adapters_as_soon_as_it_is_back() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer = await add_pass_peer(scene, 1.0)

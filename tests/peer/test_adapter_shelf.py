@@ -156,8 +156,12 @@ def test_who_finds_no_room_hears_how_much_is_in_use_and_what_helps() -> None:
 
 
 def test_peer_that_keeps_no_adapters_says_so() -> None:
-    said, seconds = refuse(AdapterShelf(VirtualClock(), 0), ANNA, 1)
-    assert said == "this peer keeps no adapters"
+    shelf = AdapterShelf(VirtualClock(), 0)
+    said, seconds = refuse(shelf, ANNA, 1)
+    assert said.startswith("this peer keeps no adapters")
+    with pytest.raises(RefusedError, match="keeps no adapters") as refusal:
+        shelf.find(ONE, ANNA)
+    assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
     assert seconds is None
 
 

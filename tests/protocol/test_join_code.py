@@ -13,6 +13,7 @@ from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.join_code import MAX_ADDRESSES, PREFIX, JoinCode
 from shoal.protocol.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.net.multiaddrs import PeerAddress
 
 PEER = Identity(bytes([9]) * 32).peer_id
 OWNER = make_owner(bytes(range(16)))
@@ -165,3 +166,9 @@ def _forge(kind: int, content: bytes) -> str:
     packed = bytes((1, kind)) + (len(content) + 8).to_bytes(2, "big") + content
     packed += hashlib.sha256(b"shoal join code\0" + packed).digest()[:4]
     return PREFIX + base64.b32encode(packed).decode().rstrip("=")
+
+
+def test_join_code_in_place_of_an_address_is_told_where_it_belongs_and_not_shown() -> None:
+    with pytest.raises(UsageError, match="--join") as refusal:
+        PeerAddress.parse("shoal:aeaaagaaaa")
+    assert "aeaaag" not in str(refusal.value)
