@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -42,7 +42,7 @@ _BROUGHT_BACKOFF_SECONDS = 10.0
 class KeeperTasks:
     """Brings publications to peers and renews them there. Owned by the client's loop.
 
-        Whoever wants a peer to keep a publication joins the one task that sees to it. Renewals have
+    Whoever wants a peer to keep a publication joins the one task that sees to it. Renewals have
     peers brought what they lack and `is_spreading`. A peer is brought one adapter after the other.
     One that fails is left alone for a while, longer each time; so is one that is brought the same
     again and again, because it says nothing when it is renewed.
@@ -64,7 +64,7 @@ class KeeperTasks:
         self._lanes = Lanes[PeerId]()
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
         self._deliveries: dict[PeerId, asyncio.Task[None]] = {}
-        self._owed: set[PeerId] = set()  # who was not brought something because it was too soon
+        self._owed: dict[PeerId, list[Publication]] = defaultdict(list)
         self._failing = Backoffs[PeerId](clock, _FIRST_BACKOFF_SECONDS)
         # Who has kept something, and how fast it took that; who did so last is the last.
         self._keepers: dict[PeerId, float] = {}
@@ -82,26 +82,18 @@ class KeeperTasks:
         task.add_done_callback(lambda task: _drop(publication.tasks, peer_id, task))
         return task
 
-    def renew(
-        self,
-        publications: Sequence[Publication],
-        peers: Iterable[Announcement],
-    ) -> None:
+    def renew(self, publications: Sequence[Publication], peers: Iterable[Announcement]) -> None:
         """Begin to tell all peers to keep what they have, and to bring them what they lack."""
         self._forget_expired()
         for peer in filter(knows_publications, peers):
             if peer.peer_id not in self._renewals:
                 self._begin(self._renewals, peer.peer_id, self._renew(publications, peer))
 
-    def deliver_owed(
-        self, publications: Sequence[Publication], peers: Iterable[Announcement]
-    ) -> None:
-        """Begin to bring peers what they lack, and could not be brought the last time."""
-        owed, self._owed = self._owed, set()
+    def deliver_owed(self, peers: Iterable[Announcement]) -> None:
+        """Begin to bring peers what it was too soon for the last time."""
+        owed, self._owed = self._owed, defaultdict(list)
         for peer in peers:
-            if peer.peer_id in owed:
-                lacking = [one for one in publications if not one.is_kept_by(peer.peer_id)]
-                self._begin_delivery(lacking, peer)
+            self._begin_delivery(owed.get(peer.peer_id, []), peer)
 
     def cancel(self, publication: Publication) -> None:
         """Bring it to nobody any more."""
@@ -184,7 +176,7 @@ class KeeperTasks:
             if self._brought.may_try((peer.peer_id, publication.name)):
                 await asyncio.wait([self.begin(publication, peer)])
             else:
-                self._owed.add(peer.peer_id)
+                self._owed[peer.peer_id].append(publication)
 
     async def _see_to(self, publication: Publication, peer: Announcement) -> KeeperError | None:
         """See that a peer keeps a publication; return why it does not.

@@ -224,7 +224,7 @@ class Publisher:
             self._tasks.note_arrival(peer)
         wanted = [publication for publication in self._published.values() if publication.claims]
         self._tasks.renew(wanted, peers if is_due else new)
-        self._tasks.deliver_owed(wanted, peers)
+        self._tasks.deliver_owed(peers)
 
     async def _withdraw(self, publications: Sequence[Publication]) -> int:
         """Stop bringing publications, and tell all who may have them; return who could not be told.

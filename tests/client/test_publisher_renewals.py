@@ -119,7 +119,8 @@ def test_peer_that_comes_or_comes_back_gets_adapters_soon(what: str) -> None:
 def test_peer_that_is_restarted_at_once_gets_adapters_soon() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer = await add_pass_peer(scene, 1.0)
-        await publisher.publish(make_version(8), WHOLE, "a")
+        for number in range(3):
+            await publisher.publish(make_version(8 + 2 * number), WHOLE, str(number))
         (announced,) = await asker.list_peers()
         for _ in range(2):
             await asyncio.sleep(3.0)
@@ -127,7 +128,7 @@ def test_peer_that_is_restarted_at_once_gets_adapters_soon() -> None:
             facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
             await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
             await asyncio.sleep(37.0)
-            assert len(peer.published) == 1
+            assert len(peer.published) == 3
 
     run_publisher(test)
 
