@@ -67,14 +67,15 @@ class KeeperCalls:
         publication.note_kept(peer.peer_id, keep_seconds, self._clock.now())
 
     async def renew(
-        self, publications: Sequence[Publication], peer: Announcement
+        self, publications: Sequence[Publication], peer: Announcement, *, is_repeated: bool = False
     ) -> tuple[list[Publication], list[Publication]]:
         """Have a peer keep on what it has; return what it says it keeps, and what it does not say.
 
         It hears heads alone, one after the other on one stream, from the one on that it forgets
         first. That ends with the first one to which it says nothing: it waits for the rest of that
         one then, or does not answer at all. Of those that come too late at a slow peer nothing is
-        returned: they come first the next time.
+        returned: they come first the next time. A stream that breaks is replaced once: it may be
+        one from before the peer was restarted.
         """
         peer_id, kept, missed = peer.peer_id, list[Publication](), list[Publication]()
         rest = sorted(publications, key=lambda one: one.expires_at(peer_id))
@@ -92,6 +93,10 @@ class KeeperCalls:
                 raise
             rest[0].note_silent(peer_id)
             missed += rest
+        except UnavailableError:
+            if not is_reached or is_repeated:
+                raise
+            return await self.renew(publications, peer, is_repeated=True)
         return kept, missed
 
     def expect_carrying_seconds(self) -> float:

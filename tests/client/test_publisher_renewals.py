@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from pass_peers import WHOLE, add_pass_peer
+from pass_peers import WHOLE, add_pass_peer, move_pass_peer
 from publisher_scene import (
     LARGE,
     SECONDS,
@@ -96,7 +96,7 @@ def test_heads_that_a_slow_peer_has_not_heard_come_first_the_next_time() -> None
     run_publisher(test)
 
 
-@pytest.mark.parametrize("what", ["comes", "is restarted"])
+@pytest.mark.parametrize("what", ["comes", "is restarted", "is killed and restarted"])
 def test_peer_that_comes_or_comes_back_gets_adapters_soon(what: str) -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         peer = await add_pass_peer(scene, 1.0)
@@ -106,10 +106,13 @@ def test_peer_that_comes_or_comes_back_gets_adapters_soon(what: str) -> None:
         if what == "comes":
             peer = await add_pass_peer(scene, 1.0)
         else:
-            (announced,) = await asker.list_peers()
             peer.published.clear()
-            facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
-            await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
+            if what == "is killed and restarted":  # with all streams
+                await move_pass_peer(scene, peer, "pass1")
+            else:
+                (announced,) = await asker.list_peers()
+                facts = {"endpoints": announced.endpoints, "max_version": announced.max_version}
+                await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
         await asyncio.sleep(20.0)
         assert len(peer.published) == 3
 
