@@ -16,10 +16,14 @@ from publisher_scene import (
 )
 from session_scene import Scene, now
 
+from shoal.client.finetune.adapter_versions import AdapterVersion
 from shoal.client.finetune.pass_asking import PassAsker
+from shoal.client.finetune.pass_link import PassLink
 from shoal.client.finetune.publisher import Publisher
 from shoal.protocol.adapters import KEEP_SECONDS
 from shoal.protocol.announcements import Announcement
+from shoal.protocol.errors import UnavailableError
+from shoal.protocol.spans import Span
 from shoal.protocol.versions import OPTIMIZER_VERSION
 
 
@@ -115,6 +119,26 @@ def test_peer_that_comes_or_comes_back_gets_adapters_soon(what: str) -> None:
                 await scene.announce(peer, **facts)  # pyright: ignore[reportArgumentType]
         await asyncio.sleep(20.0)
         assert len(peer.published) == 3
+
+    run_publisher(test)
+
+
+def test_stream_that_breaks_at_a_renewal_is_replaced() -> None:
+    async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
+        peer, version = await add_pass_peer(scene, 1.0), make_version(8)
+        await publisher.publish(version, WHOLE, "a")
+        renew, num_broken = asker.courier.renew, 0
+
+        async def break_once(link: PassLink, adapter: AdapterVersion, span: Span) -> float:
+            nonlocal num_broken
+            num_broken += 1
+            if num_broken == 1:
+                raise UnavailableError("as the test says")
+            return await renew(link, adapter, span)
+
+        asker.courier.renew = break_once
+        await asyncio.sleep(SECONDS)
+        assert (count_heads(peer)[name_of(version)], num_broken) == (2, 2)
 
     run_publisher(test)
 
