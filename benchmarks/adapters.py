@@ -18,12 +18,12 @@ from transformers import AutoConfig
 
 from shoal.cli.benchmarks.benchmark_model import make_benchmark_model
 from shoal.cli.benchmarks.figures import describe_machine
-from shoal.client.finetune.lora import LoraAdapter
-from shoal.kernels.checkpoint import Checkpoint
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.adapters import Adapter
+from shoal.client.training.lora import LoraAdapter
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.peer.engine.adapters.adapters import Adapter
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import PassWork
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.spans import Span
 
 ROWS, TOKENS, RANK = 8, 256, 8

@@ -28,11 +28,11 @@ from shoal.cli.benchmarks.benchmark_model import (
     open_bundled_model,
 )
 from shoal.cli.benchmarks.figures import describe_machine
-from shoal.kernels.checkpoint import Checkpoint
-from shoal.kernels.quantize import Int8Weight, WeightFormat
-from shoal.kernels.select import choose_int8_kernel, choose_paged_attention
-from shoal.peer.engine.capturer import CallingCapturer, Capturer
-from shoal.peer.engine.cuda_device import choose_device
+from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
+from shoal.kernels.linear.select import choose_int8_kernel, choose_paged_attention
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.peer.engine.blocks.capturer import CallingCapturer, Capturer
+from shoal.peer.engine.blocks.cuda_device import choose_device
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span

@@ -15,8 +15,8 @@ import torch
 
 from shoal.cli.benchmarks.figures import describe_machine
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.client.model import DistributedCausalLM
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.client.model.model import DistributedCausalLM
+from shoal.peer.local_swarm.swarm import LocalSwarm
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "shoal-stories"
 SPANS = [(0, 4), (0, 4), (4, 8), (4, 8)]

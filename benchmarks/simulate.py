@@ -1,7 +1,7 @@
 """A swarm that runs itself, in simulated time: placement and routing against their figures.
 
-The decisions are those of `peer/placement.py` and `client/router.py`; the simulator is
-`cli/simulation/`. Everything follows from the seed; how fast this machine is makes no difference.
+The decisions are those of `peer/placement/placement.py` and `client/routing/router.py`; the
+simulator is `cli/simulation/`. Everything follows from the seed; how fast this machine is makes no difference.
 """
 
 import argparse
@@ -15,7 +15,6 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from shoal.cli.quantities import parse_count, parse_non_negative
 from shoal.cli.simulation.churn import read_churn
 from shoal.cli.simulation.decisions import time_decisions
 from shoal.cli.simulation.distances import Chosen, run_distances
@@ -33,6 +32,7 @@ from shoal.cli.simulation.scenarios import (
 from shoal.cli.simulation.steps import reproduce_published
 from shoal.cli.simulation.traffic import run_traffic
 from shoal.cli.simulation.world import WorldConfig
+from shoal.cli.terminal.quantities import parse_count, parse_non_negative
 from shoal.protocol.errors import ShoalError
 
 PERIOD_SECONDS = WorldConfig().period_seconds

@@ -2,7 +2,7 @@
 
 import sys
 
-from .interrupts import quit_at_once
+from .terminal.interrupts import quit_at_once
 
 
 def run() -> int:

@@ -16,11 +16,11 @@ from .benchmarks.figures import describe_machine
 from .benchmarks.parts import JOINED, PARTS
 from .benchmarks.plot import draw_curve
 from .benchmarks.report import BenchReport, Findings, PartReport, measure_part
-from .bundled_model import find_model
-from .heavy_imports import importing_much
-from .interrupts import end_in_good_order, quitting_at_once
-from .joining import add_join_arguments, read_joining
-from .terminal import Progress, Terminal
+from .terminal.bundled_model import find_model
+from .terminal.heavy_imports import importing_much
+from .terminal.interrupts import end_in_good_order, quitting_at_once
+from .terminal.joining import add_join_arguments, read_joining
+from .terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
     from .benchmarks.setting import Setting

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..peer.local_swarm import LocalPeer, LocalSwarm
+from ..peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
-from .bundled_model import count_blocks, find_model, read_configuration
 from .demo_screen import DemoScreen
-from .interrupts import end_in_good_order
-from .layout import cut_evenly
-from .options import add_weights_argument
-from .quantities import parse_count, parse_non_negative, parse_whole
 from .swarm import describe_start
-from .terminal import Progress, Terminal
-from .text_generation import (
+from .terminal.bundled_model import count_blocks, find_model, read_configuration
+from .terminal.interrupts import end_in_good_order
+from .terminal.layout import cut_evenly
+from .terminal.options import add_weights_argument
+from .terminal.quantities import parse_count, parse_non_negative, parse_whole
+from .terminal.terminal import Progress, Terminal
+from .terminal.text_generation import (
     Generation,
     Sampling,
     TextModel,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..peer.local_swarm import LocalPeer
-from .terminal import Terminal, WordWrapper
-from .text_generation import Generation
+from ..peer.local_swarm.swarm import LocalPeer
+from .terminal.terminal import Terminal, WordWrapper
+from .terminal.text_generation import Generation
 
 if TYPE_CHECKING:
     from .demo import DemoResult, Kill

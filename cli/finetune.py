@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import RouteError, ShoalError, UsageError
-from .bundled_model import find_model
 from .finetune_options import (
     MAX_LENGTH,
     MOST_BETWEEN_MILESTONES,
@@ -26,11 +25,12 @@ from .finetune_options import (
 )
 from .finetune_plot import draw_losses, save_losses
 from .finetune_screen import Reporter, RunFacts, RunResult, make_reporter, quote_use
-from .interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
-from .joining import Joining, read_joining
-from .quantities import count_of
-from .terminal import Progress, Terminal
-from .text_generation import import_client, load_tokenizer
+from .terminal.bundled_model import find_model
+from .terminal.interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
+from .terminal.joining import Joining, read_joining
+from .terminal.quantities import count_of
+from .terminal.terminal import Progress, Terminal
+from .terminal.text_generation import import_client, load_tokenizer
 
 if TYPE_CHECKING:
     from ..client.learning.dataset import Dataset
@@ -163,8 +163,8 @@ def _choose_prompt(text: "TrainingText") -> str:
 
 
 def _count_positions(name: str) -> int:
-    checkpoints = importlib.import_module("..kernels.checkpoint", __package__)
-    local_layers = importlib.import_module("..client.local_layers", __package__)
+    checkpoints = importlib.import_module("..models.checkpoints.checkpoint", __package__)
+    local_layers = importlib.import_module("..client.model.local_layers", __package__)
     config = local_layers.load_config(checkpoints.Checkpoint.open(name))
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 

@@ -6,9 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from ..protocol.errors import UsageError
-from .bundled_model import BUNDLED_NAME
-from .joining import add_join_arguments
-from .quantities import parse_count, parse_non_negative, parse_part, parse_positive, parse_whole
+from .terminal.bundled_model import BUNDLED_NAME
+from .terminal.joining import add_join_arguments
+from .terminal.quantities import (
+    parse_count,
+    parse_non_negative,
+    parse_part,
+    parse_positive,
+    parse_whole,
+)
 
 _METHODS = ("lora", "ptune", "deep_ptune")
 RANK = 8

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .joining import quote_swarm
-from .quantities import count_of
-from .terminal import Progress, Terminal
-from .text_generation import (
+from .terminal.joining import quote_swarm
+from .terminal.quantities import count_of
+from .terminal.terminal import Progress, Terminal
+from .terminal.text_generation import (
     describe_pass_failover,
     pass_failover_facts,
     route_facts,

@@ -9,14 +9,14 @@ from typing import Any
 
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
-from .adapter_folder import find_adapter
-from .bundled_model import BUNDLED_NAME, find_model
-from .interrupts import quitting_at_once
-from .joining import add_join_arguments, read_joining
-from .outage_notices import OutageNotices
-from .quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
-from .terminal import Progress, Terminal
-from .text_generation import (
+from .terminal.adapter_folder import find_adapter
+from .terminal.bundled_model import BUNDLED_NAME, find_model
+from .terminal.interrupts import quitting_at_once
+from .terminal.joining import add_join_arguments, read_joining
+from .terminal.outage_notices import OutageNotices
+from .terminal.quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
+from .terminal.terminal import Progress, Terminal
+from .terminal.text_generation import (
     Generation,
     Sampling,
     TextModel,
@@ -27,8 +27,8 @@ from .text_generation import (
     read_prompt,
     route_facts,
 )
-from .text_printer import TextPrinter
-from .tracing import (
+from .terminal.text_printer import TextPrinter
+from .terminal.tracing import (
     TraceFile,
     describe_cut_trace,
     describe_summary,

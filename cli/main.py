@@ -12,9 +12,9 @@ from typing import NoReturn
 
 from ..protocol.errors import ShoalError, UnavailableError
 from ..protocol.versions import SOFTWARE
-from .interrupts import INTERRUPTED, quitting_at_once
-from .options import join_addresses
-from .terminal import Terminal, open_closed_streams
+from .terminal.interrupts import INTERRUPTED, quitting_at_once
+from .terminal.options import join_addresses
+from .terminal.terminal import Terminal, open_closed_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
 _COMMANDS = {

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .adapter_folder import check_lora
-from .bundled_model import BUNDLED_NAME, find_model
-from .interrupts import end_in_good_order, quitting_at_once
-from .joining import Joining, add_join_arguments, quote_swarm, read_joining
-from .terminal import Progress, Terminal
-from .text_generation import import_client
+from .terminal.adapter_folder import check_lora
+from .terminal.bundled_model import BUNDLED_NAME, find_model
+from .terminal.interrupts import end_in_good_order, quitting_at_once
+from .terminal.joining import Joining, add_join_arguments, quote_swarm, read_joining
+from .terminal.terminal import Progress, Terminal
+from .terminal.text_generation import import_client
 
 _CLIENT = "shoal.client"
 """The name that the client's warnings are logged under."""

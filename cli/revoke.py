@@ -11,12 +11,12 @@ from ..protocol.errors import RemoteProtocolError, UsageError
 from ..protocol.identity import public_key_of
 from ..protocol.ids import PeerId
 from ..protocol.net.clock import SystemClock
-from .interrupts import quitting_at_once
-from .joining import Joining, add_join_arguments, read_joining
-from .terminal import Progress, Terminal
+from .terminal.interrupts import quitting_at_once
+from .terminal.joining import Joining, add_join_arguments, read_joining
+from .terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
-    from ..protocol.revocations import Revocations
+    from ..protocol.membership.revocations import Revocations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,7 +67,7 @@ async def _revoke(joining: Joining, peer_ids: list[PeerId]) -> "Revocations":
     if peer_ids:
         membership.sign_as_owner(b"")  # before anything is asked of others
     with quitting_at_once():
-        module = importlib.import_module("..protocol.net.hivemind_directory", __package__)
+        module = importlib.import_module("..protocol.net.dht.hivemind_directory", __package__)
     directory = await module.HivemindDirectory.join(
         joining.addresses,
         identity=None,

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from ..peer.config import PeerConfig
+from ..peer.runtime.config import PeerConfig
 from ..protocol.errors import UsageError
-from ..protocol.join_code import JoinCode
-from ..protocol.membership import Membership
+from ..protocol.membership.join_code import JoinCode
+from ..protocol.membership.membership import Membership
 from ..protocol.spans import Span
-from .bundled_model import find_model
-from .heavy_imports import importing_much
-from .interrupts import INTERRUPTED, quitting_at_once
-from .joining import add_join_arguments, read_join, read_joining
-from .options import add_weights_argument, parse_device
-from .quantities import (
+from .terminal.bundled_model import find_model
+from .terminal.heavy_imports import importing_much
+from .terminal.interrupts import INTERRUPTED, quitting_at_once
+from .terminal.joining import add_join_arguments, read_join, read_joining
+from .terminal.options import add_weights_argument, parse_device
+from .terminal.quantities import (
     parse_announce_period,
     parse_count,
     parse_host,
@@ -34,8 +34,8 @@ from .quantities import (
     parse_port,
     parse_threads,
 )
-from .sizes import parse_bytes, parse_memory
-from .terminal import Terminal
+from .terminal.sizes import parse_bytes, parse_memory
+from .terminal.terminal import Terminal
 
 if TYPE_CHECKING:
     # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.

@@ -8,15 +8,15 @@ import shlex
 import sys
 import time
 
-from ..peer.local_swarm import LocalPeer, LocalSwarm
+from ..peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from ..protocol.errors import UnavailableError
 from ..protocol.spans import Span, find_gaps
-from .bundled_model import count_blocks, find_model
-from .interrupts import end_in_good_order
-from .layout import choose_num_replicas, plan_spans
-from .options import add_optional_model_argument, add_weights_argument
-from .quantities import parse_count, parse_threads
-from .terminal import Progress, Terminal
+from .terminal.bundled_model import count_blocks, find_model
+from .terminal.interrupts import end_in_good_order
+from .terminal.layout import choose_num_replicas, plan_spans
+from .terminal.options import add_optional_model_argument, add_weights_argument
+from .terminal.quantities import parse_count, parse_threads
+from .terminal.terminal import Progress, Terminal
 
 _WATCH_SECONDS = 0.3
 

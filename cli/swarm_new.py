@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 from ..protocol.errors import UsageError
-from ..protocol.join_code import JoinCode
-from ..protocol.membership import (
+from ..protocol.membership.join_code import JoinCode
+from ..protocol.membership.membership import (
     SECRET_BYTES,
     SWARM_ID_BYTES,
     Membership,
@@ -17,9 +17,9 @@ from ..protocol.membership import (
     make_owner,
     make_public,
 )
-from .joining import read_join
-from .options import add_initial_peers_argument
-from .terminal import Terminal
+from .terminal.joining import read_join
+from .terminal.options import add_initial_peers_argument
+from .terminal.terminal import Terminal
 
 _MEANINGS = {
     Role.USE: "may use the swarm, and cannot serve",

@@ -11,7 +11,7 @@ from ..protocol.errors import (
     UnavailableError,
     UsageError,
 )
-from .auto import (
+from .model.auto import (
     AutoDistributedModel,
     AutoDistributedModelForCausalLM,
     AutoDistributedModelForSequenceClassification,
@@ -34,15 +34,15 @@ from .auto import (
     DistributedMixtralForSequenceClassification,
     DistributedMixtralModel,
 )
-from .client import Client
-from .config import ClientConfig
-from .distributed_config import AutoDistributedConfig
-from .finetune.lora import LoraAdapter
-from .inference_session import InferenceSession
-from .pretrained_block import load_pretrained_block
-from .remote_blocks import RemoteSequential
-from .remote_cache import RemoteCache as RemotePastKeyValues
-from .remote_sequence import UID_DELIMITER, RemoteSequenceManager
+from .model.distributed_config import AutoDistributedConfig
+from .model.pretrained_block import load_pretrained_block
+from .model.remote_blocks import RemoteSequential
+from .model.remote_cache import RemoteCache as RemotePastKeyValues
+from .model.remote_sequence import UID_DELIMITER, RemoteSequenceManager
+from .runtime.client import Client
+from .session.inference_session import InferenceSession
+from .settings.config import ClientConfig
+from .training.lora import LoraAdapter
 
 __all__ = [
     "UID_DELIMITER",

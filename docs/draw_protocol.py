@@ -4,7 +4,9 @@ import dataclasses
 import re
 from pathlib import Path
 
-from shoal.protocol import limits, session, wire
+from shoal.protocol import limits
+from shoal.protocol.session import table as session
+from shoal.protocol.wire import codec as wire
 
 DOCUMENT = Path(__file__).with_name("protocol.md")
 

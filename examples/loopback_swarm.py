@@ -9,7 +9,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 MODEL = Path(__file__).resolve().parents[1] / "models" / "shoal-stories"
 

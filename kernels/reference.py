@@ -6,8 +6,8 @@ Nothing else imports this file.
 import torch
 from torch import Tensor
 
-from .int8_states import dequantize_states
-from .quantize import Int8Weight
+from .attention.int8_states import dequantize_states
+from .linear.quantize import Int8Weight
 
 
 def linear_int8(

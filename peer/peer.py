@@ -8,35 +8,35 @@ from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 
-from ..protocol.announcements import Announcement
 from ..protocol.endpoints import Endpoint
 from ..protocol.identity import Identity
-from ..protocol.join_code import make_codes
+from ..protocol.membership.join_code import make_codes
 from ..protocol.net.addresses import check_can_be_dialled, is_loopback
 from ..protocol.net.clock import SystemClock
+from ..protocol.net.dht.hivemind_directory import HivemindDirectory
 from ..protocol.net.directory import Directory
-from ..protocol.net.hivemind_directory import HivemindDirectory
-from ..protocol.net.multiaddrs import replace_host, split_multiaddr
-from ..protocol.net.tcp_transport import TcpTransport
-from ..protocol.net.tls import make_tls_identity
+from ..protocol.net.p2pd.multiaddrs import replace_host, split_multiaddr
+from ..protocol.net.tcp.tcp_transport import TcpTransport
+from ..protocol.net.tcp.tls import make_tls_identity
 from ..protocol.net.transport import Listener, Transport
-from .announcer import Announcer
-from .chores import Chores
-from .config import PeerConfig
-from .delays import Delays
-from .door import Door
-from .hosting import HostedModel, Hosting
-from .identity_file import hold_identity
-from .loop_lag import LoopLag
-from .memory import find_room
-from .neighbours import Neighbours
-from .parked_streams import ParkedStreams
+from ..protocol.records.announcements import Announcement
+from .accounts.memory import find_room
+from .announcing.announcer import Announcer
+from .announcing.delays import Delays
+from .announcing.relay_watch import watch_relays
+from .announcing.self_description import SelfDescription, make_template
+from .hosting.hosting import HostedModel, Hosting
+from .placement.room import Room
 from .placer import PlacedModel, Placer
-from .relay_watch import watch_relays
+from .pushing.neighbours import Neighbours
+from .pushing.parked_streams import ParkedStreams
+from .pushing.reverse_connections import ReverseConnections
 from .resident import PeerEvent, Report, Resident, say_goodbye
-from .reverse_connections import ReverseConnections
-from .room import Room
-from .self_description import SelfDescription, make_template
+from .runtime.chores import Chores
+from .runtime.config import PeerConfig
+from .runtime.identity_file import hold_identity
+from .runtime.loop_lag import LoopLag
+from .streams.door import Door
 
 _logger = logging.getLogger(__name__)
 

@@ -6,15 +6,16 @@ import random
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from ..protocol.announcements import PeerState
 from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.ids import ModelId, PeerId
 from ..protocol.net.clock import Clock
 from ..protocol.net.directory import Directory
-from ..protocol.swarm_view import SwarmView
-from .announcer import Announcer
-from .hosting import Stay
-from .placement import (
+from ..protocol.records.announcements import PeerState
+from ..protocol.records.swarm_view import SwarmView
+from .announcing.announcer import Announcer
+from .announcing.self_description import SelfDescription
+from .hosting.hosting import Stay
+from .placement.placement import (
     INTENT_PERIODS,
     LOOKS_PER_PERIOD,
     MAX_INTENTS,
@@ -24,10 +25,9 @@ from .placement import (
     Intent,
     decide_placement,
 )
-from .room import Room
-from .self_description import SelfDescription
-from .setbacks import Setbacks
-from .supply import Supply
+from .placement.room import Room
+from .placement.setbacks import Setbacks
+from .placement.supply import Supply
 
 _logger = logging.getLogger(__name__)
 

@@ -6,18 +6,18 @@ from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..protocol.announcements import PeerState
 from ..protocol.errors import DirectoryError
+from ..protocol.records.announcements import PeerState
 from ..protocol.spans import Span
-from .announcer import Announcer
-from .chores import Chores
-from .door import Door
-from .engine.loader import HostedBlock
-from .hosting import Hosting, LoadError, Stay
-from .placement import Decision
+from .announcing.announcer import Announcer
+from .announcing.self_description import SelfDescription
+from .engine.loading.loader import HostedBlock
+from .hosting.hosting import Hosting, LoadError, Stay
+from .placement.placement import Decision
 from .placer import Placer
-from .self_description import SelfDescription
-from .service import Service
+from .runtime.chores import Chores
+from .streams.door import Door
+from .streams.service import Service
 
 _logger = logging.getLogger(__name__)
 

@@ -1,4 +1,6 @@
-"""The language peers speak: values and decisions only.
+"""The language that peers, clients and tools speak: values, messages, records and their rules.
 
-A module here holds no socket, task, clock or tensor library; what needs one lives in `net/`.
+Everything here but `net/` and the generated `proto/` is pure: no sockets, tasks, clock, disk or
+torch. The modules of this folder are the values that everything else is made of. Read first:
+spans.py.
 """

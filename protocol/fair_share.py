@@ -8,7 +8,7 @@ import ipaddress
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from ..protocol.errors import ErrorCode, RefusedError
+from .errors import ErrorCode, RefusedError
 
 BUSY_SECONDS = 5.0
 """When to ask again: most generations are over sooner."""

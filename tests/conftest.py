@@ -16,7 +16,7 @@ import pytest
 import torch
 import warm_python
 
-from shoal.peer.local_swarm import LocalPeer
+from shoal.peer.local_swarm.swarm import LocalPeer
 
 # A shell that starts the tests in the background has them ignore Ctrl-C, and every process that
 # they start. Some of them are about Ctrl-C.

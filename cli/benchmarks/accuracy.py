@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from ...client.local_layers import load_config, load_local_layers
-from ...kernels.checkpoint import Checkpoint
-from ...kernels.quantize import WeightFormat
+from ...client.model.local_layers import load_config, load_local_layers
+from ...kernels.linear.quantize import WeightFormat
+from ...models.checkpoints.checkpoint import Checkpoint
 from ...peer.engine.engine import Engine, StepWork
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
@@ -88,8 +88,8 @@ def _measure_loading_bytes(directory: Path, weights: str) -> tuple[int, int]:
     """
     program = (
         "import sys\n"
-        "from shoal.kernels.checkpoint import Checkpoint\n"
-        "from shoal.kernels.quantize import WeightFormat\n"
+        "from shoal.models.checkpoints.checkpoint import Checkpoint\n"
+        "from shoal.kernels.linear.quantize import WeightFormat\n"
         "from shoal.peer.engine.engine import Engine\n"
         "from shoal.protocol.spans import Span\n"
         "checkpoint = Checkpoint.open(sys.argv[1])\n"

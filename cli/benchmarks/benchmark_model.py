@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.fingerprint import CACHE_DIRECTORY
-from ..bundled_model import find_model, read_configuration
+from ...models.checkpoints.fingerprint import CACHE_DIRECTORY
+from ..terminal.bundled_model import find_model, read_configuration
 
 _HIDDEN_SCALE = 0.02
 """About the size of embeddings."""

@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...client.client import connect_over_network
-from ...client.config import ClientConfig
-from ...client.farewells import Farewells
-from ...client.live_hops import LiveHops, SessionFacts
-from ...client.session import RemoteSession
-from ...client.swarm import Swarm
-from ...peer.local_swarm import LocalSwarm
+from ...client.routing.swarm import Swarm
+from ...client.runtime.client import connect_over_network
+from ...client.session.farewells import Farewells
+from ...client.session.live_hops import LiveHops, SessionFacts
+from ...client.session.session import RemoteSession
+from ...client.settings.config import ClientConfig
+from ...peer.local_swarm.swarm import LocalSwarm
 from ...protocol.errors import UnavailableError
 from ...protocol.ids import ModelId, SessionId
 from ...protocol.net.clock import SystemClock

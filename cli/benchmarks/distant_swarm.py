@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...peer.local_swarm import LocalPeer, LocalSwarm
+from ...peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from .benchmark_model import BenchmarkModel
 from .clients import SwarmAddress
 from .slow_lines import LineConfig, SlowLines, start_slow_lines

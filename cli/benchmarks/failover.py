@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from ...peer.local_swarm import LocalPeer, LocalSwarm
+from ...peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from .clients import Clients, SwarmAddress, join_swarm
 from .figures import Figure, at_most
 from .report import Findings

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 
 from ...client import AutoDistributedModelForCausalLM
-from ...client.client import connect_over_network
-from ...client.config import ClientConfig
-from ...client.remote_blocks import RemoteSequential
-from ...peer.local_swarm import LocalSwarm
+from ...client.model.remote_blocks import RemoteSequential
+from ...client.runtime.client import connect_over_network
+from ...client.settings.config import ClientConfig
+from ...peer.local_swarm.swarm import LocalSwarm
 from ...protocol.net.directory import Directory
 from ...protocol.net.transport import Transport
 from .benchmark_model import BenchmarkModel

@@ -15,7 +15,7 @@ from typing import Any
 import uvloop
 
 from ...protocol.errors import UsageError
-from ...protocol.net.tls import COMMON_NAME, make_tls_identity
+from ...protocol.net.tcp.tls import COMMON_NAME, make_tls_identity
 
 _SERVICE, _METHOD = "Echo", "Exchange"
 

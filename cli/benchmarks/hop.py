@@ -8,11 +8,11 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...client.session import RemoteSession
-from ...protocol.messages import Output
+from ...client.session.session import RemoteSession
+from ...protocol.messages.session import Output
 from ...protocol.net.transport import Transport
 from ...protocol.spans import Span
-from ...protocol.wire import decode_frame
+from ...protocol.wire.codec import decode_frame
 from .benchmark_model import BenchmarkModel
 from .clients import SwarmAddress, join_swarm
 from .figures import Figure, at_most, compute_median

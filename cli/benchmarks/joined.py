@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ...client import AutoDistributedModelForCausalLM
-from ..joining import Joining
+from ..terminal.joining import Joining
 from .effort import Effort
 from .figures import Figure, compute_median, compute_percentile
 from .reference import CONTEXT_TOKENS, make_text_settings

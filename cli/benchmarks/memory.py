@@ -3,7 +3,7 @@
 import asyncio
 from pathlib import Path
 
-from ...peer.local_swarm import LocalSwarm
+from ...peer.local_swarm.swarm import LocalSwarm
 from .clients import SwarmAddress, join_swarm
 from .figures import Figure, at_most
 from .report import Findings

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from transformers.utils import logging
 
-from ...peer.local_swarm import LocalSwarm
+from ...peer.local_swarm.swarm import LocalSwarm
 from .benchmark_model import BenchmarkModel, make_benchmark_model, open_bundled_model
 from .effort import Effort
 from .reference import Reference

@@ -6,7 +6,7 @@ A step is one token's hidden state in and out through all peers, without embeddi
 import time
 
 from ...client import AutoDistributedModelForCausalLM
-from ...client.inference_session import InferenceSession
+from ...client.session.inference_session import InferenceSession
 from .benchmark_model import BenchmarkModel
 from .figures import Figure, at_least, compute_median, compute_percentile
 from .reference import CONTEXT_TOKENS, make_text_settings

@@ -4,7 +4,7 @@ import subprocess
 import sys
 import time
 
-from ...peer.local_swarm import LocalSwarm
+from ...peer.local_swarm.swarm import LocalSwarm
 from .clients import SwarmAddress, join_swarm
 from .figures import Figure, at_most, compute_median
 from .report import Findings

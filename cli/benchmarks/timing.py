@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from ...client.session import RemoteSession
+from ...client.session.session import RemoteSession
 from .benchmark_model import BenchmarkModel
 
 

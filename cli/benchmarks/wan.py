@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
-from ...client.session import RemoteSession
-from ...client.trace import Exchange, Recorder, StepTaken
+from ...client.session.session import RemoteSession
+from ...client.trace.trace import Exchange, Recorder, StepTaken
 from ...protocol.errors import UnavailableError
 from ...protocol.net.clock import SystemClock
 from ...protocol.spans import Span

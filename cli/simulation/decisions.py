@@ -4,13 +4,13 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from ...client.router import Ends, RoutingCosts, plan_route
-from ...peer.delays import MAX_TOLD
-from ...protocol.announcements import Announcement
-from ...protocol.coordinates import Coordinate
+from ...client.routing.router import Ends, RoutingCosts, plan_route
+from ...peer.announcing.delays import MAX_TOLD
 from ...protocol.ids import PeerId
+from ...protocol.records.announcements import Announcement
+from ...protocol.records.coordinates import Coordinate
+from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
-from ...protocol.swarm_view import SwarmView
 from .distances import place_peers
 from .machines import draw_machine
 from .world import MODEL_ID

@@ -8,14 +8,14 @@ from statistics import median
 
 import numpy as np
 
-from ...client.chain_search import Edges, Leg, Offers, find_cheapest_chain
-from ...client.router import Ends, RoutingCosts, plan_route
-from ...peer.delays import MAX_TOLD, choose_measured, is_likely_neighbour
-from ...protocol.announcements import Announcement, PeerState
-from ...protocol.coordinates import ORIGIN, Coordinate, settle
+from ...client.routing.chain_search import Edges, Leg, Offers, find_cheapest_chain
+from ...client.routing.router import Ends, RoutingCosts, plan_route
+from ...peer.announcing.delays import MAX_TOLD, choose_measured, is_likely_neighbour
 from ...protocol.ids import PeerId
+from ...protocol.records.announcements import Announcement, PeerState
+from ...protocol.records.coordinates import ORIGIN, Coordinate, settle
+from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
-from ...protocol.swarm_view import SwarmView
 from .machines import Machine, draw_machine
 from .steps import StepCost
 from .world import MODEL_ID, make_announcement

@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from ...peer.supply import MIN_REPLICAS
-from ...protocol.announcements import PeerState
+from ...peer.placement.supply import MIN_REPLICAS
+from ...protocol.records.announcements import PeerState
 from .churn import draw_churn
 from .machines import draw_machine
 from .recorder import Recorder

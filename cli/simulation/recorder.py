@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...protocol.announcements import PeerState
+from ...protocol.records.announcements import PeerState
 from ...protocol.spans import Span
 from .machines import Machine
 from .world import Move, SimulatedPeer, World

@@ -4,17 +4,11 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ...peer.placement import MIN_RESIDENCY_SECONDS
+from ...peer.placement.placement import MIN_RESIDENCY_SECONDS
 from ...protocol.spans import Span
 from .churn import ChurnEvent, draw_churn
 from .machines import Machine, draw_machine
-from .recorder import (
-    Recorder,
-    Sample,
-    count_returns,
-    find_most_moves_of_a_peer,
-    search_optimum,
-)
+from .recorder import Recorder, Sample, count_returns, find_most_moves_of_a_peer, search_optimum
 from .world import Move, World, WorldConfig
 
 LARGE = WorldConfig(view_seconds=5.0)

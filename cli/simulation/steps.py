@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...client.router import Route, RoutingCosts, plan_route
-from ...protocol.announcements import PeerState
+from ...client.routing.router import Route, RoutingCosts, plan_route
 from ...protocol.ids import PeerId
+from ...protocol.records.announcements import PeerState
+from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
-from ...protocol.swarm_view import SwarmView
 from .machines import Machine
 from .world import MODEL_ID, make_announcement
 

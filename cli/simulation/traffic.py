@@ -1,14 +1,14 @@
-"""Sessions on a simulated swarm: routed by `client/router.py`, and slowed down by each other."""
+"""Sessions on a simulated swarm: routed by the router, and slowed down by each other."""
 
 import random
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...client.router import Route, RoutingCosts, plan_route
+from ...client.routing.router import Route, RoutingCosts, plan_route
 from ...protocol.ids import PeerId
+from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
-from ...protocol.swarm_view import SwarmView
 from .machines import Machine, draw_machine
 from .recorder import find_bound
 from .scenarios import WARM_UP_SECONDS

@@ -1,7 +1,8 @@
 """A discrete-event simulation of peers that place themselves.
 
-Peers announce, look and move as a real peer does: each decision is `peer/placement.py`, over the
-announcements that a directory would show at that moment. Time is a number; nothing waits.
+Peers announce, look and move as a real peer does: each decision is that of
+`peer/placement/placement.py`, over the announcements that a directory would show at that moment.
+Time is a number; nothing waits.
 """
 
 import heapq
@@ -11,8 +12,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from ...peer.announcer import LIFETIME_PERIODS
-from ...peer.placement import (
+from ...peer.announcing.announcer import LIFETIME_PERIODS
+from ...peer.placement.placement import (
     INTENT_PERIODS,
     LOOKS_PER_PERIOD,
     MAX_INTENTS,
@@ -21,13 +22,13 @@ from ...peer.placement import (
     Intent,
     decide_placement,
 )
-from ...peer.room import Room
-from ...peer.supply import Supply
-from ...protocol.announcements import Announcement, PeerState
+from ...peer.placement.room import Room
+from ...peer.placement.supply import Supply
 from ...protocol.endpoints import Endpoint
 from ...protocol.ids import MODEL_ID_CHARACTERS, ModelId, PeerId
+from ...protocol.records.announcements import Announcement, PeerState
+from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
-from ...protocol.swarm_view import SwarmView
 from ...protocol.versions import CHAIN_VERSION
 from .churn import Churn, ChurnEvent
 from .machines import Machine

@@ -1,1 +1,4 @@
-"""Fine-tuning runs: texts from files, batches, the loop, checkpoints that a run goes on from."""
+"""A whole fine-tuning run: texts, batches, schedules, checkpoints and the loop over updates.
+
+Read first: finetune_run.py.
+"""

@@ -14,7 +14,7 @@ from typing import Any
 from safetensors import SafetensorError
 
 from ...protocol.errors import UnavailableError, UsageError
-from ..finetune.whole_files import flush
+from ..adapters.whole_files import flush
 
 NUM_KEPT = 2
 """The newest, and the one before it in case that the newest learned something bad."""

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
-from ..finetune.lora import LoraAdapter
-from ..finetune.peer_optimizer import PeerOptimizer
-from ..model import DistributedCausalLM
+from ..model.model import DistributedCausalLM
+from ..training.lora import LoraAdapter
+from ..training.peer_optimizer import PeerOptimizer
 from .batches import Batch
 from .finetune_run import Learner
 

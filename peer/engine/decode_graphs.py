@@ -14,9 +14,9 @@ from functools import cached_property
 
 import torch
 
-from .capturer import Capturer
-from .paged_rows import PagedRows
-from .rows import Rotation, Segments
+from .blocks.capturer import Capturer
+from .blocks.paged_rows import PagedRows
+from .blocks.rows import Rotation, Segments
 
 MAX_ROWS = 64
 """Steps of more rows keep a device busy for long enough."""

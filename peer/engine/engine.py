@@ -11,36 +11,36 @@ from copy import copy
 
 import torch
 
-from ...kernels.checkpoint import Checkpoint
-from ...kernels.compress import has_only_finite
-from ...kernels.linear import RowPrecision
-from ...kernels.quantize import WeightFormat
-from ...kernels.rotary import RotaryTable
-from ...kernels.select import describe_kernels
+from ...kernels.attention.rotary import RotaryTable
+from ...kernels.linear.linear import RowPrecision
+from ...kernels.linear.quantize import WeightFormat
+from ...kernels.linear.select import describe_kernels
+from ...kernels.wire.compress import has_only_finite
+from ...models.checkpoints.checkpoint import Checkpoint
+from ...models.families.registry import FAMILIES, read_spec
+from ...models.families.spec import ModelShape, ModelSpec
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
 from ...protocol.fair_share import Holder
 from ...protocol.limits import MAX_ADAPTER_BYTES
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat
-from .adapters import Adapter, read_adapter
-from .block_cache import BlockCache
-from .cuda_device import choose_device
+from .adapters.adapters import Adapter, read_adapter
+from .adapters.trained_adapter import TrainedAdapter
+from .blocks.cuda_device import choose_device
+from .blocks.device import Device
+from .blocks.numerics import Numerics
+from .blocks.rows import RowRange, Segments
+from .cache.kv_cache import SessionCache
+from .cache.kv_memory import PAGE_TOKENS
+from .cache.kv_pool import KVCachePool
 from .decode_graphs import ROW_COUNTS, DecodeGraphs
-from .device import Device
-from .families import FAMILIES, read_spec
 from .heap import keep_large_tensors_apart
-from .kv_cache import SessionCache
-from .kv_memory import PAGE_TOKENS
-from .kv_pool import KVCachePool
-from .loader import HostedBlock, ReportProgress, load_span
-from .numerics import Numerics
-from .passes import GiveWay, Gradients, Passes, PassWork
-from .rows import RowRange, Segments
+from .loading.block_cache import BlockCache
+from .loading.loader import HostedBlock, ReportProgress, load_span
+from .passes.passes import GiveWay, Gradients, Passes, PassWork
 from .scheduler import PART_TOKENS, SHORT_PART_TOKENS, count_part_tokens
-from .spec import ModelShape, ModelSpec
 from .step_prompts import PromptedSegment, add_prompts, find_prompts
 from .steps import AcceptedStep, StepWork, adapt, cut_stretches, lay_out
-from .trained_adapter import TrainedAdapter
 
 
 class Engine:

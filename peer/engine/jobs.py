@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
-from ...protocol.session import find_rest
+from ...protocol.session.table import find_rest
 from .scheduler import WaitingStep
 from .steps import StepWork
 

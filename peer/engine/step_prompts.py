@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ...protocol.spans import Span
-from .rows import Segment
+from .blocks.rows import Segment
 from .steps import AcceptedStep
 
 

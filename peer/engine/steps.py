@@ -12,11 +12,11 @@ from itertools import pairwise
 
 import torch
 
-from ...kernels.linear import Linear, RowPrecision
+from ...kernels.linear.linear import Linear, RowPrecision
 from ...protocol.spans import Span
-from .adapters import Adapter
-from .kv_cache import SessionCache
-from .rows import AdaptedRows, Rotation, RowRange, Segment
+from .adapters.adapters import Adapter
+from .blocks.rows import AdaptedRows, Rotation, RowRange, Segment
+from .cache.kv_cache import SessionCache
 
 
 @dataclass(frozen=True)

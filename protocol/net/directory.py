@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol
 
-from ..announcements import Announcement
 from ..ids import ModelId
+from ..records.announcements import Announcement
 
 
 class Directory(Protocol):

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..endpoints import Endpoint
 from ..errors import NotAMemberError
-from ..membership import Membership
+from ..membership.membership import Membership
 
 
 class Lane(Enum):

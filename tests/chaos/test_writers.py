@@ -12,7 +12,7 @@ from chaos.writers import LONGEST_TEXT, Stall, Tally, Task, Writer, write
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 pytestmark = pytest.mark.slow
 

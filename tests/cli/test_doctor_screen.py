@@ -7,8 +7,8 @@ import io
 import pytest
 
 from shoal.cli.doctor import _Screen  # pyright: ignore[reportPrivateUsage]
-from shoal.cli.terminal import Terminal
-from shoal.client.finding import Finding, Status
+from shoal.cli.terminal.terminal import Terminal
+from shoal.client.doctor.finding import Finding, Status
 
 
 class NarrowTerminal(io.StringIO):

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from shoal.cli import finetune
-from shoal.cli.bundled_model import BUNDLED_NAME, find_model
 from shoal.cli.main import main
+from shoal.cli.terminal.bundled_model import BUNDLED_NAME, find_model
 from shoal.client.learning.finetune_run import RunConfig
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import RouteError
 from shoal.protocol.spans import Span
 

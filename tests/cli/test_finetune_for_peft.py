@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.cli.bundled_model import BUNDLED_NAME, find_model
 from shoal.cli.main import main
+from shoal.cli.terminal.bundled_model import BUNDLED_NAME, find_model
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 
 peft = pytest.importorskip("peft")
 

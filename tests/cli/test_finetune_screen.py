@@ -15,10 +15,10 @@ from screens import Screen
 from shoal.cli.finetune_plot import draw_losses, save_losses
 from shoal.cli.finetune_screen import JsonLines, Pace, RunFacts, RunResult, quote_use
 from shoal.cli.finetune_screen import Screen as RunScreen
-from shoal.cli.terminal import Terminal
-from shoal.client.finetune.pass_failovers import PassFailover
+from shoal.cli.terminal.terminal import Terminal
 from shoal.client.learning.checkpoints import Progress
 from shoal.client.learning.finetune_run import Milestone, Updated
+from shoal.client.passes.pass_failovers import PassFailover
 from shoal.protocol.identity import Identity
 from shoal.protocol.spans import Span
 

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from shoal.cli import text_generation
-from shoal.cli.heavy_imports import importing_much
+from shoal.cli.terminal import text_generation
+from shoal.cli.terminal.heavy_imports import importing_much
 
 
 @pytest.fixture(autouse=True)

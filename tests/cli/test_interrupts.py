@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.interrupts import hold_interrupts
+from shoal.cli.terminal.interrupts import hold_interrupts
 
 PROGRAM = Path(__file__).with_name("interrupted_shoal.py")
 PEER = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -38,7 +38,7 @@ DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
         pytest.param("hivemind", GENERATE, marks=pytest.mark.thorough),
         pytest.param("transformers", DOCTOR, marks=pytest.mark.thorough),
         ("hivemind", DOCTOR),
-        ("shoal.peer.local_swarm", DEMO),
+        ("shoal.peer.local_swarm.swarm", DEMO),
     ],
 )
 def test_interrupted_start_ends_quietly(

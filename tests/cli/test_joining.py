@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from shoal.cli.joining import VARIABLE, Joining, read_joining
 from shoal.cli.main import _parse, main
 from shoal.cli.serve import _make_config
+from shoal.cli.terminal.joining import VARIABLE, Joining, read_joining
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
-from shoal.protocol.join_code import JoinCode
-from shoal.protocol.membership import Role, make_owner, make_public
+from shoal.protocol.membership.join_code import JoinCode
+from shoal.protocol.membership.membership import Role, make_owner, make_public
 
 OWNER = make_owner(bytes(range(16)))
 FIRST, SECOND = (

@@ -13,9 +13,9 @@ import pytest
 import warm_python
 from screens import Screen
 
-from shoal.cli.bundled_model import BUNDLED_NAME, count_blocks, find_model
 from shoal.cli.main import _in_one_line, _parse, main
-from shoal.cli.options import join_addresses
+from shoal.cli.terminal.bundled_model import BUNDLED_NAME, count_blocks, find_model
+from shoal.cli.terminal.options import join_addresses
 from shoal.protocol.errors import ModelError
 
 PUBLIC = "shoal:aeaaagaaaaaaaaaaaaaaaaaaaaaaaaaatsnisby"

@@ -11,7 +11,7 @@ from screens import Screen
 
 from shoal.cli import publish
 from shoal.cli.main import _parse, main
-from shoal.cli.terminal import Terminal
+from shoal.cli.terminal.terminal import Terminal
 
 CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 DIGEST = "03382acf" * 8

@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from shoal.cli.main import main
 from shoal.client import LoraAdapter
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import threading
 import pytest
 from screens import Screen
 
-from shoal.cli.terminal import Progress, Terminal, WordWrapper
+from shoal.cli.terminal.terminal import Progress, Terminal, WordWrapper
 
 SEED = 7
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.text_generation import (
+from shoal.cli.terminal.text_generation import (
     Sampling,
     TextAssembler,
     TextModel,
@@ -19,12 +19,12 @@ from shoal.cli.text_generation import (
     describe_failover,
     failover_facts,
 )
-from shoal.client.mending import Failover
-from shoal.client.router import Hop
-from shoal.protocol.announcements import Announcement, PeerState
+from shoal.client.routing.router import Hop
+from shoal.client.session.mending import Failover
 from shoal.protocol.errors import ModelError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
 TEXT = "Zoë said: “naïve” … 日本, 🦈 and more"

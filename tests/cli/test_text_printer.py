@@ -7,9 +7,9 @@ import threading
 import pytest
 from screens import Screen
 
-from shoal.cli.outage_notices import OutageNotices
-from shoal.cli.terminal import Terminal
-from shoal.cli.text_printer import TextPrinter
+from shoal.cli.terminal.outage_notices import OutageNotices
+from shoal.cli.terminal.terminal import Terminal
+from shoal.cli.terminal.text_printer import TextPrinter
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 

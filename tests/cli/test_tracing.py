@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.text_generation import Sampling, TextModel
-from shoal.cli.tracing import TraceFile, describe_cut_trace, describe_summary
+from shoal.cli.terminal.text_generation import Sampling, TextModel
+from shoal.cli.terminal.tracing import TraceFile, describe_cut_trace, describe_summary
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import UsageError
 
 

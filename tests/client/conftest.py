@@ -13,15 +13,15 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from shoal.client.config import ClientConfig
-from shoal.client.inference_session import InferenceSession
-from shoal.client.local_layers import load_config, load_local_layers
-from shoal.client.model import DistributedCausalLM
-from shoal.kernels.checkpoint import Checkpoint
+from shoal.client.model.local_layers import load_config, load_local_layers
+from shoal.client.model.model import DistributedCausalLM
+from shoal.client.session.inference_session import InferenceSession
+from shoal.client.settings.config import ClientConfig
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId
+from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
-from shoal.protocol.swarm_view import SwarmView
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import pytest
 from pass_peers import WHOLE, add_pass_peer, make_adapted_texts, make_asker
 from session_scene import CONFIG, Scene, now, run
 
-from shoal.client.finetune.adapter_versions import PublishedAdapter
+from shoal.client.adapters.adapter_versions import PublishedAdapter
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.ids import AdapterId
 

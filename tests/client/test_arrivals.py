@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from announcements import describe_peer
 
-from shoal.client.finetune.arrivals import Arrivals
+from shoal.client.publishing.arrivals import Arrivals
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.spans import Span
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal.client.finetune.backoffs import Backoffs
+from shoal.client.publishing.backoffs import Backoffs
 
 
 @dataclass

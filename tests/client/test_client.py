@@ -11,16 +11,16 @@ import numpy
 import pytest
 import torch
 
-from shoal.client.auto import AutoDistributedModelForCausalLM
-from shoal.client.client import Client
-from shoal.client.config import ClientConfig, make_client_config
+from shoal.client.model.auto import AutoDistributedModelForCausalLM
+from shoal.client.runtime.client import Client
+from shoal.client.settings.config import ClientConfig, make_client_config
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.limits import MAX_SESSION_TOKENS
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Transport
 from shoal.protocol.spans import Span
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.client.deadlines import FLOOR_SECONDS, AnswerTimes, choose_open_timeout_seconds
+from shoal.client.routing.deadlines import FLOOR_SECONDS, AnswerTimes, choose_open_timeout_seconds
 
 UNKNOWN = AnswerTimes().choose_timeout_seconds(1, None, None)
 

@@ -7,9 +7,9 @@ import socket
 import pytest
 from diagnosis_scene import ADDRESS, Swarm, examine, find
 
-from shoal.protocol.announcements import PeerState
 from shoal.protocol.errors import DirectoryError, WrongSwarmError
-from shoal.protocol.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 
 

@@ -8,13 +8,13 @@ from collections.abc import Callable
 import pytest
 from diagnosis_scene import MODEL, Swarm, examine, find
 
-from shoal.client.finding import Status
-from shoal.client.peer_check import Fault
+from shoal.client.doctor.finding import Status
+from shoal.client.doctor.peer_check import Fault
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.membership import Membership, make_owner
-from shoal.protocol.messages import Declined, Hello, Message, Welcome
+from shoal.protocol.membership.membership import Membership, make_owner
+from shoal.protocol.messages.session import Declined, Hello, Message, Welcome
 from shoal.protocol.spans import Span
 
 

@@ -18,7 +18,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from shoal.client.generation import Settings, plan_generation
+from shoal.client.model.generation import Settings, plan_generation
 from shoal.protocol.errors import UsageError
 
 

@@ -27,7 +27,7 @@ from hop_scene import (
     run,
 )
 
-from shoal.client.hop_link import HopLink
+from shoal.client.session.hop_link import HopLink
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
     CacheFullError,
@@ -38,13 +38,13 @@ from shoal.protocol.errors import (
     UnavailableError,
 )
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_HIDDEN_SIZE
-from shoal.protocol.messages import Close, Gap, Hello, Open, Opened, Step
+from shoal.protocol.messages.session import Close, Gap, Hello, Open, Opened, Step
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
-from shoal.protocol.net.loopback import Link, LoopbackTransport
+from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.tensors import WireDtype
-from shoal.protocol.wire import encode_frame
+from shoal.protocol.wire.codec import encode_frame
 
 
 def test_step_returns_the_answer_to_it() -> None:

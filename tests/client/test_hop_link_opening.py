@@ -29,7 +29,7 @@ from hop_scene import (
     run,
 )
 
-from shoal.client.router import Hop
+from shoal.client.routing.router import Hop
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
     CacheFullError,
@@ -41,10 +41,10 @@ from shoal.protocol.errors import (
     UsageError,
 )
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages import Hello, Message, Open, Opened, Queued
+from shoal.protocol.messages.session import Hello, Message, Open, Opened, Queued
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
-from shoal.protocol.net.loopback import Link, LoopbackTransport
+from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Lane
 
 

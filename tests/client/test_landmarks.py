@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from session_scene import Scene, draw, now, run
 
-from shoal.client.landmarks import LEAST_LANDMARKS, choose_landmarks
-from shoal.protocol.coordinates import Coordinate
-from shoal.protocol.net.loopback import Link
+from shoal.client.routing.landmarks import LEAST_LANDMARKS, choose_landmarks
+from shoal.protocol.net.memory.loopback import Link
+from shoal.protocol.records.coordinates import Coordinate
 
 NUM_LANDMARKS = 6
 

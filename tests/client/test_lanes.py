@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from shoal.client.finetune.lanes import Lanes
+from shoal.client.concurrency.lanes import Lanes
 from shoal.protocol.net.clock import run_virtual
 
 

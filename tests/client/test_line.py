@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.client.line import Line
+from shoal.client.routing.line import Line
 
 LARGE = 2**20
 

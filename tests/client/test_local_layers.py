@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoal.client.local_layers import load_config, load_local_layers, resolve_dtype
-from shoal.kernels.checkpoint import Checkpoint
-from shoal.peer.engine.families import read_spec
+from shoal.client.model.local_layers import load_config, load_local_layers, resolve_dtype
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.families.registry import read_spec
 from shoal.protocol.errors import ModelError, UsageError
 
 SEED = 1234

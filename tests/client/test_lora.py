@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from shoal.client.finetune.lora import LoraAdapter
+from shoal.client.training.lora import LoraAdapter
 from shoal.protocol.errors import UsageError
 
 peft = pytest.importorskip("peft")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from shoal.client.mailbox import GapError, Mailbox
+from shoal.client.session.mailbox import GapError, Mailbox
 from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages import Declined, Gap, Message, Opened, Output, Status
+from shoal.protocol.messages.session import Declined, Gap, Message, Opened, Output, Status
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
 
 HERE, THERE = SessionId(b"h" * 16), SessionId(b"t" * 16)

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
-from shoal.client.auto import AutoDistributedModelForCausalLM
-from shoal.client.config import ClientConfig
-from shoal.client.model import DistributedCausalLM
-from shoal.client.remote_cache import RemoteCache
+from shoal.client.model.auto import AutoDistributedModelForCausalLM
+from shoal.client.model.model import DistributedCausalLM
+from shoal.client.model.remote_cache import RemoteCache
+from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.ids import ModelId
+from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
-from shoal.protocol.swarm_view import SwarmView
 
 SEED = 1234
 

@@ -7,7 +7,7 @@ import asyncio
 from pass_peers import WHOLE, PassPeer, add_pass_peer, make_asker, make_texts
 from session_scene import Scene, run
 
-from shoal.client.finetune.pass_asking import PassAsker
+from shoal.client.passes.pass_asking import PassAsker
 from shoal.protocol.ids import PeerId
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 from announcements import describe_peer
 
-from shoal.client.finetune.pass_link import PassLink
+from shoal.client.passes.pass_link import PassLink
 from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, ModelId, PeerId, SessionId, UploadId
-from shoal.protocol.messages import AdapterHead, Declined
+from shoal.protocol.messages.session import AdapterHead, Declined
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.spans import Span
-from shoal.protocol.wire import encode_frame
+from shoal.protocol.wire.codec import encode_frame
 
 UPLOAD = UploadId(SessionId(b"an upload of it."))
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.client.pipeline import choose_piece_tokens
+from shoal.client.session.pipeline import choose_piece_tokens
 from shoal.peer.engine.scheduler import count_part_tokens
 
 

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Iterator
 
 import pytest
 
-from shoal.client.portal import Portal
+from shoal.client.concurrency.portal import Portal
 from shoal.protocol.errors import UnavailableError, UsageError
 
 THREAD_NAME = "shoal client"
@@ -310,7 +310,7 @@ def test_program_that_closes_nothing_ends_all_the_same() -> None:
     """As a script does whose last line is a generation: the interpreter goes, and with it all."""
     program = (
         "import asyncio, threading\n"
-        "from shoal.client.portal import Portal\n"
+        "from shoal.client.concurrency.portal import Portal\n"
         "portal = Portal()\n"
         "async def linger():\n"
         "    try:\n"

@@ -18,9 +18,9 @@ from publisher_scene import (
 )
 from session_scene import Scene, now
 
-from shoal.client.finetune.pass_asking import PassAsker
-from shoal.client.finetune.publisher import Publisher
-from shoal.client.finetune.remote_passes import RemotePasses
+from shoal.client.passes.pass_asking import PassAsker
+from shoal.client.publishing.publisher import Publisher
+from shoal.client.training.remote_passes import RemotePasses
 from shoal.protocol.errors import RefusedError, RouteError, SilentError, UsageError
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.spans import Span

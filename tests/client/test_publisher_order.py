@@ -16,12 +16,12 @@ from publisher_scene import (
 )
 from session_scene import Scene, now
 
-from shoal.client.finetune.pass_asking import PassAsker
-from shoal.client.finetune.publisher import Publisher
-from shoal.client.swarm import Fault
-from shoal.protocol.adapters import allow_upload_seconds
+from shoal.client.passes.pass_asking import PassAsker
+from shoal.client.publishing.publisher import Publisher
+from shoal.client.routing.swarm import Fault
 from shoal.protocol.errors import RouteError, SilentError
-from shoal.protocol.net import loopback_wire
+from shoal.protocol.messages.adapter_contents import allow_upload_seconds
+from shoal.protocol.net.memory import loopback_wire
 from shoal.protocol.spans import Span
 
 

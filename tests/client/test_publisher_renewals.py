@@ -16,13 +16,13 @@ from publisher_scene import (
 )
 from session_scene import Scene, now
 
-from shoal.client.finetune.adapter_versions import AdapterVersion
-from shoal.client.finetune.pass_asking import PassAsker
-from shoal.client.finetune.pass_link import PassLink
-from shoal.client.finetune.publisher import Publisher
-from shoal.protocol.adapters import KEEP_SECONDS
-from shoal.protocol.announcements import Announcement
+from shoal.client.adapters.adapter_versions import AdapterVersion
+from shoal.client.passes.pass_asking import PassAsker
+from shoal.client.passes.pass_link import PassLink
+from shoal.client.publishing.publisher import Publisher
 from shoal.protocol.errors import UnavailableError
+from shoal.protocol.messages.adapter_contents import KEEP_SECONDS
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import OPTIMIZER_VERSION
 

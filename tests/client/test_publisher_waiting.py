@@ -9,11 +9,11 @@ from pass_peers import WHOLE, add_pass_peer
 from publisher_scene import LARGE, make_version, name_of, run_publisher
 from session_scene import Scene, now
 
-from shoal.client.finetune.pass_asking import PassAsker
-from shoal.client.finetune.publisher import Publisher
+from shoal.client.passes.pass_asking import PassAsker
+from shoal.client.publishing.publisher import Publisher
 from shoal.protocol.errors import SilentError
-from shoal.protocol.net import loopback_wire
 from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.memory import loopback_wire
 from shoal.protocol.spans import Span
 
 

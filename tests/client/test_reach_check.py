@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 from diagnosis_scene import Swarm, examine, find
 
-from shoal.client.finding import Status
-from shoal.client.reach_check import Door, judge_reach
+from shoal.client.doctor.finding import Status
+from shoal.client.doctor.reach_check import Door, judge_reach
 from shoal.protocol.errors import DirectoryError, UnavailableError, UsageError
 from shoal.protocol.spans import Span
 

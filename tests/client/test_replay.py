@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.client.replay import ReplayStep, merge_pieces
-from shoal.protocol.recovery_log import RecoveryLog, ReplayPiece
+from shoal.client.session.replay import ReplayStep, merge_pieces
+from shoal.protocol.session.recovery_log import RecoveryLog, ReplayPiece
 
 
 def make_piece(

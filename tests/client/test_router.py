@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from shoal.client.router import Hop, Route, RoutingCosts, check_coverage, plan_route
-from shoal.protocol.announcements import Announcement, PeerState
+from shoal.client.routing.router import Hop, Route, RoutingCosts, check_coverage, plan_route
 from shoal.protocol.errors import RouteError
 from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
-from shoal.protocol.swarm_view import SwarmView
 
 MODEL = ModelId("a" * 32)
 NOW = 1_800_000_000.0

@@ -12,19 +12,19 @@ from typing import Any
 import pytest
 from announcements import describe_peer
 
-from shoal.client import chain_search
-from shoal.client.router import Ends, Hop, Route, RoutingCosts, plan_route
-from shoal.protocol.announcements import Announcement
-from shoal.protocol.coordinates import (
+from shoal.client.routing import chain_search
+from shoal.client.routing.router import Ends, Hop, Route, RoutingCosts, plan_route
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.records.announcements import Announcement
+from shoal.protocol.records.coordinates import (
     MAX_COORDINATE_SECONDS,
     SETTLED_ERROR,
     Coordinate,
     estimate_rtt_seconds,
 )
-from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
-from shoal.protocol.swarm_view import SwarmView
 from shoal.protocol.versions import CHAIN_VERSION, REVERSE_VERSION
 
 MODEL = ModelId("a" * 32)

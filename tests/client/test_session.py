@@ -22,11 +22,11 @@ from session_scene import (
     run,
 )
 
-from shoal.client.route_opening import SessionFacts
-from shoal.client.tensors import from_wire
+from shoal.client.session.route_opening import SessionFacts
+from shoal.client.session.tensors import from_wire
 from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import SessionId
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat, WireDtype
 

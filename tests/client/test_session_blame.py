@@ -24,11 +24,11 @@ from session_scene import (
 )
 from torch import Tensor
 
-from shoal.client.tensors import from_wire, to_wire
+from shoal.client.session.tensors import from_wire, to_wire
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages import Declined, Gap, Message, Open, Opened, Step
-from shoal.protocol.wire import encode_frame
+from shoal.protocol.messages.session import Declined, Gap, Message, Open, Opened, Step
+from shoal.protocol.wire.codec import encode_frame
 
 # Mischief at the third step that a peer is asked.
 

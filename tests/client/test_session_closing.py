@@ -8,14 +8,14 @@ import pytest
 import torch
 from session_scene import Oracle, Scene, add_two_rows_of_peers, draw, run
 
-from shoal.client.client import Client
-from shoal.client.config import ClientConfig
+from shoal.client.runtime.client import Client
+from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Transport
 from shoal.protocol.spans import Span
 

@@ -25,9 +25,9 @@ from session_scene import (
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages import Step
+from shoal.protocol.messages.session import Step
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import Link, LoopbackTransport
+from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.spans import Span
 
 

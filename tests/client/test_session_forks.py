@@ -21,11 +21,11 @@ from session_scene import (
 )
 from session_scene import Answer as FakeAnswer
 
-from shoal.client.session import RemoteSession
+from shoal.client.session.session import RemoteSession
 from shoal.protocol.errors import ErrorCode, UsageError
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages import Message, Open
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.messages.session import Message, Open
+from shoal.protocol.net.memory.loopback import Link
 
 SLOW = Link(delay_seconds=0.05)
 

@@ -22,8 +22,8 @@ from session_scene import (
 )
 
 from shoal.protocol.errors import RouteError
-from shoal.protocol.messages import Message, Step
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.messages.session import Message, Step
+from shoal.protocol.net.memory.loopback import Link
 
 
 def test_hops_are_dropped_together_even_if_hanging_up_is_cancelled() -> None:

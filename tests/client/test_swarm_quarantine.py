@@ -5,9 +5,9 @@ import asyncio
 import pytest
 from swarm_world import FIRST_SECONDS, LONGEST_SECONDS, World, in_world
 
-from shoal.client.swarm import Fault
-from shoal.protocol.announcements import Announcement
+from shoal.client.routing.swarm import Fault
 from shoal.protocol.errors import RouteError
+from shoal.protocol.records.announcements import Announcement
 
 
 def test_quarantine_ends_with_time() -> None:

@@ -19,8 +19,8 @@ from session_scene import (
     run,
 )
 
-from shoal.client.session import RemoteSession
-from shoal.client.trace import (
+from shoal.client.session.session import RemoteSession
+from shoal.client.trace.trace import (
     Exchange,
     Kind,
     Opening,
@@ -29,11 +29,11 @@ from shoal.client.trace import (
     StepTaken,
     UnansweredQuestion,
 )
-from shoal.client.trace_summary import summarize
+from shoal.client.trace.trace_summary import summarize
 from shoal.protocol.errors import RouteError
-from shoal.protocol.messages import Message, Output
+from shoal.protocol.messages.session import Message, Output
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 
 DELAY = 0.05
 QUEUE, COMPUTE = 0.01, 0.02

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from announcements import describe_peer
 
-from shoal.client.router import Hop
-from shoal.client.trace import (
+from shoal.client.routing.router import Hop
+from shoal.client.trace.trace import (
     Exchange,
     Kind,
     Opening,
@@ -20,8 +20,8 @@ from shoal.client.trace import (
     UnansweredQuestion,
     name_hop,
 )
-from shoal.client.trace_file import make_trace_json
-from shoal.client.trace_summary import describe_summary, make_summary_json, summarize
+from shoal.client.trace.trace_file import make_trace_json
+from shoal.client.trace.trace_summary import describe_summary, make_summary_json, summarize
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.spans import Span

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from shoal.client.finetune.upload_places import UploadPlaces
+from shoal.client.publishing.upload_places import UploadPlaces
 from shoal.protocol.net.clock import run_virtual
 
 LARGE = 2**22

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.client.finetune import whole_files
-from shoal.client.finetune.whole_files import write_files
+from shoal.client.adapters import whole_files
+from shoal.client.adapters.whole_files import write_files
 
 
 def read_all(folder: Path) -> dict[str, str]:

@@ -10,18 +10,18 @@ from typing import Any, cast
 import pytest
 from announcements import describe_peer
 
-from shoal.client.config import ClientConfig
-from shoal.client.links import Links
-from shoal.client.live_hops import Place
-from shoal.client.route_opening import LiveHop, RouteOpener, SessionFacts
-from shoal.client.router import Hop
-from shoal.client.swarm import Swarm
-from shoal.client.wiring import StartOverError, Wiring, cut_segments
-from shoal.protocol.announcements import shorten
+from shoal.client.routing.links import Links
+from shoal.client.routing.router import Hop
+from shoal.client.routing.swarm import Swarm
+from shoal.client.session.live_hops import Place
+from shoal.client.session.route_opening import LiveHop, RouteOpener, SessionFacts
+from shoal.client.session.wiring import StartOverError, Wiring, cut_segments
+from shoal.client.settings.config import ClientConfig
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import NO_CAPABILITY, ModelId, PeerId, SessionId
-from shoal.protocol.recovery_log import RecoveryLog
+from shoal.protocol.records.announcements import shorten
+from shoal.protocol.session.recovery_log import RecoveryLog
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import CHAIN_VERSION
 

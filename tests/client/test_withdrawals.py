@@ -9,14 +9,14 @@ from pass_peers import WHOLE, add_pass_peer, move_pass_peer
 from publisher_scene import LARGE, SECONDS, make_version, name_of, run_publisher
 from session_scene import Scene, now
 
-from shoal.client.finetune import keeper_calls
-from shoal.client.finetune.pass_asking import PassAsker
-from shoal.client.finetune.publisher import Publisher
-from shoal.client.router import Hop
-from shoal.protocol.announcements import PeerState
+from shoal.client.passes.pass_asking import PassAsker
+from shoal.client.publishing import keeper_calls
+from shoal.client.publishing.publisher import Publisher
+from shoal.client.routing.router import Hop
 from shoal.protocol.errors import UsageError
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
+from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import OPTIMIZER_VERSION
 

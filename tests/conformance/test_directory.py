@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from shoal.peer.announcer import Announcer
-from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.peer.announcing.announcer import Announcer
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, LocalProtocolError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span
 
 MODEL, OTHER_MODEL = ModelId("a" * 32), ModelId("b" * 32)
@@ -49,7 +49,7 @@ async def open_memory(clock: ManualClock, num_directories: int) -> AsyncIterator
 
 @asynccontextmanager
 async def open_hivemind(clock: ManualClock, num_directories: int) -> AsyncIterator[list[Directory]]:
-    from shoal.protocol.net.hivemind_directory import HivemindDirectory
+    from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 
     directories: list[Directory] = []
     try:

@@ -7,9 +7,9 @@ from transport_seam import Seam, echo
 
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, NotAMemberError, UsageError
-from shoal.protocol.membership import Membership, Role, make_owner, make_public
-from shoal.protocol.net.loopback import LoopbackTransport
-from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.net.memory.loopback import LoopbackTransport
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Listener, Stream, StreamServer, Transport
 
 OWNER, STRANGER = make_owner(bytes(range(16))), make_owner(bytes(16))

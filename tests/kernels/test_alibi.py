@@ -5,7 +5,7 @@ import torch
 from transformers.models.bloom import modeling_bloom
 from transformers.models.falcon import modeling_falcon
 
-from shoal.kernels.alibi import Alibi
+from shoal.kernels.attention.alibi import Alibi
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 7, 8, 12, 71, 112])

@@ -8,8 +8,8 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from transformers.models.llama.modeling_llama import repeat_kv
 
 from shoal.kernels import reference
-from shoal.kernels.alibi import Alibi
-from shoal.kernels.attention import attention
+from shoal.kernels.attention.alibi import Alibi
+from shoal.kernels.attention.attention import attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

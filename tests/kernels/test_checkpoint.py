@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shoal.kernels.checkpoint import Checkpoint, CheckpointError
+from shoal.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
 TENSORS = {
@@ -221,7 +221,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 HUB_SCRIPT = """
 import json
-from shoal.kernels.checkpoint import Checkpoint, CheckpointError
+from shoal.models.checkpoints.checkpoint import Checkpoint, CheckpointError
 
 answers = {}
 for model in ("org/sharded", "org/single", "org/partial", "org/unknown"):

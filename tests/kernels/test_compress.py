@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 import torch
 
-from shoal.kernels.compress import (
+from shoal.kernels.wire.compress import (
     DTYPES,
     INT8,
     INT8_GROUP,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from shoal.kernels.config_bounds import check_bounds
-from shoal.kernels.shell import ShellError
+from shoal.models.shells.config_bounds import check_bounds
+from shoal.models.shells.shell import ShellError
 
 
 def test_numbers_of_real_models_pass() -> None:

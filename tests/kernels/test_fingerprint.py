@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from shoal.kernels.checkpoint import Checkpoint
-from shoal.kernels.fingerprint import (
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.checkpoints.fingerprint import (
     CACHE_FILE,
     MAX_CACHED_FILES,
     MIN_CACHED_BYTES,
@@ -254,7 +254,7 @@ def test_checkpoint_is_remembered_where_it_is_told_to(
 HUB_SCRIPT = """
 import sys
 from pathlib import Path
-from shoal.kernels.fingerprint import compute_fingerprint
+from shoal.models.checkpoints.fingerprint import compute_fingerprint
 
 for path in sys.argv[2:]:
     print(compute_fingerprint([Path(path)], Path(sys.argv[1])))

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.gate import gate_silu, list_gate_instruction_sets
+from shoal.kernels.layers.gate import gate_silu, list_gate_instruction_sets
 
 needs_library = pytest.mark.skipif(
     not list_gate_instruction_sets(), reason="the native library was not built"

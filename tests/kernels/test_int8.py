@@ -16,10 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels import int8_native, reference
-from shoal.kernels.int8 import MAX_COLUMNS, Int8Kernel
-from shoal.kernels.quantize import Int8Weight
-from shoal.kernels.select import choose_int8_kernel, list_int8_kernels
+from shoal.kernels import reference
+from shoal.kernels.linear import int8_native
+from shoal.kernels.linear.int8 import MAX_COLUMNS, Int8Kernel
+from shoal.kernels.linear.quantize import Int8Weight
+from shoal.kernels.linear.select import choose_int8_kernel, list_int8_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(1, 1), (1, 31), (3, 33), (64, 32), (259, 70), (1100, 40)]  # (in, out)
@@ -250,8 +251,8 @@ def test_two_digits_are_as_good_as_float_activations() -> None:
 def test_torch_is_exact_on_processors_whose_integer_products_saturate() -> None:
     code = (
         "import torch\n"
-        "from shoal.kernels import int8_torch, reference\n"
-        "from shoal.kernels.quantize import Int8Weight\n"
+        "from shoal.kernels.linear import int8_torch; from shoal.kernels import reference\n"
+        "from shoal.kernels.linear.quantize import Int8Weight\n"
         "weight = Int8Weight(torch.full((40, 2500), 127, dtype=torch.int8), torch.ones(40))\n"
         "hidden = torch.linspace(0.9, 1.0, 7500).view(3, 2500)\n"
         "result = int8_torch.make_kernel().pack(weight, None).multiply(hidden, 2)\n"
@@ -286,8 +287,8 @@ def test_native_kernels_come_first(native: list[Int8Kernel]) -> None:
 def test_forked_child_multiplies_on_its_own_threads() -> None:
     code = (
         "import os, torch\n"
-        "from shoal.kernels.quantize import quantize_int8\n"
-        "from shoal.kernels.select import choose_int8_kernel\n"
+        "from shoal.kernels.linear.quantize import quantize_int8\n"
+        "from shoal.kernels.linear.select import choose_int8_kernel\n"
         "torch.set_num_threads(2)\n"
         "weight = quantize_int8(torch.eye(400))\n"
         "product = choose_int8_kernel('cpu').pack(weight, None)\n"

@@ -8,18 +8,18 @@ from allocations import AllocationSizes
 from prompt_scene import INT8_CASES, Case, Prompt, assert_near, attend, make_prompt
 from torch import Tensor
 
-from shoal.kernels.attention import attention
-from shoal.kernels.int8_states import (
+from shoal.kernels.attention.attention import attention
+from shoal.kernels.attention.int8_states import (
     SCALE_BYTES,
     count_record_bytes,
     dequantize_states,
     quantize_states,
 )
-from shoal.kernels.norm import rms_norm
-from shoal.kernels.prompt_attention import PromptAttention, list_prompt_instruction_sets
+from shoal.kernels.attention.prompt_attention import PromptAttention, list_prompt_instruction_sets
+from shoal.kernels.attention.rotary import apply_rotary
+from shoal.kernels.attention.token_attention import TokenAttention
+from shoal.kernels.layers.norm import rms_norm
 from shoal.kernels.reference import round_state
-from shoal.kernels.rotary import apply_rotary
-from shoal.kernels.token_attention import TokenAttention
 
 needs_library = pytest.mark.skipif(
     not list_prompt_instruction_sets(), reason="the native library was not built"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.kernels import int8_torch
+from shoal.kernels.linear import int8_torch
 
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["integers", "floats"])

@@ -6,7 +6,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from shoal.kernels import reference
-from shoal.kernels.norm import layer_norm, rms_norm
+from shoal.kernels.layers.norm import layer_norm, rms_norm
 
 
 def draw(*shape: int, seed: int = 4) -> torch.Tensor:

@@ -5,10 +5,10 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import reference
-from shoal.kernels.int8 import Int8Kernel
-from shoal.kernels.linear import MAX_ROUNDING_ERROR, RowPrecision, make_linear
-from shoal.kernels.quantize import WeightFormat, quantize_int8
-from shoal.kernels.select import list_int8_kernels
+from shoal.kernels.linear.int8 import Int8Kernel
+from shoal.kernels.linear.linear import MAX_ROUNDING_ERROR, RowPrecision, make_linear
+from shoal.kernels.linear.quantize import WeightFormat, quantize_int8
+from shoal.kernels.linear.select import list_int8_kernels
 
 KERNELS = list_int8_kernels()
 SIZE, NUM_OUTPUTS = 1024, 96

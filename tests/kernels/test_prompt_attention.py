@@ -10,13 +10,10 @@ from prompt_scene import CASES, INT8_CASES, Case, Prompt, assert_near, attend, m
 from torch import Tensor
 
 from shoal.kernels import reference
-from shoal.kernels.attention import attention
-from shoal.kernels.prompt_attention import PromptAttention, list_prompt_instruction_sets
-from shoal.kernels.rotary import apply_rotary
-from shoal.kernels.token_attention import (
-    MAX_HEAD_DIM,
-    TokenAttention,
-)
+from shoal.kernels.attention.attention import attention
+from shoal.kernels.attention.prompt_attention import PromptAttention, list_prompt_instruction_sets
+from shoal.kernels.attention.rotary import apply_rotary
+from shoal.kernels.attention.token_attention import MAX_HEAD_DIM, TokenAttention
 
 pytestmark = pytest.mark.skipif(
     not list_prompt_instruction_sets(), reason="the native library was not built"

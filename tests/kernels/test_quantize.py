@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from shoal.kernels.int8 import Int8Kernel
-from shoal.kernels.int8_native import list_kernels
-from shoal.kernels.int8_torch import make_kernel as make_torch_kernel
-from shoal.kernels.linear import RowPrecision, make_linear
-from shoal.kernels.quantize import (
+from shoal.kernels.linear.int8 import Int8Kernel
+from shoal.kernels.linear.int8_native import list_kernels
+from shoal.kernels.linear.int8_torch import make_kernel as make_torch_kernel
+from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.quantize import (
     ON_CPUS,
     Int8Weight,
     WeightFormat,

@@ -9,7 +9,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from shoal.kernels import reference
-from shoal.kernels.rotary import RotaryTable, apply_rotary
+from shoal.kernels.attention.rotary import RotaryTable, apply_rotary
 
 DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA3: dict[str, Any] = {

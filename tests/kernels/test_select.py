@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.int8 import Int8Kernel
-from shoal.kernels.quantize import Int8Weight, WeightFormat
-from shoal.kernels.select import (
+from shoal.kernels.linear.int8 import Int8Kernel
+from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
+from shoal.kernels.linear.select import (
     choose_fastest,
     choose_int8_kernel,
     choose_paged_attention,
@@ -111,7 +111,7 @@ def test_device_without_kernels_is_named(choose: Callable[[str], object]) -> Non
 def test_triton_is_imported_for_devices_alone_and_missed_in_one_sentence() -> None:
     code = (
         "import sys, torch\n"
-        "from shoal.kernels import linear, select\n"
+        "from shoal.kernels.linear import linear, select\n"
         "weights = select.WeightFormat.INT8\n"
         "linear.make_linear(torch.ones(4, 4), None, weights, torch.float32)\n"
         "assert 'triton' not in sys.modules\n"
@@ -134,4 +134,4 @@ def test_triton_computes_on_cuda_devices() -> None:
     pytest.importorskip("triton")
 
     assert choose_int8_kernel("cuda").name == "int8: triton"
-    assert choose_paged_attention("cuda").__module__ == "shoal.kernels.triton_attention"
+    assert choose_paged_attention("cuda").__module__ == "shoal.kernels.attention.triton_attention"

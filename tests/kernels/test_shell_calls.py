@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shoal.kernels.shell import Shell, ShellError
-from shoal.kernels.shell_opening import open_shell
+from shoal.models.shells.shell import Shell, ShellError
+from shoal.models.shells.shell_opening import open_shell
 
 CONFIG = {
     "model_type": "granite_swa",

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.int8_states import dequantize_states, quantize_states
-from shoal.kernels.step_cache import KeptShape, StepCache
+from shoal.kernels.attention.int8_states import dequantize_states, quantize_states
+from shoal.models.shells.step_cache import KeptShape, StepCache
 
 
 class Memory:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.kernels.tables import (
+from shoal.models.shells.tables import (
     MAX_TABLE_BYTES,
     TableError,
     count_table_bytes,

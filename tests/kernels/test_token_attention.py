@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.attention import attention
-from shoal.kernels.int8_states import quantize_states
-from shoal.kernels.norm import rms_norm
-from shoal.kernels.rotary import apply_rotary
-from shoal.kernels.token_attention import (
+from shoal.kernels.attention.attention import attention
+from shoal.kernels.attention.int8_states import quantize_states
+from shoal.kernels.attention.rotary import apply_rotary
+from shoal.kernels.attention.token_attention import (
     MAX_HEAD_DIM,
     TokenAttention,
     TokenBatch,
@@ -20,6 +19,7 @@ from shoal.kernels.token_attention import (
     choose_instruction_set,
     list_instruction_sets,
 )
+from shoal.kernels.layers.norm import rms_norm
 
 pytestmark = pytest.mark.skipif(
     choose_instruction_set() is None, reason="the native library was not built"

@@ -11,8 +11,8 @@ from torch import Tensor
 from triton_devices import every_device
 
 from shoal.kernels import reference
-from shoal.kernels.int8_states import quantize_states
-from shoal.kernels.triton_attention import MAX_HEAD_DIM, PART_TOKENS, paged_attention
+from shoal.kernels.attention.int8_states import quantize_states
+from shoal.kernels.attention.triton_attention import MAX_HEAD_DIM, PART_TOKENS, paged_attention
 
 pytestmark = pytest.mark.slow  # the interpreter is
 

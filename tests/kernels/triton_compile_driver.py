@@ -12,7 +12,8 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from shoal.kernels import triton_attention, triton_int8
+from shoal.kernels.attention import triton_attention
+from shoal.kernels.linear import triton_int8
 
 UNALIGNED = {"queries_NHD", "tables_NM", "lengths_N", "table_width", "num_parts", "window"}
 """What the programs are not compiled anew for."""
@@ -26,7 +27,7 @@ TYPES = {
 """Of arguments; the others are addresses of float32 numbers."""
 
 PAGE_TOKENS = {"*fp32": 16, "*bf16": 32, "*i8": 64}
-"""As `peer/engine/paged_memory.py` lays them out."""
+"""As `peer/engine/cache/paged_memory.py` lays them out."""
 
 PRODUCT_TILES = [
     (triton_int8._multiply_row, triton_int8._ROW_TILE),

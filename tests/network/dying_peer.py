@@ -14,8 +14,8 @@ import sys
 from typing import Any
 
 from shoal.cli.main import main
-from shoal.peer import conversation, service
-from shoal.protocol.messages import Open, Step
+from shoal.peer.streams import conversation, service
+from shoal.protocol.messages.session import Open, Step
 
 _counts = {"prefill": 0, "answer": 0}
 

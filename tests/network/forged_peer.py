@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.cli.main import main
 from shoal.peer import peer
-from shoal.protocol.announcements import Announcement
+from shoal.protocol.records.announcements import Announcement
 
 _make_honest_template = peer.make_template
 

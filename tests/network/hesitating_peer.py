@@ -10,8 +10,8 @@ import sys
 
 from shoal.cli.main import main
 from shoal.peer import peer
-from shoal.peer.announcer import Announcer
-from shoal.protocol.announcements import PeerState
+from shoal.peer.announcing.announcer import Announcer
+from shoal.protocol.records.announcements import PeerState
 
 
 class HesitatingAnnouncer(Announcer):

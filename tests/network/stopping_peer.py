@@ -10,8 +10,8 @@ import time
 from typing import Any
 
 from shoal.cli.main import main
-from shoal.peer import hosting
 from shoal.peer.engine.engine import Engine
+from shoal.peer.hosting import hosting
 
 
 class SlowEngine(Engine):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 
 pytestmark = [pytest.mark.network, pytest.mark.slow, pytest.mark.usefixtures("plain_peers")]
 

@@ -11,12 +11,12 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span
 
 pytestmark = pytest.mark.network

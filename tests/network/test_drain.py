@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.spans import Span
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]

@@ -16,16 +16,16 @@ from typing import Any
 import pytest
 from raw_connection import dial_raw
 
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol import limits
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages import Hello, Welcome
+from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.frame_cutter import pack_frame
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.tcp_transport import TcpTransport
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.tcp.frame_cutter import pack_frame
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 

@@ -28,11 +28,11 @@ from directory_processes import (
 from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
-from shoal.protocol.membership import Membership
-from shoal.protocol.net import p2p_daemon
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.multiaddrs import split_multiaddr
-from shoal.protocol.net.record_exchange import QUESTION, Entry, encode_answer
+from shoal.protocol.membership.membership import Membership
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.dht.record_exchange import QUESTION, Entry, encode_answer
+from shoal.protocol.net.p2pd import p2p_daemon
+from shoal.protocol.net.p2pd.multiaddrs import split_multiaddr
 from shoal.protocol.spans import Span
 
 pytestmark = pytest.mark.network
@@ -151,7 +151,7 @@ def test_join_says_how_far_the_clock_is_off(peers: contextlib.ExitStack) -> None
     code = (
         "import asyncio, time, hivemind.dht.protocol as protocol\n"
         "from shoal.protocol.net.clock import SystemClock\n"
-        "from shoal.protocol.net.hivemind_directory import DirectoryError, HivemindDirectory\n"
+        "from shoal.protocol.net.dht.hivemind_directory import DirectoryError, HivemindDirectory\n"
         "for offset in (60, -60):\n"
         "    protocol.get_dht_time = lambda: time.time() + offset\n"
         "    try:\n"
@@ -289,7 +289,7 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.Ex
     from hivemind.dht.routing import DHTID
     from hivemind.p2p import P2P
 
-    from shoal.protocol.net.node_ids import make_node_id
+    from shoal.protocol.net.dht.node_ids import make_node_id
 
     async def main() -> None:
         honest = await HivemindDirectory.join([], identity=None, clock=CLOCK)

@@ -22,7 +22,7 @@ from directory_processes import (
 from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 
 pytestmark = pytest.mark.network
 PATIENCE_SECONDS = 120.0  # only a broken test waits this long
@@ -199,7 +199,7 @@ def test_reader_finds_back_through_a_peer_that_it_did_not_join_through(
 def test_initial_peer_that_dies_while_one_joins_leaves_no_socket_behind(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    from shoal.protocol.net.p2p_daemon import P2P
+    from shoal.protocol.net.p2pd.p2p_daemon import P2P
 
     monkeypatch.setattr(P2P, "_UNIX_SOCKET_PREFIX", f"/unix{tmp_path}/")
 

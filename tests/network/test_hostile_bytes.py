@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from raw_connection import dial_raw
 
-from shoal.protocol.net.frame_cutter import MAX_FRAMES_AT_ONCE, Mark, pack_frame, pack_mark
-from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.tcp.frame_cutter import MAX_FRAMES_AT_ONCE, Mark, pack_frame, pack_mark
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 
 pytestmark = pytest.mark.network

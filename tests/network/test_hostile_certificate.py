@@ -15,8 +15,8 @@ from cryptography.x509.oid import ExtensionOID, NameOID
 
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import RemoteProtocolError, UnavailableError, UsageError
-from shoal.protocol.net.tcp_transport import TcpTransport
-from shoal.protocol.net.tls import ALPN, fingerprint_of
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
+from shoal.protocol.net.tcp.tls import ALPN, fingerprint_of
 
 pytestmark = pytest.mark.network
 

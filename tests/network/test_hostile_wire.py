@@ -17,11 +17,11 @@ from hostile_attacks import ATTACKS, SEED, Attack
 from hostile_strangers import Target, gather_gang
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 

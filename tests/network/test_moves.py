@@ -13,13 +13,13 @@ import pytest
 from processes import children_of, wait_until_dead
 from service_scene import HELLO, Talk, make_open
 
-from shoal.peer.local_swarm import SHOAL_PROGRAM, LocalPeer, LocalSwarm
-from shoal.protocol.announcements import Announcement, PeerState
+from shoal.peer.local_swarm.swarm import SHOAL_PROGRAM, LocalPeer, LocalSwarm
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages import Opened, Welcome
+from shoal.protocol.messages.session import Opened, Welcome
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
+from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]

@@ -19,10 +19,10 @@ from torch import Tensor
 from tuning_scene import LocalPromptTuning, assert_close, make_batch, roughen
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.client.finetune.pass_link import PassLink
-from shoal.peer.local_swarm import LocalPeer, LocalSwarm
+from shoal.client.passes.pass_link import PassLink
+from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from shoal.protocol.ids import PeerId
-from shoal.protocol.messages import AdapterHead, Pass, PassKind
+from shoal.protocol.messages.session import AdapterHead, Pass, PassKind
 
 pytestmark = [
     pytest.mark.network,

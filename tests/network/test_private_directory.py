@@ -10,8 +10,8 @@ import pytest
 from directory_processes import CLOCK, MODEL, identity_of, intrude, make_announcement, sign
 
 from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
-from shoal.protocol.membership import Membership, Role, make_owner
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.membership.membership import Membership, Role, make_owner
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 
 OWNER, STRANGER = make_owner(bytes(range(16))), make_owner(bytes(16))
 SERVER, USER = OWNER.as_role(Role.SERVE), OWNER.as_role(Role.USE)

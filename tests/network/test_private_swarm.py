@@ -15,13 +15,13 @@ import torch
 import warm_python
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import NotAMemberError, UsageError, WrongSwarmError
-from shoal.protocol.join_code import JoinCode
-from shoal.protocol.membership import Membership, Role, make_owner
+from shoal.protocol.membership.join_code import JoinCode
+from shoal.protocol.membership.membership import Membership, Role, make_owner
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 

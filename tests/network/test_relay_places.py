@@ -16,8 +16,8 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from shoal.protocol.net import relay_places
-from shoal.protocol.net.relay_places import P2pdRelayPlaces
+from shoal.protocol.net.relays import relay_places
+from shoal.protocol.net.relays.relay_places import P2pdRelayPlaces
 
 pytestmark = pytest.mark.network
 

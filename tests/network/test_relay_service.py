@@ -31,7 +31,7 @@ class Starts:
         return await self._start(force_reachability="public")
 
     async def _start(self, **options: Any) -> Any:
-        from shoal.protocol.net import p2p_daemon
+        from shoal.protocol.net.p2pd import p2p_daemon
 
         p2p = await p2p_daemon._OwnGroupP2P.create(
             nat_port_map=False, auto_nat=False, use_relay=True, **options
@@ -40,14 +40,14 @@ class Starts:
         return p2p
 
     def count_running(self) -> int:
-        from shoal.protocol.net.p2p_daemon import child_of
+        from shoal.protocol.net.p2pd.p2p_daemon import child_of
 
         return sum(child_of(p2p).returncode is None for p2p in self.started)
 
 
 def run(test: Callable[[Starts], Awaitable[None]]) -> None:
     """Run a test, and end what it started."""
-    from shoal.protocol.net.p2p_daemon import child_of, stop_p2pd
+    from shoal.protocol.net.p2pd.p2p_daemon import child_of, stop_p2pd
 
     async def main() -> None:
         starts = Starts()
@@ -62,7 +62,7 @@ def run(test: Callable[[Starts], Awaitable[None]]) -> None:
 
 
 def test_relay_with_the_limits_of_libp2p_carries_no_texts() -> None:
-    from shoal.protocol.net.relay_service import carries_texts
+    from shoal.protocol.net.relays.relay_service import carries_texts
 
     async def test(starts: Starts) -> None:
         assert not await carries_texts(await starts.start_with_limits_of_libp2p())
@@ -71,7 +71,7 @@ def test_relay_with_the_limits_of_libp2p_carries_no_texts() -> None:
 
 
 def test_relay_is_started_anew_until_it_carries_texts() -> None:
-    from shoal.protocol.net.relay_service import carries_texts, start_until_it_carries
+    from shoal.protocol.net.relays.relay_service import carries_texts, start_until_it_carries
 
     async def test(starts: Starts) -> None:
         poor = await starts.start_with_limits_of_libp2p()
@@ -86,7 +86,7 @@ def test_relay_is_started_anew_until_it_carries_texts() -> None:
 
 
 def test_relay_that_carries_texts_is_kept() -> None:
-    from shoal.protocol.net.relay_service import start_until_it_carries
+    from shoal.protocol.net.relays.relay_service import start_until_it_carries
 
     async def test(starts: Starts) -> None:
         poor = await starts.start_with_limits_of_libp2p()
@@ -100,7 +100,7 @@ def test_relay_that_carries_texts_is_kept() -> None:
 
 
 def test_none_is_left_running_when_starting_is_interrupted() -> None:
-    from shoal.protocol.net.relay_service import start_until_it_carries
+    from shoal.protocol.net.relays.relay_service import start_until_it_carries
 
     async def test(starts: Starts) -> None:
         async def start_late() -> Any:

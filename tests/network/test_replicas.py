@@ -18,15 +18,15 @@ from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.proto import dht_pb2
 from hivemind.utils import MSGPackSerializer
 
-from shoal.protocol.net import replicas
-from shoal.protocol.net.node_ids import distrust, make_node_id
-from shoal.protocol.net.record_exchange import (
+from shoal.protocol.net.dht import replicas
+from shoal.protocol.net.dht.node_ids import distrust, make_node_id
+from shoal.protocol.net.dht.record_exchange import (
     MAX_ANSWER_BYTES,
     Entry,
     decode_question,
     encode_answer,
 )
-from shoal.protocol.net.replicas import Replicas
+from shoal.protocol.net.dht.replicas import Replicas
 
 pytestmark = pytest.mark.network
 

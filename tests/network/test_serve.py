@@ -19,12 +19,12 @@ import pytest
 import warm_python
 from processes import children_of, wait_until_dead
 
-from shoal.peer.local_swarm import LocalSwarm, PeerProcessError
-from shoal.protocol.announcements import Announcement, PeerState
+from shoal.peer.local_swarm.swarm import LocalSwarm, PeerProcessError
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.records.announcements import Announcement, PeerState
 
 UNKNOWN_PEER = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -149,7 +149,7 @@ def test_peer_ends_with_the_program_that_started_it(tiny_models: Any, tmp_path: 
     temporary.mkdir()
     program = (
         "import json, os, signal, sys\n"
-        "from shoal.peer.local_swarm import LocalSwarm\n"
+        "from shoal.peer.local_swarm.swarm import LocalSwarm\n"
         "with LocalSwarm(sys.argv[1], spans=[(0, 2), (2, 4)], weights='fp32') as swarm:\n"
         "    swarm.peers[1].pause()\n"
         "    print(json.dumps([peer.pid for peer in swarm.peers]), flush=True)\n"

@@ -11,9 +11,9 @@ import pytest
 from raw_connection import dial_raw
 
 from shoal.protocol.errors import UnavailableError
-from shoal.protocol.net import tcp_listener
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.tcp import tcp_listener
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream, Transport
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
@@ -45,8 +45,8 @@ async def open_many(transport: Transport, endpoint: Any, number: int) -> list[St
 @asynccontextmanager
 async def server_and_diallers() -> AsyncGenerator[tuple[Any, list[Any]]]:
     """Yield a p2pd that listens, and two that are connected to it."""
-    from shoal.protocol.net.multiaddrs import PeerAddress
-    from shoal.protocol.net.p2p_daemon import start_reading_p2pd, start_serving_p2pd, stop_p2pd
+    from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
+    from shoal.protocol.net.p2pd.p2p_daemon import start_reading_p2pd, start_serving_p2pd, stop_p2pd
 
     async with AsyncExitStack() as stack:
         server = await start_serving_p2pd([], None, "127.0.0.1", 0)
@@ -59,7 +59,7 @@ async def server_and_diallers() -> AsyncGenerator[tuple[Any, list[Any]]]:
 
 
 async def open_silent(dialler: Any, server: Any, protocol: str) -> list[Any]:
-    from shoal.protocol.net.p2p_streams import open_byte_stream
+    from shoal.protocol.net.libp2p.p2p_streams import open_byte_stream
 
     peer_id = str(server.peer_id)
     return [await open_byte_stream(dialler, peer_id, protocol) for _ in range(12)]
@@ -71,7 +71,7 @@ def abort(silent: list[Any]) -> None:
 
 
 def test_who_says_nothing_over_libp2p_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    from shoal.protocol.net import libp2p_transport
+    from shoal.protocol.net.libp2p import libp2p_transport
 
     monkeypatch.setattr(libp2p_transport, "_MAX_DOORSTEP", 8)
     monkeypatch.setattr(libp2p_transport, "MAX_STREAMS", 8)
@@ -96,7 +96,7 @@ def test_who_says_nothing_over_libp2p_keeps_nobody_out(monkeypatch: pytest.Monke
 def test_who_holds_many_streams_over_libp2p_keeps_nobody_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.protocol.net import libp2p_transport
+    from shoal.protocol.net.libp2p import libp2p_transport
 
     monkeypatch.setattr(libp2p_transport, "MAX_STREAMS", 8)
 
@@ -118,7 +118,7 @@ def test_who_holds_many_streams_over_libp2p_keeps_nobody_out(
 def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.protocol.net import dial_back, reachability
+    from shoal.protocol.net.relays import dial_back, reachability
 
     monkeypatch.setattr(dial_back, "_MAX_QUESTIONS", 8)
 
@@ -160,7 +160,7 @@ def test_one_address_leaves_streams_over_tcp_to_others(monkeypatch: pytest.Monke
 def test_large_hello_over_libp2p_is_refused_before_it_has_come(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.protocol.net import libp2p_transport
+    from shoal.protocol.net.libp2p import libp2p_transport
 
     monkeypatch.setattr(libp2p_transport, "_HELLO_SECONDS", 60.0)
 

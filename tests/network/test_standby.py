@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.local_swarm import LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalSwarm
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 

@@ -20,16 +20,16 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_FRAME_BYTES
-from shoal.protocol.net import tcp_listener
-from shoal.protocol.net.tcp_transport import TcpTransport
-from shoal.protocol.net.tls import make_tls_identity
+from shoal.protocol.net.tcp import tcp_listener
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
+from shoal.protocol.net.tcp.tls import make_tls_identity
 from shoal.protocol.net.transport import Lane, Stream
 
 pytestmark = pytest.mark.network
 
 ECHO_PROCESS = """
 import asyncio
-from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 
 async def echo(stream):
     while (frame := await stream.receive()) is not None:
@@ -47,7 +47,7 @@ asyncio.run(main())
 WAITING_PROCESS = """
 import asyncio, sys
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 
 async def main():
     endpoint = Endpoint("127.0.0.1", int(sys.argv[1]), sys.argv[2])
@@ -61,7 +61,7 @@ asyncio.run(main())
 FORGETFUL_PROCESS = """
 import asyncio, sys
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.tcp_transport import TcpTransport
+from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 
 async def main():
     endpoint = Endpoint("127.0.0.1", int(sys.argv[1]), sys.argv[2])

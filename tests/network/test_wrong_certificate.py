@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shoal.client import AutoDistributedModelForCausalLM, RouteError
-from shoal.peer.local_swarm import LocalPeer, LocalSwarm
+from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from shoal.protocol.spans import Span
 
 pytestmark = [pytest.mark.network, pytest.mark.slow]

@@ -12,9 +12,9 @@ import peft
 import torch
 from torch import Tensor
 
-from shoal.client.finetune.lora import LoraAdapter
-from shoal.client.model import DistributedCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.client.model.model import DistributedCausalLM
+from shoal.client.training.lora import LoraAdapter
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 ONE_HOP = ((0, 4),)
 FOUR_HOPS = ((0, 1), (1, 2), (2, 3), (3, 4))

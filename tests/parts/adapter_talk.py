@@ -12,9 +12,9 @@ import torch
 from service_scene import HELLO, HIDDEN, Peer, Talk
 from torch import Tensor
 
-from shoal.protocol.adapters import cut_adapter
 from shoal.protocol.ids import AdapterId, ClientToken, SessionId, UploadId, make_adapter_id
-from shoal.protocol.messages import AdapterHead, AdapterKept, Queued, Welcome
+from shoal.protocol.messages.adapter_contents import cut_adapter
+from shoal.protocol.messages.session import AdapterHead, AdapterKept, Queued, Welcome
 from shoal.protocol.versions import MAX_VERSION
 
 RANK = 3

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shoal.protocol.announcements import Announcement, PeerState
+from shoal.protocol.records.announcements import Announcement, PeerState
 
 
 def describe_peer(**facts: Any) -> Announcement:

@@ -7,11 +7,11 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import PeerID
 from hivemind.utils import MSGPackSerializer
 
-from shoal.protocol.announcements import sign_announcement
 from shoal.protocol.identity import Identity
-from shoal.protocol.membership import make_public
-from shoal.protocol.net.record_exchange import Entry
-from shoal.protocol.net.record_gate import RecordGate
+from shoal.protocol.membership.membership import make_public
+from shoal.protocol.net.dht.record_exchange import Entry
+from shoal.protocol.net.dht.record_gate import RecordGate
+from shoal.protocol.records.announcements import sign_announcement
 
 
 def number_identity(number: int) -> Identity:

@@ -8,24 +8,24 @@ from typing import Any
 
 from announcements import describe_peer
 
-from shoal.client.diagnosis import Diagnosis, ModelFacts
-from shoal.client.finding import Finding
-from shoal.client.peer_check import LIBP2P_GREETING, Probes
-from shoal.client.reach_check import Door, Reach
-from shoal.protocol.announcements import Announcement, sign_announcement
+from shoal.client.doctor.diagnosis import Diagnosis, ModelFacts
+from shoal.client.doctor.finding import Finding
+from shoal.client.doctor.peer_check import LIBP2P_GREETING, Probes
+from shoal.client.doctor.reach_check import Door, Reach
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.membership import Membership
-from shoal.protocol.messages import Hello, Message, Welcome
+from shoal.protocol.membership.membership import Membership
+from shoal.protocol.messages.session import Hello, Message, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.directory import Directory
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Stream
+from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.spans import Span
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 MODEL = ModelFacts("stories", ModelId("a" * 32), 8)
 DELAY_SECONDS = 0.05

@@ -14,14 +14,14 @@ from typing import Any
 import warm_python
 from processes import children_of
 
-from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.multiaddrs import PeerAddress, split_multiaddr
-from shoal.protocol.net.neighbourhood import Neighbourhood
+from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
+from shoal.protocol.net.dht.neighbourhood import Neighbourhood
+from shoal.protocol.net.p2pd.multiaddrs import PeerAddress, split_multiaddr
+from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span
 
 MODEL = ModelId("a" * 32)

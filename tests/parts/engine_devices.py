@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from shoal.kernels import reference
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.capturer import CallingCapturer, Capturer
-from shoal.peer.engine.cuda_device import choose_device
-from shoal.peer.engine.device import Device, PagedDevice
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.blocks.capturer import CallingCapturer, Capturer
+from shoal.peer.engine.blocks.cuda_device import choose_device
+from shoal.peer.engine.blocks.device import Device, PagedDevice
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 

@@ -9,14 +9,13 @@ from typing import Any
 
 from announcements import describe_peer
 
-from shoal.client.hop_link import HopLink, LinkFacts
-from shoal.client.router import Hop
-from shoal.protocol.announcements import Announcement
+from shoal.client.routing.router import Hop
+from shoal.client.session.hop_link import HopLink, LinkFacts
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
-from shoal.protocol.messages import (
+from shoal.protocol.messages.session import (
     Close,
     Declined,
     Hello,
@@ -28,11 +27,12 @@ from shoal.protocol.messages import (
     Welcome,
 )
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Stream
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 MODEL_ID = ModelId("a" * 32)
 PEER_ID = Identity(bytes(32)).peer_id

@@ -2,11 +2,11 @@
 
 import torch
 
-from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
-from shoal.peer.engine.kv_layouts import FloatLayout
-from shoal.peer.engine.kv_pool import KVCachePool
-from shoal.peer.engine.lazy_memory import LazyStore
-from shoal.peer.engine.paged_memory import PagedStore
+from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.cache.kv_layouts import FloatLayout
+from shoal.peer.engine.cache.kv_pool import KVCachePool
+from shoal.peer.engine.cache.lazy_memory import LazyStore
+from shoal.peer.engine.cache.paged_memory import PagedStore
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 

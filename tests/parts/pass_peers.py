@@ -10,16 +10,22 @@ import torch
 from session_scene import MODEL_ID, NUM_BLOCKS, SECRET, WIDTH, Scene, now
 from torch import Tensor
 
-from shoal.client.finetune.adapter_versions import AdapterVersion
-from shoal.client.finetune.microbatches import Texts
-from shoal.client.finetune.pass_asking import PassAsker
-from shoal.kernels.compress import encode_as
-from shoal.protocol.adapters import UploadPace
+from shoal.client.adapters.adapter_versions import AdapterVersion
+from shoal.client.passes.microbatches import Texts
+from shoal.client.passes.pass_asking import PassAsker
+from shoal.kernels.wire.compress import encode_as
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import AdapterId, SessionId, UploadId
-from shoal.protocol.lora_config import LoraConfig
-from shoal.protocol.messages import (
+from shoal.protocol.messages.adapter_contents import UploadPace
+from shoal.protocol.messages.lora_config import LoraConfig
+from shoal.protocol.messages.passes import (
+    PiecesReader,
+    cut_vectors,
+    list_answer_slots,
+    list_question_slots,
+)
+from shoal.protocol.messages.session import (
     AdapterHead,
     AdapterKept,
     AdapterPiece,
@@ -33,13 +39,12 @@ from shoal.protocol.messages import (
     Welcome,
 )
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.transport import Stream
-from shoal.protocol.passes import PiecesReader, cut_vectors, list_answer_slots, list_question_slots
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireTensor
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 WHOLE = Span(0, NUM_BLOCKS)
 

@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.spans import Span
 
 TOLERANCE = 1e-4

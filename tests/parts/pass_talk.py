@@ -11,10 +11,10 @@ import torch
 from service_scene import HIDDEN, MODEL_ID, SPAN, Talk, draw_hidden
 from torch import Tensor
 
-from shoal.kernels.compress import DTYPES, decode_tensor, encode_tensor
+from shoal.kernels.wire.compress import DTYPES, decode_tensor, encode_tensor
 from shoal.protocol.ids import PassId, SessionId
-from shoal.protocol.messages import Pass, PassKind, PassPiece, Queued, Slot
-from shoal.protocol.passes import cut_vectors
+from shoal.protocol.messages.passes import cut_vectors
+from shoal.protocol.messages.session import Pass, PassKind, PassPiece, Queued, Slot
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
 
 ROWS, TOKENS = 2, 7

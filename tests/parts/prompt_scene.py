@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from shoal.kernels.int8_states import quantize_states
-from shoal.kernels.prompt_attention import PromptAttention, list_prompt_instruction_sets
-from shoal.kernels.token_attention import (
+from shoal.kernels.attention.int8_states import quantize_states
+from shoal.kernels.attention.prompt_attention import PromptAttention, list_prompt_instruction_sets
+from shoal.kernels.attention.token_attention import (
     MAX_HEAD_DIM,
     TokenAttention,
     TokenBatch,

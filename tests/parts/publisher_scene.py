@@ -9,14 +9,14 @@ from collections.abc import Awaitable, Callable
 from pass_peers import WHOLE, PassPeer, make_adapted_texts, make_asker
 from session_scene import Scene, run
 
-from shoal.client.finetune.adapter_versions import AdapterVersion
-from shoal.client.finetune.pass_asking import PassAsker
-from shoal.client.finetune.publisher import Publisher
-from shoal.protocol.adapters import KEEP_SECONDS
-from shoal.protocol.announcements import Announcement
+from shoal.client.adapters.adapter_versions import AdapterVersion
+from shoal.client.passes.pass_asking import PassAsker
+from shoal.client.publishing.publisher import Publisher
 from shoal.protocol.ids import AdapterId
+from shoal.protocol.messages.adapter_contents import KEEP_SECONDS
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
+from shoal.protocol.records.announcements import Announcement
 
 SECONDS = 1.1 * KEEP_SECONDS / 3
 """A little longer than between two renewals."""

@@ -10,25 +10,25 @@ from typing import Any
 from announcements import describe_peer
 from service_scene import MODEL_ID, Talk
 
-from shoal.peer.door import Door
-from shoal.peer.neighbours import Neighbours
-from shoal.peer.parked_streams import ParkedStreams
-from shoal.peer.service import Service, ServiceFacts
-from shoal.protocol.announcements import Announcement, sign_announcement
+from shoal.peer.pushing.neighbours import Neighbours
+from shoal.peer.pushing.parked_streams import ParkedStreams
+from shoal.peer.streams.door import Door
+from shoal.peer.streams.service import Service, ServiceFacts
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
-from shoal.protocol.messages import Hello, NextHop, Probe, Welcome
+from shoal.protocol.messages.offers import make_offer
+from shoal.protocol.messages.session import Hello, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Lane
-from shoal.protocol.offers import make_offer
+from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire import encode_frame
+from shoal.protocol.wire.codec import encode_frame
 
 PERIOD_SECONDS = 30.0
 NUM_BLOCKS = 8

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal.kernels.compress import DTYPES, decode_tensor, encode_tensor
+from shoal.kernels.wire.compress import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.pass_queue import PassJob
-from shoal.peer.neighbours import Neighbours
-from shoal.peer.service import Service, ServiceFacts
+from shoal.peer.pushing.neighbours import Neighbours
+from shoal.peer.streams.service import Service, ServiceFacts
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
-from shoal.protocol.messages import (
+from shoal.protocol.messages.session import (
     Declined,
     Hello,
     Message,
@@ -32,11 +32,11 @@ from shoal.protocol.messages import (
     Welcome,
 )
 from shoal.protocol.net.clock import VirtualClock, VirtualEventLoop, run_virtual
-from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HIDDEN = 64
 MODEL_ID = ModelId("a" * 32)

@@ -16,18 +16,17 @@ import torch
 from announcements import describe_peer
 from torch import Tensor
 
-from shoal.client.config import ClientConfig
-from shoal.client.farewells import Farewells
-from shoal.client.live_hops import LiveHops
-from shoal.client.route_opening import SessionFacts
-from shoal.client.session import RemoteSession
-from shoal.client.swarm import Swarm
-from shoal.client.tensors import from_wire, to_wire
-from shoal.protocol.announcements import sign_announcement
+from shoal.client.routing.swarm import Swarm
+from shoal.client.session.farewells import Farewells
+from shoal.client.session.live_hops import LiveHops
+from shoal.client.session.route_opening import SessionFacts
+from shoal.client.session.session import RemoteSession
+from shoal.client.session.tensors import from_wire, to_wire
+from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
-from shoal.protocol.messages import (
+from shoal.protocol.messages.session import (
     Close,
     Declined,
     Gap,
@@ -40,11 +39,12 @@ from shoal.protocol.messages import (
     Welcome,
 )
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Stream
+from shoal.protocol.records.announcements import sign_announcement
 from shoal.protocol.spans import Span
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 MODEL_ID = ModelId("a" * 32)
 NUM_BLOCKS = 6

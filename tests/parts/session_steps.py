@@ -1,7 +1,7 @@
 """Steps for the session table."""
 
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages import Step
+from shoal.protocol.messages.session import Step
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
 
 SESSION = SessionId(b"s" * 16)

@@ -6,13 +6,13 @@ from typing import Any
 
 from announcements import describe_peer
 
-from shoal.client.router import Hop
-from shoal.client.swarm import Swarm
-from shoal.protocol.announcements import Announcement, sign_announcement
+from shoal.client.routing.router import Hop
+from shoal.client.routing.swarm import Swarm
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.spans import Span
 
 MODEL = ModelId("a" * 32)

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.client.model import DistributedCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.client.model.model import DistributedCausalLM
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 ONE_HOP = ((0, 4),)
 FOUR_HOPS = ((0, 1), (1, 2), (2, 3), (3, 4))

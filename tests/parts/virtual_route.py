@@ -10,11 +10,11 @@ from typing import Any
 
 from virtual_swarm import RelayedTransport, Scene, draw
 
-from shoal.client.config import ClientConfig
-from shoal.client.session import RemoteSession
-from shoal.peer.service import Service
+from shoal.client.session.session import RemoteSession
+from shoal.client.settings.config import ClientConfig
+from shoal.peer.streams.service import Service
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span
 
 LINK = Link(delay_seconds=0.002)

@@ -13,29 +13,29 @@ import torch
 from service_scene import HoldingComputeThread
 from torch import Tensor
 
-from shoal.client.config import ClientConfig
-from shoal.client.farewells import Farewells
-from shoal.client.live_hops import LiveHops
-from shoal.client.route_opening import SessionFacts
-from shoal.client.session import RemoteSession
-from shoal.client.swarm import Swarm
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.door import Door
+from shoal.client.routing.swarm import Swarm
+from shoal.client.session.farewells import Farewells
+from shoal.client.session.live_hops import LiveHops
+from shoal.client.session.route_opening import SessionFacts
+from shoal.client.session.session import RemoteSession
+from shoal.client.settings.config import ClientConfig
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.neighbours import Neighbours
-from shoal.peer.parked_streams import ParkedStreams
-from shoal.peer.reverse_connections import ReverseConnections
-from shoal.peer.service import Service, ServiceFacts
-from shoal.protocol.announcements import Announcement, PeerState, sign_announcement
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.pushing.neighbours import Neighbours
+from shoal.peer.pushing.parked_streams import ParkedStreams
+from shoal.peer.pushing.reverse_connections import ReverseConnections
+from shoal.peer.streams.door import Door
+from shoal.peer.streams.service import Service, ServiceFacts
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.loopback_wire import LoopbackStream
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback_wire import LoopbackStream
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Lane
+from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION, MIN_VERSION
 

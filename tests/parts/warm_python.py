@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 import numpy
 import torch
 
-from shoal.peer.local_swarm import LocalPeer
+from shoal.peer.local_swarm.swarm import LocalPeer
 
 _MODULES = (
     "shoal.cli.main",
@@ -42,7 +42,7 @@ _MODULES = (
     "shoal.cli.doctor",
     "shoal.peer.peer",
     "shoal.client",
-    "shoal.client.model",
+    "shoal.client.model.model",
     "transformers.models.llama.modeling_llama",
     "transformers.generation.utils",
 )

@@ -6,15 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from shoal.protocol import limits
-from shoal.protocol.adapter_messages import (
-    GatherOrder,
-    GradientSum,
-    OptimizerKind,
-    OptimizerSettings,
-)
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
-from shoal.protocol.frames import HEADER_BYTES, Kind
 from shoal.protocol.ids import (
     NO_ADAPTER,
     AdapterId,
@@ -26,7 +19,13 @@ from shoal.protocol.ids import (
     SessionId,
     UploadId,
 )
-from shoal.protocol.messages import (
+from shoal.protocol.messages.adapters import (
+    GatherOrder,
+    GradientSum,
+    OptimizerKind,
+    OptimizerSettings,
+)
+from shoal.protocol.messages.session import (
     AdapterFetch,
     AdapterHead,
     AdapterKept,
@@ -65,14 +64,9 @@ from shoal.protocol.messages import (
     Welcome,
 )
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import (
-    KVFormat,
-    WireCodec,
-    WireDtype,
-    WireTensor,
-    compute_num_bytes,
-)
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.tensors import KVFormat, WireCodec, WireDtype, WireTensor, compute_num_bytes
+from shoal.protocol.wire.codec import decode_frame, encode_frame
+from shoal.protocol.wire.frames import HEADER_BYTES, Kind
 
 SESSION = SessionId(bytes(range(16)))
 MODEL = ModelId("0123456789abcdef" * 2)

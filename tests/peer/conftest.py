@@ -8,9 +8,9 @@ import pytest
 from kv_cache_scene import PoolMaker
 from service_scene import SPAN
 
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 
 
 @pytest.fixture(scope="module")

@@ -11,10 +11,10 @@ import torch
 from pass_scene import check_close, draw, load_engine
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.adapters import Adapter
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.adapters.adapters import Adapter
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import PassWork
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.peer.engine.steps import StepWork
 
 HIDDEN = 64
@@ -131,7 +131,7 @@ def test_replay_of_generated_tokens_is_exact(tiny_models: Any) -> None:
 @pytest.mark.parametrize("variant", ["gpt2", "bloom", "falcon", "phi3"])
 def test_fused_linears_are_changed_where_peft_changes_them(tiny_models: Any, variant: str) -> None:
     """What passes make of such adapters is compared with peft elsewhere."""
-    from shoal.client.finetune.lora import LoraAdapter
+    from shoal.client.training.lora import LoraAdapter
 
     tiny_model = tiny_models.get(variant)
     engine = load_engine(tiny_model)

@@ -27,23 +27,19 @@ from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 
-from shoal.peer import pass_budget
-from shoal.peer.adapter_desk import AdapterDesk
-from shoal.peer.adapter_shelf import AdapterShelf
-from shoal.peer.engine.adapters import Adapter
+from shoal.peer.accounts import pass_budget
+from shoal.peer.accounts.adapter_shelf import AdapterShelf
+from shoal.peer.accounts.pass_budget import PassBudget
+from shoal.peer.engine.adapters.adapters import Adapter
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import PassWork
-from shoal.peer.pass_budget import PassBudget
+from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.training.adapter_desk import AdapterDesk
 from shoal.protocol import limits
-from shoal.protocol.adapter_messages import OptimizerKind
-from shoal.protocol.adapters import KEEP_SECONDS, cut_adapter
 from shoal.protocol.errors import ErrorCode
-from shoal.protocol.ids import (
-    NO_ADAPTER,
-    AdapterId,
-    UploadId,
-)
-from shoal.protocol.messages import (
+from shoal.protocol.ids import NO_ADAPTER, AdapterId, UploadId
+from shoal.protocol.messages.adapter_contents import KEEP_SECONDS, cut_adapter
+from shoal.protocol.messages.adapters import OptimizerKind
+from shoal.protocol.messages.session import (
     AdapterKept,
     AdapterRows,
     AdapterWithdrawal,

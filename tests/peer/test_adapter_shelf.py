@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.peer.adapter_budget import choose_adapter_bytes
-from shoal.peer.adapter_shelf import AdapterShelf
-from shoal.peer.engine.adapters import Adapter
+from shoal.peer.accounts.adapter_budget import choose_adapter_bytes
+from shoal.peer.accounts.adapter_shelf import AdapterShelf
+from shoal.peer.engine.adapters.adapters import Adapter
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId

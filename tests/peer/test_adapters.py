@@ -13,10 +13,10 @@ import torch
 from pass_scene import draw
 from torch import Tensor
 
-from shoal.peer.engine.adapters import Adapter, read_adapter
-from shoal.peer.engine.families import find_family, read_spec
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.engine.spec import ModelSpec
+from shoal.models.families.registry import find_family, read_spec
+from shoal.models.families.spec import ModelSpec
+from shoal.peer.engine.adapters.adapters import Adapter, read_adapter
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 

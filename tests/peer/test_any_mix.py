@@ -18,11 +18,11 @@ import torch
 from compute_thread_scene import run
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.cache.kv_cache import SessionCache
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.kv_cache import SessionCache
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat

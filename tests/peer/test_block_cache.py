@@ -16,18 +16,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.kernels.quantize import Int8Weight, WeightFormat
-from shoal.peer.config import PeerConfig
-from shoal.peer.engine.block_cache import MIN_ENTRY_BYTES, BlockCache, open_block_cache
+from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
+from shoal.models.families.registry import FAMILIES, read_spec
+from shoal.models.families.spec import ModelSpec
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.families import FAMILIES, read_spec
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.engine.spec import ModelSpec
-from shoal.peer.hosting import HostedModel, Hosting
-from shoal.peer.neighbours import Neighbours
+from shoal.peer.engine.loading.block_cache import MIN_ENTRY_BYTES, BlockCache, open_block_cache
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.hosting.hosting import HostedModel, Hosting
+from shoal.peer.pushing.neighbours import Neighbours
+from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.identity import Identity
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.spans import Span
 
 BUDGET = 2**26
@@ -162,7 +162,7 @@ def test_damaged_entry_is_dropped_and_made_anew(
 
 def write_forged(path: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Write an entry with a right checksum and contents that no weights have."""
-    from shoal.peer.engine.block_cache import _compute_checksum
+    from shoal.peer.engine.loading.block_cache import _compute_checksum
 
     checksum = torch.frombuffer(_compute_checksum(path.name, tensors), dtype=torch.uint8)
     save_file({**tensors, "checksum": checksum}, path)
@@ -296,9 +296,9 @@ SCRIPT = """
 import sys
 from pathlib import Path
 import torch
-from shoal.kernels.quantize import Int8Weight
-from shoal.peer.config import PeerConfig
-from shoal.peer.engine.block_cache import MIN_ENTRY_BYTES, BlockCache
+from shoal.kernels.linear.quantize import Int8Weight
+from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.engine.loading.block_cache import MIN_ENTRY_BYTES, BlockCache
 
 for turn in range(30):
     cache = BlockCache(Path(sys.argv[1]), int(2.5 * MIN_ENTRY_BYTES))
@@ -466,7 +466,7 @@ def test_float_weights_are_not_kept(
 def test_blocks_with_experts_are_kept_expert_by_expert(
     tiny_models, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.peer.engine.block_cache.MIN_ENTRY_BYTES", 1)
+    monkeypatch.setattr("shoal.peer.engine.loading.block_cache.MIN_ENTRY_BYTES", 1)
     model = tiny_models.get("mixtral").directory
 
     def load(cache: BlockCache | None) -> tuple[torch.Tensor, list[str]]:
@@ -517,10 +517,10 @@ def test_peer_keeps_its_blocks_at_home(
 PEAK_SCRIPT = """
 import sys
 from pathlib import Path
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.block_cache import BlockCache
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.loading.block_cache import BlockCache
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.spans import Span
 
 def read_peak_bytes():

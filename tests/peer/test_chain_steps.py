@@ -25,15 +25,15 @@ from service_scene import (
 )
 from torch import Tensor
 
-from shoal.kernels.compress import decode_tensor
+from shoal.kernels.wire.compress import decode_tensor
+from shoal.peer.accounts.shared_bytes import RecentBytes, SharedBytes
 from shoal.peer.engine.engine import Engine
-from shoal.peer.shared_bytes import RecentBytes, SharedBytes
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_HOPS
-from shoal.protocol.messages import (
+from shoal.protocol.messages.session import (
     Admit,
     Attach,
     Close,
@@ -53,9 +53,9 @@ from shoal.protocol.messages import (
     Welcome,
 )
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import Link, LoopbackTransport
+from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 KEY, NEW_KEY, NEXT_KEY = (Capability(bytes([n]) * 16) for n in (1, 2, 3))
 NEXT_ID = Identity(bytes([9]) * 32).peer_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.peer.config import WEIGHT_FORMATS, PeerConfig
+from shoal.peer.runtime.config import WEIGHT_FORMATS, PeerConfig
 from shoal.protocol.errors import UsageError
 
 
@@ -34,6 +34,6 @@ def test_memory_that_no_adapter_would_find_room_in_is_refused_with_advice() -> N
 
 
 def test_formats_of_weights_are_those_of_the_engine() -> None:
-    from shoal.kernels.quantize import WeightFormat
+    from shoal.kernels.linear.quantize import WeightFormat
 
     assert set(WEIGHT_FORMATS) == {weights.value for weights in WeightFormat}

@@ -18,14 +18,14 @@ from engine_devices import (
 )
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine import decode_graphs
-from shoal.peer.engine.capturer import Capturer
+from shoal.peer.engine.blocks.capturer import Capturer
+from shoal.peer.engine.blocks.device import PagedDevice
 from shoal.peer.engine.decode_graphs import choose_size
-from shoal.peer.engine.device import PagedDevice
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.throughput import measure_throughput
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.hosting.throughput import measure_throughput
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 

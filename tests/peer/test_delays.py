@@ -13,20 +13,20 @@ import pytest
 from announcements import describe_peer
 from service_scene import MODEL_ID
 
-from shoal.peer.delays import MAX_TOLD, Delays, choose_measured
-from shoal.protocol.announcements import Announcement, sign_announcement
-from shoal.protocol.coordinates import Coordinate, estimate_rtt_seconds
+from shoal.peer.announcing.delays import MAX_TOLD, Delays, choose_measured
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, PeerId, SessionId
-from shoal.protocol.messages import Hello, NextHop, Welcome
+from shoal.protocol.messages.session import Hello, NextHop, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.net.transport import Stream
+from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.coordinates import Coordinate, estimate_rtt_seconds
 from shoal.protocol.spans import Span
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 PERIOD_SECONDS = 30.0
 NUM_BLOCKS = 12

@@ -24,13 +24,13 @@ from engine_devices import (
 )
 from torch import Tensor
 
-from shoal.kernels.linear import RowPrecision, make_linear
-from shoal.kernels.quantize import ON_CPUS, WeightFormat, quantize_int8
-from shoal.kernels.select import choose_paged_attention
-from shoal.peer.engine.capturer import CallingCapturer
-from shoal.peer.engine.device import PagedDevice
+from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat, quantize_int8
+from shoal.kernels.linear.select import choose_paged_attention
+from shoal.peer.engine.blocks.capturer import CallingCapturer
+from shoal.peer.engine.blocks.device import PagedDevice
+from shoal.peer.engine.cache.prefix_copy import PrefixCopy
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.prefix_copy import PrefixCopy
 from shoal.protocol.tensors import KVFormat
 
 VARIANTS = [

@@ -14,9 +14,9 @@ import torch
 from engine_devices import decode, draw_hidden, execute, load_engine, open_work
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.capturer import CallingCapturer
-from shoal.peer.engine.device import PagedDevice
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.blocks.capturer import CallingCapturer
+from shoal.peer.engine.blocks.device import PagedDevice
 from shoal.protocol.tensors import KVFormat
 
 META = torch.device("meta")

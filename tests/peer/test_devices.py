@@ -8,13 +8,13 @@ import pytest
 import torch
 from engine_devices import load_engine, make_device
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.config import PeerConfig
-from shoal.peer.engine.attention_kernels import MAX_PAGED_HEAD_DIM
-from shoal.peer.engine.cuda_device import choose_device
-from shoal.peer.engine.device import CPU
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.blocks.attention_kernels import MAX_PAGED_HEAD_DIM
+from shoal.peer.engine.blocks.cuda_device import choose_device
+from shoal.peer.engine.blocks.device import CPU
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 
@@ -61,7 +61,7 @@ def test_peer_says_what_computes(tiny_models: Any, variant: str, words: str) -> 
 
 def test_heads_that_the_program_takes_are_those_that_the_engine_gives_it() -> None:
     pytest.importorskip("triton")
-    from shoal.kernels.triton_attention import MAX_HEAD_DIM
+    from shoal.kernels.attention.triton_attention import MAX_HEAD_DIM
 
     assert MAX_PAGED_HEAD_DIM == MAX_HEAD_DIM
 

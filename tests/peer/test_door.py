@@ -9,10 +9,10 @@ from typing import Any
 
 from service_scene import HELLO, Talk, assert_declined
 
-from shoal.peer.door import Door
+from shoal.peer.streams.door import Door
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Listener, Stream
 
 LONG_SECONDS = 60.0

@@ -5,19 +5,19 @@ from typing import cast
 import pytest
 import torch
 
-from shoal.kernels.prompt_attention import choose_prompt_instruction_set
-from shoal.kernels.quantize import ON_CPUS, WeightFormat
-from shoal.kernels.rotary import RotaryTable
-from shoal.peer.engine.block import Block
+from shoal.kernels.attention.prompt_attention import choose_prompt_instruction_set
+from shoal.kernels.attention.rotary import RotaryTable
+from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
+from shoal.models.families.registry import read_spec
+from shoal.models.families.spec import ModelSpec
+from shoal.peer.engine.blocks.block import Block
+from shoal.peer.engine.blocks.numerics import Numerics
+from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.cache.kv_pool import KVCachePool
+from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.families import read_spec
-from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
-from shoal.peer.engine.kv_pool import KVCachePool
-from shoal.peer.engine.lazy_memory import LazyStore
-from shoal.peer.engine.loader import load_block, open_checkpoint
-from shoal.peer.engine.numerics import Numerics
+from shoal.peer.engine.loading.loader import load_block, open_checkpoint
 from shoal.peer.engine.scheduler import count_part_tokens
-from shoal.peer.engine.spec import ModelSpec
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 

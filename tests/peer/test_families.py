@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from shoal.client.local_families import LOCAL_FAMILIES
-from shoal.kernels.quantize import WeightFormat
-from shoal.kernels.shell_opening import OWN_FAMILIES
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.families.local_families import LOCAL_FAMILIES
+from shoal.models.families.registry import FAMILIES, read_spec
+from shoal.models.shells.shell_opening import OWN_FAMILIES
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.families import FAMILIES, read_spec
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import ModelError, RefusedError, UsageError
 from shoal.protocol.spans import Span
 

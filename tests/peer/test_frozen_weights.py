@@ -12,10 +12,10 @@ import torch
 from pass_scene import draw, load_engine, stay
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.adapters import Adapter, AdapterPart
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.adapters.adapters import Adapter, AdapterPart
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import PassWork
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.peer.engine.steps import StepWork
 
 FORMATS = [WeightFormat.FP32, WeightFormat.BF16, WeightFormat.INT8]

@@ -14,17 +14,17 @@ import pytest
 import torch
 from engine_devices import attend_slowly
 
-from shoal.peer import hosting
-from shoal.peer.config import PeerConfig
-from shoal.peer.engine.capturer import CallingCapturer, Capturer
-from shoal.peer.engine.device import CPU, Device, PagedDevice
+from shoal.peer.accounts.memory import RESERVE_BYTES
+from shoal.peer.engine.blocks.capturer import CallingCapturer, Capturer
+from shoal.peer.engine.blocks.device import CPU, Device, PagedDevice
 from shoal.peer.engine.engine import Engine
-from shoal.peer.hosting import HostedModel, Hosting, LoadError
-from shoal.peer.memory import RESERVE_BYTES
-from shoal.peer.neighbours import Neighbours
+from shoal.peer.hosting import hosting
+from shoal.peer.hosting.hosting import HostedModel, Hosting, LoadError
+from shoal.peer.pushing.neighbours import Neighbours
+from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.ids import PeerId
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.spans import Span
 
 FIRST, LAST = Span(0, 2), Span(2, 4)

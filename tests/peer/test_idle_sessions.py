@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
-from shoal.peer.engine.kv_pool import IDLE_SECONDS, KVCachePool
-from shoal.peer.engine.lazy_memory import LazyStore
+from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
+from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span

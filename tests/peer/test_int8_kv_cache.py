@@ -14,18 +14,19 @@ from kv_cache_scene import NUM_BLOCKS, NUM_HEADS, SPAN
 from service_scene import Peer, draw_hidden, expect_output, make_open, make_step, run
 from torch import Tensor
 
-from shoal.kernels.prompt_attention import choose_prompt_instruction_set
-from shoal.kernels.quantize import ON_CPUS, WeightFormat
-from shoal.peer.engine import attention_kernels, kv_layouts
+from shoal.kernels.attention.prompt_attention import choose_prompt_instruction_set
+from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
+from shoal.peer.engine.blocks import attention_kernels
+from shoal.peer.engine.cache import kv_layouts
+from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
+from shoal.peer.engine.cache.kv_pool import KVCachePool
+from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.kv_cache import PAGE_TOKENS
-from shoal.peer.engine.kv_pool import KVCachePool
-from shoal.peer.engine.lazy_memory import LazyStore
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.engine.scheduler import count_part_tokens
 from shoal.protocol.errors import CacheFullError
 from shoal.protocol.fair_share import Holder
-from shoal.protocol.messages import Opened
+from shoal.protocol.messages.session import Opened
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 

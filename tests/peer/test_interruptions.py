@@ -15,10 +15,10 @@ import torch
 from compute_thread_scene import run
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.engine.pace import Pace
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.spans import Span

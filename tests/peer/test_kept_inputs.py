@@ -8,10 +8,10 @@ import pytest
 import torch
 from pass_scene import draw, load_engine, stay
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.block import Block
-from shoal.peer.engine.kept_inputs import KeptInputs
-from shoal.peer.engine.passes import PassWork
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.blocks.block import Block
+from shoal.peer.engine.passes.kept_inputs import KeptInputs
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.spans import Span
 
 WHOLE, HIDDEN, PASS_BYTES = Span(0, 4), 64, 4 * 2 * 7 * 64 * 4

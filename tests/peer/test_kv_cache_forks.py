@@ -17,12 +17,12 @@ from kv_cache_scene import (
     take_step,
 )
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine import prefix_copy
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.cache import prefix_copy
+from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
+from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.kv_cache import PAGE_TOKENS
-from shoal.peer.engine.kv_pool import IDLE_SECONDS
-from shoal.peer.engine.loader import open_checkpoint
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span

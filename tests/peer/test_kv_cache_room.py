@@ -4,8 +4,8 @@ import pytest
 import torch
 from kv_cache_scene import SPAN, PoolMaker, assert_holds, take_step, write_tokens
 
-from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
-from shoal.peer.engine.kv_pool import KVCachePool
+from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.protocol.errors import CacheFullError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.limits import MAX_SESSION_TOKENS

@@ -7,14 +7,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.kernels.checkpoint import Checkpoint
-from shoal.kernels.quantize import ON_CPUS, WeightFormat
-from shoal.peer.engine.block import Block
+from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.families.registry import read_spec
+from shoal.models.families.spec import ModelSpec
+from shoal.peer.engine.blocks.block import Block
+from shoal.peer.engine.blocks.numerics import Numerics
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.families import read_spec
-from shoal.peer.engine.loader import load_block, open_checkpoint
-from shoal.peer.engine.numerics import Numerics
-from shoal.peer.engine.spec import ModelSpec
+from shoal.peer.engine.loading.loader import load_block, open_checkpoint
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.spans import Span
 
@@ -200,7 +200,7 @@ def test_int8_takes_at_most_105_bytes_for_100_parameters(tmp_path: Path, tiny_mo
 
 
 def read_name(local_name: str, block: int = 0) -> str:
-    from shoal.peer.engine.families import FAMILIES
+    from shoal.models.families.registry import FAMILIES
 
     return FAMILIES["llama"].checkpoint_names(block, local_name)[0]
 

@@ -10,8 +10,8 @@ import numpy
 import pytest
 import torch
 
-from shoal.peer.local_swarm import LocalPeer, LocalSwarm, PeerProcessError
-from shoal.peer.local_swarm_config import make_place
+from shoal.peer.local_swarm.config import make_place
+from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm, PeerProcessError
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 

@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 
-from shoal.kernels.quantize import ON_CPUS, WeightFormat
-from shoal.peer import memory
-from shoal.peer.block_sizes import BlockSizes
-from shoal.peer.engine.families import read_spec
-from shoal.peer.engine.loader import count_block_bytes, load_block, load_span, open_checkpoint
-from shoal.peer.engine.numerics import Numerics
-from shoal.peer.memory import RESERVE_BYTES, find_room, read_free_bytes
-from shoal.peer.room import Room
+from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
+from shoal.models.families.registry import read_spec
+from shoal.peer.accounts import memory
+from shoal.peer.accounts.block_sizes import BlockSizes
+from shoal.peer.accounts.memory import RESERVE_BYTES, find_room, read_free_bytes
+from shoal.peer.engine.blocks.numerics import Numerics
+from shoal.peer.engine.loading.loader import (
+    count_block_bytes,
+    load_block,
+    load_span,
+    open_checkpoint,
+)
+from shoal.peer.placement.room import Room
 from shoal.protocol.spans import Span
 
 KV_BYTES = 10**6

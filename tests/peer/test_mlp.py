@@ -1,11 +1,11 @@
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels.gate import gate_silu
-from shoal.kernels.linear import RowPrecision, make_linear
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.mlp import Activation, GatedMlp
-from shoal.peer.engine.rows import RowRange
+from shoal.kernels.layers.gate import gate_silu
+from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.blocks.mlp import Activation, GatedMlp
+from shoal.peer.engine.blocks.rows import RowRange
 
 NUM_INNER = 45
 

@@ -11,20 +11,20 @@ from dataclasses import dataclass, field, replace
 import pytest
 from service_scene import MODEL_ID, SPAN
 
-from shoal.peer.neighbours import Neighbours
-from shoal.peer.shared_bytes import RecentBytes
+from shoal.peer.accounts.shared_bytes import RecentBytes
+from shoal.peer.pushing.neighbours import Neighbours
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, RefusedError, ShoalError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_PIECE_BYTES
-from shoal.protocol.messages import Attach, Declined, Hello, NextHop, Probe, Welcome
+from shoal.protocol.messages.session import Attach, Declined, Hello, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.loopback_wire import WINDOW_BYTES
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback_wire import WINDOW_BYTES
 from shoal.protocol.net.transport import Lane, Stream
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 NEXT_ID = Identity(bytes([9]) * 32).peer_id
 KEY = Capability(b"k" * 16)

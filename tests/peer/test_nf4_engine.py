@@ -11,11 +11,11 @@ import torch
 from engine_devices import WHOLE, decode, draw_hidden, every_device, execute, make_device, open_work
 from safetensors.torch import load_file, save_file
 
-from shoal.kernels.nf4 import Nf4Weight, has_bitsandbytes
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear.nf4 import Nf4Weight, has_bitsandbytes
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.engine.passes import PassWork
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.errors import UsageError
 
 pytestmark = pytest.mark.skipif(not has_bitsandbytes(), reason="needs bitsandbytes")

@@ -14,10 +14,10 @@ from kv_cache_scene import (
     take_step,
 )
 
-from shoal.peer.engine import prefix_copy
-from shoal.peer.engine.kv_cache import PAGE_TOKENS, SessionCache
-from shoal.peer.engine.kv_pool import IDLE_SECONDS, KVCachePool
-from shoal.peer.engine.paged_memory import PagedMemory, PagedStore
+from shoal.peer.engine.cache import prefix_copy
+from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
+from shoal.peer.engine.cache.paged_memory import PagedMemory, PagedStore
 from shoal.protocol.errors import CacheFullError, LocalProtocolError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span

@@ -11,13 +11,13 @@ import torch
 from pass_scene import check_close, draw, embed, load_engine, run_reference, stay
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.adapters import Adapter, read_adapter
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.families.registry import find_family
+from shoal.models.families.spec import ModelSpec
+from shoal.peer.engine.adapters.adapters import Adapter, read_adapter
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.families import find_family
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.engine.passes import PassWork
-from shoal.peer.engine.spec import ModelSpec
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.errors import RefusedError
 
 peft = pytest.importorskip("peft")

@@ -23,21 +23,21 @@ from service_scene import (
 )
 from torch import Tensor
 
-from shoal.peer import pass_budget
-from shoal.peer.answer_queue import AnswerQueue
+from shoal.peer.accounts import pass_budget
+from shoal.peer.accounts.pass_budget import PassBudget
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.pass_queue import GiveWay
-from shoal.peer.engine.passes import PassWork
-from shoal.peer.pass_budget import PassBudget
-from shoal.peer.pass_desk import PassDesk
+from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.sessions.answer_queue import AnswerQueue
+from shoal.peer.training.pass_desk import PassDesk
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages import Passed, PassKind, PassPiece, Queued, Slot
+from shoal.protocol.messages.session import Passed, PassKind, PassPiece, Queued, Slot
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype
-from shoal.protocol.wire import decode_frame
+from shoal.protocol.wire.codec import decode_frame
 
 
 async def assert_still_serves(peer: Peer) -> None:

@@ -10,9 +10,9 @@ import torch
 from pass_scene import draw, load_engine, stay
 from torch.profiler import ProfilerActivity, profile
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine import pass_memory
-from shoal.peer.engine.passes import PassWork
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.passes import pass_memory
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.spans import Span
 
 

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shoal.kernels.compress import encode_tensor
-from shoal.kernels.pauses import Pauses
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.kernels.native.pauses import Pauses
+from shoal.kernels.wire.compress import encode_tensor
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.pass_work import WireWork, run_pass
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.training.pass_work import WireWork, run_pass
 from shoal.protocol.ids import ModelId, PassId, SessionId
-from shoal.protocol.messages import Pass, PassKind, Slot
-from shoal.protocol.passes import cut_vectors
+from shoal.protocol.messages.passes import cut_vectors
+from shoal.protocol.messages.session import Pass, PassKind, Slot
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
 

@@ -18,11 +18,12 @@ from pass_scene import (
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from shoal.kernels.linear import RowPrecision
-from shoal.kernels.quantize import ON_CPUS, WeightFormat, dequantize_int8, quantize_int8
-from shoal.peer.engine import pass_rows, passes
+from shoal.kernels.linear.linear import RowPrecision
+from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat, dequantize_int8, quantize_int8
+from shoal.peer.engine.blocks import pass_rows
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import PassWork
+from shoal.peer.engine.passes import passes
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.spans import Span
 
 

@@ -9,10 +9,10 @@ import torch
 from pass_scene import draw, load_engine, stay
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine import passes
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.passes import PassWork
+from shoal.peer.engine.passes import passes
+from shoal.peer.engine.passes.passes import PassWork
 
 VARIANTS = ["llama", "qwen3", "gemma2", "qwen3-moe", "falcon-alibi", "wrapped-stablelm"]
 

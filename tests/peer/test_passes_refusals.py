@@ -10,9 +10,9 @@ import torch
 from pass_scene import draw, load_engine, stay
 from torch import Tensor
 
-from shoal.kernels.quantize import WeightFormat
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import PassWork
+from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from announcements import describe_peer
 
-from shoal.peer.placement import (
+from shoal.peer.placement.placement import (
     MIN_RESIDENCY_SECONDS,
     Action,
     Candidate,
@@ -16,12 +16,12 @@ from shoal.peer.placement import (
     Intent,
     decide_placement,
 )
-from shoal.peer.room import Room
-from shoal.peer.supply import Supply
-from shoal.protocol.announcements import Announcement, PeerState
+from shoal.peer.placement.room import Room
+from shoal.peer.placement.supply import Supply
 from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
-from shoal.protocol.swarm_view import SwarmView
 
 MODEL = ModelId("a" * 32)
 NOW = 1_800_000_000.0

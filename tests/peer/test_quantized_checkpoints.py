@@ -13,14 +13,14 @@ from quantized_checkpoints import Awq, Compressed, Gptq, QuantizedModel, Scheme,
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer.engine.block_cache import open_block_cache
-from shoal.peer.engine.block_tensors import BlockTensors
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.families.registry import read_spec
+from shoal.models.families.spec import ModelSpec
+from shoal.peer.engine.blocks.numerics import Numerics
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.families import read_spec
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.engine.numerics import Numerics
-from shoal.peer.engine.spec import ModelSpec
+from shoal.peer.engine.loading.block_cache import open_block_cache
+from shoal.peer.engine.loading.block_tensors import BlockTensors
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import ModelError
 from shoal.protocol.spans import Span
 
@@ -152,7 +152,7 @@ def test_int8_of_one_scale_per_output_is_taken_over_bit_by_bit(
 def test_cache_keeps_what_was_quantized_and_not_what_came_so(
     tiny_models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.peer.engine.block_cache.MIN_ENTRY_BYTES", 1)
+    monkeypatch.setattr("shoal.peer.engine.loading.block_cache.MIN_ENTRY_BYTES", 1)
     hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(4))
     num_entries = []
     for name in ("gptq", "int-channel"):

@@ -16,26 +16,26 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.peer.announcer import Announcer
-from shoal.peer.chores import Chores
-from shoal.peer.config import PeerConfig
-from shoal.peer.door import Door
-from shoal.peer.engine.kv_pool import KVCachePool
-from shoal.peer.engine.lazy_memory import LazyStore
-from shoal.peer.hosting import LoadError
-from shoal.peer.loop_lag import LoopLag
+from shoal.peer.announcing.announcer import Announcer
+from shoal.peer.announcing.self_description import SelfDescription, make_template
+from shoal.peer.engine.cache.kv_pool import KVCachePool
+from shoal.peer.engine.cache.lazy_memory import LazyStore
+from shoal.peer.hosting.hosting import LoadError
+from shoal.peer.hosting.throughput import Throughput
+from shoal.peer.placement.room import Room
 from shoal.peer.placer import PlacedModel, Placer
 from shoal.peer.resident import PeerEvent, Resident
-from shoal.peer.room import Room
-from shoal.peer.self_description import SelfDescription, make_template
-from shoal.peer.throughput import Throughput
-from shoal.protocol.announcements import Announcement, PeerState
+from shoal.peer.runtime.chores import Chores
+from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.runtime.loop_lag import LoopLag
+from shoal.peer.streams.door import Door
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
 MODEL_ID = ModelId("a" * 32)

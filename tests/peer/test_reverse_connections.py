@@ -20,19 +20,19 @@ from reverse_scene import (
     name,
 )
 
-from shoal.peer.reverse_connections import ReverseConnections, choose_hosts
-from shoal.protocol.announcements import Announcement, PeerState, shorten
-from shoal.protocol.coordinates import Coordinate
+from shoal.peer.pushing.reverse_connections import ReverseConnections, choose_hosts
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
-from shoal.protocol.messages import Attach, Hello, Parked, Welcome
+from shoal.protocol.messages.session import Attach, Hello, Parked, Welcome
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import LoopbackStream, LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackStream, LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.records.announcements import Announcement, PeerState, shorten
+from shoal.protocol.records.coordinates import Coordinate
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import REVERSE_VERSION
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HOME_SPAN = Span(4, 8)
 ENDPOINT = Endpoint("192.0.2.7", 4040, "f" * 64)

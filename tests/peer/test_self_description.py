@@ -10,23 +10,23 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.kernels import select
-from shoal.kernels.int8 import Int8Kernel
-from shoal.kernels.prompt_attention import list_prompt_instruction_sets
-from shoal.kernels.quantize import WeightFormat
-from shoal.kernels.token_attention import list_instruction_sets
-from shoal.peer.config import PeerConfig
+from shoal.kernels.attention.prompt_attention import list_prompt_instruction_sets
+from shoal.kernels.attention.token_attention import list_instruction_sets
+from shoal.kernels.linear import select
+from shoal.kernels.linear.int8 import Int8Kernel
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.hosting import Stay
-from shoal.peer.loop_lag import LoopLag
-from shoal.peer.self_description import SelfDescription, make_template
-from shoal.peer.throughput import Throughput
-from shoal.protocol.announcements import PeerState
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.hosting.hosting import Stay
+from shoal.peer.hosting.throughput import Throughput
+from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.runtime.loop_lag import LoopLag
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
 
 SPAN = Span(0, 2)

@@ -29,11 +29,11 @@ from shoal.peer.engine.engine import Engine
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages import Close, Declined, Gap, Hello, Message, Opened, Welcome
+from shoal.protocol.messages.session import Close, Declined, Gap, Hello, Message, Opened, Welcome
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire import encode_frame
+from shoal.protocol.wire.codec import encode_frame
 
 
 def test_hello_is_answered_with_who_the_peer_is(engine: Engine) -> None:

@@ -31,21 +31,13 @@ from service_scene import (
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
-from shoal.protocol.messages import (
-    Close,
-    Gap,
-    Hello,
-    Leaving,
-    Message,
-    Opened,
-    Welcome,
-)
+from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Message, Opened, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import HANDOFF_VERSION
-from shoal.protocol.wire import encode_frame
+from shoal.protocol.wire.codec import encode_frame
 
 
 def test_hanging_up_on_a_session_is_quiet(engine: Engine, caplog: pytest.LogCaptureFixture) -> None:

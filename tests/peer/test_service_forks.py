@@ -26,14 +26,14 @@ from service_scene import (
     run,
 )
 
-from shoal.peer.engine import prefix_copy
+from shoal.peer.engine.cache import prefix_copy
+from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
+from shoal.peer.engine.cache.prefix_copy import PrefixCopy
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.kv_cache import SessionCache
-from shoal.peer.engine.kv_pool import IDLE_SECONDS
-from shoal.peer.engine.prefix_copy import PrefixCopy
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ClientToken
-from shoal.protocol.messages import Close, Gap, Opened, Welcome
+from shoal.protocol.messages.session import Close, Gap, Opened, Welcome
 from shoal.protocol.spans import Span
 
 PROMPT = draw_hidden(1, num_tokens=7)

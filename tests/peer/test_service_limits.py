@@ -25,30 +25,23 @@ from service_scene import (
     run,
 )
 
-from shoal.kernels.quantize import WeightFormat
-from shoal.peer import answer_queue
-from shoal.peer.config import PeerConfig
+from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.service import MAX_PENDING_BYTES
-from shoal.peer.shared_bytes import SharedBytes
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.sessions import answer_queue
+from shoal.peer.streams.service import MAX_PENDING_BYTES
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import ClientToken
-from shoal.protocol.messages import (
-    Close,
-    Gap,
-    Message,
-    Opened,
-    Output,
-    Step,
-)
+from shoal.protocol.messages.session import Close, Gap, Message, Opened, Output, Step
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.transport import FrameGate, Lane, open_gate
-from shoal.protocol.session import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
+from shoal.protocol.session.table import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 
 def test_peer_holds_so_many_sessions_and_no_more(engine: Engine) -> None:

@@ -21,12 +21,12 @@ from service_scene import (
 )
 from torch import Tensor
 
-from shoal.client.deep_prompts import encode_prompts
+from shoal.client.session.deep_prompts import encode_prompts
 from shoal.peer.engine.engine import Engine
-from shoal.peer.service import MAX_BYTES_OF_PROMPTS
+from shoal.peer.streams.service import MAX_BYTES_OF_PROMPTS
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Holder
-from shoal.protocol.messages import Close, Opened, PassPiece, Queued
+from shoal.protocol.messages.session import Close, Opened, PassPiece, Queued
 from shoal.protocol.tensors import WireDtype
 
 PROMPTS = 0.3 * draw_hidden(5, len(SPAN), 2)

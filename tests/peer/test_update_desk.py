@@ -14,12 +14,14 @@ from pass_talk import GRADIENTS, ROWS, TEXTS, ask, make_pass
 from service_scene import Peer, Talk, assert_declined, run
 from torch import Tensor
 
-from shoal.peer.adapter_shelf import AdapterShelf
-from shoal.peer.engine.adapters import Adapter, AdapterPart
+from shoal.peer.accounts.adapter_shelf import AdapterShelf
+from shoal.peer.engine.adapters.adapters import Adapter, AdapterPart
+from shoal.peer.engine.adapters.trained_adapter import GatheredGradients, TrainedAdapter
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.passes import PassWork
-from shoal.peer.engine.trained_adapter import GatheredGradients, TrainedAdapter
-from shoal.protocol.adapter_messages import (
+from shoal.peer.engine.passes.passes import PassWork
+from shoal.protocol.errors import ErrorCode, RefusedError
+from shoal.protocol.ids import AdapterId, PassId, SessionId
+from shoal.protocol.messages.adapters import (
     AdapterFetch,
     AdapterHead,
     AdapterKept,
@@ -33,9 +35,7 @@ from shoal.protocol.adapter_messages import (
     OptimizerSettings,
     make_updated_id,
 )
-from shoal.protocol.errors import ErrorCode, RefusedError
-from shoal.protocol.ids import AdapterId, PassId, SessionId
-from shoal.protocol.messages import AdapterRows, Passed, PassKind, Queued
+from shoal.protocol.messages.session import AdapterRows, Passed, PassKind, Queued
 from shoal.protocol.net.clock import VirtualClock
 
 ADAMW = OptimizerSettings(OptimizerKind.ADAMW, 0.01, 0.1, 0.0, 0.9, 0.99, 1e-8)

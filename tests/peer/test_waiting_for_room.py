@@ -17,10 +17,10 @@ from service_scene import (
     run,
 )
 
+from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.kv_pool import IDLE_SECONDS
 from shoal.protocol.errors import ErrorCode
-from shoal.protocol.messages import Close, Opened, Queued
+from shoal.protocol.messages.session import Close, Opened, Queued
 
 PATIENT = {"max_wait_seconds": 100.0}
 

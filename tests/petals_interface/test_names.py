@@ -17,7 +17,7 @@ from shoal.client import (
     RemoteSequential,
     UsageError,
 )
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:

@@ -17,8 +17,8 @@ from shoal.client import (
     RouteError,
     UsageError,
 )
-from shoal.client.swarm import Fault
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.client.routing.swarm import Fault
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 
 class Swarms:

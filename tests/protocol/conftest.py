@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from shoal.protocol.announcements import Announcement, PeerState
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
+from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
 NOW = 1_800_000_000.0

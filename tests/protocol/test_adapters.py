@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from wire_messages import HEAD
 
-from shoal.protocol.adapters import (
+from shoal.protocol.errors import RemoteProtocolError
+from shoal.protocol.messages.adapter_contents import (
     SLOWEST_BYTES_PER_SECOND,
     STALL_SECONDS,
     AdapterReader,
@@ -13,8 +14,7 @@ from shoal.protocol.adapters import (
     allow_upload_seconds,
     cut_adapter,
 )
-from shoal.protocol.errors import RemoteProtocolError
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 PIECE_BYTES = 48 * 2**10
 DATA = bytes(range(256)) * 400

@@ -6,10 +6,10 @@ from functools import cache
 
 import pytest
 
-from shoal.protocol.announcement_book import AnnouncementBook
-from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.identity import Identity
+from shoal.protocol.records.announcement_book import AnnouncementBook
+from shoal.protocol.records.announcements import Announcement, sign_announcement
 
 Announce = Callable[..., Announcement]
 IdentityOf = Callable[[int], Identity]

@@ -8,9 +8,12 @@ from typing import Any
 
 import pytest
 
-from shoal.peer.delays import MAX_TOLD
+from shoal.peer.announcing.delays import MAX_TOLD
 from shoal.protocol import limits
-from shoal.protocol.announcements import (
+from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
+from shoal.protocol.errors import LocalProtocolError, RemoteProtocolError
+from shoal.protocol.identity import Identity
+from shoal.protocol.records.announcements import (
     MAX_ADAPTERS,
     MAX_RELAYS,
     MAX_RTTS,
@@ -19,11 +22,8 @@ from shoal.protocol.announcements import (
     read_announcement,
     sign_announcement,
 )
-from shoal.protocol.coordinates import Coordinate
-from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
-from shoal.protocol.errors import LocalProtocolError, RemoteProtocolError
-from shoal.protocol.identity import Identity
-from shoal.protocol.packed_json import pack, unpack
+from shoal.protocol.records.coordinates import Coordinate
+from shoal.protocol.records.packed_json import pack, unpack
 from shoal.protocol.spans import Span
 
 Announce = Callable[..., Announcement]

@@ -6,7 +6,7 @@ from itertools import combinations
 
 import pytest
 
-from shoal.protocol.coordinates import (
+from shoal.protocol.records.coordinates import (
     MAX_COORDINATE_SECONDS,
     ORIGIN,
     Coordinate,

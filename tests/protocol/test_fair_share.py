@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.peer.shared_bytes import SharedBytes
+from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import (
     Holder,

@@ -11,9 +11,9 @@ import pytest
 
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
-from shoal.protocol.join_code import MAX_ADDRESSES, PREFIX, JoinCode
-from shoal.protocol.membership import Membership, Role, make_owner, make_public
-from shoal.protocol.net.multiaddrs import PeerAddress
+from shoal.protocol.membership.join_code import MAX_ADDRESSES, PREFIX, JoinCode
+from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
 
 PEER = Identity(bytes([9]) * 32).peer_id
 OWNER = make_owner(bytes(range(16)))

@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 
 from shoal.protocol.errors import RemoteProtocolError, UnavailableError
-from shoal.protocol.net.libp2p_stream import Libp2pStream
+from shoal.protocol.net.libp2p.libp2p_stream import Libp2pStream
 from shoal.protocol.net.pieces import MAX_MESSAGE_BYTES, cut_frame
 
 

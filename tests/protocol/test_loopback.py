@@ -7,7 +7,7 @@ import pytest
 
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import Link, LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
 
 TEN_FRAMES = [bytes([i]) * 1000 for i in range(10)]

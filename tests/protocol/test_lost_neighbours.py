@@ -6,11 +6,11 @@ from random import Random
 
 from announcements import describe_peer
 
-from shoal.protocol.announcements import Announcement, PeerState
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.net.lost_neighbours import LOST_SECONDS, MAX_LOST, LostNeighbours
+from shoal.protocol.net.dht.lost_neighbours import LOST_SECONDS, MAX_LOST, LostNeighbours
+from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
 

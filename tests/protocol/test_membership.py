@@ -6,7 +6,7 @@ import pytest
 
 from shoal.protocol.errors import RemoteProtocolError, UsageError
 from shoal.protocol.identity import Identity
-from shoal.protocol.membership import (
+from shoal.protocol.membership.membership import (
     GREETING_NONCE_BYTES,
     NONCE_BYTES,
     Membership,
@@ -17,7 +17,7 @@ from shoal.protocol.membership import (
     make_user,
     read_public_greeting,
 )
-from shoal.protocol.revocations import (
+from shoal.protocol.membership.revocations import (
     MAX_REVOKED,
     Revocations,
     read_revocations,

@@ -6,7 +6,11 @@ from announcements import describe_peer
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.net.multiaddrs import PeerAddress, list_relay_addresses, make_listen_multiaddr
+from shoal.protocol.net.p2pd.multiaddrs import (
+    PeerAddress,
+    list_relay_addresses,
+    make_listen_multiaddr,
+)
 from shoal.protocol.spans import Span
 
 PEER_ID = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"

@@ -7,9 +7,9 @@ import zlib
 
 import pytest
 
-from shoal.protocol import packed_json
 from shoal.protocol.errors import RemoteProtocolError
-from shoal.protocol.packed_json import pack, unpack
+from shoal.protocol.records import packed_json
+from shoal.protocol.records.packed_json import pack, unpack
 
 LIMIT = 1000
 

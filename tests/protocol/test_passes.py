@@ -7,14 +7,14 @@ from wire_messages import ADAPTED, PASS, PASS_ID
 
 from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
-from shoal.protocol.messages import PassKind, PassPiece, Slot
-from shoal.protocol.passes import (
+from shoal.protocol.messages.passes import (
     PiecesReader,
     choose_answer_dtype,
     cut_vectors,
     list_answer_slots,
     list_question_slots,
 )
+from shoal.protocol.messages.session import PassKind, PassPiece, Slot
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
 
 WIDTH = 1024

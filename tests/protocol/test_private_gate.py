@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.errors import RevokedError, UsageError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.membership import Membership, Role, make_owner, make_public
-from shoal.protocol.net.record_gate import REVOCATIONS, RecordGate
-from shoal.protocol.revocations import Revocations, sign_revocations
+from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.membership.revocations import Revocations, sign_revocations
+from shoal.protocol.net.dht.record_gate import REVOCATIONS, RecordGate
+from shoal.protocol.records.announcements import Announcement, sign_announcement
 
 Announce = Callable[..., Announcement]
 IdentityOf = Callable[[int], Identity]

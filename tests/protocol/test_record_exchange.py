@@ -8,14 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.peer.delays import MAX_TOLD
-from shoal.protocol.announcements import Announcement, sign_announcement
-from shoal.protocol.coordinates import Coordinate
+from shoal.peer.announcing.delays import MAX_TOLD
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.identity import Identity
-from shoal.protocol.net import record_exchange
-from shoal.protocol.net.record_exchange import (
+from shoal.protocol.net.dht import record_exchange
+from shoal.protocol.net.dht.record_exchange import (
     KEY_BYTES,
     MAX_ANSWER_BYTES,
     MAX_KNOWN,
@@ -26,11 +24,13 @@ from shoal.protocol.net.record_exchange import (
     encode_question,
     may_be_cut,
 )
+from shoal.protocol.records.announcements import Announcement, sign_announcement
+from shoal.protocol.records.coordinates import Coordinate
 
 SEED = 7
 KEY = bytes(range(KEY_BYTES))
 NUM_PEERS = 1000
-NUM_ASKED = 10  # protocol/net/replicas.py
+NUM_ASKED = 10  # protocol/net/dht/replicas.py
 MEGABYTE = 1_000_000
 PRIVATE_BYTES = 140  # swarm id, nonce, tag and certificate around a record
 

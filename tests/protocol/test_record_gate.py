@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.protocol.announcements import Announcement, sign_announcement
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
-from shoal.protocol.membership import make_public
-from shoal.protocol.net.record_gate import RecordGate
+from shoal.protocol.membership.membership import make_public
+from shoal.protocol.net.dht.record_gate import RecordGate
+from shoal.protocol.records.announcements import Announcement, sign_announcement
 
 Announce = Callable[..., Announcement]
 IdentityOf = Callable[[int], Identity]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from shoal.protocol.errors import LocalProtocolError
-from shoal.protocol.recovery_log import RecoveryLog, ReplayPiece
+from shoal.protocol.session.recovery_log import RecoveryLog, ReplayPiece
 
 Rows = list[list[int]]
 """A cache: the tokens of each row."""

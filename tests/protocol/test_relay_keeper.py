@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from announcements import describe_peer
 
-from shoal.protocol.announcements import Announcement
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.errors import DirectoryError, RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.net.circuit import read_answer
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays
+from shoal.protocol.net.relays.circuit import read_answer
+from shoal.protocol.net.relays.relay_keeper import NUM_RELAYS, RelayKeeper, rank_relays
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 
 ME = PeerId("me")

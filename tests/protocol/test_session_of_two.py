@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 import pytest
 from session_steps import make_step
 
-from shoal.protocol.messages import Step
-from shoal.protocol.session import Action, SessionState
+from shoal.protocol.messages.session import Step
+from shoal.protocol.session.table import Action, SessionState
 
 
 @dataclass

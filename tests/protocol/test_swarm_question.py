@@ -14,10 +14,10 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import PeerId
-from shoal.protocol.membership import Membership, Role, make_owner, make_public
+from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.net.clock import run_virtual
-from shoal.protocol.net.multiaddrs import PeerAddress
-from shoal.protocol.net.swarm_question import answer, find_swarm
+from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
+from shoal.protocol.net.p2pd.swarm_question import answer, find_swarm
 
 OWNER, STRANGER = make_owner(bytes(range(16))), make_owner(bytes(16))
 USER = OWNER.as_role(Role.USE)

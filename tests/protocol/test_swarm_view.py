@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 
-from shoal.protocol.announcements import Announcement, PeerState
 from shoal.protocol.ids import ModelId
+from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span
-from shoal.protocol.swarm_view import SwarmView
 
 Announce = Callable[..., Announcement]
 MODEL = ModelId("a" * 32)

@@ -1,7 +1,7 @@
 """TLS keys of peers: the same as long as the identity is."""
 
 from shoal.protocol.identity import Identity
-from shoal.protocol.net.tls import fingerprint_of, make_tls_identity
+from shoal.protocol.net.tcp.tls import fingerprint_of, make_tls_identity
 
 
 def make_fingerprint(secret: bytes | None) -> str:

@@ -28,9 +28,7 @@ from wire_messages import (
 )
 
 from shoal.protocol import limits
-from shoal.protocol.adapter_messages import GatherOrder, OptimizerKind
 from shoal.protocol.errors import ErrorCode, LocalProtocolError
-from shoal.protocol.frames import HEADER_BYTES, Kind
 from shoal.protocol.ids import (
     NO_ADAPTER,
     AdapterId,
@@ -41,7 +39,8 @@ from shoal.protocol.ids import (
     SessionId,
     UploadId,
 )
-from shoal.protocol.messages import (
+from shoal.protocol.messages.adapters import GatherOrder, OptimizerKind
+from shoal.protocol.messages.session import (
     AdapterFetch,
     AdapterKept,
     AdapterMeasure,
@@ -64,7 +63,8 @@ from shoal.protocol.messages import (
 )
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
+from shoal.protocol.wire.frames import HEADER_BYTES, Kind
 
 # ---- what is honest
 

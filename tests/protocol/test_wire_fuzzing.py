@@ -16,10 +16,10 @@ from wire_messages import (
 
 from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
-from shoal.protocol.frames import HEADER_BYTES, Kind
-from shoal.protocol.messages import Hello, Message
+from shoal.protocol.messages.session import Hello, Message
 from shoal.protocol.proto import wire_pb2 as pb
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
+from shoal.protocol.wire.frames import HEADER_BYTES, Kind
 
 
 def flip(rng: random.Random, frame: bytes) -> bytes:

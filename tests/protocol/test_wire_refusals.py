@@ -24,11 +24,11 @@ from wire_messages import (
 
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, RemoteProtocolError
-from shoal.protocol.frames import HEADER_BYTES, Kind
-from shoal.protocol.messages import Open, Step
+from shoal.protocol.messages.session import Open, Step
 from shoal.protocol.proto import wire_pb2 as pb
 from shoal.protocol.tensors import KVFormat, WireDtype
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
+from shoal.protocol.wire.frames import HEADER_BYTES, Kind
 
 
 @pytest.mark.parametrize("kind", list(Kind))

@@ -19,24 +19,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.client.config import ClientConfig
-from shoal.client.farewells import Farewells
-from shoal.client.live_hops import LiveHops
-from shoal.client.route_opening import SessionFacts
-from shoal.client.session import RemoteSession
-from shoal.client.swarm import Swarm
-from shoal.kernels.quantize import WeightFormat
+from shoal.client.routing.swarm import Swarm
+from shoal.client.session.farewells import Farewells
+from shoal.client.session.live_hops import LiveHops
+from shoal.client.session.route_opening import SessionFacts
+from shoal.client.session.session import RemoteSession
+from shoal.client.settings.config import ClientConfig
+from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loader import open_checkpoint
-from shoal.peer.loopback_swarm import CLIENT_HOST, LoopbackPeer, LoopbackSwarm
-from shoal.protocol.announcements import PeerState
+from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.peer.local_swarm.loopback import CLIENT_HOST, LoopbackPeer, LoopbackSwarm
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages import Message
+from shoal.protocol.messages.session import Message
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.net.transport import FrameGate, Stream, Transport
+from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.spans import Span
-from shoal.protocol.wire import decode_frame, encode_frame
+from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HIDDEN = 64
 WHOLE = Span(0, 4)

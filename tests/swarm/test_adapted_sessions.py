@@ -10,7 +10,7 @@ import torch
 from adapter_scene import assert_close, make_adapter, open_with_peft, swarm_of
 from torch import Tensor
 
-from shoal.peer.adapter_shelf import AdapterShelf
+from shoal.peer.accounts.adapter_shelf import AdapterShelf
 from shoal.protocol.errors import UsageError
 
 # peft's own affair.

@@ -22,10 +22,10 @@ from adapter_scene import (
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shoal.client.finetune import adapter_versions
-from shoal.client.finetune.lora import LoraAdapter
-from shoal.peer.adapter_shelf import AdapterShelf
-from shoal.peer.pass_budget import PassBudget
+from shoal.client.adapters import adapter_versions
+from shoal.client.training.lora import LoraAdapter
+from shoal.peer.accounts.adapter_shelf import AdapterShelf
+from shoal.peer.accounts.pass_budget import PassBudget
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId
@@ -300,7 +300,7 @@ def test_adapter_that_finds_no_room_is_refused_in_one_sentence(tiny_models: Any)
 def test_adapter_that_is_too_large_for_a_peer_is_refused_with_advice(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.client.finetune.adapter_versions.MAX_ADAPTER_BYTES", 1000)
+    monkeypatch.setattr("shoal.client.adapters.adapter_versions.MAX_ADAPTER_BYTES", 1000)
     with swarm_of(tiny_models, ONE_HOP) as (_, model):
         model.active_adapter = make_adapter(model)
         with pytest.raises(UsageError, match=r"in blocks 0:4, and a peer takes .* a lower rank"):
@@ -385,7 +385,7 @@ def test_published_adapter_is_withdrawn_by_name_and_with_the_model(
         return withdraw(self, name, holder)
 
     monkeypatch.setattr(AdapterShelf, "withdraw", note_and_withdraw)
-    monkeypatch.setattr("shoal.client.finetune.keeper_calls._WITHDRAWAL_SECONDS", 60.0)
+    monkeypatch.setattr("shoal.client.publishing.keeper_calls._WITHDRAWAL_SECONDS", 60.0)
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (_, model), torch.no_grad():
         one, other = [model.publish_adapter(make_adapter(model, seed)) for seed in (1, 2)]
         with pytest.raises(UsageError, match="was not published here"):

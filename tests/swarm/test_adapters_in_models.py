@@ -10,7 +10,7 @@ import torch
 from adapter_scene import ONE_HOP, make_adapter, swarm_of
 from transformers import Trainer, TrainingArguments
 
-from shoal.client.finetune.lora import LoraAdapter
+from shoal.client.training.lora import LoraAdapter
 from shoal.protocol.errors import UsageError
 
 TOKENS = torch.arange(60).view(3, 20) % 128

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
-from shoal.client.trace import Exchange, Recorder
-from shoal.peer.outlet import Outlet
-from shoal.peer.shared_bytes import SharedBytes
-from shoal.protocol.messages import Output, Step
+from shoal.client.trace.trace import Exchange, Recorder
+from shoal.peer.accounts.shared_bytes import SharedBytes
+from shoal.peer.pushing.outlet import Outlet
+from shoal.protocol.messages.session import Output, Step
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 
 FOUR_HOPS = ((0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4))
 BROKEN = Link(loss_fraction=1.0)

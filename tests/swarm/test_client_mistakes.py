@@ -11,7 +11,7 @@ from story_outputs import assert_same
 from torch import Tensor
 
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
-from shoal.protocol.messages import Declined, Output
+from shoal.protocol.messages.session import Declined, Output
 
 
 def with_value(value: float) -> Tensor:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 SPANS = {"one hop": [(0, 4)], "four hops": [(0, 1), (1, 2), (2, 3), (3, 4)]}
 SHAPES = [(1, 1), (3, 2), (3, 17), (1, 300)]

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.client.inference_session import InferenceSession
+from shoal.client.session.inference_session import InferenceSession
 from shoal.peer.engine.engine import StepWork
-from shoal.peer.loopback_swarm import LoopbackPeer, LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackPeer, LoopbackSwarm
 from shoal.protocol.errors import UsageError
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}

@@ -11,7 +11,7 @@ import pytest
 from story_outputs import assert_same
 
 from shoal.protocol.errors import CacheFullError, UsageError
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 
 PAGE_BYTES = 64 * 2 * 256
 """64 tokens of one row in the two blocks of a peer, each 2 x 2 heads x 16 numbers of 4 bytes."""

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 from virtual_swarm import Scene, draw
 
-from shoal.client.config import ClientConfig
-from shoal.client.session import RemoteSession
+from shoal.client.session.session import RemoteSession
+from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackTransport
 
 CONFIG = ClientConfig(seed=0, failover_timeout_seconds=8.0)
 

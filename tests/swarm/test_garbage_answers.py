@@ -11,9 +11,9 @@ import pytest
 import torch
 from story_outputs import assert_same
 
-from shoal.kernels.compress import encode_tensor
+from shoal.kernels.wire.compress import encode_tensor
 from shoal.protocol.ids import ModelId, SessionId
-from shoal.protocol.messages import Gap, Message, Opened, Output, Welcome
+from shoal.protocol.messages.session import Gap, Message, Opened, Output, Welcome
 from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
 
 

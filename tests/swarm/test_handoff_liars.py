@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
-from shoal.peer.conversation import Conversation
-from shoal.peer.outlet import Outlet
-from shoal.protocol.messages import Output, Step
+from shoal.peer.pushing.outlet import Outlet
+from shoal.peer.streams.conversation import Conversation
+from shoal.protocol.messages.session import Output, Step
 
 THREE_HOPS = ((0, 1), (0, 1), (1, 3), (1, 3), (3, 4), (3, 4))
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
-from shoal.client.session import RemoteSession
-from shoal.client.trace import Move, Recorder
-from shoal.client.trace_file import make_trace_json
-from shoal.client.understudy import Understudy
-from shoal.peer.shared_bytes import SharedBytes
+from shoal.client.session.session import RemoteSession
+from shoal.client.session.understudy import Understudy
+from shoal.client.trace.trace import Move, Recorder
+from shoal.client.trace.trace_file import make_trace_json
+from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import HANDOFF_VERSION
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import UsageError
 
 SEED = 7

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.cli.benchmarks.watched_transport import WatchedTransport
-from shoal.client.model import DistributedCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.client.model.model import DistributedCausalLM
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.transport import Transport
 

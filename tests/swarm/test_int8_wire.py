@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import RouteError
-from shoal.protocol.swarm_view import SwarmView
+from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.versions import INT8_VERSION
 
 SEED = 11

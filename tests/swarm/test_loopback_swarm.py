@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.client.config import ClientConfig
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.client.settings.config import ClientConfig
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import DirectoryError, ModelError, UsageError
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span
 
 ROOT = Path(__file__).resolve().parents[2]

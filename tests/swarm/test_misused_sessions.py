@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import UsageError
 
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 6, "min_new_tokens": 6}

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 from virtual_swarm import Scene, draw
 
-from shoal.client.config import ClientConfig
-from shoal.client.session import RemoteSession
+from shoal.client.session.session import RemoteSession
+from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import RouteError
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.spans import Span
 
 SPANS = {"first": Span(0, 2), "last": Span(2, 4)}

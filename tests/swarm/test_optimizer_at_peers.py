@@ -16,14 +16,14 @@ import torch
 from adapter_scene import FOUR_HOPS, ONE_HOP, REPLICAS, assert_close, make_adapter, swarm_of
 from torch import Tensor, nn
 
-from shoal.client.finetune import learned_states
-from shoal.client.finetune.lora import LoraAdapter
+from shoal.client.adapters import learned_states
 from shoal.client.learning.dataset import Dataset, Example
 from shoal.client.learning.finetune_run import FinetuneRun, RunConfig, Updated
 from shoal.client.learning.learners import AdapterPlan, make_learner
-from shoal.client.model import DistributedCausalLM
-from shoal.peer.adapter_shelf import AdapterShelf
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.client.model.model import DistributedCausalLM
+from shoal.client.training.lora import LoraAdapter
+from shoal.peer.accounts.adapter_shelf import AdapterShelf
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import RefusedError, UsageError
 
 NUM_UPDATES = 4

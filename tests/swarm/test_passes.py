@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shoal.client import deep_prompts
-from shoal.client.finetune import microbatches, remote_passes
-from shoal.client.finetune.pass_link import PassLink
-from shoal.client.finetune.pass_links import MAX_IN_FLIGHT
-from shoal.client.finetune.remote_passes import Stage
-from shoal.client.model import DistributedCausalLM
-from shoal.client.remote_blocks import RemoteSequential
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.client.model.model import DistributedCausalLM
+from shoal.client.model.remote_blocks import RemoteSequential
+from shoal.client.passes import microbatches
+from shoal.client.passes.pass_link import PassLink
+from shoal.client.passes.pass_links import MAX_IN_FLIGHT
+from shoal.client.session import deep_prompts
+from shoal.client.training import remote_passes
+from shoal.client.training.remote_passes import Stage
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol import limits
 from shoal.protocol.errors import RefusedError, UnavailableError, UsageError
 

@@ -9,7 +9,7 @@ from quantized_checkpoints import Awq, Compressed, Gptq, Scheme, save_quantized
 from transformers import AutoModelForCausalLM
 
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 SETTINGS = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8, "pad_token_id": 0}
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from virtual_route import LINK, World, delay_steps, run
 from virtual_swarm import draw
 
-from shoal.client.session import RemoteSession
+from shoal.client.session.session import RemoteSession
 from shoal.protocol.net.clock import VirtualClock
 
 NUM_TOKENS = 40

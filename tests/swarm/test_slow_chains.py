@@ -13,7 +13,7 @@ from virtual_route import SPANS, World, delay_steps, run
 from virtual_swarm import HIDDEN, draw
 
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.loopback import Link
+from shoal.protocol.net.memory.loopback import Link
 
 NOTICED_SECONDS = 2.0
 SHORT_OF_THE_FLOOR = 0.9

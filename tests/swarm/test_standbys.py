@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
-from shoal.client.session import RemoteSession
-from shoal.protocol.messages import Output
+from shoal.client.session.session import RemoteSession
+from shoal.protocol.messages.session import Output
 
 FOUR_HOPS = ((0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3), (3, 4), (3, 4))
 THREE_EACH = ((0, 2), (0, 2), (0, 2), (2, 4), (2, 4), (2, 4))

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from virtual_route import World, run
 
-from shoal.client.trace import Exchange, Kind, Recorder
-from shoal.client.trace_summary import describe_summary, make_summary_json, summarize
+from shoal.client.trace.trace import Exchange, Kind, Recorder
+from shoal.client.trace.trace_summary import describe_summary, make_summary_json, summarize
 from shoal.protocol.net.clock import VirtualClock
 
 NUM_TOKENS = 3

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.client.model import DistributedCausalLM
-from shoal.peer.loopback_swarm import LoopbackSwarm
+from shoal.client.model.model import DistributedCausalLM
+from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "shoal-stories"
 SPANS = ((0, 4), (4, 8))

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from shoal.client.finetune.lora import LoraAdapter
 from shoal.client.learning.learners import AdapterLearner
+from shoal.client.training.lora import LoraAdapter
 from shoal.protocol.errors import UsageError
 
 

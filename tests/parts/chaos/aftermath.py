@@ -8,7 +8,7 @@ from typing import Any
 
 from chaos.live_swarm import LiveSwarm
 
-from shoal.peer.local_swarm import PeerProcessError
+from shoal.peer.local_swarm.swarm import PeerProcessError
 
 _QUIET_SECONDS = 60.0
 """How long peers may take to let go: 10 s for connections that they dialled and do not use, and a

@@ -22,9 +22,9 @@ from chaos.writers import LONGEST_TEXT, Tally, Task, Writer, tell_stories, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.cli.bundled_model import find_model
+from shoal.cli.terminal.bundled_model import find_model
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.peer.local_swarm import PeerProcessError
+from shoal.peer.local_swarm.swarm import PeerProcessError
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 

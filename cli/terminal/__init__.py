@@ -1,0 +1,4 @@
+"""What several commands share: the terminal, options, sizes and durations, and text that streams.
+
+Read first: terminal.py.
+"""

@@ -1,0 +1,69 @@
+"""Folders that `shoal finetune` or PEFT left, and what else `--adapter` names."""
+
+from pathlib import Path
+from typing import Any
+
+from ...protocol.errors import UsageError
+from ...protocol.ids import ADAPTER_ID_BYTES
+
+_PROMPTS_FILE, _LORA_FILE = "tuning.json", "adapter_config.json"
+_NUM_DIGITS = 2 * ADAPTER_ID_BYTES
+
+
+def find_adapter(given: str | None) -> dict[str, Any]:
+    """Return the arguments of from_pretrained() that open a model with an adapter or prompts.
+
+    A digest may have capitals, and white space around it; a folder of its name wins. Raises
+    UsageError for what is neither that nor a folder with something that was learned. Whether it
+    fits the model, and whether any peer keeps it, is seen when it is used.
+    """
+    if given is None:
+        return {}
+    folder = Path(given)
+    if (folder / _PROMPTS_FILE).is_file():
+        return {"trained": folder}
+    if (folder / _LORA_FILE).is_file():
+        return {"active_adapter": folder}
+    if folder.is_dir():
+        raise UsageError(
+            f"{folder} holds neither an adapter nor prompts: --adapter takes the folder that was "
+            "--out of `shoal finetune`, one that PEFT saved, or the digest of a published adapter"
+        )
+    if digest := _read_digest(given):
+        return {"active_adapter": digest}
+    if folder.exists():
+        raise UsageError(
+            f"{folder} is a file; --adapter takes the folder that `shoal finetune` or PEFT wrote"
+        )
+    raise UsageError(
+        f"there is no folder {folder}, nor is that the digest of a published adapter, "
+        f"{_NUM_DIGITS} hexadecimal digits; --adapter takes either"
+    )
+
+
+def check_lora(folder: Path) -> None:
+    """Raise UsageError unless a folder holds a LoRA adapter, as far as names of files tell."""
+    if (folder / _LORA_FILE).is_file():
+        return
+    if (folder / _PROMPTS_FILE).is_file():
+        raise UsageError(
+            f"{folder} holds prompts (ptune, deep_ptune), which no peer keeps: only an adapter "
+            "(lora) can be published"
+        )
+    expected = "takes the folder of a lora that `shoal finetune` or PEFT wrote"
+    if folder.is_dir():
+        raise UsageError(f"{folder} holds no adapter: DIR {expected}")
+    if folder.exists():
+        raise UsageError(f"{folder} is a file; DIR {expected}")
+    raise UsageError(f"there is no folder {folder}; DIR {expected}")
+
+
+def _read_digest(given: str) -> str | None:
+    """Return a digest as peers know it; None for what is none.
+
+    >>> _read_digest(f" {'AB' * 32}\\n") == "ab" * 32, _read_digest("my-adapter")
+    (True, None)
+    """
+    digest = given.strip().lower()
+    is_one = len(digest) == _NUM_DIGITS and set(digest) <= set("0123456789abcdef")
+    return digest if is_one else None

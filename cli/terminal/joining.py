@@ -1,0 +1,100 @@
+"""How a command is told which swarm to join: a code, or addresses."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...protocol.errors import UsageError
+from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode, find_way_in
+from ...protocol.membership.membership import Membership
+from .options import add_initial_peers_argument
+
+VARIABLE = "SHOAL_JOIN"
+"""Where a code may stand that neither the process list nor the history of a shell should show."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """The swarm that a command line names: as it was given, and what follows from it."""
+
+    join: str = field(repr=False)
+    """The code, or empty."""
+    initial_peers: tuple[str, ...]
+    membership: Membership | None
+    """The swarm of the code; None without one."""
+    addresses: tuple[str, ...]
+    """Where to join it."""
+
+
+def add_join_arguments(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
+    addresses_help: str,
+    addresses_group: argparse._ActionsContainer | None = None,  # pyright: ignore[reportPrivateUsage]
+) -> None:
+    """Declare --join and --initial-peers."""
+    parser.add_argument(
+        "--join", metavar="CODE",
+        help="join code, shoal:…; @FILE reads it from a file. Where neither this nor an address is "
+        f"given, {VARIABLE} is taken. Both keep a code out of the process list",
+    )  # fmt: skip
+    add_initial_peers_argument(addresses_group or parser, addresses_help)
+
+
+def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
+    """Return the swarm that a command is to join; raises UsageError, with advice, without one.
+
+    Nothing is joined by default: nobody ends up in a swarm that they did not name.
+    """
+    join = read_join(options.join)
+    if not join and not options.initial_peers:
+        join = _read_variable()
+    if not join and not options.initial_peers:
+        raise UsageError(
+            "say which swarm: --join CODE takes what `shoal serve --new-swarm` printed, "
+            f"--initial-peers ADDRESS the address of any of its peers{alternative}"
+        )
+    membership, addresses = find_way_in(join, options.initial_peers)
+    return Joining(join, tuple(options.initial_peers), membership, addresses)
+
+
+def _read_variable() -> str:
+    try:
+        return read_join(os.environ.get(VARIABLE) or None)
+    except UsageError as error:
+        raise UsageError(f"{VARIABLE}: {error}") from error
+
+
+def read_join(given: str | None) -> str:
+    """Return the code that an option gives, itself or in a file; empty without one.
+
+    Raises UsageError when it is none, or when the file cannot be read.
+    """
+    if given is None:
+        return ""
+    code = _read_file(Path(given[1:])) if given.startswith("@") else given
+    JoinCode.parse(code)
+    return code
+
+
+def quote_swarm(addresses: Sequence[str], code: str | None) -> str:
+    """Return the option that names a swarm as it was given to a command; a code stays a secret.
+
+    Empty where the environment names it.
+
+    >>> quote_swarm(["/ip4/a", "/ip4/b"], None), quote_swarm([], "@own.code")
+    ('--initial-peers /ip4/a', '--join @own.code')
+    """
+    if code is not None:
+        return f"--join {shlex.quote(code) if code.startswith('@') else 'shoal:…'}"
+    return f"--initial-peers {addresses[0]}" if addresses else ""
+
+
+def _read_file(path: Path) -> str:
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            return file.read(MAX_CODE_CHARACTERS + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read a join code from {path}: {error.strerror}") from error

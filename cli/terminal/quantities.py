@@ -1,0 +1,165 @@
+"""Numbers on the command line, each refused in one sentence when it makes no sense."""
+
+import argparse
+import contextlib
+import ipaddress
+import math
+import os
+import re
+
+from ...protocol.errors import UsageError
+from ...protocol.limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+
+_MAX_SEED = 2**63 - 1
+
+_THREADS_PER_PROCESSOR = 4
+"""More gain nothing, and far more bring the process down."""
+
+_PORT = re.compile(r"[0-9]{1,5}")  # int() raises for thousands of digits
+_HOST_NAME = re.compile(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?", re.ASCII)
+
+
+def parse_count(text: str) -> int:
+    """Read a whole number of at least 1.
+
+    >>> parse_count("64")
+    64
+    """
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return _check_size(text)
+
+
+def count_of(number: int, noun: str) -> str:
+    """Return how many there are of something.
+
+    >>> count_of(1, "text"), count_of(2000, "text")
+    ('1 text', '2,000 texts')
+    """
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def parse_threads(text: str) -> int:
+    """Read a number of threads that this machine can bear."""
+    num_threads = parse_count(text)
+    most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
+    if num_threads > most:
+        raise argparse.ArgumentTypeError(
+            f"{text} threads are too many for this machine; take at most {most}, "
+            f"{_THREADS_PER_PROCESSOR} for each processor"
+        )
+    return num_threads
+
+
+def _check_size(text: str) -> int:
+    if int(text) > _MAX_SEED:
+        raise argparse.ArgumentTypeError(f"{text} is too large; the limit is {_MAX_SEED}")
+    return int(text)
+
+
+def parse_whole(text: str) -> int:
+    """Read a whole number from 0 on that fits into 63 bits."""
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+    return _check_size(text)
+
+
+def parse_non_negative(text: str) -> float:
+    """Read a number of at least 0."""
+    number = _parse_float(text)
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+    return number
+
+
+def parse_fraction(text: str) -> float:
+    """Read a number above 0 and up to 1.
+
+    >>> parse_fraction("0.9")
+    0.9
+    """
+    number = _parse_float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+    return number
+
+
+def parse_part(text: str) -> float:
+    """Read a number from 0 on and below 1.
+
+    >>> parse_part("0"), parse_part("0.05")
+    (0.0, 0.05)
+    """
+    number = _parse_float(text)
+    if not 0 <= number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on and below 1")
+    return number
+
+
+def parse_positive(text: str) -> float:
+    """Read a number above 0."""
+    number = _parse_float(text)
+    if not number > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return number
+
+
+def _parse_float(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        return math.nan
+    return number if math.isfinite(number) else math.nan
+
+
+def parse_port(text: str) -> int:
+    """Read a port number; 0 stands for any free one.
+
+    >>> parse_port("0"), parse_port("7000")
+    (0, 7000)
+    """
+    if not text.isdecimal() or int(text) >= 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 0 to 65535")
+    return int(text)
+
+
+def parse_announce_period(text: str) -> float:
+    """Read how often to announce: what is too rare would be refused by everybody."""
+    seconds = parse_non_negative(text)
+    longest = MAX_ANNOUNCEMENT_LIFETIME_SECONDS / 3
+    if not 0.1 <= seconds <= longest:
+        raise argparse.ArgumentTypeError(f"the period is 0.1 to {longest:.0f} seconds, not {text}")
+    return seconds
+
+
+def parse_host(text: str) -> str:
+    """Read a name or an address that others can dial.
+
+    >>> parse_host("peer.example.org"), parse_host("192.0.2.1"), parse_host("2001:db8::1")
+    ('peer.example.org', '192.0.2.1', '2001:db8::1')
+    """
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(text)
+        return text
+    last_label = text.rstrip(".").rpartition(".")[2]
+    if not _HOST_NAME.fullmatch(text) or last_label.isdecimal() or len(text) > 253:
+        raise argparse.ArgumentTypeError(f"{text!r} is not the name or address of a host")
+    return text
+
+
+def parse_listen(text: str) -> tuple[str, int]:
+    """Read HOST or HOST:PORT; port 0 means any free one.
+
+    >>> parse_listen("0.0.0.0:7000"), parse_listen("127.0.0.1"), parse_listen("[::1]:70")
+    (('0.0.0.0', 7000), ('127.0.0.1', 0), ('::1', 70))
+    """
+    if text.startswith("["):
+        host, _, rest = text[1:].partition("]")
+        port = rest.removeprefix(":")
+    elif text.count(":") == 1:
+        host, _, port = text.partition(":")
+    else:
+        host, port = text, ""
+    if not host or (port and not _PORT.fullmatch(port)) or int(port or 0) >= 2**16:
+        raise UsageError(f"--listen takes HOST or HOST:PORT, not {text!r}")
+    return host, int(port or 0)

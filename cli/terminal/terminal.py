@@ -1,0 +1,263 @@
+"""How text reaches a terminal: colours, characters that it can show, wrapping, and progress."""
+
+import contextlib
+import os
+import shutil
+import sys
+import textwrap
+import threading
+import time
+import unicodedata
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import TextIO
+
+from ...protocol.errors import UnavailableError
+
+MAX_WIDTH = 80
+"""Lines of text are easier to read when they are not longer than this."""
+
+_STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+_FALLBACKS = str.maketrans(
+    {
+        "…": "...",
+        "→": "->",
+        "✓": "+",
+        "✗": "x",
+        "•": "*",
+        "─": "-",
+        "■": "#",
+        "·": ".",
+        "“": '"',
+        "”": '"',
+    }
+    | dict.fromkeys("⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "*")
+)
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+_TICK_SECONDS = 0.1
+
+
+def open_closed_streams() -> None:
+    """Let a standard stream that this process was started without (`>&-`) be /dev/null.
+
+    Python has None in its place. Also, the next file or connection would get its number, and with
+    it what libraries and other processes write there.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - it stays
+
+
+class Terminal:
+    """A text stream and what can be shown on it.
+
+    Colours only on a terminal and not under NO_COLOR (no-color.org); plain ASCII where the
+    stream's encoding is not UTF-8.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+        self.is_terminal = stream.isatty()
+        self.has_colours = (
+            self.is_terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        )
+        self._is_mid_line = False
+        self._encoding = (getattr(stream, "encoding", None) or "ascii").lower()
+        self._is_utf8 = self._encoding.replace("-", "").replace("_", "") == "utf8"
+
+    @property
+    def width(self) -> int:
+        """Columns to use: those of the terminal, at most MAX_WIDTH."""
+        columns = shutil.get_terminal_size((MAX_WIDTH, 24)).columns if self.is_terminal else 80
+        return max(20, min(columns, MAX_WIDTH))
+
+    def paint(self, text: str, *styles: str) -> str:
+        """Return the text in the given styles, or as it is where there are no colours."""
+        if not self.has_colours or not text:
+            return text
+        codes = ";".join(_STYLES[style] for style in styles)
+        return f"\x1b[{codes}m{text}\x1b[0m"
+
+    def wrap(self, text: str) -> list[str]:
+        """Return the lines of a sentence: as many as it needs on a terminal, elsewhere one.
+
+        An address or a code stays whole, so that it can be copied.
+        """
+        if not self.is_terminal:
+            return [text]
+        return textwrap.wrap(
+            text,
+            self.width,
+            subsequent_indent="  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+
+    def fit(self, text: str) -> str:
+        """Return the text in characters that the stream can take."""
+        if self._is_utf8:
+            return text.encode("utf-8", "replace").decode()  # half a surrogate pair cannot be sent
+        return text.translate(_FALLBACKS).encode(self._encoding, "replace").decode(self._encoding)
+
+    def write(self, text: str) -> None:
+        """Write and flush, so that text appears as it comes.
+
+        Raises UnavailableError when the stream takes no more, such as a file on a full disk.
+        """
+        if text:
+            self._is_mid_line = not text.endswith("\n")
+        try:
+            self.stream.write(self.fit(text))
+            self.stream.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._is_mid_line = False
+            _forget_unwritten(self.stream)
+            raise UnavailableError(
+                f"the output cannot be written to {self.stream.name.strip('<>')}: {error.strerror}"
+            ) from error
+
+    @contextlib.contextmanager
+    def ending_lines(self) -> Iterator[None]:
+        """End a half-written line before an error or Ctrl-C goes on to say something."""
+        try:
+            yield
+        except BaseException:
+            if self._is_mid_line:
+                self.print()
+            raise
+
+    def print(self, line: str = "") -> None:
+        """Write one line."""
+        self.write(line + "\n")
+
+
+def _forget_unwritten(stream: TextIO) -> None:
+    """Let go to /dev/null what a stream holds: Python would try once more at its end."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+class WordWrapper:
+    """Breaks text that arrives in pieces into lines, between words.
+
+    A word is held back until it is complete, because only then it is known where it fits.
+
+    >>> wrapper = WordWrapper(10)
+    >>> wrapper.feed("one two th") + wrapper.feed("ree four") + wrapper.flush()
+    'one two\\nthree four'
+    """
+
+    def __init__(self, width: int, indent: str = "") -> None:
+        self._width = width
+        self._indent = indent
+        self._column = 0
+        self._spaces = ""
+        self._word = ""
+
+    @property
+    def column(self) -> int:
+        """Where the line stands, indentation included; 0 at its beginning."""
+        return self._column
+
+    def feed(self, text: str) -> str:
+        """Take some text and return what can be shown of it now."""
+        shown: list[str] = []
+        for letter in text:
+            if letter == "\n":
+                shown += [self.flush(), "\n"]
+                self._column, self._spaces = 0, ""
+            elif letter.isspace():
+                shown.append(self.flush())
+                self._spaces += " "
+            elif _columns(letter) == 2:
+                # Scripts of wide letters do not separate words by spaces.
+                shown.append(self.flush())
+                self._word = letter
+                shown.append(self.flush())
+            else:
+                self._word += letter
+        return "".join(shown)
+
+    def flush(self) -> str:
+        """Return the word that was held back."""
+        word, self._word = self._word, ""
+        if not word:
+            return ""
+        spaces, self._spaces = self._spaces, ""
+        num_columns = sum(map(_columns, word))
+        if self._column and self._column + len(spaces) + num_columns > self._width:
+            self._column, spaces = 0, ""
+            lead = "\n" + self._indent
+        else:
+            lead = spaces if self._column else self._indent
+        if not self._column:
+            self._column = len(self._indent)
+        self._column += len(spaces if lead == spaces else "") + num_columns
+        return lead + word
+
+
+def _columns(letter: str) -> int:
+    return 2 if unicodedata.east_asian_width(letter) in "WF" else 1
+
+
+class Progress:
+    """One line on a terminal that says what is under way and for how long; gone when done.
+
+    Silent where the stream is no terminal: a log needs no moving line.
+    """
+
+    def __init__(self, terminal: Terminal, describe: Callable[[], str]) -> None:
+        self._terminal = terminal
+        self._describe = describe
+        self._is_over = threading.Event()
+        self._drawing = threading.Lock()
+        self._thread = threading.Thread(target=self._draw, daemon=True)
+        self._started_at = time.monotonic()
+
+    def __enter__(self) -> "Progress":
+        if self._terminal.is_terminal:
+            self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        if self._thread.is_alive():
+            self._thread.join()
+            self._erase()
+
+    @contextlib.contextmanager
+    def making_room(self) -> Iterator[None]:
+        """Take the line away while something is printed that stays."""
+        with self._drawing:
+            if self._thread.is_alive():
+                self._erase()
+            yield
+
+    @property
+    def seconds(self) -> float:
+        """How long it has been under way."""
+        return time.monotonic() - self._started_at
+
+    def _draw(self) -> None:
+        num_ticks = 0
+        while not self._is_over.wait(_TICK_SECONDS):
+            sign = _SPINNER[num_ticks % len(_SPINNER)]
+            num_ticks += 1
+            room = self._terminal.width - 1
+            with self._drawing:
+                line = f"  {sign} {self._compose()}"[:room].ljust(room)
+                self._terminal.write("\r" + self._terminal.paint(line, "dim"))
+
+    def _compose(self) -> str:
+        return f"{self._describe()}  {self.seconds:.0f} s"
+
+    def _erase(self) -> None:
+        self._terminal.write("\r" + " " * (self._terminal.width - 1) + "\r")

@@ -1,0 +1,116 @@
+"""`shoal generate --trace FILE`: what was taken down goes to a file, however the text ends.
+
+Imports nothing heavy: the path is checked before torch is loaded.
+"""
+
+import argparse
+import importlib
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ...protocol.errors import UsageError
+from ...protocol.net.clock import SystemClock
+
+
+def parse_trace_path(text: str) -> Path:
+    """Read the name of a file for a trace.
+
+    >>> parse_trace_path("trace.json").name
+    'trace.json'
+    """
+    if text in ("", "-"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a file; a trace needs one of its own, such as trace.json"
+        )
+    return Path(text)
+
+
+class TraceFile:
+    """Where one trace goes, for use in a `with` block; None: nothing is taken down.
+
+    As long as there is nothing to write the file stays as it is, or absent.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Raise UsageError when the file cannot be written."""
+        self.path = path
+        self.is_written = False
+        self._recorder: Any = None
+        if path is not None:
+            try:
+                is_new = not path.exists()
+                path.open("ab").close()
+                if is_new:
+                    path.unlink()
+            except OSError as error:
+                raise self._make_error(error) from error
+
+    def __enter__(self) -> "TraceFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.path is None or not self.has_events:
+            return
+        try:
+            self.path.write_text(json.dumps(self._make_json()), encoding="utf-8")
+            self.is_written = True
+        except OSError as failure:
+            if error is None:  # or else what ended the text is the news
+                raise self._make_error(failure) from failure
+
+    @property
+    def has_events(self) -> bool:
+        """Whether anything was taken down."""
+        return self._recorder is not None and bool(self._recorder.make_trace().events)
+
+    def watch(self, session: Any) -> None:
+        """Have everything taken down that a session does from now on."""
+        if self.path is not None:
+            client_trace = importlib.import_module("...client.trace.trace", __package__)
+            self._recorder = client_trace.Recorder(SystemClock())
+            session.record(self._recorder)
+
+    def summarize(self) -> Any:
+        """Return the summary of what was taken down, None where that is nothing."""
+        if not self.has_events:
+            return None
+        return _import_summary().summarize(self._recorder.make_trace())
+
+    def _make_json(self) -> dict[str, Any]:
+        trace_file = importlib.import_module("...client.trace.trace_file", __package__)
+        return trace_file.make_trace_json(self._recorder.make_trace())
+
+    def _make_error(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"the trace cannot be written to {self.path}: {error.strerror or error}; "
+            "give --trace another FILE"
+        )
+
+
+def describe_cut_trace(trace_file: TraceFile) -> list[str]:
+    """Return for people where the trace of a text that was cut short is, and its summary."""
+    if not trace_file.is_written:
+        return []
+    summary = trace_file.summarize()
+    return [f"what came of the trace is in {trace_file.path}", *describe_summary(summary)]
+
+
+def describe_summary(summary: Any) -> list[str]:
+    """Return the summary of a trace for people, a few lines of at most 80 columns."""
+    return _import_summary().describe_summary(summary)
+
+
+def make_summary_json(summary: Any) -> dict[str, Any]:
+    """Return the summary of a trace as plain JSON types."""
+    return _import_summary().make_summary_json(summary)
+
+
+def _import_summary() -> Any:
+    return importlib.import_module("...client.trace.trace_summary", __package__)

@@ -1,0 +1,4 @@
+"""Adapters at the client: PEFT files, versions, and what a peer is sent of them.
+
+Read first: adapter_versions.py.
+"""

@@ -1,0 +1,201 @@
+"""Adapters as they are sent to peers: each state of one is an adapter of its own, by its digest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from ...protocol.errors import UsageError
+from ...protocol.ids import NO_ADAPTER, AdapterId, make_adapter_id
+from ...protocol.limits import MAX_ADAPTER_BYTES
+from ...protocol.messages.lora_config import LoraConfig
+from ...protocol.messages.session import AdapterRows
+from ...protocol.spans import Span
+from .peft_files import find_block
+
+if TYPE_CHECKING:
+    from ..homes.adapter_homes import AdapterHomes
+
+
+@dataclass(frozen=True)
+class AdapterCut:
+    """What of an adapter belongs to some blocks, as files, and the shapes of its matrices.
+
+    Of an adapter that somebody else has published only the name is known.
+    """
+
+    name: AdapterId
+    config: bytes = b""
+    tensors: bytes = b""
+    shapes: Mapping[str, torch.Size] = field(default_factory=dict[str, torch.Size])
+
+    @property
+    def num_numbers(self) -> int:
+        """How many numbers its gradients have."""
+        return sum(shape.numel() for shape in self.shapes.values())
+
+
+@dataclass(eq=False)
+class AdapterVersion:
+    """The matrices of one adapter at one time, which never change.
+
+    `lineage` is the same for all versions of an adapter, whose `number` grows. It is a part of
+    what is sent: gradients of two adapters that hold the same numbers must not become one.
+    """
+
+    config: LoraConfig
+    matrices: Mapping[str, Tensor]
+    is_trained: bool
+    lineage: str
+    number: int
+    _cuts: dict[Span, AdapterCut | None] = field(
+        default_factory=dict[Span, AdapterCut | None], init=False
+    )
+
+    def cut(self, span: Span) -> AdapterCut | None:
+        """Return what belongs to some blocks; None if nothing does.
+
+        Raises UsageError where that is more than a peer takes.
+        """
+        if span not in self._cuts:
+            # Another thread may do the same at the same time: what is there stays.
+            return self._cuts.setdefault(span, self._cut(span))
+        return self._cuts[span]
+
+    def is_cut(self, span: Span) -> bool:
+        """Return whether `cut` has nothing to do any more."""
+        return span in self._cuts
+
+    def _cut(self, span: Span) -> AdapterCut | None:
+        matrices = {
+            name: self.matrices[name] for name in sorted(self.matrices) if _is_in(name, span)
+        }
+        if not matrices:
+            return None
+        config, tensors = self.config.to_json(self.lineage), safetensors.torch.save(matrices)
+        if len(tensors) > MAX_ADAPTER_BYTES:
+            raise UsageError(
+                f"the adapter has {len(tensors) / 2**20:.1f} MiB in blocks {span}, and a peer "
+                f"takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: make one of a lower rank, or for "
+                "fewer target_modules"
+            )
+        shapes = {name: matrix.shape for name, matrix in matrices.items()}
+        return AdapterCut(make_adapter_id(config, tensors), config, tensors, shapes)
+
+    def publish(self) -> AdapterVersion:
+        """Return the same for everybody: under the name that follows from its numbers alone."""
+        return AdapterVersion(self.config, self.matrices, False, "", 0)
+
+
+@dataclass(frozen=True)
+class PublishedAdapter:
+    """An adapter that peers have already, by its name: mostly one that somebody has published."""
+
+    name: AdapterId
+    is_trained: bool = False
+
+    def cut(self, span: Span) -> AdapterCut:
+        """Return its name: peers have the rest."""
+        return AdapterCut(self.name)
+
+
+@dataclass(frozen=True)
+class HousedVersion:
+    """An adapter that peers train, as it is at one time; its `homes` know what it is called."""
+
+    homes: AdapterHomes
+    number: int
+    is_trained: bool
+
+    def cut(self, span: Span) -> AdapterCut | None:
+        """Return nothing: nobody is brought it by this."""
+        return None
+
+
+SentAdapter = AdapterVersion | PublishedAdapter | HousedVersion
+RowAdapters = tuple[SentAdapter | None, ...]
+"""One for each row, or none at all."""
+
+AdapterGradients = Mapping[AdapterVersion, Mapping[str, Tensor]]
+
+
+def find_homed(rows: RowAdapters) -> HousedVersion | None:
+    """Return the adapter of some rows that peers train; it is the only one of its call."""
+    return next((one for one in rows if isinstance(one, HousedVersion)), None)
+
+
+def list_adapters(rows: RowAdapters) -> Sequence[SentAdapter]:
+    """Return each adapter of some rows once, in the order of their first rows."""
+    return [adapter for adapter in dict.fromkeys(rows) if adapter is not None]
+
+
+async def cut_apart(adapters: Iterable[SentAdapter], span: Span) -> None:
+    """Cut adapters for some blocks on another thread: copying and hashing them takes a while.
+
+    Raises what `AdapterVersion.cut` does, which is done at once afterwards.
+    """
+    for adapter in adapters:
+        if isinstance(adapter, AdapterVersion) and not adapter.is_cut(span):
+            await asyncio.to_thread(adapter.cut, span)
+
+
+def list_adapter_rows(rows: RowAdapters, span: Span) -> tuple[AdapterRows, ...]:
+    """Return which rows have what, as a pass says it; nothing where no adapter has these blocks."""
+    names = [NO_ADAPTER if cut is None else cut.name for cut in _cut_all(rows, span)]
+    if not any(names):
+        return ()
+    return tuple(AdapterRows(name, len(list(group))) for name, group in groupby(names))
+
+
+def count_gradients(rows: RowAdapters, span: Span, width: int) -> int:
+    """Return how many vectors the gradients of all adapters fill; 0 where nobody wants them."""
+    adapters = list_adapters(rows)
+    if not any(adapter.is_trained for adapter in adapters):
+        return 0
+    cuts = _cut_all(adapters, span)
+    return -(-sum(cut.num_numbers for cut in cuts if cut is not None) // width)
+
+
+def split_gradients(rows: RowAdapters, span: Span, vectors_NH: Tensor) -> AdapterGradients:
+    """Return the gradients of each matrix from what a peer has answered for some blocks."""
+    if not len(vectors_NH):
+        return {}
+    numbers, start = vectors_NH.reshape(-1), 0
+    gradients: dict[AdapterVersion, dict[str, Tensor]] = {}
+    for adapter in list_adapters(rows):
+        cut = adapter.cut(span)
+        if cut is None or not isinstance(adapter, AdapterVersion):
+            continue
+        found = gradients[adapter] = {}
+        for name, shape in cut.shapes.items():
+            stop = start + shape.numel()
+            found[name] = numbers[start:stop].view(shape)
+            start = stop
+    return gradients
+
+
+def add_gradients(parts: Sequence[AdapterGradients]) -> AdapterGradients:
+    """Return the sum of what several microbatches or hops have given."""
+    total: dict[AdapterVersion, dict[str, Tensor]] = {}
+    for part in parts:
+        for adapter, gradients in part.items():
+            known = total.setdefault(adapter, {})
+            for name, gradient in gradients.items():
+                known[name] = known[name] + gradient if name in known else gradient
+    return total
+
+
+def _cut_all(adapters: Iterable[SentAdapter | None], span: Span) -> list[AdapterCut | None]:
+    return [None if adapter is None else adapter.cut(span) for adapter in adapters]
+
+
+def _is_in(name: str, span: Span) -> bool:
+    block = find_block(name)
+    return block is not None and block in span

@@ -1,0 +1,4 @@
+"""Diagnosis of a swarm: which link is broken, and what to do.
+
+Read first: diagnosis.py.
+"""

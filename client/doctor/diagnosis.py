@@ -1,0 +1,396 @@
+"""Finds out which link of a swarm is broken: the checks behind `shoal doctor`.
+
+Each check is bounded in time and ends in a finding, never in an exception. What touches the
+network comes in as `Probes`, so that all of it runs without one.
+"""
+
+import asyncio
+import importlib
+import re
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+
+from ...protocol.endpoints import Endpoint
+from ...protocol.errors import (
+    DirectoryError,
+    ModelError,
+    ShoalError,
+    UnavailableError,
+    UsageError,
+    WrongSwarmError,
+)
+from ...protocol.ids import ModelId, make_model_id
+from ...protocol.limits import MAX_CLOCK_SKEW_SECONDS
+from ...protocol.membership.membership import Membership, Role
+from ...protocol.net.directory import Directory
+from ...protocol.net.p2pd.multiaddrs import PeerAddress
+from ...protocol.net.tcp.tls import explain
+from ...protocol.records.announcements import Announcement, PeerState
+from ...protocol.records.swarm_view import SwarmView
+from ...protocol.spans import Span, find_gaps
+from .finding import Finding, Status
+from .peer_check import FIXES, LIBP2P_GREETING, PeerCheck, Probes, check_peer
+from .reach_check import Door, judge_reach
+
+DIAL_SECONDS = 3.0
+JOIN_SECONDS = 15.0
+LOOKUP_SECONDS = 15.0
+REACH_SECONDS = 30.0
+"""How long each check may take; joining alone is allowed ten seconds by the directory."""
+
+MAX_PEERS_ASKED = 64
+"""Of a large swarm only so many peers are asked, at most `_PEERS_AT_ONCE` at a time."""
+
+_PEERS_AT_ONCE = 8
+_WARNING_SKEW_SECONDS = 1.0
+
+
+_NUMBER = re.compile(r"\[Errno -?[0-9]+\] ")  # of the system, which says nothing to people
+
+_JOIN_FIXES = {
+    "clock": "switch on time synchronisation (timedatectl set-ntp true)",
+    "address names": "take a fresh address from the peer that runs there: the id at its end "
+    "changes when a peer is restarted without --identity",
+    "answers": "its p2pd runs but the peer itself is silent: it is paused (resume it: kill -CONT) "
+    "or overloaded; if nothing helps, start it again",
+}
+"""What to do about a join that failed, by words of the directory's complaint."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Which swarm is looked for."""
+
+    name: str
+    model_id: ModelId
+    num_blocks: int
+
+    @classmethod
+    def read(cls, model: str, name: str) -> "ModelFacts":
+        """Read a model directory or Hub id; raises ModelError when it cannot be used.
+
+        `name` is what people call it.
+        """
+        checkpoints = importlib.import_module("...models.checkpoints.checkpoint", __package__)
+        layers = importlib.import_module("..model.local_layers", __package__)
+        try:
+            checkpoint = checkpoints.Checkpoint.open(model)
+        except checkpoints.CheckpointError as error:
+            raise ModelError(str(error)) from error
+        num_blocks = layers.load_config(checkpoint).num_hidden_layers
+        return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
+
+
+@dataclass
+class Diagnosis:
+    """The findings so far. `report` hears of each one as it comes."""
+
+    probes: Probes
+    report: Callable[[Finding], None] = lambda finding: None
+    membership: Membership | None = None
+    """The swarm of the join code; None without one."""
+    findings: list[Finding] = field(default_factory=list)
+    checks: list[PeerCheck] = field(default_factory=list)
+    view: SwarmView | None = None
+    missing: tuple[Span, ...] | None = None
+    """Blocks that no peer serves which answered; None when that was not found out."""
+
+    @property
+    def is_well(self) -> bool:
+        """Return whether nothing is broken."""
+        return all(finding.ok for finding in self.findings)
+
+    @property
+    def is_usable(self) -> bool:
+        """Return whether text can be generated over this swarm, whatever else is broken."""
+        return self.missing == ()
+
+    async def run(
+        self,
+        read_model: Callable[[], ModelFacts],
+        addresses: Sequence[str],
+        door: Door | None = None,
+    ) -> None:
+        """Do all checks that make sense, one after the other. Leaves nothing open.
+
+        With a door, also whether others could dial a peer of this machine there.
+        """
+        model = await self._check_model(read_model)
+        reachable = await self._check_addresses(addresses)
+        if reachable:
+            self.view = await self._check_directory(model, reachable)
+        if model and self.view and not self.view.online:
+            self.missing = (Span(0, model.num_blocks),)
+        elif model and self.view:
+            await self._check_peers(self.view)
+            self._check_clocks()
+            self._check_blocks(model)
+        if door and reachable:
+            await self._check_reach(door, reachable)
+
+    def _note(self, name: str, status: Status, detail: str, fix: str = "") -> None:
+        finding = Finding(name, status, detail, fix if status is not Status.OK else "")
+        self.findings.append(finding)
+        self.report(finding)
+
+    async def _check_model(self, read_model: Callable[[], ModelFacts]) -> ModelFacts | None:
+        try:
+            model = await asyncio.to_thread(read_model)
+        except ShoalError as error:
+            self._note(
+                "model", Status.BROKEN, str(error),
+                "name a complete model directory with the same files as those of the peers",
+            )  # fmt: skip
+            return None
+        detail = f"{model.name}: {model.num_blocks} blocks, id {_short(model.model_id)}"
+        self._note("model", Status.OK, detail)
+        return model
+
+    async def _check_addresses(self, texts: Sequence[str]) -> list[str]:
+        """Return the addresses where somebody listens, or that cannot be tried."""
+        results = await asyncio.gather(*(self._dial_address(text) for text in texts))
+        for finding in results:
+            self._note(finding.name, finding.status, finding.detail, finding.fix)
+        return [text for text, finding in zip(texts, results, strict=True) if finding.ok]
+
+    async def _dial_address(self, text: str) -> Finding:
+        try:
+            address = PeerAddress.parse(text)
+        except UsageError as error:
+            return Finding(
+                "address", Status.BROKEN, str(error), "copy the whole line that a peer printed"
+            )
+        port = address.tcp_port
+        name = f"{Endpoint(address.host, port or 0)} (peer …{address.peer_id[-6:]})"
+        if port is None:
+            return Finding("address", Status.OK, f"{text}: only joining tells")
+        started_at = self.probes.clock.now()
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                await self.probes.dial(address.host, port)
+        except TimeoutError:
+            return Finding(
+                "address", Status.BROKEN, f"{name} does not answer within {DIAL_SECONDS:g} s",
+                "check the address and that a firewall lets the port through",
+            )  # fmt: skip
+        except (OSError, UnicodeError) as error:
+            detail = f"{name} cannot be reached: {_explain_failed_dial(error)}"
+            return Finding("address", Status.BROKEN, detail, _advise_dialling(address, error))
+        seconds = self.probes.clock.now() - started_at
+        return await self._hail(name, address.host, port) or Finding(
+            "address", Status.OK, f"{name} accepts connections, {_show(seconds)}"
+        )
+
+    async def _hail(self, name: str, host: str, port: int) -> Finding | None:
+        """Return what is wrong with the one who accepts connections at an address."""
+        try:
+            async with asyncio.timeout(DIAL_SECONDS):
+                answer = await self.probes.hail(host, port)
+        except TimeoutError:
+            return Finding(
+                "address", Status.BROKEN, f"{name} accepts connections and then stays silent",
+                "the peer's p2pd is paused (resume it: kill -CONT) or overloaded; if nothing "
+                "helps, start the peer again",
+            )  # fmt: skip
+        except OSError as error:
+            answer = _explain_failed_dial(error).encode()
+        if answer.startswith(LIBP2P_GREETING):
+            return None
+        return Finding(
+            "address", Status.BROKEN, f"{name} is a program that does not speak libp2p",
+            "take the address that a peer printed under \"Others can join through\"; its "
+            "endpoint for sessions is another one",
+        )  # fmt: skip
+
+    async def _check_directory(
+        self, model: ModelFacts | None, addresses: Sequence[str]
+    ) -> SwarmView | None:
+        """Join, read and leave the directory."""
+        try:
+            async with asyncio.timeout(JOIN_SECONDS):
+                directory = await self.probes.join(addresses)
+        except TimeoutError:
+            self._note_directory(f"joining took longer than {JOIN_SECONDS:g} s")
+            return None
+        except WrongSwarmError as error:
+            fix = "give one address only: whoever runs there is in one swarm"
+            if "different swarms" not in str(error):
+                fix = "join codes come from whoever began the swarm: "
+                fix += "`shoal swarm-new --from CODE` makes them"
+            self._note("membership", Status.BROKEN, str(error), fix)
+            return None
+        except (UnavailableError, UsageError) as error:
+            self._note_directory(str(error))
+            return None
+        try:
+            return await self._read_directory(model, directory)
+        finally:
+            await directory.close()
+
+    def _note_directory(self, detail: str) -> None:
+        fixes = (fix for words, fix in _JOIN_FIXES.items() if words in detail)
+        fix = next(fixes, "start the peer of this address again, or take the address of another")
+        self._note("clock" if "clock" in detail else "directory", Status.BROKEN, detail, fix)
+
+    async def _read_directory(
+        self, model: ModelFacts | None, directory: Directory
+    ) -> SwarmView | None:
+        if model is None:
+            self._note("directory", Status.OK, "joined")
+            return None
+        try:
+            async with asyncio.timeout(LOOKUP_SECONDS):
+                announcements = await directory.lookup(model.model_id)
+        except TimeoutError:
+            self._note_directory(f"reading took longer than {LOOKUP_SECONDS:g} s")
+            return None
+        except DirectoryError as error:
+            self._note_directory(f"joined, but reading failed: {error}")
+            return None
+        self._note("directory", Status.OK, "joined and read")
+        view = SwarmView.from_announcements(
+            model.model_id, announcements, self.probes.clock.wall(), model.num_blocks
+        )
+        self._note_announcements(model, view)
+        return view
+
+    def _note_announcements(self, model: ModelFacts, view: SwarmView) -> None:
+        counts = [
+            f"{number} {state}"
+            for state in PeerState
+            if (number := sum(peer.state is state for peer in view.peers))
+        ]
+        if view.online:
+            self._note("announcements", Status.OK, f"peers: {', '.join(counts)}")
+            return
+        detail = f"no peer is online for model id {_short(model.model_id)}"
+        detail += f" ({', '.join(counts)})" if counts else ""
+        fix = (
+            f"start one with `shoal serve {model.name} {self._way_in}`{self._condition}; if one "
+            "runs, its weights are not exactly yours, which is what the id stands for"
+        )
+        self._note("announcements", Status.BROKEN, detail, fix)
+
+    async def _check_reach(self, door: Door, addresses: Sequence[str]) -> None:
+        """Ask others to dial this machine."""
+        try:
+            async with asyncio.timeout(REACH_SECONDS):
+                answers = await self.probes.reach(addresses, door)
+        except (TimeoutError, UnavailableError):
+            answers = []
+        except ShoalError as error:
+            self._note("reach", Status.BROKEN, str(error), "choose another --listen HOST:PORT")
+            return
+        finding = judge_reach(door, answers)
+        self._note(finding.name, finding.status, finding.detail, finding.fix)
+
+    async def _check_peers(self, view: SwarmView) -> None:
+        """Talk to the peers that say they are online."""
+        asked = sorted(view.online, key=lambda peer: peer.span)[:MAX_PEERS_ASKED]
+        turns = asyncio.Semaphore(_PEERS_AT_ONCE)
+
+        async def check(peer: Announcement) -> PeerCheck:
+            async with turns:
+                return await check_peer(peer, self.probes)
+
+        self.checks = list(await asyncio.gather(*(check(peer) for peer in asked)))
+        for result in self.checks:
+            name = f"peer …{result.peer.peer_id[-6:]}"
+            blocks = f"blocks {result.peer.span}"
+            if result.fault is None:
+                seconds = result.rtt_seconds or 0.0
+                self._note(name, Status.OK, f"{blocks}: answers in {_show(seconds)}")
+            else:
+                detail = f"{blocks}: {result.fault}: {result.detail}"
+                self._note(name, Status.BROKEN, detail, FIXES[result.fault])
+
+    def _check_clocks(self) -> None:
+        """Compare our clock with those of the peers, and say whose is off."""
+        ahead = {
+            check.peer.peer_id: check.clock_ahead_seconds
+            for check in self.checks
+            if check.clock_ahead_seconds is not None
+        }
+        if not ahead:
+            return
+        if min(map(abs, ahead.values())) > _WARNING_SKEW_SECONDS:  # nobody agrees with us
+            whose, worst = "this machine is", -median(ahead.values())
+        else:
+            peer_id, worst = max(ahead.items(), key=lambda item: abs(item[1]))
+            whose = f"peer …{peer_id[-6:]} is"
+        if abs(worst) <= _WARNING_SKEW_SECONDS:
+            self._note("clocks", Status.OK, f"they differ by {_show(abs(worst))} at most")
+            return
+        is_broken = abs(worst) > MAX_CLOCK_SKEW_SECONDS
+        direction = "ahead of" if worst > 0 else "behind"
+        self._note(
+            "clocks",
+            Status.BROKEN if is_broken else Status.WARNING,
+            f"the clock of {whose} {abs(worst):.1f} s {direction} the others; "
+            f"{MAX_CLOCK_SKEW_SECONDS:g} s are allowed",
+            "switch on time synchronisation there (timedatectl set-ntp true)",
+        )
+
+    def _check_blocks(self, model: ModelFacts) -> None:
+        """Say which blocks are served by peers that answered."""
+        assert self.view is not None
+        sound = [check.peer.span for check in self.checks if check.fault is None]
+        asked = {check.peer.peer_id for check in self.checks}
+        unasked = [peer.span for peer in self.view.online if peer.peer_id not in asked]
+        self.missing = tuple(find_gaps(model.num_blocks, [*sound, *unasked]))
+        if not self.missing:
+            counts = [sum(block in span for span in sound) for block in range(model.num_blocks)]
+            fewest, most = min(counts), max(counts)
+            often = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+            detail = f"0:{model.num_blocks} are all served; peers that answer per block: {often}"
+            self._note("blocks", Status.OK, detail)
+            return
+        names = ", ".join(map(str, self.missing))
+        commands = " and ".join(
+            f"`shoal serve {model.name} --blocks {gap} {self._way_in}`" for gap in self.missing
+        )
+        detail = f"blocks {names} are missing: no peer that answers serves them"
+        self._note("blocks", Status.BROKEN, detail, f"start {commands}{self._condition}")
+
+    @property
+    def _way_in(self) -> str:
+        """The option that lets a peer into this swarm."""
+        return "--initial-peers …" if self.membership is None else "--join CODE"
+
+    @property
+    def _condition(self) -> str:
+        """What else that takes."""
+        if self.membership is None or self.membership.role is not Role.USE:
+            return ""
+        return ", with a code that may serve, from the owner of the swarm: yours may only use it"
+
+
+def _advise_dialling(address: PeerAddress, error: OSError | UnicodeError) -> str:
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return "check how the name is written, and that it can be looked up on this machine"
+    advice = "check that this peer still runs and that the address is the one it printed last, or "
+    advice += "give that of another one (--initial-peers)"
+    if address.is_loopback:
+        return advice
+    return (
+        f"{advice}; if so, a firewall or router there shuts TCP port {address.tcp_port}: let it "
+        "through, or forward it to that machine (--directory-port keeps it the same)"
+    )
+
+
+def _explain_failed_dial(error: OSError | UnicodeError) -> str:
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens on that port"
+    if isinstance(error, socket.gaierror | UnicodeError):
+        return f"the name of this host is unknown here ({explain(error)})"
+    return _NUMBER.sub("", " ".join(explain(error).split()))
+
+
+def _short(model_id: ModelId) -> str:
+    return f"{model_id[:12]}…"
+
+
+def _show(seconds: float) -> str:
+    return f"{seconds * 1000:.1f} ms" if seconds < 1 else f"{seconds:.1f} s"

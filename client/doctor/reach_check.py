@@ -1,0 +1,93 @@
+"""Whether a peer of this machine could be dialled: what the answers of others come to.
+
+Pure; who asks them is `protocol/net/relays/reachability.py`.
+"""
+
+import ipaddress
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...protocol.net.addresses import is_loopback
+from .finding import Finding, Status
+
+_NAME = "reach"
+_RELAYED = "Until then a peer here is served through relays, which is slower"
+
+
+class Reach(Protocol):
+    """What one peer says that was asked to dial us; see `reachability.Reach`."""
+
+    @property
+    def is_reached(self) -> bool | None:
+        """None: it had no time to try, or no idea."""
+        ...
+
+    @property
+    def seen_host(self) -> str:
+        """Where it sees us; that is what it dialled. Empty if it did not say."""
+        ...
+
+
+@dataclass(frozen=True)
+class Door:
+    """Where a peer of this machine would listen, port 0 anywhere, and what it would announce."""
+
+    listen_host: str
+    port: int
+    announced_host: str
+
+
+def judge_reach(door: Door, answers: Sequence[Reach]) -> Finding:
+    """Return what the answers mean for people, and what to do."""
+    host, port = door.announced_host, door.port
+    place = f"{host}:{port}" if port else host
+    if is_loopback(host):
+        detail = f"{host} is this machine only: peers and clients elsewhere cannot dial a peer here"
+        fix = "for others: --listen 0.0.0.0 --announce-host with the address that they should dial"
+        return Finding(_NAME, Status.WARNING, detail, fix)
+    # A peer of this machine sees us from within.
+    known = [a for a in answers if a.is_reached is not None and not is_loopback(a.seen_host)]
+    if not known:
+        detail = f"nobody outside this machine could be asked to dial {place}"
+        return Finding(_NAME, Status.WARNING, detail, "try again once more peers run")
+    num_reaching = sum(bool(answer.is_reached) for answer in known)
+    seen_host, num_seeing = Counter(answer.seen_host for answer in known).most_common(1)[0]
+    # Most have to agree, and a name of ours may stand for what they see.
+    are_addresses = _is_address(host) and _is_address(seen_host)
+    if are_addresses and seen_host != host and 2 * num_seeing > len(known):
+        is_let_through = any(a.is_reached for a in known if a.seen_host == seen_host)
+        return _judge_translated(door, seen_host, is_let_through)
+    if 2 * num_reaching >= len(known):
+        detail = f"{num_reaching} of {len(known)} peers that were asked can dial {place}"
+        return Finding(_NAME, Status.OK, detail)
+    number = f"TCP port {port}" if port else "its port (--listen HOST:PORT keeps it the same)"
+    detail = (
+        f"{len(known) - num_reaching} of {len(known)} peers cannot dial {place}, where they see "
+        "this machine: a firewall shuts it"
+    )
+    return Finding(_NAME, Status.WARNING, detail, f"let {number} through. {_RELAYED}")
+
+
+def _judge_translated(door: Door, seen_host: str, is_let_through: bool) -> Finding:
+    """Return what to do where others see another address than the one that would be announced."""
+    host, port = door.announced_host, door.port
+    detail = f"others see this machine as {seen_host}, not as {host}: it is behind a NAT"
+    if is_let_through:
+        fix = f"it lets the port through: announce that address, --announce-host {seen_host}"
+        return Finding(_NAME, Status.WARNING, detail, fix)
+    number = f"TCP port {port}" if port else "a TCP port"
+    fix = (
+        f"forward {number} of the router to this machine, and serve with --listen "
+        f"0.0.0.0:{port or 'PORT'} --announce-host {seen_host}. {_RELAYED}"
+    )
+    return Finding(_NAME, Status.WARNING, detail, fix)
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

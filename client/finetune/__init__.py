@@ -1,1 +1,0 @@
-"""Fine-tuning through a swarm: gradients through blocks that are on other machines."""

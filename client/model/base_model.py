@@ -1,0 +1,351 @@
+"""What all kinds of models over a swarm share: opening, sessions, tuning, closing.
+
+A model holds what is local: embedding, norm, head, and what is trained. Its blocks are on other
+machines.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+
+from ...kernels.wire.compress import has_only_finite
+from ...models.checkpoints.checkpoint import Checkpoint
+from ...protocol.errors import UsageError
+from ...protocol.spans import Span
+from ..runtime.client import Client, Connect, connect_over_network
+from ..session.inference_session import InferenceSession
+from ..settings.config import ClientConfig, make_client_config, make_whole
+from ..training.adapted_model import ADAPTER_NAME, AdaptedModel
+from ..training.batch_checks import check_padding
+from ..training.lora import LoraAdapter
+from ..training.saving import (
+    leave_out_adapter,
+    leave_out_of_state_dicts,
+    load_trained,
+    read_settings,
+    save_trained,
+)
+from ..training.tuning import Tuning
+from .distributed_config import join_swarm, open_checkpoint
+from .generation import (
+    append_text,
+    check_attention_mask,
+    check_positions,
+    check_token_ids,
+    load_generation_config,
+)
+from .local_layers import LocalLayers, load_local_layers, resolve_dtype
+from .remote_blocks import RemoteSequential
+from .remote_cache import RemoteCache
+from .transformer import DistributedTransformer
+
+# Shape suffixes: B rows, T tokens, H hidden size.
+
+_ADAPTER_IS_APART = "the active adapter is saved by its own save(folder)"
+
+
+class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+    """A model over a swarm, up to what comes of its hidden states.
+
+    Owns its client: close() it, or use it in a `with`. The weights of the model directory are
+    frozen; state_dict() holds only what comes on top of them, and what somebody made trainable.
+    """
+
+    base_model_prefix = "transformer"
+    main_input_name = "input_ids"
+    accepts_loss_kwargs = True
+    """Tells Trainer that forward() takes `num_items_in_batch`."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        layers: LocalLayers,
+        client: Client,
+        generation_config: GenerationConfig | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        super().__init__(config)
+        tuning = tuning or Tuning()
+        config.tuning_mode, config.pre_seq_len = tuning.mode, tuning.pre_seq_len
+        config.dht_prefix = client.view.model_id
+        config.initial_peers = list(client.config.initial_peers)
+        config.active_adapter = None
+        blocks = RemoteSequential.over(client, Span(0, config.num_hidden_layers), config)
+        self.transformer = DistributedTransformer(layers, blocks, tuning)
+        self._add_head(layers, generation_config)
+        leave_out_of_state_dicts(self, layers.list_parameters())
+        blocks.adapters.before_use = self._follow_config
+        self._client = client
+        self.eval()
+
+    def _add_head(self, layers: LocalLayers, generation_config: GenerationConfig | None) -> None:
+        """Add what this kind of model does with hidden states."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls,
+        model: str | Path,
+        *,
+        initial_peers: Sequence[str] | str = (),
+        torch_dtype: str | torch.dtype | None = None,
+        revision: str | None = None,
+        trained: str | Path | None = None,
+        connect: Connect = connect_over_network,
+        **options: Any,
+    ) -> Self:
+        """Open a model directory or Hub id, join its swarm and return the model.
+
+        Reads embedding, final norm and head; blocks are never downloaded. `torch_dtype` None or
+        "auto" keeps the checkpoint's; `dtype` is the same under its newer name. With
+        `tuning_mode` "ptune" or "deep_ptune", prompts of `pre_seq_len` tokens are trainable;
+        `trained`, a folder of save_pretrained(), brings both and what was trained. `active_adapter`
+        is the folder of an adapter, or the digest of a published one. `connect` makes the network:
+        that of `peer.loopback_swarm` needs no initial peers. Everything else is a
+        field of ClientConfig. Raises UsageError for an unknown argument, ModelError when
+        the model cannot be used, DirectoryError when the swarm cannot be joined.
+        """
+        dtype = resolve_dtype(options.pop("dtype", torch_dtype))
+        if trained is not None:
+            options = {**read_settings(trained), **options}
+        tuning = Tuning(options.pop("tuning_mode", None), options.pop("pre_seq_len", 0))
+        configure, adapter = cls._take_options(options), options.pop("active_adapter", None)
+        config = make_client_config(initial_peers, options)
+        checkpoint, model_config = open_checkpoint(model, revision)
+        configure(model_config)
+        tuning.check_fits(model_config)
+        layers = load_local_layers(checkpoint, model_config, dtype)
+        generation_config = load_generation_config(model, checkpoint)
+        client = cls._join(checkpoint, model_config, config, connect)
+        opened = cls(model_config, layers, client, generation_config, tuning)
+        try:
+            if trained is not None:
+                opened.load_trained(trained)
+            if adapter is not None:
+                opened.open_adapter(adapter)
+        except BaseException:
+            opened.close()
+            raise
+        return opened
+
+    @classmethod
+    def _take_options(cls, options: dict[str, Any]) -> Callable[[PreTrainedConfig], None]:
+        """Take the options of this kind of model; return what notes them in its configuration."""
+        return lambda config: None
+
+    @staticmethod
+    def _join(
+        checkpoint: Checkpoint,
+        model_config: PreTrainedConfig,
+        config: ClientConfig,
+        connect: Connect,
+    ) -> Client:
+        return join_swarm(checkpoint, model_config, config, connect)
+
+    def close(self) -> None:
+        """Leave the swarm; the model cannot be used afterwards."""
+        self._client.close()
+
+    def __deepcopy__(self, memo: object) -> Self:
+        raise UsageError(
+            "a model over a swarm cannot be copied: it holds connections; open another one with "
+            "from_pretrained()"
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def missing_blocks(self) -> tuple[Span, ...]:
+        """The blocks that nobody serves, as far as was heard last; asks nobody."""
+        return self._client.missing_blocks
+
+    def inference_session(
+        self, *, max_length: int, kv_format: str | None = None
+    ) -> AbstractContextManager[InferenceSession]:
+        """Open a session of at most `max_length` tokens per row, for use in a `with`.
+
+        Inside, calls of generate() and of the model continue one text: what was computed is
+        remembered, and `session.position = n` rolls back to the first n tokens. `kv_format` says
+        how peers keep keys and values, "float" or "int8"; None: as the model was opened. With
+        "int8", only peers with int8 weights compute the same in any company. Raises UsageError for
+        more tokens than the model has positions.
+        """
+        check_positions(make_whole("max_length", max_length), self.config)
+        return self.transformer.h.inference_session(max_length=max_length, kv_format=kv_format)
+
+    def use_session(
+        self, session: InferenceSession | None
+    ) -> AbstractContextManager[InferenceSession | None]:
+        """Make an open session the one that calls continue, for use in a `with`."""
+        return self.transformer.h.use_session(session)
+
+    @property
+    def active_session(self) -> InferenceSession | None:
+        """The session that calls continue in this thread or task, or None."""
+        return self.transformer.h.active_session
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        if (input_ids is None) == (inputs_embeds is None):
+            raise UsageError("the model takes either input_ids or inputs_embeds")
+        if input_ids is not None:
+            ids_BT = check_token_ids(input_ids, self.config.vocab_size).to(self.device)
+            # What comes back has the dtype of what is sent: 16 bits would round it needlessly.
+            inputs_embeds = self.transformer.word_embeddings(ids_BT).float()
+        embeddings_BTH: Tensor = inputs_embeds  # pyright: ignore[reportAssignmentType]
+        self.transformer.h.check_hidden(embeddings_BTH)
+        if embeddings_BTH.shape[1] == 0:
+            raise UsageError("the input is empty; it needs at least one token")
+        return embeddings_BTH
+
+    def _run_text(
+        self,
+        input_ids: Tensor | None,
+        attention_mask: Tensor | None,
+        past_key_values: object,
+        inputs_embeds: Tensor | None,
+        *,
+        last_token_only: bool = False,
+    ) -> tuple[Tensor, RemoteCache | None]:
+        """Check the inputs of forward(), and return what all blocks make of them, [B, T or 1, H].
+
+        Continues the cache that is returned; without one this was a stateless pass.
+        """
+        embeddings_BTH = self._embed(input_ids, inputs_embeds)
+        cache = self._find_cache(past_key_values)
+        if cache is None:
+            check_padding(attention_mask, embeddings_BTH.shape[:2])
+        else:
+            check_attention_mask(attention_mask)
+        text_position = 0 if cache is None else cache.get_seq_length()
+        hidden_BTH = self._run_blocks(embeddings_BTH, cache, last_token_only)
+        if cache is not None and past_key_values is None and input_ids is not None:
+            append_text(cache.session, text_position, input_ids.long())
+        return hidden_BTH, cache
+
+    def _run_blocks(
+        self, embeddings_BTH: Tensor, cache: RemoteCache | None, last_token_only: bool
+    ) -> Tensor:
+        """Run a text behind its trained prompt; what becomes of the prompt itself stays here."""
+        position = 0 if cache is None else cache.session.position
+        num_prompt_tokens = self.transformer.num_prompt_tokens if position == 0 else 0
+        num_tokens = num_prompt_tokens + embeddings_BTH.shape[1]
+        check_positions(position + num_tokens, self.config)
+        hidden_BTH = self.transformer.prepare(embeddings_BTH, position)
+        deep_prompts = self.transformer.deep_prompts if position == 0 else None
+        if cache is None:
+            output_BTH = self.transformer.h(
+                hidden_BTH, deep_prompts, last_token_only=last_token_only
+            )
+        else:
+            self.transformer.h.adapters.check_session(cache.session.adapter)
+            if position == 0:
+                cache.session.num_prompt_tokens = num_prompt_tokens
+            output_BTH = cache.step(hidden_BTH, deep_prompts, last_token_only=last_token_only)
+        output_BTH = output_BTH.to(self.device)
+        return output_BTH if last_token_only else output_BTH[:, num_prompt_tokens:]
+
+    def _find_cache(self, past_key_values: object) -> RemoteCache | None:
+        given = RemoteCache() if past_key_values is None else past_key_values
+        if not isinstance(given, RemoteCache):
+            raise UsageError(
+                f"past_key_values must come from this model, got {type(given).__name__};"
+                " use a session to continue a text"
+            )
+        if given.is_bound:
+            return given
+        session = self.active_session
+        if session is None:
+            return None
+        session.check_is_idle()
+        given.bind(session)
+        return given
+
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        save_directory: str | Path,
+        is_main_process: bool = True,
+        state_dict: Mapping[str, Tensor] | None = None,
+        **options: object,
+    ) -> None:
+        """Write what was trained, as safetensors and a description; `trained=` opens it again.
+
+        The model itself is not written: its blocks are not here. An adapter that is a part of the
+        model is, also in the format of PEFT. One that is active for a `with` has its own `save()`;
+        a warning says so if it is in training. Raises UsageError where nothing is trained. Other
+        arguments of transformers make no difference.
+        """
+        if options.get("push_to_hub"):
+            raise UsageError("save what was trained to a folder, and upload that")
+        state = self.state_dict() if state_dict is None else state_dict
+        others, adapter = leave_out_adapter(state), self._modules.get(ADAPTER_NAME)
+        is_left_out = self.has_adapter_in_training and len(others) == len(state)
+        if not state:
+            raise UsageError(
+                "the blocks of this model are on other machines, so it cannot be saved; the model "
+                f"directory it was opened from ({self.name_or_path!r}) is the model, and "
+                + (_ADAPTER_IS_APART if is_left_out else "nothing was trained on top of it")
+            )
+        if is_left_out:
+            warnings.warn(f"saved without the adapter: {_ADAPTER_IS_APART}", stacklevel=2)
+        if is_main_process:
+            settings = self._list_settings() if others else None
+            save_trained(save_directory, self.config, settings, state)
+            if isinstance(adapter, LoraAdapter):
+                adapter.save(save_directory)
+
+    def _list_settings(self) -> dict[str, object]:
+        """Return the arguments of from_pretrained() that what was trained depends on."""
+        if self.config.tuning_mode is None:
+            return {}
+        return {
+            "tuning_mode": self.config.tuning_mode,
+            "pre_seq_len": self.config.pre_seq_len,
+        }
+
+    def load_trained(self, directory: str | Path) -> None:
+        """Put what save_pretrained() wrote into this model, which was opened in the same way.
+
+        Raises UsageError, and changes nothing, where it does not fit.
+        """
+        read_settings(directory, self.config)
+        state, own = (
+            leave_out_adapter(load_trained(directory)),
+            leave_out_adapter(self.state_dict()),
+        )
+        for name in sorted(state.keys() | own.keys()):
+            found, expected = (
+                list(tensors[name].shape) if name in tensors else "nothing"
+                for tensors in (state, own)
+            )
+            if found != expected:
+                raise UsageError(
+                    f"{directory} does not fit: as {name} it holds {found}, and this model trains "
+                    f"{expected}"
+                )
+        if not all(map(has_only_finite, state.values())):
+            raise UsageError(f"{directory} holds NaN or infinity")
+        self.load_state_dict({**self.state_dict(), **state})
+
+    def activation_checkpointing_enable(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Do nothing: blocks keep no activations here, and peers compute them again anyway.
+
+        So a Trainer that is told to save memory runs as it would with the model at hand.
+        """
+
+    gradient_checkpointing_enable = activation_checkpointing_enable  # pyright: ignore[reportAssignmentType]
+
+    def push_to_hub(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+        """Refuse: what was trained is a folder."""
+        raise UsageError("save what was trained with save_pretrained(), and upload that folder")

@@ -1,0 +1,325 @@
+"""What one call of generate() will do, decided before anything is sent, and what it remembers.
+
+Holds no network and no layers: checks, plans and the texts of sessions.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, PreTrainedConfig
+from transformers.generation.streamers import BaseStreamer
+
+from ...models.checkpoints.checkpoint import Checkpoint
+from ...protocol.errors import ModelError, UsageError
+from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
+from ..session.inference_session import InferenceSession
+from ..settings.config import make_whole
+
+# Shape suffixes: B rows, T tokens.
+
+GENERATION_FILE = "generation_config.json"
+
+DEFAULT_NEW_TOKENS = 20
+"""What transformers generates when neither max_new_tokens nor max_length says otherwise."""
+
+_REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
+    "use_cache": ((None, True), "the KV cache is on the peers and always used"),
+    "cache_implementation": ((None,), "the KV cache is on the peers"),
+    "past_key_values": ((None,), "pass a session instead: session=... continues its text"),
+    "position_ids": ((None,), "positions follow from the session"),
+    "inputs_embeds": ((None,), "pass token ids, or call the model itself with inputs_embeds"),
+    "custom_generate": ((None,), "code from elsewhere is not run"),
+    "assistant_early_exit": ((None,), "it needs the model's blocks on this machine"),
+    "use_mtp": ((None, False), "it needs hidden states between blocks"),
+    "guidance_scale": ((None, 1, 1.0), "guidance needs a second session; it is not supported"),
+    "negative_prompt_ids": ((None,), "guidance needs a second session; it is not supported"),
+    "output_attentions": ((None, False), "attention is computed on the peers and not returned"),
+    "output_hidden_states": ((None, False), "hidden states between blocks are not returned"),
+}
+"""Arguments of transformers' generate() that cannot work here: values that do no harm, and why."""
+
+
+_CHANGING_ROTATIONS = ("longrope", "dynamic")
+"""Kinds of rope that turn the whole text otherwise once it is long."""
+
+_COUNTS = ("max_new_tokens", "max_length", "num_beams", "num_return_sequences")
+
+
+class Settings:
+    """The settings of one call: its arguments first, then the configurations in their order."""
+
+    def __init__(
+        self, arguments: Mapping[str, object], *configurations: GenerationConfig | None
+    ) -> None:
+        """Raises UsageError for a configuration that is something else."""
+        for config in configurations:
+            if config is not None and not isinstance(config, GenerationConfig):
+                raise UsageError(
+                    f"generation_config is a GenerationConfig, not {type(config).__name__}; "
+                    "settings of one call can be passed to generate() by their names"
+                )
+        self._arguments = arguments
+        self._configurations = configurations
+
+    def get(self, name: str) -> object:
+        """Return the first value that is not None, or None."""
+        values = [self._arguments.get(name)]
+        values += [getattr(config, name, None) for config in self._configurations if config]
+        return next((value for value in values if value is not None), None)
+
+    def get_count(self, name: str) -> int | None:
+        """Return a whole number of at least 1, or None; UsageError for anything else."""
+        value = self.get(name)
+        if value is None:
+            return None
+        count = make_whole(name, value)
+        if count < 1:
+            raise UsageError(f"{name} must be a whole number of at least 1, got {value!r}")
+        return count
+
+    def make_counts(self) -> dict[str, int | None]:
+        """Return the counts among the arguments as what transformers takes: Python's own."""
+        return {name: self.get_count(name) for name in _COUNTS if name in self._arguments}
+
+
+def load_generation_config(model: str | Path, checkpoint: Checkpoint) -> GenerationConfig | None:
+    """Return the model's own defaults for generate(), or None if it has none."""
+    local_file = checkpoint.directory / GENERATION_FILE
+    if local_file.is_file():
+        try:
+            return GenerationConfig.from_pretrained(checkpoint.directory)
+        except (OSError, ValueError, TypeError, AttributeError) as error:
+            raise ModelError(f"{local_file} is damaged: {error}") from error
+    if Path(model).expanduser().is_dir():
+        return None
+    try:
+        return GenerationConfig.from_pretrained(str(model), revision=checkpoint.revision)
+    except OSError:
+        # Many models on the Hub have none; the defaults are in their config.json.
+        return None
+
+
+def check_settings(settings: Settings) -> None:
+    """Raise UsageError for a setting that generate() cannot follow."""
+    for name, (harmless_values, reason) in _REFUSED.items():
+        value = settings.get(name)
+        if isinstance(value, Tensor) or value not in harmless_values:
+            raise UsageError(f"generate() does not take {name}: {reason}")
+
+
+def check_token_ids(ids: object, vocab_size: int) -> Tensor:
+    """Return token ids as int64 [B, T]; UsageError if they are anything else."""
+    if not isinstance(ids, Tensor):
+        raise UsageError(
+            f"token ids must be a tensor, got {type(ids).__name__}; a tokenizer returns one "
+            'with return_tensors="pt"'
+        )
+    if ids.ndim != 2 or ids.shape[0] == 0:
+        raise UsageError(f"token ids must have the shape [rows, tokens], got {list(ids.shape)}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UsageError(f"token ids must be whole numbers, got {ids.dtype}")
+    lowest, highest = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+    if lowest < 0 or highest >= vocab_size:
+        raise UsageError(
+            f"token ids must be from 0 to {vocab_size - 1}, got {lowest} to {highest}; does the "
+            "tokenizer belong to this model?"
+        )
+    return ids.long()
+
+
+def check_attention_mask(mask: Tensor | None) -> None:
+    """Raise UsageError unless the mask attends to everything: peers know no padding."""
+    if mask is not None and not isinstance(mask, Tensor):
+        raise UsageError(f"the attention mask must be a tensor, got {type(mask).__name__}")
+    if mask is not None and not bool((mask == 1).all()):
+        raise UsageError(
+            "the attention mask hides tokens, and remote blocks know no padding; give prompts of "
+            "different lengths one at a time, or grouped by length"
+        )
+
+
+@dataclass(frozen=True)
+class GenerationPlan:
+    """One call of generate(), checked.
+
+    `input_ids_BT` is the whole text so far, of which the first `num_remembered` tokens come from
+    earlier calls; `num_rows` counts sequences times beams; the text ends after at most
+    `max_length` tokens per row. `num_prompt_tokens` of a trained prompt stand before it.
+    """
+
+    input_ids_BT: Tensor
+    num_remembered: int
+    num_rows: int
+    max_length: int
+    has_beams: bool
+    num_prompt_tokens: int = 0
+
+    @property
+    def cached_length(self) -> int:
+        """Tokens per row that the session has to hold: the last one is never sent."""
+        return self.num_prompt_tokens + self.max_length - 1
+
+
+def plan_generation(
+    inputs: object,
+    attention_mask: Tensor | None,
+    remembered_BT: Tensor | None,
+    settings: Settings,
+    model_config: PreTrainedConfig,
+    num_prompt_tokens: int = 0,
+) -> GenerationPlan:
+    """Check one call and say what it will do; raises UsageError and changes nothing."""
+    check_settings(settings)
+    input_ids_BT = _join_text(inputs, remembered_BT, model_config.vocab_size)
+    num_remembered = 0 if remembered_BT is None else remembered_BT.shape[1]
+    check_attention_mask(attention_mask)
+    if attention_mask is None:
+        _check_for_padding(input_ids_BT[:, num_remembered:], settings)
+    elif attention_mask.shape not in (
+        input_ids_BT.shape,
+        input_ids_BT[:, num_remembered:].shape,
+    ):
+        raise UsageError(
+            f"the attention mask has shape {list(attention_mask.shape)}, the token ids have "
+            f"{list(input_ids_BT[:, num_remembered:].shape)}"
+        )
+
+    num_beams = settings.get_count("num_beams") or 1
+    num_returned = settings.get_count("num_return_sequences") or 1
+    num_rows = input_ids_BT.shape[0] * max(num_beams, num_returned)
+    if num_rows > MAX_BATCH_ROWS:
+        raise UsageError(
+            f"{num_rows} rows (sequences times beams) are more than the {MAX_BATCH_ROWS} that "
+            "one session may have"
+        )
+    max_length = _plan_length(input_ids_BT.shape[1], settings, model_config, num_prompt_tokens)
+    return GenerationPlan(
+        input_ids_BT, num_remembered, num_rows, max_length, num_beams > 1, num_prompt_tokens
+    )
+
+
+def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) -> Tensor:
+    new_ids_BT = None if inputs is None else check_token_ids(inputs, vocab_size)
+    if remembered_BT is None:
+        if new_ids_BT is None or new_ids_BT.shape[1] == 0:
+            raise UsageError("the prompt is empty and there is no text to continue")
+        return new_ids_BT
+    if new_ids_BT is None:
+        return remembered_BT
+    if new_ids_BT.shape[0] != remembered_BT.shape[0]:
+        raise UsageError(
+            f"the session's text has {remembered_BT.shape[0]} rows and the new input "
+            f"{new_ids_BT.shape[0]}; set session.position = 0 to begin anew, or open another "
+            "session"
+        )
+    return torch.cat([remembered_BT.to(new_ids_BT.device), new_ids_BT], dim=1)
+
+
+def _check_for_padding(new_ids_BT: Tensor, settings: Settings) -> None:
+    """Refuse what transformers would silently take for padding."""
+    pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
+    is_eos = pad in eos if isinstance(eos, list | tuple) else pad == eos
+    if isinstance(pad, int) and not is_eos and bool((new_ids_BT == pad).any()):
+        raise UsageError(
+            f"the input holds the padding token {pad}, and remote blocks know no padding; give "
+            "prompts of different lengths one at a time or grouped by length, or pass an "
+            "attention_mask of ones if the token is meant"
+        )
+
+
+def _plan_length(
+    num_tokens: int, settings: Settings, model_config: PreTrainedConfig, num_prompt_tokens: int
+) -> int:
+    """Return how many tokens the text may have in the end, as transformers would."""
+    max_positions = getattr(model_config, "max_position_embeddings", None) or MAX_SESSION_TOKENS
+    max_positions = min(max_positions, MAX_SESSION_TOKENS) - num_prompt_tokens
+    max_new_tokens = settings.get_count("max_new_tokens")
+    max_length = settings.get_count("max_length")
+    if max_new_tokens is not None:
+        max_length = num_tokens + max_new_tokens
+    elif max_length is None:
+        max_length = max(num_tokens + 1, min(num_tokens + DEFAULT_NEW_TOKENS, max_positions))
+    elif max_length <= num_tokens:
+        raise UsageError(
+            f"the text has {num_tokens} tokens already and max_length is {max_length}; "
+            "max_new_tokens counts only new ones"
+        )
+    if max_length > max_positions:
+        raise UsageError(
+            f"{num_tokens} tokens and {max_length - num_tokens} new ones make {max_length}, "
+            f"{describe_positions(model_config, max_positions)}"
+        )
+    return max_length
+
+
+def check_positions(num_tokens: int, model_config: PreTrainedConfig) -> None:
+    """Raise UsageError for more tokens than the model has positions."""
+    maximum = getattr(model_config, "max_position_embeddings", None)
+    if maximum is not None and num_tokens > maximum:
+        positions = describe_positions(model_config, maximum)
+        raise UsageError(f"{num_tokens} tokens are too many: {positions}")
+
+
+def describe_positions(model_config: PreTrainedConfig, max_positions: int) -> str:
+    """Return how many positions a model has, and why that may be fewer than its card says."""
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in _CHANGING_ROTATIONS:
+        return f"the model has {max_positions} positions"
+    return (
+        f"the model has {max_positions} positions here: beyond them its {rope['rope_type']} rope "
+        "would turn what is cached anew, and shoal stops there"
+    )
+
+
+class NewTextStreamer(BaseStreamer):
+    """Hands tokens on to a streamer, without the text that it has seen in earlier calls."""
+
+    def __init__(self, streamer: BaseStreamer, num_remembered: int) -> None:
+        self._streamer = streamer
+        self._num_remembered = num_remembered
+        self._is_first = True
+
+    def put(self, value: Tensor) -> None:
+        """Pass on new tokens; the first call brings the whole prompt [B, T]."""
+        if self._is_first:
+            value, self._is_first = value[:, self._num_remembered :], False
+        self._streamer.put(value)
+
+    def end(self) -> None:
+        """Pass on that the text is complete."""
+        self._streamer.end()
+
+
+def recall_text(session: InferenceSession) -> Tensor | None:
+    """Return the text [B, T] that a session continues, or None at its beginning.
+
+    The text is `session.output_ids`, which the session shortens when it is rolled back. Usually
+    it is one token longer than the cache: the last token of a call is sent by the next one.
+    Raises UsageError when the session is closed or holds tokens that nobody has told us.
+    """
+    if session.closed:
+        raise UsageError("the session is closed; open a new one")
+    text_BT = session.output_ids
+    num_known = 0 if text_BT is None else text_BT.shape[1]
+    if num_known < session.text_length:
+        raise UsageError(
+            f"the session holds {session.text_length} tokens per row, of which {num_known} are "
+            "known; set session.output_ids to all of them, or open a new session"
+        )
+    return text_BT if num_known else None
+
+
+def append_text(session: InferenceSession, position: int, ids_BT: Tensor) -> None:
+    """Note tokens of the text that were sent at `position` of it, outside of generate().
+
+    After tokens that nobody has told us, or of other rows, the text is unknown.
+    """
+    text_BT = session.output_ids if position > 0 else ids_BT[:, :0]
+    if text_BT is None or text_BT.shape[1] < position or len(text_BT) != len(ids_BT):
+        session.output_ids = None
+    else:
+        text_BT = text_BT[:, :position].to(ids_BT.device)
+        session.output_ids = torch.cat([text_BT, ids_BT], dim=1)

@@ -1,0 +1,299 @@
+"""The parts of a model that stay with the client: embedding, final norm and head.
+
+Reads the tensors of these parts from a checkpoint and nothing else.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from ...kernels.layers.norm import Norm, NormKind
+from ...models.checkpoints.checkpoint import Checkpoint, CheckpointError
+from ...models.families.local_families import LOCAL_FAMILIES, LocalFamily
+from ...protocol.errors import ModelError, UsageError
+from ...protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
+from .wrapped_layers import (
+    Multiplier,
+    WrappedHead,
+    WrappedNorm,
+    WrappedPositions,
+    load_wrapped_layers,
+    open_checkpoint_shell,
+)
+
+# Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
+
+MAX_VOCABULARY = 2**24
+"""Far above any tokenizer; bounds what a damaged config.json can make us allocate."""
+
+_MAXIMA = {
+    "hidden_size": MAX_HIDDEN_SIZE,
+    "num_hidden_layers": MAX_BLOCKS,
+    "num_attention_heads": MAX_HIDDEN_SIZE,
+    "vocab_size": MAX_VOCABULARY,
+}
+"""The counts in config.json that decide what is allocated here, or divided by."""
+
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+_SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+"""The names that the command line and peers use."""
+
+
+class LocalNorm(nn.Module):
+    """A norm with frozen weights: that between the last block and the head, for one."""
+
+    def __init__(self, kind: NormKind, weight_H: Tensor, bias_H: Tensor | None, eps: float) -> None:
+        super().__init__()
+        self.kind = kind
+        self.weight = nn.Parameter(weight_H, requires_grad=False)
+        self.bias = None if bias_H is None else nn.Parameter(bias_H, requires_grad=False)
+        self.eps = eps
+
+    def forward(self, hidden_BTH: Tensor) -> Tensor:
+        """Return the normalized hidden states in the dtype they came in."""
+        return Norm(self.kind, self.weight, self.bias, self.eps)(hidden_BTH)
+
+
+class ScaledEmbedding(nn.Embedding):
+    """An embedding whose vectors are multiplied by the root of their size."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the scaled vectors, in the dtype of the weight."""
+        # The scale is rounded to the weight's dtype: that is what the model was trained with.
+        return super().forward(input) * torch.tensor(self.embedding_dim**0.5).to(self.weight)
+
+
+class LearnedPositions(nn.Embedding):
+    """Positions that are added to what the embedding returns."""
+
+    def forward(self, hidden_BTH: Tensor, position: int) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return hidden states with the positions from `position` on, in the dtype given."""
+        stop = position + hidden_BTH.shape[1]
+        positions_T = torch.arange(position, stop, device=hidden_BTH.device)
+        return hidden_BTH + super().forward(positions_T).to(hidden_BTH.dtype)
+
+
+class LanguageHead(nn.Module):
+    """Hidden states to logits; the weight may be the embedding's own.
+
+    `softcap` bends logits into its open interval around zero.
+    """
+
+    def __init__(self, weight_VH: nn.Parameter, softcap: float | None = None) -> None:
+        super().__init__()
+        self.weight = weight_VH
+        self.softcap = softcap
+
+    def forward(self, hidden_BTH: Tensor, change_BTV: Tensor | None = None) -> Tensor:
+        """Return float32 logits [B, T, V], multiplied in the dtype of the weight.
+
+        `change_BTV` is what adapters add, before the logits are bent.
+        """
+        logits_BTV = F.linear(hidden_BTH.to(self.weight.dtype), self.weight).float()
+        if change_BTV is not None:
+            logits_BTV = logits_BTV + change_BTV
+        if self.softcap is None:
+            return logits_BTV
+        return torch.tanh(logits_BTV / self.softcap) * self.softcap
+
+
+@dataclass(frozen=True)
+class LocalLayers:
+    """The client's layers, ready to use and frozen; what a family lacks is None.
+
+    Where the norm is transformers' own, it is a part of the head.
+    """
+
+    embedding: nn.Embedding
+    embedding_norm: LocalNorm | Multiplier | None
+    positions: LearnedPositions | WrappedPositions | None
+    norm: LocalNorm | nn.Identity
+    head: LanguageHead | WrappedHead
+
+    @property
+    def final_norm(self) -> nn.Module:
+        """What a head is given, for models that have another one or none."""
+        return WrappedNorm(self.head) if isinstance(self.head, WrappedHead) else self.norm
+
+    def list_parameters(self) -> list[nn.Parameter]:
+        """Return all weights, which are those of the model directory."""
+        layers = (self.embedding, self.embedding_norm, self.positions, self.norm, self.head)
+        return [value for layer in layers if layer is not None for value in layer.parameters()]
+
+
+def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""
+    model_type = checkpoint.config.get("model_type")
+    is_own = isinstance(model_type, str) and model_type in LOCAL_FAMILIES
+    _check_numbers(checkpoint.config, is_own=is_own)
+    if is_own:
+        config = _read_config(checkpoint, str(model_type))
+    else:
+        config = open_checkpoint_shell(checkpoint).config
+    _limit_to_exact_positions(config)
+    # No attention and no experts run here, and a configuration must not choose code to be fetched.
+    config._attn_implementation = "eager"
+    config._experts_implementation = "eager"
+    # Under the names that all families share, whatever their own are.
+    _check_counts({name: getattr(config, name, None) for name in _MAXIMA})
+    return config
+
+
+def _read_config(checkpoint: Checkpoint, model_type: str) -> PreTrainedConfig:
+    try:
+        return CONFIG_MAPPING[model_type].from_dict(dict(checkpoint.config))
+    except (
+        StrictDataclassError, ArithmeticError, ValueError, TypeError, LookupError, AttributeError
+    ) as error:  # fmt: skip
+        reason = " ".join(str(error).split())
+        raise ModelError(
+            f"config.json in {checkpoint.directory} is damaged: {reason:.200}"
+        ) from error
+
+
+def _check_numbers(config: Mapping[str, object], *, is_own: bool) -> None:
+    """Raise ModelError for a number in config.json that cannot be; missing ones have defaults."""
+    _check_counts({name: config[name] for name in _MAXIMA if name in config})
+    eps = config.get("rms_norm_eps", 1.0)
+    if eps is None and not is_own:
+        return  # another kind of norm, whose number is called otherwise
+    if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < math.inf:
+        raise ModelError(f"rms_norm_eps in config.json must be a number above 0, got {eps!r}")
+
+
+def _check_counts(counts: Mapping[str, object]) -> None:
+    for name, value in counts.items():
+        maximum = _MAXIMA[name]
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
+            raise ModelError(
+                f"{name} in config.json must be a number from 1 to {maximum}, got {value!r}"
+            )
+
+
+def _limit_to_exact_positions(config: PreTrainedConfig) -> None:
+    """Lower the model's maximum where no peer goes beyond: a long rotation cannot be cached."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_type" in rope:
+        # An original length beside these parameters replaces the one among them. Transformers
+        # sees to that when it computes the rotation, which nobody does here.
+        config.standardize_rope_params()
+    original = rope.get("original_max_position_embeddings")
+    if rope.get("rope_type") == "longrope" and isinstance(original, int):
+        config.max_position_embeddings = min(config.max_position_embeddings, original)
+
+
+def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype that a user asked for; None stands for the checkpoint's own.
+
+    >>> resolve_dtype("auto"), resolve_dtype("bfloat16")
+    (None, torch.bfloat16)
+    """
+    if requested is None or requested == "auto":
+        return None
+    name = str(requested).removeprefix("torch.")
+    name = _SHORT_DTYPES.get(name, name)
+    if name not in _DTYPES:
+        raise UsageError(f"torch_dtype is one of auto, {', '.join(_DTYPES)}; got {requested}")
+    return _DTYPES[name]
+
+
+def load_local_layers(
+    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype | None = None
+) -> LocalLayers:
+    """Read the client's layers; `dtype` None keeps the embedding's stored dtype.
+
+    A stored head is used even if the configuration says that it is tied, as transformers does.
+    Raises ModelError that names the tensor which is missing, damaged or of a wrong shape.
+    """
+    if config.model_type not in LOCAL_FAMILIES:
+        wrapped = load_wrapped_layers(checkpoint, dtype)
+        return LocalLayers(
+            wrapped.embedding, wrapped.multiplier, wrapped.positions, nn.Identity(), wrapped.head
+        )
+    family = LOCAL_FAMILIES[config.model_type]
+    vocab_size, hidden_size = cast(int, config.vocab_size), cast(int, config.hidden_size)
+    reader = _Reader(checkpoint, dtype)
+    embedding_VH = reader.load(f"{family.embedding}.weight", (vocab_size, hidden_size))
+    reader = _Reader(checkpoint, embedding_VH.dtype)
+
+    kind = ScaledEmbedding if family.scales_embedding else nn.Embedding
+    embedding = kind.from_pretrained(embedding_VH, freeze=True)
+    head_weight = cast(nn.Parameter, embedding.weight)
+    if reader.has(f"{family.head}.weight"):
+        head_VH = reader.load(f"{family.head}.weight", (vocab_size, hidden_size))
+        if not torch.equal(head_VH, embedding_VH):
+            head_weight = nn.Parameter(head_VH, requires_grad=False)
+    elif not config.tie_word_embeddings:
+        raise ModelError(
+            f"the checkpoint in {checkpoint.directory} has no tensor {family.head + '.weight'!r} "
+            "and its config.json does not tie it to the embedding"
+        )
+    positions = None
+    if family.positions is not None:
+        shape = (cast(int, config.max_position_embeddings), hidden_size)
+        positions_PH = reader.load(f"{family.positions}.weight", shape)
+        positions = LearnedPositions.from_pretrained(positions_PH, freeze=True)
+    embedding_norm = None
+    if family.embedding_norm is not None:
+        embedding_norm = _load_norm(reader, family.embedding_norm, family, config)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return LocalLayers(
+        embedding,
+        embedding_norm,
+        positions,
+        _load_norm(reader, family.norm, family, config),
+        LanguageHead(head_weight, softcap),
+    )
+
+
+def _load_norm(
+    reader: "_Reader", name: str, family: LocalFamily, config: PreTrainedConfig
+) -> LocalNorm:
+    shape = (cast(int, config.hidden_size),)
+    weight_H = reader.load(f"{name}.weight", shape)
+    if family.norm_offset:
+        # Stored without the offset because small weights keep more digits: so must their sum.
+        weight_H = weight_H.float() + family.norm_offset
+    has_bias = family.norm_kind is NormKind.LAYER
+    bias_H = reader.load(f"{name}.bias", shape) if has_bias else None
+    return LocalNorm(family.norm_kind, weight_H, bias_H, float(getattr(config, family.norm_eps)))
+
+
+class _Reader:
+    """Loads tensors as copies of their own, so that they outlive the file."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
+        self._checkpoint = checkpoint
+        self._dtype = dtype
+
+    def has(self, name: str) -> bool:
+        return self._checkpoint.has(name)
+
+    def load(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        # Checkpoints of the bare model, common for GPT-2 and BLOOM, leave the first word out.
+        short_name = name.removeprefix("transformer.")
+        name = name if self.has(name) or not self.has(short_name) else short_name
+        try:
+            tensor = self._checkpoint.load(name)
+        except CheckpointError as error:
+            raise ModelError(str(error)) from error
+        if tuple(tensor.shape) != shape:
+            raise ModelError(
+                f"tensor {name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}"
+            )
+        if tensor.dtype not in _DTYPES.values():
+            raise ModelError(f"tensor {name!r} is stored as {tensor.dtype}, which is not supported")
+        return tensor.to(self._dtype or tensor.dtype, copy=True)

@@ -1,0 +1,128 @@
+"""The cache object that transformers' generate() steers; the KV cache itself stays on the peers."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ...protocol.errors import UsageError
+from ..session.inference_session import InferenceSession
+
+# Shape suffixes: B rows, T tokens, H hidden size.
+
+
+class RemoteCache(Cache):
+    """Stands for the KV caches of one session, which its peers hold.
+
+    generate() asks for its length, permutes its rows for beam search and crops it. Permutations
+    wait here and travel with the next step; a crop is a rollback of the session. Its tokens are
+    those of the text: transformers knows of no prompt before it. The session belongs to whoever
+    opened it. Made without one, it stands for the session that is active where a model gets it.
+    """
+
+    def __init__(self, session: InferenceSession | None = None) -> None:
+        super().__init__(layers=[])
+        self._bound_session: InferenceSession | None = None
+        self._row_map: Tensor | None = None
+        if session is not None:
+            self.bind(session)
+
+    def __repr__(self) -> str:
+        return f"<RemoteCache of {self.get_seq_length()} tokens>"
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether it stands for a session already."""
+        return self._bound_session is not None
+
+    def bind(self, session: InferenceSession) -> None:
+        """Stand for the caches of a session from now on, as its newest `past_key_values`."""
+        self._bound_session = session
+        session.past_key_values = self
+
+    @property
+    def session(self) -> InferenceSession:
+        """The session whose caches this stands for; UsageError before there is one."""
+        if self._bound_session is None:
+            raise UsageError("these past_key_values belong to no session yet")
+        return self._bound_session
+
+    def step(
+        self, hidden_BTH: Tensor, prompts: Tensor | None = None, *, last_token_only: bool
+    ) -> Tensor:
+        """Send hidden states of the next tokens through the session; return what comes back.
+
+        A single token after the prefix counts as decoded: peers compute it on the path of
+        generated tokens, so that text in one call or in several comes out the same.
+        """
+        with self.session.claim():
+            output = self.session.advance(
+                hidden_BTH.to("cpu"),
+                self._row_map,
+                prompts,
+                last_token_only=last_token_only,
+                is_decoded=hidden_BTH.shape[1] == 1 and self.session.position > 0,
+            )
+        self._row_map = None
+        return output
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return how many tokens per row of the text the peers have cached."""
+        return self.session.text_length if self.is_bound else 0
+
+    def update_seen(self, new_seen: int) -> None:
+        """Do nothing, for scripts of PETALS: a session knows how many tokens it has seen."""
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """Return how many tokens per row of the text the session may hold."""
+        return self.session.max_length - self.session.num_prompt_tokens
+
+    # The name of the same question in earlier releases of transformers 5.
+    get_max_cache_shape = get_max_length
+
+    @property
+    def is_compileable(self) -> bool:
+        """A network cannot be compiled."""
+        return False
+
+    @property
+    def is_croppable(self) -> bool:
+        """A rollback leaves no trace."""
+        return True
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row i continue the prefix of row `beam_idx[i]`, from the next step on."""
+        rows = beam_idx.to("cpu", torch.int64)
+        if self._row_map is not None:
+            rows = self._row_map[rows]
+        is_identity = torch.equal(rows, torch.arange(len(rows)))
+        self._row_map = None if is_identity else rows
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget tokens at the end: -n removes n, 0 none.
+
+        A positive number is the length to keep, as earlier releases of transformers 5 meant it.
+        """
+        if tokens_to_remove > 0:
+            self._rollback(min(tokens_to_remove, self.get_seq_length()))
+        elif tokens_to_remove < 0:
+            self._rollback(self.get_seq_length() + tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget all tokens."""
+        self._rollback(0)
+        self._row_map = None
+
+    def _rollback(self, num_tokens: int) -> None:
+        """Keep so many tokens of the text; a trained prompt before it stays."""
+        with self.session.claim():
+            self.session.rollback(num_tokens and num_tokens + self.session.num_prompt_tokens)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse: a session keeps the number of rows it began with."""
+        raise UsageError(
+            "the rows of a session cannot be multiplied; open a new session with more rows"
+        )
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse: a session keeps the number of rows it began with."""
+        raise UsageError("rows of a session cannot be dropped; open a new session with fewer rows")

@@ -1,0 +1,203 @@
+"""Brings adapters to the peers that are about to need them, and remembers who has which."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+
+from ...protocol.errors import SilentError
+from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId, SessionId, UploadId
+from ...protocol.messages.adapter_contents import (
+    PIECE_BYTES,
+    SLOWEST_BYTES_PER_SECOND,
+    STALL_SECONDS,
+    UploadPace,
+    allow_upload_seconds,
+)
+from ...protocol.messages.session import AdapterHead
+from ...protocol.net.clock import Clock
+from ...protocol.spans import Span
+from ..adapters.adapter_versions import AdapterVersion, SentAdapter
+from ..concurrency.lanes import Lanes
+from ..routing.line import Line
+from .pass_link import PassLink
+
+_LEAST_PATIENCE_SECONDS = 20.0
+_PATIENCE = 2.0
+"""All of an adapter may take so many times what the line is expected to take: others wait for the
+peer meanwhile, and one that reads now and then a piece could keep them waiting for an hour."""
+
+_PIECES_UNDER_WAY = 32
+"""How many of the newest pieces of one for everybody may not have arrived yet: a mebibyte and a
+half, as much as was seen in the buffers of a connection that shares a slow line."""
+
+_HEAD_SECONDS = 30.0
+"""How long, at most, a few hundred bytes may take behind what else is under way."""
+
+
+@dataclass
+class _Kept:
+    """An adapter that a peer has, until this client has not used it for so long."""
+
+    keep_seconds: float
+    used_at: float
+
+
+class AdapterCourier:
+    """What a client has brought to each peer. Owned by the client's loop.
+
+    What a peer has forgotten it says when it is asked for it (`forget`), and gets it again.
+    """
+
+    def __init__(self, clock: Clock, line: Line) -> None:
+        self._clock = clock
+        self._line = line
+        self._kept: dict[PeerId, dict[AdapterId, _Kept]] = defaultdict(dict)
+        self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
+        self._lanes = Lanes[PeerId]()
+
+    async def bring(
+        self,
+        link: PassLink,
+        adapters: Iterable[SentAdapter],
+        span: Span,
+        way: Line,
+        is_trained: bool,
+    ) -> None:
+        """See that a peer has all of some adapters for some blocks; raises what the link does.
+
+        `way` is the line to this peer, as far as it has shown. One without memory to train them, if
+        that is what they are for, says so before they are on their way.
+        """
+        for adapter in adapters:
+            if isinstance(adapter, AdapterVersion):
+                async with self._lanes.hold(link.peer.peer_id):
+                    await self._bring(link, adapter, span, way, is_trained)
+
+    async def publish(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
+        """Give a peer an adapter for everybody; return how long it is kept unused.
+
+        It may take as long as peers allow, whatever else is under way: passes do not wait for it,
+        and whether it arrives tells of the peer, not of the line of this client.
+        """
+        head, tensors = _make_head(adapter, span, is_published=True)
+        expected_seconds = self._line.expect_seconds(self._line.num_bytes + len(tensors))
+        num_held_back = min(len(tensors), _PIECES_UNDER_WAY * PIECE_BYTES)
+        carrying_seconds = max(
+            min(expected_seconds, STALL_SECONDS), num_held_back / SLOWEST_BYTES_PER_SECOND
+        )
+        patience_seconds = allow_upload_seconds(len(tensors))
+        with self._carry_newest() as carry:
+            return await link.bring(head, tensors, carrying_seconds, patience_seconds, carry)
+
+    @contextmanager
+    def _carry_newest(self) -> Generator[Callable[[int], None]]:
+        """Give what counts pieces as under way that a peer has taken, of the newest ones alone.
+
+        What went before them has arrived, or waits at the peer; what is not taken is not under way:
+        none of it delays anybody else. Raises SilentError if pieces are taken more slowly than they
+        may come.
+        """
+        newest: deque[ExitStack] = deque()
+        pace, loop = UploadPace(self._clock.now()), asyncio.get_running_loop()
+
+        def carry(num_bytes: int) -> None:
+            if (now := self._clock.now()) > pace.deadline:
+                raise SilentError("the peer takes the adapter too slowly")
+            pace.note_piece(num_bytes, now)
+            piece = ExitStack()
+            piece.enter_context(self._line.carry(num_bytes))
+            newest.append(piece)
+            loop.call_later(self._line.expect_seconds(self._line.num_bytes), piece.close)
+            if len(newest) > _PIECES_UNDER_WAY:
+                newest.popleft().close()
+
+        try:
+            yield carry
+        finally:
+            for piece in newest:
+                piece.close()
+
+    async def renew(self, link: PassLink, adapter: AdapterVersion, span: Span) -> float:
+        """Tell a peer that has an adapter for everybody to keep it; return how long it does.
+
+        Raises what `PassLink.bring_head` does.
+        """
+        head, _ = _make_head(adapter, span, is_published=True)
+        with self._line.carry(len(head.config)) as carrying_seconds:
+            return await link.bring_head(head, min(carrying_seconds, _HEAD_SECONDS))
+
+    def forget(self, peer_id: PeerId) -> None:
+        """Note that a peer does not have what it was brought."""
+        self._kept.pop(peer_id, None)
+
+    def _forget_expired(self) -> None:
+        """Forget what peers have forgotten by now: who trains for days meets many of them."""
+        now = self._clock.now()
+        for peer_id, adapters in list(self._kept.items()):
+            for name, kept in list(adapters.items()):
+                if now >= kept.used_at + kept.keep_seconds:
+                    del adapters[name]
+            if not adapters:
+                del self._kept[peer_id]
+        self._newest = {
+            place: newest
+            for place, newest in self._newest.items()
+            if newest[1] in self._kept.get(place[0], {})
+        }
+
+    async def _bring(
+        self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line, is_trained: bool
+    ) -> None:
+        cut, peer_id = adapter.cut(span), link.peer.peer_id
+        if cut is None:
+            return
+        self._forget_expired()
+        kept, now = self._kept[peer_id], self._clock.now()
+        known = kept.get(cut.name)
+        if known is not None and now < known.used_at + known.keep_seconds / 2:
+            known.used_at = now
+            return
+        place = peer_id, adapter.lineage, span
+        number, name = self._newest.get(place, (adapter.number, NO_ADAPTER))
+        # An older version may be gone back through still: it takes nothing away.
+        replaces = name if number < adapter.number else NO_ADAPTER
+        head, tensors = _make_head(adapter, span, replaces=replaces)
+        if is_trained:
+            head = replace(head, num_trained=cut.num_numbers)
+        keep_seconds = await self.send(link, head, tensors, way)
+        kept.pop(replaces, None)
+        kept[cut.name] = _Kept(keep_seconds, self._clock.now())
+        if number <= adapter.number:
+            self._newest[place] = adapter.number, cut.name
+
+    async def send(self, link: PassLink, head: AdapterHead, tensors: bytes, way: Line) -> float:
+        """Give a peer an adapter; return how long it is kept unused."""
+        line = self._line
+        with line.carry(len(tensors)) as carrying_seconds:
+            carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
+            patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * carrying_seconds
+            try:
+                return await link.bring(head, tensors, carrying_seconds, patience_seconds)
+            except SilentError:
+                line.note_silence(len(tensors))
+                way.note_silence(len(tensors))
+                raise
+
+
+def _make_head(
+    adapter: AdapterVersion,
+    span: Span,
+    *,
+    replaces: AdapterId = NO_ADAPTER,
+    is_published: bool = False,
+) -> tuple[AdapterHead, bytes]:
+    cut = adapter.cut(span)
+    assert cut is not None
+    upload_id = UploadId(SessionId(secrets.token_bytes(16)))
+    head = AdapterHead(upload_id, cut.name, cut.config, len(cut.tensors), is_published, replaces)
+    return head, cut.tensors

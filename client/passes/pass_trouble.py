@@ -1,0 +1,112 @@
+"""What went wrong with one pass so far, and how long it may go on."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+
+from ...protocol.errors import RefusedError, RemoteProtocolError, RouteError, UnavailableError
+from ...protocol.ids import PeerId
+from ...protocol.net.clock import Clock
+from ...protocol.records.swarm_view import SwarmView
+from ...protocol.spans import Span
+from ...protocol.versions import PASS_VERSION
+from ..routing.blame import LostHopError, Refusals
+
+_Failure = UnavailableError | RemoteProtocolError | RefusedError
+
+_PAUSE_SECONDS = 0.1
+
+
+class Trouble:
+    """What went wrong with one pass so far: there is a deadline from the first failure on."""
+
+    def __init__(self, span: Span, clock: Clock, timeout_seconds: float) -> None:
+        self.refusals = Refusals()
+        self.too_small: set[PeerId] = set()
+        """Peers that have no memory for it."""
+        self.brought_again: set[PeerId] = set()
+        """Peers that had lost an adapter, and got it once more."""
+        self.least_version = PASS_VERSION
+        """Who speaks no such version is not asked."""
+        self._lost: list[LostHopError] = []
+        self._full_until: dict[PeerId, float] = {}
+        self._span = span
+        self._clock = clock
+        self._timeout_seconds = timeout_seconds
+        self._deadline = math.inf
+        self._num_failures = 0
+        self._error: _Failure | None = None
+
+    @property
+    def full(self) -> set[PeerId]:
+        """Peers that have no room for an adapter at present."""
+        now = self._clock.now()
+        return {peer_id for peer_id, until in self._full_until.items() if now < until}
+
+    @property
+    def is_known(self) -> bool:
+        """Whether anything went wrong."""
+        return self._num_failures > 0
+
+    def note(self, error: _Failure) -> None:
+        """Note a failure."""
+        if not self.is_known:
+            self._deadline = self._clock.now() + self._timeout_seconds
+        self._num_failures += 1
+        self._error = error
+
+    def note_lost(self, lost: LostHopError) -> None:
+        """Note a peer that has failed, for which it was blamed."""
+        self.refusals.note(lost)
+        self._lost.append(lost)
+
+    def take_lost(self, span: Span) -> list[LostHopError]:
+        """Return who has failed at some of these blocks since this was called last."""
+        lost = [
+            one
+            for one in self._lost
+            if one.hop.span.start < span.stop and span.start < one.hop.span.stop
+        ]
+        self._lost = [one for one in self._lost if one not in lost]
+        return lost
+
+    def note_full(self, peer_id: PeerId, seconds: float) -> None:
+        """Note that a peer has no room for an adapter, and said when to ask again."""
+        self._full_until[peer_id] = self._clock.now() + seconds
+
+    async def wait_for_room(self) -> None:
+        """Wait until one of those that were full may be asked again, or the time is up."""
+        until = min(self._deadline, *(self._full_until[peer_id] for peer_id in self.full))
+        await asyncio.sleep(max(0.0, until - self._clock.now()))
+
+    def raise_refusal(self) -> None:
+        """Raise what a peer said against the texts, if one did: nobody else is left to ask."""
+        if self.refusals.first is not None:
+            raise self.refusals.first
+        if self.too_small and self._error is not None:
+            raise self._error
+
+    async def pause(self) -> None:
+        """Wait before the next try, longer each time; not at all before the first two.
+
+        Raises what to say when the time is up: the newest refusal, or RouteError.
+        """
+        seconds = self._deadline - self._clock.now()
+        if self._error is not None and seconds <= 0:
+            if isinstance(self._error, RefusedError | RouteError):
+                raise self._error
+            detail = f"no peer takes blocks {self._span} any more: {self._error}"
+            raise RouteError(detail, [self._span]) from self._error
+        if self._num_failures > 1:
+            pause_seconds = _PAUSE_SECONDS * 2.0 ** min(self._num_failures - 2, 4)
+            await asyncio.sleep(min(pause_seconds, seconds))
+
+
+def make_route_error(span: Span, view: SwarmView, weights: str | None) -> RouteError:
+    """Return what to say where nobody takes passes through some blocks of a span."""
+    missing = [gap for gap in view.gaps if gap.start < span.stop and span.start < gap.stop]
+    missing = missing or [Span(span.start, span.start + 1)]
+    names = ", ".join(map(str, missing))
+    suffix = "" if weights is None else f", with weights in {weights}"
+    return RouteError(f"no reachable peer serves blocks {names} for fine-tuning{suffix}", missing)

@@ -1,0 +1,394 @@
+"""The session that a script holds: the same steps without `await`, and the tokens so far."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from ...protocol.errors import UsageError
+from ...protocol.spans import Span
+from ..concurrency.portal import Portal
+from ..routing.router import Hop
+from ..settings.config import make_whole
+from ..trace.trace import Recorder
+from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
+from .handoff import Handoff
+from .live_hops import Waiting
+from .mending import Failover
+from .session import RemoteSession
+
+
+class InferenceSession:
+    """A generation over the swarm, for one thread at a time. Made by `Client.open_session`.
+
+    `output_ids` holds the tokens [B, T] of the text so far when `generate` drives the session. A
+    trained prompt may stand before the text: the first `num_prompt_tokens` positions. `adapter` is
+    what was active when the session was opened, and stays its own as it was then.
+    `past_key_values` is what models called in the session return under that name, or None.
+    """
+
+    def __init__(self, open_remote: Callable[[], RemoteSession], portal: Portal) -> None:
+        """`open_remote` makes a session whose hops are chosen with its first step."""
+        self._open_remote = open_remote
+        self._remote = open_remote()
+        self._portal = portal
+        self._thread_lock = threading.RLock()
+        self._forking_lock = threading.Lock()  # a fork waits for another fork, and for nothing else
+        self._closing_lock = threading.Lock()  # nothing is opened behind the back of `close`
+        self._num_rows: int | None = None
+        self._row_map: tuple[int, ...] | None = None
+        self._earlier_failovers: list[Failover] = []
+        self._earlier_handoffs: list[Handoff] = []
+        self._is_generating = False
+        self._recorder: Recorder | None = None
+        self.closed = False
+        self.output_ids: Tensor | None = None
+        self.num_prompt_tokens = 0
+        self.adapter: object = None
+        self.past_key_values: object = None
+
+    def __repr__(self) -> str:
+        return f"<InferenceSession of {self._remote!r}>"
+
+    def __enter__(self) -> "InferenceSession":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def max_length(self) -> int:
+        """Tokens per row that the session may hold."""
+        return self._remote.max_tokens
+
+    @property
+    def position(self) -> int:
+        """Index of the next token. Setting a lower one rolls the session back.
+
+        Raises UsageError when the session is closed, and while generate() runs, in its streamer
+        for one: the text would lose tokens that are part of its result.
+        """
+        return self._remote.position
+
+    @position.setter
+    def position(self, position: int) -> None:
+        position = make_whole("position", position)
+        with self.claim():
+            self.check_is_idle()
+            self._check_open()
+            self.rollback(position)
+
+    @property
+    def text_length(self) -> int:
+        """How many tokens of the text peers have cached, per row."""
+        return max(0, self.position - self.num_prompt_tokens)
+
+    def rollback(self, position: int) -> None:
+        """Forget the tokens from `position` on, as whoever has claimed the session."""
+        if 0 < position < self.num_prompt_tokens:
+            raise UsageError(
+                f"the first {self.num_prompt_tokens} positions are a trained prompt, which cannot "
+                "be cut; set session.position = 0 to begin anew"
+            )
+        self._remote.rollback(position)
+        if self.output_ids is not None:
+            self.output_ids = self.output_ids[:, : self.text_length]
+
+    def fork(self, position: int | None = None) -> "InferenceSession":
+        """Return a new session on the same hops that begins with the same tokens.
+
+        Or with the first `position` of them, as after a rollback. Peers copy what they hold, so
+        nothing is computed again; a peer that cannot gets a replay with the fork's first step. Both
+        sessions go on independently, also on other threads, and each is closed on its own. Several
+        threads may fork at once; they take turns. Raises UsageError for a session that is closed
+        or in use otherwise, or has fewer tokens.
+        """
+        with self._forking_lock, self.claim():
+            self.check_is_idle()
+            at = self.position if position is None else make_whole("position", position)
+            twin = InferenceSession(self._open_remote, self._portal)
+            twin._remote.prompts_LBPH = self._remote.prompts_LBPH
+            try:
+                self._portal.run(self._remote.fork_into(twin._remote, at))
+            except BaseException:
+                twin.close()  # interrupted, perhaps when the peers had just opened it
+                raise
+            twin.output_ids, twin.num_prompt_tokens = self.output_ids, self.num_prompt_tokens
+            twin.adapter = self.adapter
+            if at > 0:
+                twin._num_rows, twin._row_map = self._num_rows, self._row_map
+            if position is not None:
+                twin.rollback(at)
+        return twin
+
+    @property
+    def num_rows(self) -> int | None:
+        """Rows that the peers hold caches for, None before the first step.
+
+        Another number of rows begins at position 0.
+        """
+        return self._num_rows
+
+    @property
+    def last_token_id(self) -> Tensor | None:
+        """The newest token of each row, [B, 1], or None."""
+        return None if self.output_ids is None else self.output_ids[:, -1:]
+
+    @last_token_id.setter
+    def last_token_id(self, ids_B1: Tensor) -> None:
+        """Put another token there: generate() goes on from it. UsageError where there is none."""
+        if self.output_ids is None or self.output_ids.shape[1] <= self.text_length:
+            raise UsageError("the session has no newest token that peers have not computed yet")
+        self.output_ids[:, -1:] = ids_B1
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks the session runs through."""
+        return len(self._remote.span)
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """The peer in whose queue the session is at this moment, with its estimate, or None."""
+        return self._remote.waiting
+
+    @property
+    def sought(self) -> Span | None:
+        """The blocks that a peer is looked for at this moment, since theirs was lost, or None."""
+        return self._remote.sought
+
+    @property
+    def spans_without_replica(self) -> tuple[Span, ...]:
+        """The blocks that no other peer with the same weights serves, as far as was heard last.
+
+        They have no standby, and must wait for another peer when theirs is lost.
+        """
+        return self._remote.spans_without_replica
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The hops in use, in order; empty before the first step."""
+        return self._remote.hops
+
+    @property
+    def failovers(self) -> tuple[Failover, ...]:
+        """Every unplanned change of hop so far."""
+        return (*self._earlier_failovers, *self._remote.failovers)
+
+    @property
+    def standbys(self) -> tuple[Hop, ...]:
+        """The hops for which a hot standby is ready, where they are asked for."""
+        return tuple(self._remote.standbys)
+
+    @property
+    def handoffs(self) -> tuple[Handoff, ...]:
+        """Every planned change of hop so far: its peer was leaving, and nothing was held up."""
+        return (*self._earlier_handoffs, *self._remote.handoffs)
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have everything taken down that the session does from now on; None: nothing more."""
+        self._recorder = recorder
+        self._remote.record(recorder)
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Keep other threads out, inside of the `with`: two would garble each other's text.
+
+        Raises UsageError at once when another thread is inside.
+        """
+        if not self._thread_lock.acquire(blocking=False):
+            raise UsageError("this session is in use by another thread; open one per thread")
+        try:
+            yield
+        finally:
+            self._thread_lock.release()
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Claim the session for a call of generate(), whose callbacks must not move it either."""
+        with self.claim():
+            self.check_is_idle()
+            self._is_generating = True
+            try:
+                yield
+            finally:
+                self._is_generating = False
+
+    def check_is_idle(self) -> None:
+        """Raise UsageError while generate() runs, which alone may move the session then."""
+        with self.claim():
+            if self._is_generating:
+                raise UsageError(
+                    "generate() is running in this session; roll back or continue when it has "
+                    "returned"
+                )
+
+    def step(
+        self,
+        inputs: Tensor,
+        prompts: Tensor | None = None,
+        hypo_ids: Tensor | None = None,
+        *,
+        last_token_only: bool = False,
+        is_decoded: bool | None = None,
+    ) -> Tensor:
+        """Send hidden states of the next tokens, [B, T, H]; return those behind the last block.
+
+        `hypo_ids` [B] names for each row the row whose prefix it continues. A step of no tokens
+        only moves rows. `is_decoded` says that the tokens were generated one by one; by default a
+        step of one token is. `prompts`, [L, B, P, H] or [L, 1, P, H], come with the first step of a
+        text: peers add them to the first P inputs of each block. Rows that have their own cannot
+        be moved. Returns [B, T, H], or [B, 1, H] with `last_token_only`, in the dtype of the input.
+        Errors are those of `RemoteSession.step`, and UsageError for another number of rows than the
+        prefix has.
+        """
+        with self.claim():
+            self.check_is_idle()
+            return self.advance(
+                inputs,
+                hypo_ids,
+                prompts,
+                last_token_only=last_token_only,
+                is_decoded=is_decoded,
+            )
+
+    def advance(
+        self,
+        hidden_BTH: Tensor,
+        hypo_ids: Tensor | None,
+        prompts: Tensor | None = None,
+        *,
+        last_token_only: bool,
+        is_decoded: bool | None,
+    ) -> Tensor:
+        """Do what `step` does, as whoever has claimed the session."""
+        self._check_open()
+        _check_is_tensor("hidden states", hidden_BTH)
+        if hypo_ids is not None:
+            _check_is_tensor("hypo_ids", hypo_ids)
+        if hidden_BTH.dim() == 3:
+            self._make_rows(hidden_BTH.shape[0])
+            self._take_prompts(prompts, hidden_BTH)
+        row_map = self._compose(hypo_ids)
+        check_rows_stay(self._remote.prompts_LBPH, row_map)
+        if hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 0:
+            self._remote.check_rows(hidden_BTH.shape[0], row_map)
+            self._row_map = row_map
+            return hidden_BTH
+        if is_decoded is None:
+            is_decoded = hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 1
+        step = self._remote.step(hidden_BTH.detach(), row_map, is_decoded, last_token_only)
+        output_BTH = self._portal.run(step)
+        self._row_map = None
+        return output_BTH.to(hidden_BTH.dtype)
+
+    def _make_rows(self, num_rows: int) -> None:
+        """Let the session have so many rows: peers keep the number that they were opened with."""
+        if self._num_rows not in (None, num_rows):
+            if self.position > 0:
+                raise UsageError(
+                    f"the session holds {self.position} tokens of {self._num_rows} rows and the "
+                    f"step has {num_rows}; set session.position = 0 to begin anew with other "
+                    "rows, or open another session"
+                )
+            with self.beginning_anew():
+                pass
+        self._num_rows = num_rows
+
+    def _take_prompts(self, prompts: Tensor | None, hidden_BTH: Tensor) -> None:
+        """Let the text that begins with this step have deep prompts: peers get them with `Open`."""
+        if prompts is not None:
+            check_prompts(prompts, len(self._remote.span), hidden_BTH)
+            if self.position > 0:
+                raise UsageError(
+                    f"deep prompts belong to the beginning of a text, and {self.position} tokens "
+                    "are there; set session.position = 0 to begin anew"
+                )
+        if self.position > 0 or hidden_BTH.shape[1] == 0:
+            return
+        shared = None if prompts is None else share_prompts(prompts)
+        if are_same(shared, self._remote.prompts_LBPH):
+            return
+        if self.hops:
+            with self.beginning_anew():
+                self._num_rows = hidden_BTH.shape[0]
+        self._remote.prompts_LBPH = shared
+
+    @contextmanager
+    def beginning_anew(self) -> Iterator[None]:
+        """Be at position 0, for any number of rows; where the `with` fails, be as before it.
+
+        Inside, the peers hold what was before as well.
+        """
+        before = self._remote, self._num_rows, self._row_map
+        with self._closing_lock:
+            self._check_open()
+            self._remote, self._num_rows, self._row_map = self._open_remote(), None, None
+            self._remote.record(self._recorder)
+        used = before[0]
+        try:
+            yield
+        except BaseException:
+            with self._closing_lock:
+                used = self._remote
+                self._remote, self._num_rows, self._row_map = before
+            if self.closed:  # the other one, by somebody who did not know of this one
+                self._hang_up(self._remote)
+            raise
+        finally:
+            self._earlier_failovers += used.failovers
+            self._earlier_handoffs += used.handoffs
+            self._hang_up(used)
+
+    def close(self) -> None:
+        """Free the caches on all peers; safe to call twice, and on any thread.
+
+        A step that another thread has under way ends with UsageError.
+        """
+        with self._closing_lock:
+            if self.closed:
+                return
+            self.closed = True
+        if self._recorder is not None:
+            self._recorder.end()  # saying goodbye is no part of the text
+        self._hang_up(self._remote)
+
+    def _hang_up(self, remote: RemoteSession) -> None:
+        if not self._portal.is_closed:  # it hung up on everybody already
+            self._portal.run(remote.close())
+
+    def _check_open(self) -> None:
+        if self.closed:
+            raise UsageError("the session is closed; open a new one")
+
+    def _compose(self, hypo_ids: Tensor | None) -> tuple[int, ...] | None:
+        """Return the row map of this step after the one that waits from a step of no tokens."""
+        if hypo_ids is None:
+            return self._row_map
+        rows = [int(row) for row in hypo_ids.to(torch.int64).flatten()]
+        if self._row_map is None:
+            return tuple(rows)
+        if not all(0 <= row < len(self._row_map) for row in rows):
+            raise UsageError(f"hypo_ids {rows} name rows that the session does not have")
+        return tuple(self._row_map[row] for row in rows)
+
+
+def check_is_session(given: object) -> None:
+    """Raise UsageError for anything but a session."""
+    if not isinstance(given, InferenceSession):
+        raise UsageError(
+            "session must be one that model.inference_session(...) opened, not "
+            f"{type(given).__name__}"
+        )
+
+
+def _check_is_tensor(name: str, given: object) -> None:
+    if not isinstance(given, Tensor):
+        raise UsageError(f"{name} must be a tensor, not {type(given).__name__}")

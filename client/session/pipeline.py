@@ -1,0 +1,239 @@
+"""The pieces of one step on their way over the hops: while one hop computes a piece, the one before
+it computes the next.
+"""
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from ..routing.blame import Refusals
+from .asking import BrokenSegmentError, Question
+from .live_hops import LiveHops
+from .route_opening import LiveHop
+from .wiring import StartOverError, cut_segments
+
+_LEAST_PIECE_TOKENS = 128
+"""Rows times tokens below which a piece is not worth its frame."""
+
+_COMPUTE_PER_ROUND_TRIP = 4.0
+"""A hop rests for a round trip between two pieces: computing one should take this many times as
+long."""
+
+
+def choose_piece_tokens(
+    num_hops: int, num_rows: int, rtt_seconds: float, tokens_per_second: float, most_tokens: int
+) -> int:
+    """Return how many tokens per row one piece of a prompt should have, at most `most_tokens`.
+
+    Small pieces keep more hops busy at once, large ones lose less time between them: a round trip
+    in a star, nothing (`rtt_seconds` 0) in a chain, where more pieces are behind each. A power of
+    two, so that pieces end where the parts end in which a peer computes: with int8 weights its
+    results do not depend on how a prompt was cut.
+
+    >>> choose_piece_tokens(2, 1, 0.001, 1000.0, 2048)
+    128
+    >>> choose_piece_tokens(2, 1, 0.1, 1000.0, 2048)
+    256
+    """
+    if num_hops > 1:
+        wanted = _COMPUTE_PER_ROUND_TRIP * rtt_seconds * tokens_per_second
+        most_tokens = min(most_tokens, int(max(wanted, _LEAST_PIECE_TOKENS)) // num_rows)
+    return 2 ** (max(most_tokens, 1).bit_length() - 1)
+
+
+@dataclass
+class Trouble:
+    """What one place of a pipeline has seen since it last got a piece through."""
+
+    refusals: Refusals = field(default_factory=Refusals)
+    deadline: float | None = None
+    pause_seconds: float = 0.0
+
+
+@dataclass(eq=False)
+class Stretch:
+    """A segment's part of a pipeline: the pieces that wait for it, how many of them were sent
+    already (and the newest that ever was), and how many have yet to come by.
+    """
+
+    hops: list[LiveHop]
+    waiting: deque[Question]
+    num_left: int
+    num_sent: int = 0
+    newest_sent: int = 0
+    ready: asyncio.Event = field(default_factory=asyncio.Event)
+    trouble: Trouble = field(default_factory=Trouble)
+
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The sequences of the pieces that wait."""
+        return tuple(piece.sequence for piece in self.waiting)
+
+    @property
+    def newest_sequence(self) -> int:
+        """The newest step that the hops can have been sent by those before, if nobody lies."""
+        return max(self.newest_sent, self.waiting[0].sequence - 1)
+
+    @property
+    def position(self) -> int:
+        """Where the next piece begins."""
+        return self.waiting[0].position
+
+    @property
+    def is_asked_for_last_token(self) -> bool:
+        """Return whether a piece of several tokens was sent of which one is wanted in the end."""
+        sent = itertools.islice(self.waiting, self.num_sent)
+        return any(piece.last_token_only and piece.hidden_BTH.shape[1] > 1 for piece in sent)
+
+    def find_lost(self) -> tuple[int, int] | None:
+        """Return the last run of lost hops, as a half-open range of indices."""
+        lost = [index for index, live in enumerate(self.hops) if live.link is None]
+        if not lost:
+            return None
+        start = stop = lost[-1]
+        while start - 1 in lost:
+            start -= 1
+        return start, stop + 1
+
+
+class Pipeline:
+    """Takes pieces over the segments of a route, in order. `outputs` are those behind the last.
+
+    Hops are lost on the way: `run` says where, its owner puts others there with `replace` and
+    runs it again. What every other hop has done stays done.
+    """
+
+    def __init__(
+        self, driver: LiveHops, hops: Sequence[LiveHop], pieces: Sequence[Question]
+    ) -> None:
+        self._driver = driver
+        self._stretches = [Stretch(segment, deque(), len(pieces)) for segment in cut_segments(hops)]
+        self._stretches[0].waiting.extend(pieces)
+        self._broken: list[tuple[Stretch, BrokenSegmentError]] = []
+        self.outputs: list[Tensor] = []
+
+    @property
+    def hops(self) -> list[LiveHop]:
+        """All hops, in order."""
+        return [live for stretch in self._stretches for live in stretch.hops]
+
+    def replace(
+        self, stretch: Stretch, start: int, stop: int, replacements: Sequence[LiveHop]
+    ) -> None:
+        """Put one or more hops into the place of some; who pushes to whom may have changed.
+
+        Raises StartOverError when hops answer themselves now that were asked for less than what
+        the others need.
+        """
+        if start == 0 and stop > 0:
+            stretch.num_sent = 0
+        stretch.hops[start:stop] = replacements
+        segments = cut_segments(stretch.hops)
+        stretch.hops = segments[0]
+        was_last = stretch is self._stretches[-1]
+        index = self._stretches.index(stretch) + 1
+        self._stretches[index:index] = [
+            Stretch(segment, deque(), stretch.num_left, newest_sent=stretch.newest_sent)
+            for segment in segments[1:]
+        ]
+        if was_last and len(segments) > 1 and stretch.is_asked_for_last_token:
+            raise StartOverError
+
+    async def run(self) -> list[tuple[Stretch, BrokenSegmentError]]:
+        """Go on until every piece is through or hops are lost; return where, and why."""
+        self._broken = []
+        if max(stretch.num_left for stretch in self._stretches) <= 1:
+            await self._take_one()
+            return self._broken
+        for stretch in self._stretches:
+            stretch.ready.clear()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for stretch in self._stretches:
+                    tasks.create_task(self._work(stretch))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return self._broken
+
+    async def _take_one(self) -> None:
+        """Take the only piece along, from where it is."""
+        for stretch in self._stretches:
+            if stretch.waiting and not await self._advance(stretch):
+                return
+
+    async def _work(self, stretch: Stretch) -> None:
+        """Take pieces over one segment until all are through or some hop is lost.
+
+        The others finish the piece that they are at: cut short, they would be lost as well.
+        """
+        while stretch.num_left and not self._broken:
+            if stretch.waiting:
+                await self._advance(stretch)
+            else:
+                stretch.ready.clear()
+                await stretch.ready.wait()
+
+    async def _advance(self, stretch: Stretch) -> bool:
+        """Take the next piece over one segment; return False when hops of it are lost."""
+        index = self._stretches.index(stretch)
+        is_last = index + 1 == len(self._stretches)
+        piece = stretch.waiting[0]
+        try:
+            output_BTH = await self._ask(stretch, is_last)
+        except BrokenSegmentError as error:
+            self._broken.append((stretch, error))
+            for other in self._stretches:
+                other.ready.set()
+            return False
+        self._driver.accuse(stretch.trouble.refusals)
+        stretch.trouble = Trouble()
+        stretch.waiting.popleft()
+        stretch.num_left -= 1
+        first, num_tokens = stretch.hops[0], piece.hidden_BTH.shape[1]
+        if first.is_log_whole:
+            first.log.append(
+                piece.position, num_tokens, piece.hidden_BTH, piece.row_map, piece.is_decoded
+            )
+        for tail in first.tails:
+            tail.append(piece)
+        if is_last:
+            self.outputs.append(output_BTH)
+        else:
+            following = self._stretches[index + 1]
+            following.waiting.append(replace(piece, hidden_BTH=output_BTH))
+            following.ready.set()
+        return True
+
+    async def _ask(self, stretch: Stretch, is_last: bool) -> Tensor:
+        """Return the output of the next piece; into a chain, send some more behind it."""
+
+        def prepare(piece: Question) -> Question:
+            return replace(piece, last_token_only=piece.last_token_only and is_last)
+
+        asking, waiting = self._driver.asking, stretch.waiting
+        if not stretch.hops[0].capability:
+            return await asking.ask(stretch.hops, prepare(waiting[0]))
+        num_ahead = self._count_ahead(stretch)
+        while stretch.num_sent < min(len(waiting), num_ahead):
+            asking.check_links(stretch.hops)
+            piece = waiting[stretch.num_sent]
+            stretch.newest_sent = max(stretch.newest_sent, piece.sequence)
+            await asking.send(stretch.hops, prepare(piece))
+            stretch.num_sent += 1
+        output_BTH = await asking.receive(stretch.hops, prepare(waiting[0]))
+        stretch.num_sent -= 1
+        return output_BTH
+
+    def _count_ahead(self, stretch: Stretch) -> int:
+        """Return how many pieces may be on their way through a chain.
+
+        One for each hop and one between them will do where hops are near. Far away, many more fit
+        on the lines; together as much as one step may have, so that peers hold no more than that.
+        """
+        num_rows, num_tokens, _ = stretch.waiting[0].hidden_BTH.shape
+        fitting = self._driver.max_piece_tokens(num_rows) // num_tokens
+        return max(len(stretch.hops) + 1, fitting)

@@ -1,0 +1,214 @@
+"""Hot standbys: for each hop of a session another peer that has all that the hop has, and takes its
+place at once when it is lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ...protocol.errors import RouteError, ShoalError, UnavailableError
+from ...protocol.ids import PeerId
+from ..routing.blame import LostHopError
+from ..routing.deadlines import WakefulTimeout
+from .asking import BrokenSegmentError
+from .live_hops import LiveHops, Place
+from .route_opening import LiveHop
+from .understudy import CannotMoveError, Understudy, read_failure
+from .wiring import StartOverError
+
+if TYPE_CHECKING:
+    from .session import RemoteSession
+
+_logger = logging.getLogger(__name__)
+
+_FIRST_PAUSE_SECONDS = 0.1
+_LONGEST_PAUSE_SECONDS = 10.0
+"""Between attempts to find a standby: there may be no replica with room."""
+
+_CATCH_UP_SECONDS = 0.5
+"""How long a step may wait for a standby that lacks some steps; a replay is the other way."""
+
+
+class Standbys:
+    """The standbys of one session, one for each of its hops where there is a replica.
+
+    Owned by the session: `look` begins and ends tasks as the hops change, `stop` ends all.
+    """
+
+    def __init__(self, driver: LiveHops, session: RemoteSession) -> None:
+        self._driver = driver
+        self._session = session
+        self._standbys: dict[LiveHop, _Standby] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+        self._is_stopped = False
+
+    @property
+    def ready(self) -> list[LiveHop]:
+        """The hops whose standby could take over now."""
+        return [live for live, standby in self._standbys.items() if standby.is_ready]
+
+    def look(self, hops: Sequence[LiveHop]) -> None:
+        """Keep a standby for each of these hops, and for no others."""
+        if self._is_stopped:
+            return
+        known = list(self._standbys.items())
+        for live in [live for live, standby in known if not standby.fits(hops)]:
+            self._end(self._standbys.pop(live))
+        used = {live.hop.peer.peer_id for live in hops}
+        for live in hops:
+            if live not in self._standbys:
+                self._standbys[live] = _Standby(self._driver, self._session, live)
+            self._standbys[live].look(used)
+
+    def drop(self) -> None:
+        """Give all of them up: what they have is not what the hops will have."""
+        for standby in self._standbys.values():
+            self._end(standby)
+        self._standbys.clear()
+
+    async def take_over(self, live: LiveHop, place: Place) -> LiveHop | None:
+        """Return the standby of a lost hop, in its place; None: it has none that can.
+
+        Raises BrokenSegmentError when a hop before or after is lost as well.
+        """
+        standby = self._standbys.pop(live, None)
+        if standby is None:
+            return None
+        new = None
+        try:
+            new = await standby.take_over(place)
+        finally:
+            if new is None:
+                self._end(standby)
+        return new
+
+    async def stop(self) -> None:
+        """End all of them, for good."""
+        self._is_stopped = True
+        self.drop()
+        if self._ending:
+            await asyncio.wait(self._ending)
+
+    def _end(self, standby: _Standby) -> None:
+        ending = asyncio.create_task(standby.end(), name="ending a standby")
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+
+
+class _Standby:
+    """The standby of one hop: looked for, kept up, and looked for again when it is lost."""
+
+    def __init__(self, driver: LiveHops, session: RemoteSession, live: LiveHop) -> None:
+        self._driver = driver
+        self._session = session
+        self._live = live
+        self._used: set[PeerId] = set()
+        self._tried: set[PeerId] = set()
+        self._understudy: Understudy | None = None  # one that has, or nearly has, all
+        self._is_taken = False
+        self._following = asyncio.Lock()
+        self._news = asyncio.Event()
+        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._task = asyncio.create_task(self._run(), name="keeping a standby")
+        self._task.add_done_callback(read_failure)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether it could take over now."""
+        return self._understudy is not None
+
+    def fits(self, hops: Sequence[LiveHop]) -> bool:
+        """Return whether it may go on, now that these are the hops."""
+        if self._live not in hops:
+            return False
+        return self._understudy is None or self._understudy.fits(hops)
+
+    def look(self, used: set[PeerId]) -> None:
+        """Go on with what a step has changed; `used` are the peers of all hops."""
+        self._used = used
+        self._news.set()
+
+    async def end(self) -> None:
+        """Give it up, unless it was taken."""
+        self._task.cancel()
+        await asyncio.wait((self._task,))
+
+    async def take_over(self, place: Place) -> LiveHop | None:
+        """Return the new hop in its place; None where it cannot be had at once.
+
+        Raises BrokenSegmentError when a hop before or after is lost as well.
+        """
+        understudy = self._understudy
+        if understudy is None or understudy.before is not place.before or len(place.pending) != 1:
+            return None
+        if (understudy.after is None) != (place.after is None):
+            return None
+        try:
+            async with WakefulTimeout(_CATCH_UP_SECONDS), self._following:
+                await understudy.follow_all()
+            if not await understudy.take_over(place.after, place.pending[0]):
+                return None
+        except (TimeoutError, ShoalError, StartOverError) as error:
+            _logger.info("a standby of blocks %s is of no use: %s", self._live.hop.span, error)
+            return None
+        self._is_taken = True
+        try:
+            await self.end()
+        except asyncio.CancelledError:
+            await self._driver.hang_up(understudy.new)
+            raise
+        return understudy.new
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._keep()
+            except CannotMoveError as error:
+                # It may have been for want of room.
+                _logger.info("blocks %s have no standby: %s", self._live.hop.span, error)
+                self._pause_seconds = _LONGEST_PAUSE_SECONDS
+            except (ShoalError, BrokenSegmentError, StartOverError) as error:
+                _logger.info("blocks %s have no standby yet: %s", self._live.hop.span, error)
+                if isinstance(error, RouteError):
+                    self._tried.clear()  # one of them may have room by now
+            await asyncio.sleep(self._pause_seconds)
+            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    async def _keep(self) -> None:
+        """Bring a peer to the state of the hop and keep it there; raises what ends that."""
+        understudy = Understudy(self._driver, self._session, self._live)
+        try:
+            async with self._session.between_steps() as hops:
+                self._check_stays()
+                understudy.survey(hops)
+            await understudy.prepare(self._used | self._tried)
+            self._understudy = understudy
+            self._pause_seconds = _FIRST_PAUSE_SECONDS
+            await self._follow(understudy)
+        except (LostHopError, BrokenSegmentError):
+            self._tried.add(understudy.new.hop.peer.peer_id)
+            raise
+        finally:
+            self._understudy = None
+            understudy.end()
+            if not self._is_taken:
+                await self._driver.hang_up(understudy.new)
+
+    def _check_stays(self) -> None:
+        """Raise UnavailableError where the hop moves: the one before pushes to one more at most."""
+        if self._live.link is not None and self._live.link.is_leaving:
+            raise UnavailableError("the hop will be moved")
+
+    async def _follow(self, understudy: Understudy) -> None:
+        """Have the standby take every step that the hop has taken, until something is wrong."""
+        while True:
+            async with self._following:
+                await understudy.follow_all()
+            await understudy.catch_up()
+            understudy.check_stays()
+            self._check_stays()
+            self._news.clear()
+            await self._news.wait()

@@ -1,0 +1,317 @@
+"""Another peer that is brought to the state of a hop in use, beside it, while tokens go on.
+
+It gets what the hop got from the log of the hop before, which then pushes to both, or from the
+client's log where the client sends to the hop itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.ids import PeerId, SessionId
+from ...protocol.messages.session import NextHop
+from ...protocol.versions import HANDOFF_VERSION
+from ..routing.blame import LostHopError
+from ..routing.deadlines import WakefulTimeout
+from ..routing.router import Ends
+from .asking import Question
+from .live_hops import LiveHops
+from .replay import merge_pieces
+from .route_opening import LiveHop
+
+if TYPE_CHECKING:
+    from .session import RemoteSession
+
+_logger = logging.getLogger(__name__)
+
+_LAST_STEP_SECONDS = 0.25
+"""How long a step may be held up for an understudy that lacks the newest one. The hop before pushed
+that to both, so it is about to be done."""
+
+_NEVER = 2**63
+"""A sequence that no step reaches: an understudy pushes nothing."""
+
+
+class CannotMoveError(UnavailableError):
+    """Nobody can be brought to the state of a hop."""
+
+
+class Understudy:
+    """A hop that is not in use yet, `new`, and the hop `live` whose place it is to take.
+
+    `before` pushes to both, or None where the client sends to them itself; the live hop pushes to
+    `after`. Made anew for each attempt; `end` has to
+    be called, and whoever has no use for `new` hangs up on it.
+    """
+
+    def __init__(self, driver: LiveHops, session: RemoteSession, live: LiveHop) -> None:
+        self.live = live
+        self.new = LiveHop(live.hop, None, live.log, is_log_whole=live.is_log_whole)
+        self.before: LiveHop | None = None
+        self.after: LiveHop | None = None
+        self.following: NextHop | None = None
+        """How the hop before knows the new one."""
+        self._driver = driver
+        self._session = session
+        self._opener, self._asking = driver.make_understudy()
+        self._mailbox = self._opener.mailbox
+        self._tail: list[Question] = []  # what the live hop was sent and the new one was not
+        self._mirrored_sequence = 0  # the hop before pushes to both what is behind this step
+        self._num_replayed = 0
+
+    def survey(self, hops: Sequence[LiveHop]) -> None:
+        """See who is around the hop and has what it was sent; call it between two steps.
+
+        Raises CannotMoveError where nobody has, UnavailableError where hops are lost.
+        """
+        live = self.live
+        self._mirrored_sequence = self._driver.last_sequence
+        self.before, self.after = self.find_neighbours(hops)
+        if self.before is None:
+            if not live.is_log_whole:
+                raise CannotMoveError("what it was sent is in no log")
+        elif self.before.hop.peer.max_version < HANDOFF_VERSION:
+            raise CannotMoveError("the peer before it pushes to one other only")
+        live.tails.append(self._tail)
+        self.new.log = live.log.copy()
+
+    def find_neighbours(self, hops: Sequence[LiveHop]) -> tuple[LiveHop | None, LiveHop | None]:
+        """Return who pushes to the hop, and to whom it pushes. Raises UnavailableError."""
+        if self.live not in hops:
+            raise UnavailableError("the hop was replaced meanwhile")
+        index = hops.index(self.live)
+        before = hops[index - 1] if index > 0 and hops[index - 1].feeds else None
+        after = hops[index + 1] if self.live.feeds else None
+        if any(live is not None and live.link is None for live in (before, self.live, after)):
+            raise UnavailableError("a hop was lost meanwhile")
+        return before, after
+
+    def fits(self, hops: Sequence[LiveHop]) -> bool:
+        """Return whether who pushes where around the live hop is as it was surveyed.
+
+        Another hop behind it makes no difference, none, or one for the first time, does.
+        """
+        try:
+            before, after = self.find_neighbours(hops)
+        except UnavailableError:
+            return True  # a step will find replacements
+        return before is self.before and (after is None) == (self.after is None)
+
+    async def prepare(self, exclude: Collection[PeerId]) -> None:
+        """Open a session at another peer and bring it to about the state of the live hop.
+
+        Raises CannotMoveError where it never will work, RouteError where nobody else is there, and
+        LostHopError or BrokenSegmentError where it did not work with that peer, `new.hop.peer`.
+        """
+        self.new.hop = await self._driver.find_replica(self.live.hop, exclude, self._ends)
+        self._plan()
+        await self._opener.open_link(self.new, self._driver.num_rows, self._driver.make_deadline())
+        await self._rehearse()
+
+    @property
+    def _ends(self) -> Ends | None:
+        """Who is around the hop in a chain; None in a star."""
+        if not self.live.capability:
+            return None
+        before, after = (live and live.hop.peer for live in (self.before, self.after))
+        return Ends(before, after)
+
+    def end(self) -> None:
+        """Take down nothing more of what the live hop is sent."""
+        tails = self.live.tails
+        self.live.tails = [tail for tail in tails if tail is not self._tail]
+
+    def _plan(self) -> None:
+        """Settle who is to push to whom. Raises LostHopError where they cannot."""
+        new, before, after = self.new, self.before, self.after
+        if not self.live.capability:
+            return
+        can_feed = self._driver.wiring.can_feed
+        if (
+            new.hop.peer.max_version < HANDOFF_VERSION
+            or (before is not None and not can_feed(before.hop, new.hop))
+            or (after is not None and not can_feed(new.hop, after.hop))
+        ):
+            raise LostHopError(new.hop, "the peer cannot stand between the hops around")
+        new.capability = self._opener.make_capability(new.hop.span)
+        if after is not None:
+            new.feeds, new.next = True, self._name(after, _NEVER)
+
+    def _name(self, live: LiveHop, first_sequence: int = 0) -> NextHop:
+        if live.link is None:
+            raise UnavailableError("a hop was lost meanwhile")
+        peer, capability = live.hop.peer, self._opener.make_capability(live.hop.span)
+        return NextHop(
+            peer.peer_id,
+            peer.endpoints,
+            live.link.session,
+            self._opener.epoch,
+            capability,
+            first_sequence,
+        )
+
+    async def _rehearse(self) -> None:
+        """Bring the new hop to about the state of the old one, while tokens go on."""
+        if self.before is None:
+            await self._replay()
+            while self._has_much_to_follow:
+                await self._follow()
+            return
+        self._mailbox.expect_replay(self.session_id)
+        self.following = self._name(self.new)
+        status = await self._driver.wiring.mirror(self.before, self.following)
+        if status.num_replayed == 0:
+            raise CannotMoveError("the peer before it has not kept what it pushed")
+        self._mirrored_sequence = max(self._mirrored_sequence, status.done_sequence)
+        self._num_replayed = status.num_replayed
+        await self.wait_for(self._num_replayed)
+
+    @property
+    def session_id(self) -> SessionId:
+        """The id of the session at the new hop."""
+        assert self.new.link is not None
+        return self.new.link.session
+
+    @property
+    def _has_much_to_follow(self) -> bool:
+        """Whether what the new hop lacks is more than one token, which it may be given when the
+        next step is held up for it: a piece of a prompt takes long.
+        """
+        return sum(question.hidden_BTH.shape[1] for question in self._tail) > 1
+
+    async def _replay(self) -> None:
+        max_tokens = self._driver.max_piece_tokens(self._driver.num_rows)
+        pieces = merge_pieces(self.new.log.plan_replay(), max_tokens)
+        for sequence, piece in enumerate(pieces, 1):
+            question = Question(
+                piece.hidden_BTH,
+                piece.position,
+                is_decoded=piece.is_decoded,
+                last_token_only=True,
+                is_piece=True,
+                sequence=sequence,
+            )
+            await self._asking.ask([self.new], question, is_replay=True)
+
+    async def _follow(self) -> None:
+        """Have the new hop take the oldest step that only the live one has taken."""
+        question = self._tail[0]
+        await self._asking.ask([self.new], replace(question, last_token_only=True, is_piece=True))
+        hidden_BTH = question.hidden_BTH
+        self.new.log.append(
+            question.position,
+            hidden_BTH.shape[1],
+            hidden_BTH,
+            question.row_map,
+            question.is_decoded,
+        )
+        self._tail.pop(0)
+
+    async def follow_all(self) -> None:
+        """Have the new hop take every step that only the live one has taken."""
+        while self._tail:
+            await self._follow()
+
+    async def wait_for(self, sequence: int) -> None:
+        """Wait until the new hop has done a step that the hop before pushed to it.
+
+        Raises LostHopError. Nobody is blamed where nothing comes: it may be any of the two, and the
+        hop before is in use.
+        """
+        num_tokens = self._driver.num_rows * self._session.position
+        seconds = self._asking.choose_timeout_seconds([self.new], num_tokens)
+        pushing = [] if self.before is None else [self.before, self.new]
+        try:
+            with self._asking.pushing(pushing, num_tokens) as pushing_seconds:
+                seconds += pushing_seconds
+                async with WakefulTimeout(seconds):
+                    await self._hear(sequence)
+        except TimeoutError:
+            detail = f"no replay arrived within {seconds:.1f} s"
+            raise LostHopError(self.new.hop, detail) from None
+
+    async def _hear(self, sequence: int) -> None:
+        while self._mailbox.take_output(self.session_id, sequence) is None:
+            await self.check()
+            await self._mailbox.wait()
+
+    async def check(self) -> None:
+        """Raise LostHopError where the new hop has said that something is wrong."""
+        error = self._mailbox.trouble(self.session_id)
+        if isinstance(error, UnavailableError | RemoteProtocolError | RefusedError):
+            raise await self._asking.lose(self.new, error) from error
+
+    async def catch_up(self) -> None:
+        """Wait until the new hop lacks no more than the step under way, while tokens go on."""
+        if self.before is None:
+            return
+        while (last_done := self._driver.last_sequence - 1) > self._mirrored_sequence:
+            await self.wait_for(last_done)
+            if last_done == self._driver.last_sequence - 1:
+                return
+
+    @property
+    def newest_sequence(self) -> int:
+        """The number under which the new hop does the newest step, or the end of its replay."""
+        newest = self._driver.last_sequence
+        return newest if newest > self._mirrored_sequence else self._num_replayed
+
+    async def is_ready(self) -> bool:
+        """Have the new hop do what is left; return whether it has all that the live one has.
+
+        Call it between two steps.
+        """
+        if self.before is None:
+            await self.follow_all()
+            return True
+        try:
+            async with WakefulTimeout(_LAST_STEP_SECONDS):
+                await self._hear(self.newest_sequence)
+        except TimeoutError:
+            return False
+        return True
+
+    def check_stays(self) -> None:
+        """Raise LostHopError where the peer of the new hop is about to stop."""
+        assert self.new.link is not None
+        if self.new.link.is_leaving:
+            raise LostHopError(self.new.hop, "its peer will stop soon")
+
+    async def take_over(self, after: LiveHop | None, sequence: int) -> bool:
+        """Put the new hop into the place of a lost one, with a step under way.
+
+        Returns False where it is lost itself, or the hop before has stopped pushing to it. Raises
+        BrokenSegmentError when one of the others is lost. The link of the new hop is hung up then.
+        """
+        driver, new = self._driver, self.new
+        if new.link is None or self._mailbox.trouble(self.session_id) is not None:
+            return False
+        if not new.capability:
+            return True
+        new.link.listen(driver.mailbox)
+        has_taken = False
+        try:
+            if after is None:
+                driver.mailbox.expect(self.session_id, sequence)
+                # It may have answered already: to nobody, until now.
+                newest = self._mailbox.take_output(self.session_id, sequence)
+                if newest is not None:
+                    driver.mailbox.put(self.session_id, newest.output, newest.num_bytes)
+            has_taken = await driver.wiring.promote(
+                new, self.before, self.following, after, sequence
+            )
+        finally:
+            if not has_taken:
+                await driver.hang_up(new)
+        return has_taken
+
+
+def read_failure(task: asyncio.Task[None]) -> None:
+    """Say what ended a task in the background that nobody expected."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("%s has failed", task.get_name(), exc_info=error)

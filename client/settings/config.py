@@ -1,0 +1,177 @@
+"""What a client can be told: one frozen value."""
+
+import math
+import operator
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ...kernels.linear.quantize import WeightFormat
+from ...protocol.errors import UsageError
+from ...protocol.membership.join_code import JoinCode
+from ...protocol.tensors import KVFormat, WireDtype
+from .petals_settings import translate_settings
+
+
+@dataclass(frozen=True)
+class ClientConfig:
+    """Settings of one client; the defaults are the only ones there are."""
+
+    initial_peers: tuple[str, ...] = ()
+    """Directory addresses to join through, as `shoal serve` prints them."""
+
+    join: str = field(default="", repr=False)
+    """Join code of the swarm, `shoal:…`; a secret, where the swarm is private."""
+
+    wire_dtype: str = "auto"
+    """Type of hidden states on the wire: fp32, bf16, fp16, int8, or auto: fp32 between fp32 peers,
+    else bf16. With int8, half as many bytes as bf16 and less exact, they are rounded to 8 bits
+    with a scale for each 64; where a peer of the first route does not know it, it is auto."""
+
+    kv_format: str = "float"
+    """How peers keep keys and values, unless a session says otherwise: float, as they compute, or
+    int8, in a quarter to a half of the room. With int8, results are the same to the bit in any
+    company only at peers with int8 weights: at others a last digit that torch rounds differently
+    may become a step of 1/127 in the cache."""
+
+    weights: str | None = None
+    """Use only peers that hold their weights like this (int8, bf16, fp32); None: any."""
+
+    allowed_servers: tuple[str, ...] | None = None
+    """Ids of the only peers to use; None: all."""
+
+    blocked_servers: tuple[str, ...] = ()
+    """Ids of peers never to use."""
+
+    delivery: str = "chain"
+    """How hidden states get from hop to hop: chain, pushed by each peer to the next, or star,
+    through this client. A chain needs fewer round trips; star is used where a link is missing."""
+
+    standby: bool = False
+    """Keep a hot standby for each hop of a session: another peer that computes the same, too, and
+    takes over at once when the hop is lost, without a replay. The swarm does twice the work."""
+
+    connect_timeout_seconds: float = 5.0
+    """How long one peer may take to accept a connection and open a session."""
+
+    failover_timeout_seconds: float = 20.0
+    """How long one step may look for peers before it fails with the blocks that are missing; 0:
+    it does not wait for any."""
+
+    refresh_seconds: float = 10.0
+    """How old the view of the swarm may be when a route is planned."""
+
+    max_step_bytes: int = 4 * 2**20
+    """Longer prompts are sent in pieces of at most this size."""
+
+    seed: int | None = None
+    """Seed of the noise that spreads clients over equally good peers; None: a random one."""
+
+    def __post_init__(self) -> None:
+        """Raise UsageError that names the setting which cannot be."""
+        if not isinstance(self.join, str):
+            raise UsageError(f"join is a code, 'shoal:…', not {self.join!r}")
+        if self.join:
+            JoinCode.parse(self.join)
+        _check_choice("wire_dtype", self.wire_dtype, ("auto", *(d.name.lower() for d in WireDtype)))
+        read_kv_format(self.kv_format)
+        _check_choice("delivery", self.delivery, ("chain", "star"))
+        if not isinstance(self.standby, bool):
+            raise UsageError(f"standby is True or False, not {self.standby!r}")
+        if self.weights is not None:
+            _check_choice("weights", self.weights, [known.value for known in WeightFormat])
+        if not _is_seconds(self.connect_timeout_seconds) or self.connect_timeout_seconds == 0:
+            raise UsageError(
+                "connect_timeout_seconds is a number of seconds above 0, not "
+                f"{self.connect_timeout_seconds!r}"
+            )
+        for name in ("failover_timeout_seconds", "refresh_seconds"):
+            if not _is_seconds(getattr(self, name)):
+                raise UsageError(
+                    f"{name} is a number of seconds of at least 0, not {getattr(self, name)!r}"
+                )
+        if make_whole("max_step_bytes", self.max_step_bytes) < 1:
+            raise UsageError(f"max_step_bytes is at least 1, not {self.max_step_bytes}")
+        if self.seed is not None and not isinstance(self.seed, int):
+            raise UsageError(f"seed is a whole number or None, not {self.seed!r}")
+
+
+def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
+    if given not in choices:
+        raise UsageError(f"{name} is one of {', '.join(choices)}, not {given!r}")
+
+
+def read_kv_format(given: object) -> KVFormat:
+    """Return the format of a name; raises UsageError for anything else.
+
+    >>> read_kv_format("int8").name
+    'INT8'
+    """
+    formats = {known.name.lower(): known for known in KVFormat}
+    _check_choice("kv_format", given, list(formats))
+    return formats[str(given)]
+
+
+def _is_seconds(given: object) -> bool:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        return False
+    return math.isfinite(given) and given >= 0
+
+
+def make_client_config(initial_peers: object, options: dict[str, Any]) -> ClientConfig:
+    """Return the settings that from_pretrained() was given; UsageError for unknown ones.
+
+    Those of PETALS are understood by their names there.
+    """
+    options = translate_settings(options)
+    known = sorted(field.name for field in fields(ClientConfig))
+    unknown = sorted(set(options) - set(known))
+    if unknown:
+        raise UsageError(
+            f"from_pretrained() does not know {', '.join(unknown)}; client settings are "
+            f"{', '.join(known)}"
+        )
+    # A caller may pass on what nobody gave it.
+    if options.get("join", "") is None:
+        options = {**options, "join": ""}
+    addresses = () if initial_peers is None else make_initial_peers(initial_peers)
+    if options.get("allowed_servers") is not None:
+        options["allowed_servers"] = _read_peer_ids("allowed_servers", options["allowed_servers"])
+    options["blocked_servers"] = _read_peer_ids(
+        "blocked_servers", options.get("blocked_servers") or ()
+    )
+    return ClientConfig(initial_peers=addresses, **options)
+
+
+def _read_peer_ids(name: str, given: object) -> tuple[str, ...]:
+    """Return ids of peers, which may be texts or objects of hivemind."""
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise UsageError(f"{name} are ids of peers, ['12D3KooW…'], not {given!r:.80}")
+    return tuple(map(str, given))
+
+
+def make_initial_peers(given: object) -> tuple[str, ...]:
+    """Return the addresses that were given: one, or several.
+
+    >>> make_initial_peers("/ip4/…") == make_initial_peers(["/ip4/…"])
+    True
+    """
+    if isinstance(given, str):
+        return (given,)
+    if not isinstance(given, Sequence) or not all(isinstance(peer, str) for peer in given):
+        raise UsageError(f"initial_peers are addresses, ['/ip4/…'], not {given!r}")
+    return tuple(given)
+
+
+def make_whole(name: str, given: object) -> int:
+    """Return a whole number of any library as int; raises UsageError for anything else.
+
+    >>> make_whole("max_length", 7)
+    7
+    """
+    try:
+        if not isinstance(given, bool):
+            return operator.index(given)  # pyright: ignore[reportArgumentType]
+    except TypeError:
+        pass
+    raise UsageError(f"{name} is a whole number, not {given!r}")

@@ -1,0 +1,350 @@
+"""What every step of a session spent its time on: typed events, and who takes them down.
+
+Clocks of peers are not the client's: a peer says only how long a step waited and was computed
+there. Those two durations are put inside of the time between question and answer; what they leave
+of it was the network's, half on the way there and half on the way back.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import chain, takewhile
+
+from ...protocol.messages.session import HopSeconds, Output
+from ...protocol.net.clock import Clock
+from ...protocol.spans import Span
+from ..routing.router import Hop
+from .intervals import measure_covered
+
+
+class Kind(StrEnum):
+    """What a step, or one question of it, is for."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    REPLAY = "replay"
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """Something that took time, in seconds of the client's clock; `step` counts from 1."""
+
+    step: int
+    started_at: float
+    ended_at: float
+
+    @property
+    def seconds(self) -> float:
+        """How long it took."""
+        return self.ended_at - self.started_at
+
+
+@dataclass(frozen=True)
+class StepTaken(_Timed):
+    """One step of the session over all of its hops; `error` says why it failed."""
+
+    kind: Kind
+    position: int
+    num_tokens: int
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Exchange(_Timed):
+    """One question to a hop and its answer.
+
+    started_at    sent_at                                    answered_at    ended_at
+        │  encode    │  network  │ queue │ compute │  network  │   decode   │
+    """
+
+    kind: Kind
+    hop: Hop
+    position: int
+    num_tokens: int
+    sent_at: float
+    answered_at: float
+    queue_seconds: float
+    compute_seconds: float
+    num_bytes_sent: int
+    num_bytes_received: int
+    expected_seconds: float | None = None
+    """In a chain: what the way there was thought to take, and for its last hop the way back."""
+
+    @property
+    def serialization_seconds(self) -> float:
+        """What it took here to make a frame of hidden states, and hidden states of a frame."""
+        return (self.sent_at - self.started_at) + (self.ended_at - self.answered_at)
+
+    @property
+    def network_seconds(self) -> float:
+        """What the peer did not spend of the time between question and answer."""
+        return (self.answered_at - self.sent_at) - self.queue_seconds - self.compute_seconds
+
+
+@dataclass(frozen=True)
+class UnansweredQuestion(_Timed):
+    """A question that cost its hop: the answer did not come, or was of no use."""
+
+    kind: Kind
+    hop: Hop
+    position: int
+    error: str
+
+
+@dataclass(frozen=True)
+class Opening(_Timed):
+    """One attempt to open a session at a peer; `error` says why it failed."""
+
+    hop: Hop
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class Replacement(_Timed):
+    """One failover, from the moment the loss was noticed: routing, opening and replay."""
+
+    lost: Hop
+    replacements: tuple[Hop, ...]
+    reason: str
+    position: int
+    num_replayed_tokens: int
+
+
+@dataclass(frozen=True)
+class Move(_Timed):
+    """One handoff to a hop, beside the steps: from the look for a peer to the switch."""
+
+    hop: Hop
+    left: Hop
+    position: int
+    stall_seconds: float
+
+
+Event = StepTaken | Exchange | UnansweredQuestion | Opening | Replacement | Move
+
+
+@dataclass(frozen=True)
+class Outage:
+    """How long a question waited for hops that were lost, and who took their places."""
+
+    seconds: float
+    replacements: tuple[Hop, ...]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Everything that was taken down, in the order in which it ended."""
+
+    started_at: float
+    ended_at: float
+    events: tuple[Event, ...]
+
+
+@dataclass
+class QuestionWatch:
+    """One question under way; whoever asks it tells what becomes of it."""
+
+    _recorder: "Recorder"
+    _hop: Hop
+    _kind: Kind
+    _position: int
+    _num_tokens: int
+    _started_at: float
+    _sent_at: float = 0.0
+    _answered_at: float = 0.0
+    _num_bytes_sent: int = 0
+    _num_bytes_received: int = 0
+
+    def note_encoded(self, num_bytes: int) -> None:
+        """Note that the question is a frame of so many bytes, which goes out now."""
+        self._sent_at, self._num_bytes_sent = self._recorder.now(), num_bytes
+
+    def note_arrived(self, num_bytes: int) -> None:
+        """Note that the answer is here, a frame of so many bytes."""
+        self._answered_at, self._num_bytes_received = self._recorder.now(), num_bytes
+
+    def note_answered(self, output: Output) -> None:
+        """Note that the answer was read and found good."""
+        # A peer cannot have spent more than there was: what it says is scaled down to that.
+        there_seconds = self._answered_at - self._sent_at
+        said_seconds = output.queue_seconds + output.compute_seconds
+        scale = min(1.0, there_seconds / said_seconds) if said_seconds > 0 else 0.0
+        self._recorder.add(
+            Exchange(
+                self._recorder.step,
+                self._started_at,
+                self._recorder.now(),
+                self._kind,
+                self._hop,
+                self._position,
+                self._num_tokens,
+                self._sent_at,
+                self._answered_at,
+                scale * output.queue_seconds,
+                scale * output.compute_seconds,
+                self._num_bytes_sent,
+                self._num_bytes_received,
+            )
+        )
+
+    def note_passed(
+        self, hops: Sequence[Hop], output: Output, way_seconds: Sequence[float]
+    ) -> None:
+        """Note that the answer to a question was read that some hops passed along.
+
+        The time that they do not tell of is what it took to get from one to the next. It is shared
+        out among them as the ways there and back were expected to be (`way_seconds`). While hops
+        behind the first were lost and replaced, the question waited, at none of them.
+        """
+        times = (*output.before, HopSeconds(output.queue_seconds, output.compute_seconds))
+        if len(times) != len(hops):  # one was replaced meanwhile: the others' times are lost
+            times = (HopSeconds(0.0, 0.0),) * (len(hops) - 1) + times[-1:]
+        there_seconds = self._answered_at - self._sent_at
+        said_seconds = sum(map(sum, times))
+        scale = min(1.0, there_seconds / said_seconds) if said_seconds > 0 else 0.0
+        outage = self._recorder.find_outage(self._kind, self._sent_at, self._answered_at)
+        network_seconds = max(0.0, there_seconds - scale * said_seconds - outage.seconds)
+        idle_seconds = there_seconds - scale * said_seconds - network_seconds
+        resumed_at = next((hop for hop in hops if hop in outage.replacements), hops[-1])
+        expected = [*way_seconds[:-2], way_seconds[-2] + way_seconds[-1]]
+        started_at, sent_at = self._started_at, self._sent_at
+        for hop, own, part in zip(hops, times, expected, strict=True):
+            if hop is resumed_at and idle_seconds > 0:
+                sent_at += idle_seconds
+                started_at = sent_at
+            is_last = hop is hops[-1]
+            queue_seconds, compute_seconds = own
+            share = part / sum(expected) if sum(expected) > 0 else 1.0 / len(hops)
+            own_seconds = scale * (queue_seconds + compute_seconds)
+            answered_at = sent_at + own_seconds + share * network_seconds
+            answered_at = self._answered_at if is_last else answered_at
+            ended_at = self._recorder.now() if is_last else answered_at
+            self._recorder.add(
+                Exchange(
+                    self._recorder.step,
+                    started_at,
+                    ended_at,
+                    self._kind,
+                    hop,
+                    self._position,
+                    self._num_tokens,
+                    sent_at,
+                    answered_at,
+                    scale * queue_seconds,
+                    scale * compute_seconds,
+                    self._num_bytes_sent if hop is hops[0] else 0,
+                    self._num_bytes_received if is_last else 0,
+                    part,
+                )
+            )
+            started_at = sent_at = answered_at
+
+    def note_lost(self, error: Exception) -> None:
+        """Note that the hop is lost."""
+        now, step = self._recorder.now(), self._recorder.step
+        self._recorder.add(
+            UnansweredQuestion(
+                step, self._started_at, now, self._kind, self._hop, self._position, str(error)
+            )
+        )
+
+
+class Recorder:
+    """Takes down what one session does, for as long as it is the session's observer.
+
+    Filled on the client's loop, one step at a time; read by `make_trace` at any moment.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._events: list[Event] = []
+        self._started_at = clock.now()
+        self._ended_at: float | None = None
+        self.step = 0  # number of the step under way
+
+    def __repr__(self) -> str:
+        return f"<Recorder of {self.step} steps, {len(self._events)} events>"
+
+    def now(self) -> float:
+        """Return the time of the client's clock."""
+        return self._clock.now()
+
+    def add(self, event: Event) -> None:
+        """Take down what has just ended."""
+        self._events.append(event)
+
+    def end(self) -> None:
+        """Note that nothing more is to come."""
+        self._ended_at = self.now()
+
+    def make_trace(self) -> Trace:
+        """Return what was taken down until `end`, or until now."""
+        events = tuple(self._events)
+        ended_at = self.now() if self._ended_at is None else self._ended_at
+        # A step that another thread cut short ends behind the end.
+        ended_at = max([ended_at, *(event.ended_at for event in events)])
+        return Trace(self._started_at, ended_at, events)
+
+    def find_outage(self, kind: Kind, started_at: float, ended_at: float) -> "Outage":
+        """Return what the step under way lost of the time between two moments."""
+        lost = [
+            event
+            for event in takewhile(lambda event: event.step == self.step, reversed(self._events))
+            if is_waiting_for_lost(event, kind)
+        ]
+        seconds = measure_covered(
+            (max(event.started_at, started_at), min(event.ended_at, ended_at)) for event in lost
+        )
+        replaced = (event.replacements for event in lost if isinstance(event, Replacement))
+        return Outage(seconds, tuple(chain.from_iterable(replaced)))
+
+    @contextmanager
+    def taking_step(self, kind: Kind, position: int, num_tokens: int) -> Iterator[None]:
+        """Take down what happens inside as the session's next step."""
+        self.step += 1
+        started_at, error = self.now(), None
+        try:
+            yield
+        except BaseException as failure:
+            error = str(failure) or type(failure).__name__
+            raise
+        finally:
+            now = self.now()
+            self.add(StepTaken(self.step, started_at, now, kind, position, num_tokens, error))
+
+    @contextmanager
+    def opening(self, hop: Hop) -> Iterator[None]:
+        """Take down how long it takes to open a session at a peer."""
+        started_at, error = self.now(), None
+        try:
+            yield
+        except BaseException as failure:
+            error = str(failure) or type(failure).__name__
+            raise
+        finally:
+            self.add(Opening(self.step, started_at, self.now(), hop, error))
+
+    def watch(self, hop: Hop, kind: Kind, position: int, num_tokens: int) -> QuestionWatch:
+        """Begin to watch a question, before it is made a frame."""
+        return QuestionWatch(self, hop, kind, position, num_tokens, self.now())
+
+
+def is_waiting_for_lost(event: Event, kind: Kind) -> bool:
+    """Return whether an event is a part of an outage, as questions of that kind see it.
+
+    Replays that were lost are part of their failover.
+    """
+    if isinstance(event, UnansweredQuestion):
+        return event.kind is kind
+    return isinstance(event, Replacement)
+
+
+def choose_kind(is_decoded: bool) -> Kind:
+    """Return what a step is for that is no replay."""
+    return Kind.DECODE if is_decoded else Kind.PREFILL
+
+
+def name_hop(peer_id: str, span: Span) -> str:
+    """Return a hop for people: the end of its peer's id, and the blocks."""
+    return f"peer …{peer_id[-6:]} (blocks {span})"

@@ -1,0 +1,200 @@
+"""Which adapters the rows of a call have, in a model or some of its blocks.
+
+Tensor suffixes: B rows, T tokens, H hidden, V vocabulary, R rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from os import PathLike
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...protocol.errors import UsageError
+from ...protocol.ids import ADAPTER_ID_BYTES, AdapterId
+from ...protocol.spans import Span
+from ..adapters.adapter_versions import (
+    AdapterVersion,
+    HousedVersion,
+    PublishedAdapter,
+    RowAdapters,
+    SentAdapter,
+)
+from ..adapters.peft_files import find_block
+from .lora import LoraAdapter
+
+Adapter = LoraAdapter | str
+"""One of one's own, or the digest of one that somebody has published."""
+
+OwnVersion = AdapterVersion | HousedVersion
+"""One of one's own as it is at one time, wherever its optimizer is."""
+
+AdapterChoice = Adapter | Sequence[Adapter | None] | None
+"""For all rows, or for each row its own."""
+
+
+@dataclass(frozen=True)
+class ChosenAdapters:
+    """What rows are sent with, and whose parameters that are. Without rows, none has any."""
+
+    rows: RowAdapters = ()
+    sources: Mapping[OwnVersion, LoraAdapter] = field(default_factory=dict[OwnVersion, LoraAdapter])
+    is_trained: bool = False
+    """Whether gradients of them will be asked for."""
+
+    def list_parameters(self, span: Span) -> list[tuple[OwnVersion, str, nn.Parameter]]:
+        """Return all matrices of some blocks."""
+        return [
+            (version, name, matrix)
+            for version, source in self.sources.items()
+            for name, matrix in source.named_parameters()
+            if (block := find_block(name)) is not None and block in span
+        ]
+
+
+NO_ADAPTERS = ChosenAdapters()
+
+_NO_DIGEST = (
+    f"no digest of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
+)
+
+
+class ActiveAdapters:
+    """The adapters that are active: those of a `with` in this thread or task, or the default."""
+
+    def __init__(self) -> None:
+        self.default: AdapterChoice = None
+        self.before_use: Callable[[], None] = lambda: None
+        """Called before anybody looks which are active."""
+        self._active: ContextVar[tuple[AdapterChoice] | None] = ContextVar(
+            "active adapters", default=None
+        )
+
+    @property
+    def choice(self) -> AdapterChoice:
+        """What is active."""
+        self.before_use()
+        active = self._active.get()
+        return self.default if active is None else active[0]
+
+    @contextmanager
+    def use(self, choice: AdapterChoice) -> Iterator[None]:
+        """Make adapters active inside of the `with`; None: none. Raises UsageError for others."""
+        token = self._active.set((read_choice(choice),))
+        try:
+            yield
+        finally:
+            self._active.reset(token)
+
+    def take(self, num_rows: int) -> ChosenAdapters:
+        """Return the adapters of so many rows, as they are now."""
+        rows = self._list_rows(num_rows)
+        if not any(adapter is not None for adapter in rows):
+            return NO_ADAPTERS
+        sent: dict[Adapter, SentAdapter] = {}
+        sources: dict[OwnVersion, LoraAdapter] = {}
+        for adapter in dict.fromkeys(rows):
+            if isinstance(adapter, LoraAdapter):
+                trainer = adapter.trainer
+                version = adapter.take_version() if trainer is None else trainer.take_version()
+                sent[adapter] = version
+                sources[version] = adapter
+            elif adapter is not None:
+                sent[adapter] = PublishedAdapter(read_digest(adapter))
+        is_trained = torch.is_grad_enabled() and any(version.is_trained for version in sources)
+        if is_trained and len(sources) < len(sent):
+            raise UsageError(
+                "rows with an adapter to train and rows with a published one go in separate calls"
+            )
+        if any(isinstance(one, HousedVersion) for one in sources) and len(sent) > 1:
+            raise UsageError(
+                "an adapter whose optimizer is at peers is the only one of a call; rows without "
+                "any may stand beside it"
+            )
+        chosen = tuple(None if one is None else sent[one] for one in rows)
+        return ChosenAdapters(chosen, sources, is_trained)
+
+    def take_for_session(self) -> SentAdapter | None:
+        """Return the adapter of a session that is opened now; raises UsageError for several."""
+        if isinstance(self.choice, list | tuple):
+            raise UsageError("a session has one adapter for all rows; make one active for it")
+        if isinstance(self.choice, LoraAdapter):
+            return self.choice.take_version()  # which is fetched, if peers train it
+        rows = self.take(1).rows
+        return rows[0] if rows else None
+
+    def check_session(self, adapter: object) -> None:
+        """Raise UsageError where another adapter is active than a session was opened with."""
+        if adapter is not self.choice and adapter != self.choice:
+            raise UsageError(
+                "the session was opened with another adapter than is active; open one where that "
+                "is active"
+            )
+
+    def change_logits(self, hidden_BTH: Tensor) -> Tensor | None:
+        """Return what adapters add to logits [B, T, V], in float32; None for nothing."""
+        rows = self._list_rows(len(hidden_BTH))
+        heads = {one: one.get_head() for one in rows if isinstance(one, LoraAdapter)}
+        if not any(heads.values()):
+            return None
+        changes: list[Tensor | None] = []
+        for row, adapter in enumerate(rows):
+            head = heads[adapter] if isinstance(adapter, LoraAdapter) else None
+            changes.append(None if head is None else head.compute(hidden_BTH[row]))
+        zeros = torch.zeros_like(next(change for change in changes if change is not None))
+        return torch.stack([zeros if change is None else change for change in changes])
+
+    def _list_rows(self, num_rows: int) -> list[Adapter | None]:
+        choice = self.choice
+        if choice is None or isinstance(choice, LoraAdapter | str):
+            return [choice] * num_rows
+        if len(choice) != num_rows:
+            raise UsageError(f"{len(choice)} active adapters do not fit {num_rows} rows")
+        return list(choice)
+
+
+def read_choice(choice: Any) -> AdapterChoice:
+    """Return which adapters rows have, digests as they are written; UsageError for all else."""
+    if not isinstance(choice, list | tuple):
+        return _read_adapter(choice)
+    given = list(cast("Sequence[Any]", choice))
+    read = [_read_adapter(adapter) for adapter in given]
+    return choice if read == given else read
+
+
+def _read_adapter(adapter: Any) -> Adapter | None:
+    if adapter is None or isinstance(adapter, LoraAdapter):
+        return adapter
+    if isinstance(adapter, str) and is_digest(adapter):
+        return read_digest(adapter).hex()
+    if isinstance(adapter, str | PathLike):
+        raise UsageError(
+            f"{str(cast('Any', adapter))!r:.80} is {_NO_DIGEST}; an adapter in a folder is opened "
+            "before: LoraAdapter.load(folder, model), or model.load_adapter(folder) from now on"
+        )
+    raise UsageError(
+        "active_adapter is a LoraAdapter, the digest of a published one, or a list with one for "
+        f"each row, not {adapter!r:.60}"
+    )
+
+
+def is_digest(text: str) -> bool:
+    """Return whether this can be the name of a published adapter, however it was copied.
+
+    >>> is_digest("ab" * 32), is_digest(" " + "AB" * 32), is_digest("my-adapter")
+    (True, True, False)
+    """
+    return re.fullmatch(f"[0-9a-f]{{{2 * ADAPTER_ID_BYTES}}}", text.strip().lower()) is not None
+
+
+def read_digest(text: object) -> AdapterId:
+    """Return the name of a published adapter; raises UsageError for anything else."""
+    if not isinstance(text, str) or not is_digest(text):
+        raise UsageError(f"{text!r:.80} is {_NO_DIGEST}; publish_adapter() returns it")
+    return AdapterId(bytes.fromhex(text.strip()))

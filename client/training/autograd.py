@@ -1,0 +1,180 @@
+"""Remote blocks as one function that autograd knows how to differentiate.
+
+Tensor suffixes: B rows, T tokens, H hidden, L blocks of a span, P tokens of a deep prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...protocol.ids import AdapterId
+from ...protocol.limits import MAX_PASS_TOKENS
+from ...protocol.spans import Span
+from ..adapters.adapter_versions import AdapterVersion, RowAdapters
+from ..concurrency.portal import Portal
+from ..homes.adapter_homes import AdapterHomes
+from ..passes.microbatches import TextGradients, Texts
+from ..passes.pass_failovers import PassFailover
+from ..routing.router import Hop
+from .active_adapters import NO_ADAPTERS, ChosenAdapters
+from .reentrant import check_same_adapters, make_lost_adapters_error
+from .remote_passes import RemotePasses, Trail
+
+Result = TypeVar("Result")
+
+
+class PassRunner:
+    """Runs passes for threads that know nothing of event loops."""
+
+    def __init__(self, passes: RemotePasses, portal: Portal) -> None:
+        self._passes = passes
+        self._portal = portal
+
+    def can_run(self, span: Span, hidden_BTH: Tensor) -> bool:
+        """Return whether passes through a span are possible, as far as was heard last."""
+        return hidden_BTH.shape[1] <= MAX_PASS_TOKENS and self._passes.can_run(span)
+
+    def run(
+        self,
+        span: Span,
+        hidden_BTH: Tensor,
+        prompts_LBPH: Tensor | None = None,
+        adapters: ChosenAdapters = NO_ADAPTERS,
+    ) -> Tensor:
+        """Return hidden states behind the last block of a span, [B, T, H], in the dtype given.
+
+        Differentiable with respect to hidden states, the matrices of adapters, and deep prompts,
+        which are [L, B, P, H] or [L, 1, P, H] and added to the first P inputs of each block. Raises
+        what `RemotePasses.run_forward` does; so may the backward pass.
+        """
+        check_same_adapters(adapters.rows)
+        matrices = [matrix for _, _, matrix in adapters.list_parameters(span)]
+        output: Tensor = _RemoteBlocks.apply(  # pyright: ignore[reportAssignmentType]
+            self, span, adapters, hidden_BTH, prompts_LBPH, *matrices
+        )
+        return output
+
+    def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
+        """See `RemotePasses.run_forward`."""
+        return self._portal.run(self._passes.run_forward(span, texts))
+
+    def run_backward(self, trails: list[Trail], grads_BTH: Tensor) -> TextGradients:
+        """See `RemotePasses.run_backward`."""
+        return self._portal.run(self._passes.run_backward(trails, grads_BTH))
+
+    def make_homes(self) -> AdapterHomes:
+        """Return homes for an adapter that peers are to train."""
+        return self._portal.run(self._passes.make_homes())
+
+    def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Run something on the loop of the client, and return what comes of it."""
+        return self._portal.run(coroutine)
+
+    def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> None:
+        """See `Publisher.publish`."""
+        self._portal.run(self._passes.publisher.publish(adapter, span, lineage))
+
+    def withdraw(self, name: AdapterId) -> None:
+        """See `Publisher.withdraw`."""
+        self._portal.run(self._passes.publisher.withdraw(name))
+
+    def take_failovers(self) -> list[PassFailover]:
+        """See `RemotePasses.take_failovers`."""
+        return self._portal.run(self._passes.take_failovers())
+
+    def take_recent_hops(self) -> list[Hop]:
+        """See `PassAsker.take_recent_hops`."""
+        return self._portal.run(self._passes.take_recent_hops())
+
+
+class _Keepsake(Tensor):
+    """A tensor without numbers, by which autograd keeps the trails of a pass.
+
+    How many tensors trails have follows from the route. A checkpoint that computes a pass again
+    wants as many as before, and may be given another route: so it sees one, always of the same
+    shape. Like any saved tensor it is gone after the way back, unless the graph is retained.
+    """
+
+    trails: list[Trail]
+
+    @staticmethod
+    def __new__(cls, trails: list[Trail]) -> _Keepsake:
+        keepsake = torch.Tensor._make_wrapper_subclass(cls, (0,))  # pyright: ignore
+        keepsake.trails = trails
+        return keepsake
+
+    @classmethod
+    def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
+    ) -> _Keepsake:
+        """Whatever is done with it, be it detached or moved: it stays what it is."""
+        return cls(arguments[0].trails)
+
+
+class _RemoteBlocks(torch.autograd.Function):
+    """Keeps what was sent to each hop, on the CPU, until autograd forgets the graph.
+
+    Nothing is used up on the way back, so it may be gone again (`retain_graph`).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        runner: PassRunner,
+        span: Span,
+        adapters: ChosenAdapters,
+        hidden_BTH: Tensor,
+        prompts_LBPH: Tensor | None,
+        *matrices: Tensor,
+    ) -> Tensor:
+        # Copies: whoever changes the tensors later must not change what goes back through blocks.
+        prompts = None if prompts_LBPH is None else _copy(prompts_LBPH)
+        is_shared = prompts is not None and prompts.shape[1] == 1
+        texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows, adapters.is_trained)
+        output_BTH, trails = runner.run_forward(span, texts)
+        ctx.runner = runner
+        ctx.save_for_backward(_Keepsake(trails))
+        inputs = (hidden_BTH, prompts_LBPH, *matrices)
+        ctx.places = [(None, None) if x is None else (x.device, x.dtype) for x in inputs]
+        # Names only: whose parameters these are would keep them alive, and they this graph.
+        ctx.names = [(version, name) for version, name, _ in adapters.list_parameters(span)]
+        ctx.adapters = adapters.rows
+        return output_BTH.to(hidden_BTH.device, hidden_BTH.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grads_BTH: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        (keepsake,) = ctx.saved_tensors
+        _check_adapters(keepsake.trails, ctx.adapters)
+        gradients = ctx.runner.run_backward(keepsake.trails, _copy(grads_BTH))
+        matrices = [gradients.adapters.get(version, {}).get(name) for version, name in ctx.names]
+        found = (gradients.hidden_BTH, gradients.prompts_LBPH, *matrices)
+        wanted = ctx.needs_input_grad[3:]
+        return (
+            *(None, None, None),
+            *(
+                grad.to(*place) if is_wanted and grad is not None else None
+                for grad, place, is_wanted in zip(found, ctx.places, wanted, strict=True)
+            ),
+        )
+
+
+def _check_adapters(trails: list[Trail], adapters: RowAdapters) -> None:
+    """Raise UsageError where a pass was computed again with other adapters than the first time.
+
+    Its gradients would be those of another function, and none of them for the adapters.
+    """
+    recomputed = [one for trail in trails for one in trail.stages[0].texts.adapters]
+    if tuple(recomputed) != adapters:
+        raise make_lost_adapters_error()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -1,0 +1,252 @@
+"""A LoRA adapter that a client trains, and peers apply.
+
+Tensor suffixes: R rank, I input and O output features of a linear.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from ...protocol.errors import UsageError
+from ...protocol.messages.lora_config import DOWN, MAX_RANK, PREFIX, UP, LoraConfig
+from ..adapters.adapter_versions import AdapterVersion
+from ..adapters.peft_files import (
+    HEAD,
+    LinearShape,
+    PeftFiles,
+    check_fit,
+    list_linears,
+    make_fields,
+    match_targets,
+    read_folder,
+    write_folder,
+)
+
+if TYPE_CHECKING:
+    from .peer_optimizer import PeerOptimizer
+
+_ROUTERS = (".gate", ".router")
+"""Linears that choose experts: peers have them in another form."""
+
+
+class HasConfig(Protocol):
+    """A model, here or over a swarm."""
+
+    config: Any
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """What an adapter adds to logits, which are computed at the client."""
+
+    down_RI: Tensor
+    up_OR: Tensor
+    scale: float
+
+    def compute(self, hidden_TI: Tensor) -> Tensor:
+        """Return the change in float32, [T, O]."""
+        return hidden_TI.float() @ self.down_RI.t() @ self.up_OR.t() * self.scale
+
+
+class LoraAdapter(nn.Module):
+    """The matrices of an adapter in float32, under the names that PEFT gives them.
+
+    Its parameters are for an optimizer at the client; `state_dict()` is what PEFT stores. Where it
+    is active, autograd gives them gradients. It is never called. With a `trainer`, an optimizer at
+    peers, they are fetched whenever the adapter is saved, copied or used in a session.
+    """
+
+    trainer: PeerOptimizer | None
+
+    def __init__(self, files: PeftFiles) -> None:
+        super().__init__()
+        self.lora_config = files.config
+        self._fields = files.fields
+        self.trainer = None
+        self._newest: AdapterVersion | None = None
+        self._lineage = secrets.token_hex(8)
+        for name, matrix in files.matrices.items():
+            _register(self, name.split("."), nn.Parameter(matrix.detach().clone()))
+
+    @classmethod
+    def create(
+        cls,
+        model: HasConfig,
+        *,
+        rank: int = 8,
+        alpha: float = 16,
+        target_modules: str | Sequence[str] = "all-linear",
+        seed: int = 0,
+    ) -> Self:
+        """Return a new adapter for a model, which changes nothing before it is trained.
+
+        `target_modules` are as in PEFT: ends of names, a pattern, or "all-linear" for all linears
+        of the blocks. Raises UsageError for what the model does not have.
+        """
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
+            raise UsageError(f"rank is a number from 1 to {MAX_RANK}, not {rank!r}")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1e6:
+            raise UsageError(f"alpha is a number above 0, not {alpha!r}")
+        model_config: PreTrainedConfig = model.config
+        linears = list_linears(model_config)
+        if target_modules == "all-linear":
+            chosen = [name for name in linears if name != HEAD and not name.endswith(_ROUTERS)]
+            written = sorted({name.rpartition(".")[2] for name in chosen})
+        else:
+            written = target_modules if isinstance(target_modules, str) else list(target_modules)
+            chosen = _choose_linears(linears, written)
+        generator = torch.Generator().manual_seed(seed)
+        matrices: dict[str, Tensor] = {}
+        for name in chosen:
+            linear = linears[name]
+            down_RI = torch.empty(rank, linear.num_inputs)
+            nn.init.kaiming_uniform_(down_RI, a=math.sqrt(5), generator=generator)
+            matrices[PREFIX + name + DOWN] = down_RI
+            matrices[PREFIX + name + UP] = torch.zeros(linear.num_outputs, rank)
+        config = LoraConfig(rank, alpha)
+        is_transposed = any(linears[name].is_transposed for name in chosen)
+        fields = make_fields(config, written, model_config, is_transposed)
+        return cls(PeftFiles(config, fields, matrices))
+
+    @classmethod
+    def load(cls, folder: str | Path, model: HasConfig) -> Self:
+        """Read an adapter that was saved here or by PEFT.
+
+        Raises UsageError that names the matrix which does not fit the model.
+        """
+        files = read_folder(folder)
+        check_fit(files.matrices, files.config.rank, model.config)
+        return cls(files)
+
+    def save(self, folder: str | Path) -> None:
+        """Write `adapter_config.json` and `adapter_model.safetensors`, as PEFT reads them."""
+        write_folder(folder, PeftFiles(self.lora_config, self._fields, self.copy_matrices()))
+
+    save_pretrained = save
+
+    def pull(self) -> None:
+        """Fetch what peers have learned, if they train it."""
+        if self.trainer is not None:
+            self.trainer.pull()
+
+    def state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Return the matrices by PEFT's names, the newest ones."""
+        self.pull()
+        return super().state_dict(*arguments, **options)
+
+    def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
+        """Take other matrices; peers that train it go on from these."""
+        self.pull()  # what the optimizer remembers stays
+        loaded = super().load_state_dict(*arguments, **options)
+        if self.trainer is not None:
+            self.trainer.restart()
+        return loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has, which is trained by nobody."""
+        self.pull()
+        return {**self.__dict__, "trainer": None, "_newest": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make a copy an adapter of its own."""
+        super().__setstate__(state)
+        self._newest, self._lineage = None, secrets.token_hex(8)
+
+    def get_head(self) -> HeadPart | None:
+        """Return what it adds to the logits, where it adapts the head."""
+        matrices = self.named_matrices()
+        if PREFIX + HEAD + DOWN not in matrices:
+            return None
+        return HeadPart(
+            matrices[PREFIX + HEAD + DOWN], matrices[PREFIX + HEAD + UP], self.lora_config.scale
+        )
+
+    def __repr__(self) -> str:
+        """Leave out the modules that are nothing but names: a large model has thousands."""
+        num_linears = len(self.named_matrices()) // 2
+        return f"{type(self).__name__}(rank {self.lora_config.rank}, {num_linears} linears)"
+
+    def named_matrices(self) -> Mapping[str, nn.Parameter]:
+        """Return all matrices by PEFT's names."""
+        return dict(self.named_parameters())
+
+    def copy_matrices(self) -> dict[str, Tensor]:
+        """Return the matrices as they are now, on the CPU in float32."""
+        self.pull()
+        return {
+            name: matrix.detach().to("cpu", torch.float32, copy=True)
+            for name, matrix in self.named_parameters()
+        }
+
+    def take_version(self) -> AdapterVersion:
+        """Return the matrices as they are now; the same object while they do not change."""
+        self.pull()
+        is_trained = any(matrix.requires_grad for matrix in self.parameters())
+        known, number = self._newest, 0
+        if known is not None:
+            number = known.number + 1
+            is_same = known.is_trained == is_trained and all(
+                torch.equal(matrix.detach().cpu().float(), known.matrices[name])
+                for name, matrix in self.named_parameters()
+            )
+            if is_same:
+                return known
+        matrices = self.copy_matrices()
+        self._newest = AdapterVersion(self.lora_config, matrices, is_trained, self._lineage, number)
+        return self._newest
+
+    def forward(self, *inputs: object) -> None:
+        """Refuse: peers apply an adapter."""
+        raise UsageError("an adapter is not called; make it active in a model over a swarm")
+
+
+def check_is_adapter(given: object, purpose: str) -> LoraAdapter:
+    """Return an adapter of one's own; raises UsageError for anything else."""
+    if isinstance(given, LoraAdapter):
+        return given
+    advice = ""
+    if isinstance(given, str | PathLike):
+        advice = "; one in a folder is opened with LoraAdapter.load(folder, model)"
+    raise UsageError(f"{purpose} takes a LoraAdapter, not {given!r:.80}{advice}")
+
+
+def _choose_linears(linears: Mapping[str, LinearShape], targets: str | list[str]) -> list[str]:
+    """Return the linears that targets mean; UsageError where one of them means none."""
+    chosen = match_targets(linears, targets)
+    ends = sorted({name.rpartition(".")[2] for name in linears})
+    known = ", ".join(ends)
+    if isinstance(targets, str):
+        if chosen:
+            return chosen
+        listed = [target.strip() for target in targets.split(",")]
+        example = listed if all(match_targets(linears, [one]) for one in listed) else ends[:1]
+        raise UsageError(
+            f"target_modules {targets!r:.80} is a text, and so a pattern for whole names, which "
+            f"matches no linear of this model; ends of names are a list, {example}: it has {known}"
+        )
+    unknown = [target for target in targets if not match_targets(linears, [target])]
+    if unknown or not chosen:
+        raise UsageError(
+            f"this model has no linear that target_modules {unknown or targets} means; it has "
+            + known
+        )
+    return chosen
+
+
+def _register(module: nn.Module, path: Sequence[str], matrix: nn.Parameter) -> None:
+    """Put a matrix where its name says, below modules that are nothing but names."""
+    for name in path[:-1]:
+        if name not in module._modules:
+            module.add_module(name, nn.Module())
+        module = module.get_submodule(name)
+    module.register_parameter(path[-1], matrix)

@@ -1,0 +1,206 @@
+"""An optimizer as torch knows them, which runs at the peers that hold an adapter's blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...protocol.errors import UsageError
+from ...protocol.messages.adapters import OptimizerKind, OptimizerSettings
+from ...protocol.wire.adapter_checks import check_settings
+from ..adapters.adapter_versions import HousedVersion
+from ..adapters.learned_states import LearnedState
+from .autograd import PassRunner
+from .lora import LoraAdapter, check_is_adapter
+
+_DEFAULTS: Mapping[OptimizerKind, Mapping[str, Any]] = {
+    OptimizerKind.ADAMW: {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 1e-2,
+    },
+    OptimizerKind.SGD: {"lr": 1e-3, "momentum": 0.0, "weight_decay": 0.0},
+}
+"""Those of torch."""
+
+_MOMENTS = {OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq"), OptimizerKind.SGD: ("momentum_buffer",)}
+"""What torch's optimizers call what they remember of each parameter."""
+
+
+class PeerOptimizer(torch.optim.Optimizer):
+    """AdamW or SGD of torch, computed where the adapter is applied.
+
+    Neither gradients nor new matrices travel: `backward()` leaves gradients at the peers, `step()`
+    tells them to update, all or none, and uses the gradients up, as if `zero_grad()` followed.
+    Where a matrix got no gradient, that is zero. `param.grad` stays None, and the parameters are
+    those of the last `pull()`, which saving and generating do by themselves. Schedulers of torch
+    change the rate as usual; `clip_grad_norm` limits gradients of all peers together.
+
+    There is one group of parameters. `close()` gives the adapter back to the client.
+    """
+
+    def __init__(
+        self, runner: PassRunner, adapter: LoraAdapter, kind: str = "adamw", **options: Any
+    ) -> None:
+        """Raises UsageError for options that the optimizer does not have."""
+        self._kind = _read_kind(kind)
+        defaults = dict(_DEFAULTS[self._kind])
+        unknown = ", ".join(sorted(options.keys() - defaults.keys()))
+        if unknown:
+            raise UsageError(f"{kind} has no {unknown}; it has {', '.join(defaults)}")
+        adapter = check_is_adapter(adapter, "an optimizer at peers")
+        if adapter.get_head() is not None:
+            raise UsageError(
+                "the head is adapted at the client, and so is its optimizer: leave lm_head out of "
+                "target_modules, or use an optimizer of torch"
+            )
+        if adapter.trainer is not None:
+            raise UsageError("the adapter has an optimizer at peers already; close() that one")
+        self.max_grad_norm: float | None = None
+        self._runner = runner
+        self._adapter = adapter
+        self._homes = runner.make_homes()
+        super().__init__(adapter.parameters(), defaults | options)
+        self._read_settings()
+        adapter.trainer = self
+
+    def __repr__(self) -> str:
+        return f"<PeerOptimizer {self._kind.name.lower()} of {self._adapter!r}>"
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Take the one group that there is."""
+        if self.param_groups:
+            raise UsageError("an optimizer at peers has one group of parameters")
+        super().add_param_group(param_group)
+
+    def take_version(self) -> HousedVersion:
+        """Return the adapter as peers have it, or get it when the first one is asked."""
+        if not self._homes.has_begun:
+            self._homes.begin(self._read_state())
+        is_trained = any(matrix.requires_grad for matrix in self._adapter.parameters())
+        return self._homes.take_version(is_trained)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Have the gradients forgotten that were gathered since the last update."""
+        self._runner.wait_for(self._homes.drop_gradients())
+
+    def clip_grad_norm(self, max_norm: float) -> Tensor:
+        """Have the next `step()` shorten all gradients together to a norm; return what it is."""
+        if not max_norm > 0:
+            raise UsageError(f"a norm is larger than 0, not {max_norm!r}")
+        norm = torch.tensor(self._runner.wait_for(self._homes.measure()))
+        self.max_grad_norm = float(max_norm)
+        return norm
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
+        """Update the adapter at all peers; nothing happens where there are no gradients.
+
+        Raises RefusedError if gradients or what would come of them are not finite, and what passes
+        do when a lost peer is not replaced in time: called again, it goes on where it was.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        settings = self._read_settings()
+        self._runner.wait_for(self._homes.update(settings, self.max_grad_norm))
+        self.max_grad_norm = None
+        return loss
+
+    def pull(self) -> None:
+        """Fetch what peers have learned into the parameters of the adapter and `state`."""
+        state = self._runner.wait_for(self._homes.fetch())
+        if state is None:
+            return
+        self.state.clear()
+        with torch.no_grad():
+            for name, matrix in self._adapter.named_parameters():
+                matrix.copy_(state.matrices[name])
+                if state.moments:
+                    self.state[matrix] = self._name_moments(state, name)
+
+    def restart(self) -> None:
+        """Let peers go on from the parameters and `state` as they are here now."""
+        self._homes.forget()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what torch's optimizer of the same kind would, after a `pull()`."""
+        self.pull()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take what `state_dict` returned, here or of torch's optimizer of the same kind."""
+        self.pull()
+        super().load_state_dict(state_dict)
+        self.restart()
+
+    def close(self) -> None:
+        """Fetch what was learned; from now on the adapter is one of the client again."""
+        if self._adapter.trainer is self:
+            self.pull()
+            self.restart()
+            self._adapter.trainer = None
+
+    def _name_moments(self, state: LearnedState, name: str) -> dict[str, Tensor]:
+        moments = zip(_MOMENTS[self._kind], state.moments, strict=True)
+        named = {key: file[name].clone() for key, file in moments}
+        if self._kind is OptimizerKind.ADAMW:
+            named["step"] = torch.tensor(float(state.num_updates))
+        return named
+
+    def _read_state(self) -> LearnedState:
+        """Return the adapter as it is here, with what `state` says of it."""
+        named = dict(self._adapter.named_parameters())
+        matrices = {name: _copy(matrix) for name, matrix in named.items()}
+        state = LearnedState(self._adapter.lora_config, self._kind, matrices)
+        known = {name: self.state[matrix] for name, matrix in named.items() if self.state[matrix]}
+        if not known:
+            return state
+        numbers = {int(one.get("step", 1)) for one in known.values()}
+        keys = _MOMENTS[self._kind]
+        if len(numbers) != 1 or any(one.get(key) is None for one in known.values() for key in keys):
+            raise UsageError("peers cannot go on from this state: it differs between matrices")
+        moments = tuple(
+            {
+                name: _copy(known[name][key]) if name in known else torch.zeros_like(matrix)
+                for name, matrix in matrices.items()
+            }
+            for key in keys
+        )
+        return LearnedState(
+            self._adapter.lora_config, self._kind, matrices, moments, max(1, *numbers)
+        )
+
+    def _read_settings(self) -> OptimizerSettings:
+        """Return the options as they are now; raises UsageError for what peers would refuse."""
+        group = self.param_groups[0]
+        beta1, beta2 = group.get("betas", (0.0, 0.0))
+        settings = OptimizerSettings(
+            self._kind,
+            float(group["lr"]),
+            float(group["weight_decay"]),
+            float(group.get("momentum", 0.0)),
+            float(beta1),
+            float(beta2),
+            float(group.get("eps", 0.0)),
+        )
+        try:
+            check_settings(settings)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+        return settings
+
+
+def _read_kind(name: str) -> OptimizerKind:
+    known = {kind.name.lower(): kind for kind in _DEFAULTS}
+    if name not in known:
+        raise UsageError(f"peers run {' or '.join(known)}, not {name!r:.60}")
+    return known[name]
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", torch.float32, copy=True)

@@ -1,0 +1,181 @@
+"""Batches on their way through the swarm, forward and back, whoever is lost meanwhile.
+
+Passes are stateless: a peer that is lost is replaced by any other that hosts the blocks, which gets
+the same tensors again. So the client keeps what it sent to each hop until the way back is over.
+
+Tensor suffixes: B rows, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.net.clock import Clock
+from ...protocol.spans import Span
+from ..adapters.adapter_versions import AdapterGradients, add_gradients, find_homed
+from ..concurrency.tasks import run_all
+from ..homes.adapter_homes import AdapterHomes
+from ..passes.microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, halve, join_gradients
+from ..passes.pass_asking import PassAsker
+from ..passes.pass_failovers import PassFailover
+from ..publishing.publisher import Publisher
+from ..routing.router import Hop
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Texts as they went into one hop, for the way back.
+
+    That goes through the same weights: those of a peer with another format are another function.
+    """
+
+    span: Span
+    texts: Texts
+    weights: str
+
+
+@dataclass(frozen=True)
+class Trail:
+    """The way of one microbatch, which is some rows of a batch."""
+
+    rows: slice
+    stages: Sequence[Stage]
+
+
+class RemotePasses:
+    """Sends batches through frozen remote blocks. Owned by the client's loop."""
+
+    def __init__(self, asker: PassAsker, clock: Clock) -> None:
+        self._asker = asker
+        self.publisher = Publisher(asker, clock)
+        self._most_tokens = MOST_TOKENS
+
+    def can_run(self, span: Span) -> bool:
+        """Return whether there is a peer that takes passes for each block of a span."""
+        return all(self._asker.has_host(block) for block in range(span.start, span.stop))
+
+    async def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
+        """Return the hidden states behind the last block of a span, and the way they took.
+
+        Raises RouteError with the blocks that nobody serves in time, RefusedError when peers
+        decline the texts themselves, and what the last of many peers did that were found and lost.
+        """
+        num_tokens, num_hops = texts.hidden_BTH.shape[1], self._asker.guess_num_hops(span)
+        batches = cut_rows(texts.num_rows, num_tokens, num_hops, self._most_tokens, texts.most_rows)
+        done = await run_all(self._forward_rows(span, texts, rows) for rows in batches)
+        ways = [way for ways in done for way in ways]
+        return torch.cat([output_BTH for output_BTH, _ in ways]), [trail for _, trail in ways]
+
+    async def run_backward(self, trails: Sequence[Trail], grads_BTH: Tensor) -> TextGradients:
+        """Return the gradients of what went into `run_forward`, given those of what came out.
+
+        May be called again for the same trails. Raises what `run_forward` does.
+        """
+        gradients = await run_all(
+            self._backward(trail.stages, grads_BTH[trail.rows]) for trail in trails
+        )
+        return join_gradients(gradients, trails[0].stages[0].texts.shares_prompts)
+
+    async def make_homes(self) -> AdapterHomes:
+        """Return homes for an adapter that peers are to train."""
+        return AdapterHomes(self._asker)
+
+    async def take_recent_hops(self) -> list[Hop]:
+        """See `PassAsker.take_recent_hops`."""
+        return self._asker.take_recent_hops()
+
+    async def take_failovers(self) -> list[PassFailover]:
+        """Return who was lost, and who took over, since this was called last."""
+        return self._asker.failovers.take()
+
+    async def close(self) -> None:
+        """Withdraw what is published, and hang up on everybody."""
+        try:
+            await self.publisher.close()
+        finally:
+            await self._asker.close()
+
+    async def _forward_rows(
+        self, span: Span, texts: Texts, rows: slice
+    ) -> list[tuple[Tensor, Trail]]:
+        """Take some rows through a span; in two halves if a peer has no memory for them."""
+        part = texts.take_rows(rows)
+        try:
+            output_BTH, stages = await self._forward(span, part)
+        except RefusedError as error:
+            self._take_less(error, part)
+        else:
+            return [(output_BTH, Trail(rows, stages))]
+        halves = halve(rows)
+        done = await run_all(self._forward_rows(span, texts, half) for half in halves)
+        return [way for ways in done for way in ways]
+
+    async def _forward(
+        self, span: Span, texts: Texts, weights: str | None = None
+    ) -> tuple[Tensor, list[Stage]]:
+        """Take one microbatch through a span, hop by hop; through `weights` only if given."""
+        stages: list[Stage] = []
+        rest, start = texts, span.start
+        while start < span.stop:
+            answer = await self._choose_asker(rest).ask_forward(
+                Span(start, span.stop), rest, weights
+            )
+            num_blocks = len(answer.span)
+            part = rest.take_blocks(slice(0, num_blocks))
+            stages.append(Stage(answer.span, part, answer.weights))
+            rest = rest.take_blocks(slice(num_blocks, None)).move_to(answer.hidden_BTH)
+            start = answer.span.stop
+        return rest.hidden_BTH, stages
+
+    async def _backward(self, stages: Sequence[Stage], grads_BTH: Tensor) -> TextGradients:
+        """Take the gradients of one microbatch back along its way."""
+        prompts: list[Tensor] = []
+        adapters: list[AdapterGradients] = []
+        for stage in reversed(stages):
+            gradients = await self._go_back(stage, grads_BTH)
+            grads_BTH = gradients.hidden_BTH
+            adapters.append(gradients.adapters)
+            if gradients.prompts_LBPH is not None:
+                prompts.insert(0, gradients.prompts_LBPH)
+        joined = torch.cat(prompts) if prompts else None
+        return TextGradients(grads_BTH, joined, add_gradients(adapters))
+
+    async def _go_back(self, stage: Stage, grads_BTH: Tensor) -> TextGradients:
+        """Take gradients back through one hop; in two halves if a peer has no memory for them."""
+        span, texts = stage.span, stage.texts
+        try:
+            asker = self._choose_asker(texts)
+            gradients = await asker.ask_backward(span, texts, grads_BTH, stage.weights)
+            return gradients or await self._go_back_in_parts(stage, grads_BTH)
+        except RefusedError as error:
+            self._take_less(error, texts)
+        halves = halve(slice(0, texts.num_rows))
+        parts = await run_all(
+            self._go_back(replace(stage, texts=texts.take_rows(half)), grads_BTH[half])
+            for half in halves
+        )
+        return join_gradients(parts, texts.shares_prompts)
+
+    async def _go_back_in_parts(self, stage: Stage, grads_BTH: Tensor) -> TextGradients:
+        """Take gradients back through blocks that one peer hosted and several do now.
+
+        What goes into the others has to be computed first.
+        """
+        _, stages = await self._forward(stage.span, stage.texts, stage.weights)
+        return await self._backward(stages, grads_BTH)
+
+    def _choose_asker(self, texts: Texts) -> PassAsker | AdapterHomes:
+        """Return who knows which peers may take texts."""
+        homed = find_homed(texts.adapters)
+        return self._asker if homed is None else homed.homes
+
+    def _take_less(self, error: RefusedError, texts: Texts) -> None:
+        """Remember that a peer has no memory for so much at once; raises any other error."""
+        if error.code is not ErrorCode.OUT_OF_MEMORY or texts.num_rows == 1:
+            raise error
+        self._most_tokens = min(self._most_tokens, max(1, texts.num_tokens // 2))

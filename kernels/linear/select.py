@@ -1,0 +1,93 @@
+"""Picks the kernels of this process, once, by what is fastest on its processor."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from . import int8_native, int8_torch
+from .int8 import Int8Kernel
+from .quantize import Int8Weight, WeightFormat
+
+_WEIGHT_SHAPE = (1024, 512)
+_ROWS_AND_DIGITS = ((1, 2), (64, 1))
+"""A token that is generated, and a part of a prompt."""
+_NUM_TRIALS = 5
+
+
+def list_int8_kernels() -> list[Int8Kernel]:
+    """Return every int8 kernel of the CPU, likely fastest first. All compute the same bits."""
+    return [*int8_native.list_kernels(), int8_torch.make_kernel()]
+
+
+@cache
+def choose_int8_kernel(device_type: str) -> Int8Kernel:
+    """Return the kernel of every int8 linear on such a device: on the CPU the fastest, as measured.
+
+    The first call takes some hundredths of a second. Raises ValueError where there is none.
+    """
+    if device_type == "cpu":
+        return choose_fastest(list_int8_kernels(), time.perf_counter)
+    _check_triton(device_type)
+    from . import triton_int8
+
+    return triton_int8.make_kernel()
+
+
+def choose_paged_attention(device_type: str) -> Callable[..., Tensor]:
+    """Return `paged_attention` of `triton_attention`; raises ValueError where there is none."""
+    _check_triton(device_type)
+    from ..attention import triton_attention
+
+    return triton_attention.paged_attention
+
+
+def _check_triton(device_type: str) -> None:
+    if device_type != "cuda":
+        raise ValueError(f"there are no kernels for tensors on the device {device_type}")
+    if find_spec("triton") is None:
+        raise ValueError("kernels for CUDA devices need Triton: pip install 'shoal[cuda]'")
+
+
+def choose_fastest(kernels: Sequence[Int8Kernel], read_clock: Callable[[], float]) -> Int8Kernel:
+    """Return the kernel with the smallest product of its times for few rows and for many.
+
+    Of each it is the shortest of some trials: other programs only ever make them longer.
+    """
+    generator = torch.Generator().manual_seed(0)
+    values_OI = torch.randint(-127, 128, _WEIGHT_SHAPE, generator=generator).to(torch.int8)
+    weight = Int8Weight(values_OI, torch.ones(len(values_OI)))
+
+    def measure(kernel: Int8Kernel) -> float:
+        product = kernel.pack(weight, None)
+        result = 1.0
+        for num_rows, num_digits in _ROWS_AND_DIGITS:
+            hidden_NI = torch.randn(num_rows, values_OI.shape[1], generator=generator)
+            seconds: list[float] = []
+            for _ in range(_NUM_TRIALS):
+                started_at = read_clock()
+                product.multiply(hidden_NI, num_digits)
+                seconds.append(read_clock() - started_at)
+            result *= min(seconds)
+        return result
+
+    return min(kernels, key=measure)
+
+
+def describe_kernels(
+    weights: WeightFormat, attention: Iterable[str], device_type: str = "cpu"
+) -> str:
+    """Return what computes blocks with such weights, and with what attention, for people.
+
+    Before the first int8 weights are there, this measures.
+
+    >>> describe_kernels(WeightFormat.FP32, ["torch", "avx512", "torch"])
+    'fp32: torch, attention: avx512 and torch'
+    """
+    is_int8 = weights is WeightFormat.INT8
+    library = "bitsandbytes" if weights is WeightFormat.NF4 else "torch"
+    linear = choose_int8_kernel(device_type).name if is_int8 else f"{weights.value}: {library}"
+    return f"{linear}, attention: {' and '.join(sorted(set(attention)))}"

@@ -1,0 +1,4 @@
+"""Codecs for tensors on the wire.
+
+Read first: compress.py.
+"""

@@ -1,0 +1,28 @@
+"""Mistral: Llama's block with a sliding window in every block (7B), in none (Nemo), or in some."""
+
+from collections.abc import Mapping
+
+from .config_reader import ConfigReader, read_common_fields
+from .family import Family
+from .llama import PREFIXES, TENSOR_NAMES
+from .spec import ModelSpec
+from .windows import read_one_window, read_typed_windows
+
+# What transformers assumes where config.json is silent.
+_DEFAULT_WINDOW = 4096
+
+
+def read_spec(config: Mapping[str, object]) -> ModelSpec:
+    """Read a Mistral configuration."""
+    fields = read_common_fields({"num_key_value_heads": 8, **config})
+    return ModelSpec(sliding_windows=_read_windows(config, fields["num_blocks"]), **fields)
+
+
+def _read_windows(config: Mapping[str, object], num_blocks: int) -> tuple[int | None, ...]:
+    # A Mistral with layer types is what transformers calls Ministral.
+    if ConfigReader(config).has("layer_types"):
+        return read_typed_windows(config, _DEFAULT_WINDOW, default_types=())
+    return read_one_window(config, num_blocks, default=_DEFAULT_WINDOW)
+
+
+FAMILY = Family(name="mistral", read_spec=read_spec, prefixes=PREFIXES, tensor_names=TENSOR_NAMES)

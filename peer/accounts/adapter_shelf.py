@@ -1,0 +1,294 @@
+"""The adapters that clients have brought to a peer, for as long as those clients use them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.fair_share import BUSY_SECONDS, Holder, compute_share
+from ...protocol.ids import AdapterId
+from ...protocol.messages.adapter_contents import KEEP_SECONDS
+from ...protocol.net.clock import Clock
+from ..engine.adapters.adapters import Adapter
+from ..engine.adapters.trained_adapter import TrainedAdapter
+from .adapter_budget import MOST_BYTES
+from .shared_bytes import SharedBytes
+
+_KEEPS_NONE = (
+    "this peer keeps no adapters: it was given no memory for them (--adapter-memory); its blocks "
+    "take another peer"
+)
+
+_TIMES_FREE = 3
+
+
+@dataclass(eq=False)
+class Kept:
+    """One adapter, and who has brought it. It counts while it is kept, and while somebody uses it.
+
+    `payer` is whose bytes it is: its holder's until that one gives it up, then those of somebody
+    who goes on using it.
+    """
+
+    name: AdapterId
+    adapter: Adapter
+    holder: Holder
+    num_bytes: int
+    used_at: float
+    """When the holder used it last, or published it again."""
+    payer: Holder
+    users: Counter[Holder] = field(default_factory=Counter[Holder])
+    """Sessions, and passes that are not over."""
+    is_given_up: bool = False
+    trained: TrainedAdapter | None = None
+    """The same one, where this peer is to train it."""
+
+
+class AdapterShelf:
+    """Keeps adapters by their digest; a private one is found by whoever brought it alone.
+
+    Their bytes are shared fairly between clients, from when the first one is announced. Of one that
+    several have published, each has a copy to pay for, which nobody else keeps alive.
+    """
+
+    def __init__(self, clock: Clock, num_bytes: int = MOST_BYTES) -> None:
+        self.shared = SharedBytes(num_bytes, _TIMES_FREE)
+        self._num_bytes = num_bytes
+        self._clock = clock
+        self._private: dict[tuple[AdapterId, Holder], Kept] = {}
+        self._published: dict[AdapterId, dict[Holder, Kept]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<AdapterShelf {len(self)} kept, {self.shared!r}>"
+
+    def __len__(self) -> int:
+        return len(list(self._list()))
+
+    def reserve(self, holder: Holder, num_bytes: int, num_freed: int = 0) -> None:
+        """Count the bytes of an adapter that is about to come.
+
+        Who has just freed as many may have them, whoever else has come meanwhile: training would
+        end in the middle.
+
+        Raises RefusedError with NO_ROOM_FOR_ADAPTER, and when to ask again if that may help.
+        """
+        most_bytes = compute_share(holder, {}, self._num_bytes, _TIMES_FREE)
+        if not most_bytes:
+            raise RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, _KEEPS_NONE)
+        if num_bytes > most_bytes:
+            raise RefusedError(
+                ErrorCode.NO_ROOM_FOR_ADAPTER,
+                f"the adapter takes {_in_words(num_bytes)}, more than this peer keeps for one "
+                f"client: {_in_words(most_bytes)}; a lower rank or fewer modules take less",
+            )
+        if num_bytes > num_freed and not self.shared.has_room_for(holder, num_bytes):
+            raise RefusedError(
+                ErrorCode.NO_ROOM_FOR_ADAPTER,
+                self._describe_lack(holder, num_bytes),
+                BUSY_SECONDS,
+            )
+        self.shared.count(holder, num_bytes)
+
+    def release(self, holder: Holder, num_bytes: int) -> None:
+        """Count the bytes of one no longer that has not come."""
+        self.shared.count(holder, -num_bytes)
+
+    def put(
+        self,
+        name: AdapterId,
+        adapter: Adapter | TrainedAdapter,
+        holder: Holder,
+        num_bytes: int,
+        is_published: bool,
+    ) -> None:
+        """Keep an adapter whose bytes are counted; of two of one name the first one stays."""
+        known = self._find_own(name, holder, is_published)
+        if known is not None or self._is_closed:
+            self.release(holder, num_bytes)
+            if known is not None:
+                known.used_at = self._clock.now()
+            return
+        trained = None if isinstance(adapter, Adapter) else adapter
+        adapter = adapter if isinstance(adapter, Adapter) else adapter.adapter
+        now = self._clock.now()
+        kept = Kept(name, adapter, holder, num_bytes, now, payer=holder, trained=trained)
+        if is_published:
+            self._published.setdefault(name, {})[holder] = kept
+        else:
+            self._private[name, holder] = kept
+        if self._timer is None:
+            self._look_after(KEEP_SECONDS)
+
+    def find(self, name: AdapterId, holder: Holder) -> Kept:
+        """Return an adapter that a holder may use, which its holder uses from now on.
+
+        Raises RefusedError with UNKNOWN_ADAPTER: nobody learns of those of others.
+        """
+        own = self._find_own(name, holder, False) or self._find_own(name, holder, True)
+        if own is not None:
+            own.used_at = self._clock.now()
+            return own
+        for kept in self._published.get(name, {}).values():
+            return kept
+        if not self._num_bytes:
+            raise RefusedError(ErrorCode.UNKNOWN_ADAPTER, _KEEPS_NONE)
+        raise RefusedError(
+            ErrorCode.UNKNOWN_ADAPTER,
+            f"this peer has no adapter {name.hex():.12}… that you may use; if that is a published "
+            "one, its digest was mistyped, it was withdrawn, or its publisher is gone. A peer that "
+            "has just come gets it from its publisher soon: try again in a minute",
+        )
+
+    def has(self, name: AdapterId, holder: Holder, is_published: bool = False) -> bool:
+        """Return whether a holder has an adapter here, which it uses from now on then."""
+        kept = self._find_own(name, holder, is_published)
+        if kept is not None:
+            kept.used_at = self._clock.now()
+        return kept is not None
+
+    def replace(
+        self, name: AdapterId, new_name: AdapterId, holder: Holder, updated: TrainedAdapter
+    ) -> None:
+        """Let what an update has made of an adapter take its place.
+
+        Raises RefusedError with NO_ROOM_FOR_ADAPTER, and keeps the old one, where passes hold on
+        to that and there is no room for both.
+        """
+        if self.has(new_name, holder):
+            return
+        old = self.find(name, holder)
+        num_freed = 0 if old.users else old.num_bytes
+        self.reserve(holder, old.num_bytes, num_freed)
+        self.give_up(name, holder)
+        self.put(new_name, updated, holder, old.num_bytes, is_published=False)
+
+    def give_up(self, name: AdapterId, holder: Holder) -> int:
+        """Forget a private adapter that its holder has replaced; return how many bytes are free.
+
+        Passes and sessions that have it go on with it, and it counts until they are over.
+        """
+        kept = self._private.get((name, holder))
+        if kept is None:
+            return 0
+        self._forget(kept)
+        return 0 if kept.users else kept.num_bytes
+
+    def withdraw(self, name: AdapterId, holder: Holder) -> bool:
+        """Forget an adapter that its holder withdraws, private or published; return if it was here.
+
+        Passes and sessions that have it go on with it, on the account of one of them.
+        """
+        copies = [self._find_own(name, holder, is_published) for is_published in (False, True)]
+        found = [kept for kept in copies if kept is not None]
+        for kept in found:
+            self._forget(kept)
+        return bool(found)
+
+    def use(self, kept: Kept, user: Holder) -> None:
+        """Let an adapter stay until `leave`; whoever holds on to one says so here."""
+        if kept.is_given_up and not kept.users:  # since it was found
+            kept.payer = user
+            self.shared.count(user, kept.num_bytes)
+        kept.users[user] += 1
+
+    def leave(self, kept: Kept, user: Holder) -> None:
+        """Note that a session or a pass is over that had an adapter."""
+        kept.users[user] -= 1
+        if not kept.users[user]:
+            del kept.users[user]
+        if user == kept.holder:
+            kept.used_at = self._clock.now()
+        if kept.is_given_up:
+            self._settle(kept)
+
+    def close(self) -> None:
+        """Forget everything at once, but for what sessions and passes hold on to until they end.
+
+        Nothing is kept here any more: the memory is for the next span.
+        """
+        self._is_closed = True
+        for kept in list(self._list()):
+            self._forget(kept)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _describe_lack(self, holder: Holder, num_bytes: int) -> str:
+        """Return why there is no room for an adapter at present, and what makes some."""
+        held_bytes, share_bytes = self.shared.measure(holder)
+        said = f"this peer has no room for an adapter of {_in_words(num_bytes)} at present: "
+        if not held_bytes:
+            return (
+                f"{said}others leave {_in_words(share_bytes)} to you; a lower rank or fewer "
+                "modules take less"
+            )
+        return (
+            f"{said}yours take {_in_words(held_bytes)} of the {_in_words(share_bytes)} that it "
+            "keeps for you; withdraw a published one, use one that you have published by its "
+            "digest, which takes nothing more, or take a lower rank"
+        )
+
+    def _find_own(self, name: AdapterId, holder: Holder, is_published: bool) -> Kept | None:
+        if is_published:
+            return self._published.get(name, {}).get(holder)
+        return self._private.get((name, holder))
+
+    def _list(self) -> Iterator[Kept]:
+        yield from self._private.values()
+        for copies in self._published.values():
+            yield from copies.values()
+
+    def _forget(self, kept: Kept) -> None:
+        """Let nobody find an adapter any more; it counts until nobody has it."""
+        if self._private.get((kept.name, kept.holder)) is kept:
+            del self._private[kept.name, kept.holder]
+        else:
+            copies = self._published[kept.name]
+            del copies[kept.holder]
+            if not copies:
+                del self._published[kept.name]
+        kept.is_given_up = True
+        self._settle(kept)
+
+    def _settle(self, kept: Kept) -> None:
+        """Let somebody pay for what was given up who still has it; nobody if nobody has."""
+        if kept.payer in kept.users:
+            return
+        self.release(kept.payer, kept.num_bytes)
+        for user in kept.users:
+            kept.payer = user
+            self.shared.count(user, kept.num_bytes)
+            return
+
+    def _look_after(self, seconds: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        """Forget what was not used for too long, and look again when the next one may be.
+
+        By its holder: what strangers do with it keeps nothing alive that somebody else pays for.
+        """
+        self._timer = None
+        now = self._clock.now()
+        idle = [kept for kept in self._list() if not kept.users[kept.holder]]
+        for kept in idle:
+            if now - kept.used_at >= KEEP_SECONDS:
+                self._forget(kept)
+        if self._private or self._published:
+            ages = [now - kept.used_at for kept in idle if not kept.is_given_up]
+            self._look_after(KEEP_SECONDS - max(ages, default=0.0))
+
+
+def _in_words(num_bytes: int) -> str:
+    """Return a size for people.
+
+    >>> _in_words(4_995_281), _in_words(1000)
+    ('4.8 MiB', '1.0 KiB')
+    """
+    unit, name = (2**20, "MiB") if num_bytes >= 2**20 else (2**10, "KiB")
+    return f"{num_bytes / unit:,.1f} {name}"

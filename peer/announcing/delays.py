@@ -1,0 +1,219 @@
+"""How far a peer is from others: it measures round trips, and tells them, and where it stands.
+
+A few at a time, so that a swarm is not busy with itself: a connection every few seconds, to those
+that a chain would lead to or from, and now and then to anybody else.
+"""
+
+import asyncio
+import logging
+import random
+from collections import deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+
+from ...protocol.errors import DirectoryError, RefusedError, RemoteProtocolError, UnavailableError
+from ...protocol.ids import ModelId, PeerId
+from ...protocol.messages.session import NextHop
+from ...protocol.net.clock import Clock
+from ...protocol.net.dialling import measure_rtt
+from ...protocol.net.directory import Directory
+from ...protocol.net.transport import Transport
+from ...protocol.records.announcements import Announcement
+from ...protocol.records.coordinates import ORIGIN, Coordinate, estimate_rtt_seconds, settle
+from ...protocol.records.swarm_view import SwarmView
+from ...protocol.spans import Span
+
+_logger = logging.getLogger(__name__)
+
+MAX_TOLD = 3
+"""Round trips in an announcement. Each is 60 bytes; with three and a coordinate an announcement has
+less than 1,000, so that a thousand of them are no more than a megabyte for whoever reads them."""
+
+_MEASURED_PER_PERIOD = 4
+"""Measurements in the time between two announcements; each costs two machines a TLS handshake."""
+
+_PERIODS_PER_LOOK = 4
+"""How often the directory is read for this: a coordinate is as good for some minutes."""
+
+_FRESH_PERIODS = 20
+"""How long a round trip is not measured again, and told for twice as long."""
+
+_MOST_KNOWN = 48
+"""Peers whose round trips are kept: enough to know a place from, and all likely neighbours."""
+
+_STRANGERS_FRACTION = 0.25
+"""How many measurements go to anybody: a place follows from those that are far away, too."""
+
+_MEASURING_SECONDS = 5.0
+
+
+@dataclass
+class _Known:
+    """The last round trips to one peer, and when each was; none if it did not answer."""
+
+    measured_at: float
+    samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=4))
+
+
+def is_likely_neighbour(own: Span, other: Span) -> bool:
+    """Return whether a chain may lead from one of two spans to the other: where one ends, the other
+    goes on.
+
+    >>> is_likely_neighbour(Span(4, 8), Span(6, 12)), is_likely_neighbour(Span(4, 8), Span(0, 4))
+    (True, True)
+    >>> is_likely_neighbour(Span(4, 8), Span(5, 8)), is_likely_neighbour(Span(4, 8), Span(9, 12))
+    (False, False)
+    """
+    first, second = sorted((own, other), key=lambda span: (span.start, span.stop))
+    return first.start < second.start <= first.stop < second.stop
+
+
+def choose_measured(
+    own: Announcement,
+    others: Collection[Announcement],
+    rng: random.Random,
+) -> Announcement | None:
+    """Return whom to measure next of some peers: mostly the nearest likely neighbour, as far as
+    coordinates tell; None where there is nobody.
+    """
+    likely = [peer for peer in others if is_likely_neighbour(own.span, peer.span)]
+    if not others or (likely and rng.random() >= _STRANGERS_FRACTION):
+        return min(likely, key=lambda peer: _guess_rtt_seconds(own, peer, rng), default=None)
+    return rng.choice(sorted(others, key=lambda peer: peer.peer_id))
+
+
+def _guess_rtt_seconds(own: Announcement, peer: Announcement, rng: random.Random) -> float:
+    """Return an estimate; those of whom nothing is known come in any order."""
+    places = own.coordinate or ORIGIN, peer.coordinate or ORIGIN
+    if all(place.is_settled for place in places):
+        return estimate_rtt_seconds(*places)
+    return rng.random()
+
+
+class Delays:
+    """The round trips of one peer, measured in the background and while it pushes."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        transport: Transport,
+        clock: Clock,
+        period_seconds: float,
+        rng: random.Random,
+    ) -> None:
+        """`period_seconds` is the time between two announcements."""
+        self._directory = directory
+        self._transport = transport
+        self._clock = clock
+        self._period_seconds = period_seconds
+        self._rng = rng
+        self._known: dict[PeerId, _Known] = {}
+        self._coordinate = ORIGIN
+        self._peers: Mapping[PeerId, Announcement] = {}
+        self._own: Announcement | None = None
+
+    def __repr__(self) -> str:
+        return f"<Delays: {len(self._known)} known, error {self._coordinate.error:.2f}>"
+
+    def describe(self, announcement: Announcement) -> Announcement:
+        """Return an announcement of the peer itself with what it knows of its neighbours."""
+        self._own = announcement
+        likely = [
+            (rtt_seconds, peer_id)
+            for peer_id, rtt_seconds in self._list_rtts()
+            if peer_id in self._peers
+            if is_likely_neighbour(announcement.span, self._peers[peer_id].span)
+        ]
+        told = tuple((peer_id, round(seconds, 4)) for seconds, peer_id in sorted(likely)[:MAX_TOLD])
+        coordinate = self._coordinate.rounded() if self._list_rtts() else None
+        return replace(announcement, rtts=told, coordinate=coordinate)
+
+    def _list_rtts(self) -> list[tuple[PeerId, float]]:
+        """Return whom we know the way to, and the least of the last round trips: everything but
+        the way itself makes one longer. An old one says nothing of the way as it is now.
+        """
+        recent = {
+            peer_id: [s for at, s in known.samples if self._age_periods(at) < 2 * _FRESH_PERIODS]
+            for peer_id, known in self._known.items()
+        }
+        return [(peer_id, min(seconds)) for peer_id, seconds in recent.items() if seconds]
+
+    def _age_periods(self, at: float) -> float:
+        return (self._clock.now() - at) / self._period_seconds
+
+    def note_pushed(self, following: NextHop, rtt_seconds: float) -> None:
+        """Note a round trip that came out on the way to a next hop.
+
+        A stranger has named it, and may have named itself: only where the peer has announced that
+        very address is it that peer.
+        """
+        peer = self._peers.get(following.peer_id)
+        if peer is not None and peer.endpoints == following.endpoints:
+            self._note(peer.peer_id, rtt_seconds)
+
+    async def run(self) -> None:
+        """Measure until cancelled."""
+        pause_seconds = self._period_seconds / _MEASURED_PER_PERIOD
+        for number in range(2**63):
+            # Peers that were started together do not all measure at once.
+            await asyncio.sleep(pause_seconds * self._rng.uniform(0.5, 1.5))
+            if self._own is None:
+                continue
+            if not self._peers or number % (_MEASURED_PER_PERIOD * _PERIODS_PER_LOOK) == 0:
+                await self._look(self._own.model_id)
+            await self._measure_one(self._own)
+
+    async def _look(self, model_id: ModelId) -> None:
+        try:
+            announcements = await self._directory.lookup(model_id)
+        except DirectoryError as error:
+            _logger.debug("cannot see who is near: %s", error)
+            return
+        view = SwarmView.from_announcements(model_id, announcements, self._clock.wall())
+        self._peers = {peer.peer_id: peer for peer in view.online}
+        self._known = {
+            peer_id: known for peer_id, known in self._known.items() if peer_id in self._peers
+        }
+
+    async def _measure_one(self, own: Announcement) -> None:
+        peer = choose_measured(self.describe(own), self._list_unmeasured(own.peer_id), self._rng)
+        if peer is None:
+            return
+        try:
+            seconds = await measure_rtt(
+                self._transport, self._clock, peer.peer_id, peer.endpoints, _MEASURING_SECONDS
+            )
+        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            _logger.debug("cannot measure the way to …%s: %s", peer.peer_id[-6:], error)
+            self._remember(peer.peer_id).samples.clear()
+        else:
+            self._note(peer.peer_id, seconds)
+
+    def _list_unmeasured(self, own_id: PeerId) -> list[Announcement]:
+        """Return who can be measured and was not for a while."""
+        return [
+            peer
+            for peer_id, peer in self._peers.items()
+            if peer_id != own_id and peer.endpoints
+            if peer_id not in self._known
+            or self._age_periods(self._known[peer_id].measured_at) >= _FRESH_PERIODS
+        ]
+
+    def _remember(self, peer_id: PeerId) -> _Known:
+        known = self._known.pop(peer_id, None) or _Known(0.0)
+        known.measured_at = self._clock.now()
+        self._known[peer_id] = known  # behind all others
+        while len(self._known) > _MOST_KNOWN:
+            del self._known[next(iter(self._known))]
+        return known
+
+    def _note(self, peer_id: PeerId, rtt_seconds: float) -> None:
+        """Take a round trip down, and let all of them pull at the place of this peer."""
+        known = self._remember(peer_id)
+        known.samples.append((known.measured_at, rtt_seconds))
+        samples = [(self._find_place(other), seconds) for other, seconds in self._list_rtts()]
+        self._coordinate = settle(self._coordinate, samples, 1, self._rng)
+
+    def _find_place(self, peer_id: PeerId) -> Coordinate:
+        peer = self._peers.get(peer_id)
+        return ORIGIN if peer is None or peer.coordinate is None else peer.coordinate

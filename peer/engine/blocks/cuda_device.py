@@ -1,0 +1,90 @@
+"""CUDA devices: which there are, and what computes on them."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from ....kernels.linear.select import choose_paged_attention
+from ....protocol.errors import UsageError
+from .capturer import Capturer
+from .device import CPU, Device, PagedDevice
+from .device_names import parse_cuda_number
+
+_LEAST_CAPABILITY = (8, 0)
+"""Ampere. Triton does not compile products of int8 for what came before."""
+
+
+def choose_device(name: str) -> Device:
+    """Return the device `cpu`, `cuda` or `cuda:N`; `auto` is the first of CUDA if it can be used.
+
+    Raises UsageError that says why a device cannot be used.
+    """
+    number = parse_cuda_number(name)
+    if number is None:
+        return CPU
+    fault = _find_fault(number)
+    if fault is None:
+        return CudaDevice(number)
+    if name == "auto":
+        return CPU
+    raise UsageError(f"{name} cannot be used: {fault}; use --device cpu")
+
+
+def _find_fault(index: int) -> str | None:
+    """Return why a CUDA device cannot be used, if it cannot."""
+    if not torch.backends.cuda.is_built():
+        return "this torch was built without CUDA"
+    if index >= torch.cuda.device_count():
+        return f"the number of CUDA devices that torch finds is {torch.cuda.device_count()}"
+    if torch.cuda.get_device_capability(index) < _LEAST_CAPABILITY:
+        return f"{torch.cuda.get_device_name(index)} is older than Ampere, the least that can do it"
+    try:
+        choose_paged_attention("cuda")
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+class CudaDevice(PagedDevice):
+    """A CUDA device that can be used; int8 linears and attention of tokens are in Triton."""
+
+    def __init__(self, index: int) -> None:
+        place = torch.device("cuda", index)
+        super().__init__(place, choose_paged_attention("cuda"), _GraphCapturer(place))
+
+    def read_free_bytes(self) -> int | None:
+        # What torch keeps of a span before, for its next tensors, is free as well.
+        reserved_bytes = torch.cuda.memory_reserved(self.place)
+        idle_bytes = reserved_bytes - torch.cuda.memory_allocated(self.place)
+        return torch.cuda.mem_get_info(self.place)[0] + idle_bytes
+
+    def running(self) -> AbstractContextManager[object]:
+        # Triton launches on the current device, which every thread has one of.
+        return torch.cuda.device(self.place)
+
+
+class _GraphCapturer(Capturer):
+    """Captures CUDA graphs, whose memory is shared: one runs at a time."""
+
+    def __init__(self, place: torch.device) -> None:
+        self._place = place
+        self._pool: Any = None  # torch has no public name for what it is
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        # What is compiled with the first call cannot be captured.
+        stream = torch.cuda.Stream(self._place)
+        stream.wait_stream(torch.cuda.current_stream(self._place))
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream(self._place).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Another thread may load blocks of the next span meanwhile.
+        with torch.cuda.graph(
+            graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"
+        ):
+            function()
+        return graph.replay

@@ -1,0 +1,4 @@
+"""KV caches: pages, pools, layouts, and copies of common prefixes.
+
+Read first: kv_cache.py.
+"""

@@ -1,0 +1,271 @@
+"""The KV memory of one peer: a budget in bytes, shared out to sessions page by page.
+
+Only the compute thread may touch a pool and its caches.
+"""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ....protocol.errors import (
+    CacheFullError,
+    ErrorCode,
+    LocalProtocolError,
+    RefusedError,
+    UsageError,
+)
+from ....protocol.fair_share import Holder, compute_share, may_displace
+from ....protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
+from ....protocol.spans import Span
+from ....protocol.tensors import KVFormat
+from .kv_cache import SessionCache
+from .kv_memory import PAGE_TOKENS, KVStore, count_pages
+
+TIMES_FREE = 6
+"""How many times as much as stays free one address may hold, and one client of what its address
+may. A client alone gets 6/7 of 6/7 of the budget, three quarters: most of it, since it is there to
+be used. Beside it, another client or address always finds some room, if only for short texts."""
+
+# The pool cannot foresee when a session ends: a generation takes seconds.
+RETRY_AFTER_SECONDS = 2.0
+
+IDLE_SECONDS = 10.0
+"""A session without a step for so long gives its pages to one that needs them. Its client can
+rebuild it from its log, at the price of a prompt; tokens of a text come much closer together."""
+
+
+@dataclass(frozen=True)
+class KVCacheStatistics:
+    """What a pool holds; `free_tokens` is for one row of floats through all blocks of the peer."""
+
+    budget_bytes: int
+    used_bytes: int
+    num_sessions: int
+    free_tokens: int
+
+
+class KVCachePool:
+    """The KV memory of one peer: hands out leases to sessions and keeps the account.
+
+    Invariant: the committed bytes of all open caches add up to `used_bytes` <= `budget_bytes`.
+    """
+
+    def __init__(
+        self,
+        budget_bytes: int,
+        store: KVStore,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if budget_bytes < 0:
+            raise UsageError(f"the KV budget must not be negative, got {budget_bytes}")
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self.dtype = store.dtype
+        self._store = store
+        self.now = now
+        self._caches: set[SessionCache] = set()
+
+    def __repr__(self) -> str:
+        return (
+            f"<KVCachePool {self.used_bytes}/{self.budget_bytes} bytes, "
+            f"{len(self._caches)} sessions>"
+        )
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values of one token of one row in one block, kept as floats."""
+        return self._store.layouts[KVFormat.FLOAT].token_bytes
+
+    def open(
+        self,
+        num_rows: int,
+        max_tokens: int,
+        span: Span,
+        holder: Holder | None = None,
+        kv_format: KVFormat = KVFormat.FLOAT,
+    ) -> SessionCache:
+        """Lease room for a session of `num_rows` rows that may grow to `max_tokens` tokens each.
+
+        Nothing is committed yet. Raises CacheFullError when not even one page is free, or when
+        `holder` has its share already; None is the peer itself, which may have everything.
+        """
+        if not 1 <= num_rows <= MAX_BATCH_ROWS or not 1 <= max_tokens <= MAX_SESSION_TOKENS:
+            raise RefusedError(
+                ErrorCode.TOO_LONG,
+                f"a session may have 1..{MAX_BATCH_ROWS} rows of 1..{MAX_SESSION_TOKENS} tokens, "
+                f"not {num_rows} of {max_tokens}",
+            )
+        layout = self._store.layouts[kv_format]
+        page_bytes = PAGE_TOKENS * num_rows * len(span) * layout.token_bytes
+        self.make_room(holder, page_bytes, largest_bytes=page_bytes)
+        # No session can outgrow the budget, so neither need the memory that it may address.
+        num_pages = min(count_pages(max_tokens), self.budget_bytes // page_bytes)
+        memory = self._store.open(span, num_rows, num_pages, kv_format)
+        cache = SessionCache(self, span, max_tokens, memory, holder)
+        self._caches.add(cache)
+        return cache
+
+    def check_can_hold(
+        self, num_rows: int, max_tokens: int, span: Span, kv_format: KVFormat
+    ) -> None:
+        """Raise CacheFullError when a stranger's session can never grow to its limit here.
+
+        Such a session would be computed to where its share ends, and be thrown away there.
+        """
+        row_bytes = PAGE_TOKENS * len(span) * self._store.layouts[kv_format].token_bytes
+        num_pages = self._compute_share(Holder("anybody"), {}) // (num_rows * row_bytes)
+        if max_tokens > num_pages * PAGE_TOKENS:
+            raise CacheFullError(
+                f"the KV cache has room for {num_pages * PAGE_TOKENS} tokens at most in each row "
+                f"of a session with {num_rows}, not for {max_tokens}; open it for fewer tokens or "
+                "rows, keep them in int8 (--kv int8), or find a peer with a larger --kv-memory"
+            )
+
+    def statistics(self) -> KVCacheStatistics:
+        """Return the present account; pages that rolled back sessions can spare count as free.
+
+        Of what is free, `free_tokens` is the share of somebody who has nothing yet.
+        """
+        return KVCacheStatistics(
+            budget_bytes=self.budget_bytes,
+            used_bytes=self.used_bytes,
+            num_sessions=len(self._caches),
+            free_tokens=self.count_free_tokens(Holder("a newcomer", "a new client")),
+        )
+
+    def count_free_tokens(self, holder: Holder, kv_format: KVFormat = KVFormat.FLOAT) -> int:
+        """Return how many more tokens of one row, through all blocks, a holder may have now."""
+        spare_bytes = sum(cache.spare_bytes for cache in self._caches)
+        free_bytes = self.budget_bytes - self.used_bytes + spare_bytes
+        held = self._count_held()
+        left_bytes = max(0, self._compute_share(holder, held) - held[holder])
+        token_bytes = self._store.num_blocks * self._store.layouts[kv_format].token_bytes
+        num_pages = min(free_bytes, left_bytes) // (PAGE_TOKENS * token_bytes)
+        return num_pages * PAGE_TOKENS
+
+    def check_integrity(self) -> None:
+        """Raise LocalProtocolError if the account does not add up (a bug of ours)."""
+        committed_bytes = sum(cache.committed_bytes for cache in self._caches)
+        if committed_bytes != self.used_bytes or self.used_bytes > self.budget_bytes:
+            raise LocalProtocolError(f"{self!r} holds {committed_bytes} committed bytes")
+        for cache in self._caches:
+            cache.check_integrity()
+        self._store.check_integrity()
+
+    def make_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
+        """See to it that so many bytes are free, if need be by closing sessions that are idle.
+
+        Raises CacheFullError where they cannot be. Trying again only helps if `largest_bytes`, all
+        that the session needs, fits at all.
+        """
+        while True:
+            try:
+                self._check_room(holder, num_bytes, largest_bytes)
+                break
+            except CacheFullError as refusal:
+                idle = self._find_idle(holder, num_bytes)
+                if refusal.retry_after_seconds is None or idle is None:
+                    raise
+                idle.close()
+        for cache in self._caches:
+            if num_bytes <= self.budget_bytes - self.used_bytes:
+                return
+            cache.return_spare_pages()
+
+    def reserve(self, cache: SessionCache, num_tokens: int, num_bytes: int) -> None:
+        """Reserve tokens in the memory of a cache, which needs so many bytes more for them.
+
+        Room was made for these. Where they do not lie together in the blocks of the cache, others
+        give way as in `make_room`. Raises CacheFullError where that does not help.
+        """
+        while True:
+            try:
+                cache.memory.reserve(num_tokens)
+                return
+            except CacheFullError:
+                if not self._return_spare_pages():
+                    idle = self._find_idle(cache.holder, num_bytes, cache.span)
+                    if idle is None:
+                        raise
+                    idle.close()
+
+    def take(self, num_bytes: int) -> None:
+        """Enter `num_bytes` more of a cache into the account, for which room was made."""
+        self.used_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Strike `num_bytes` of a cache from the account."""
+        self.used_bytes -= num_bytes
+
+    def forget(self, cache: SessionCache) -> None:
+        """Drop a closed cache."""
+        self._caches.discard(cache)
+
+    @property
+    def _row_page_bytes(self) -> int:
+        return PAGE_TOKENS * self._store.num_blocks * self.token_bytes
+
+    def _count_held(self) -> Counter[Holder]:
+        held: Counter[Holder] = Counter()
+        for cache in self._caches:
+            if cache.holder is not None:
+                held[cache.holder] += cache.committed_bytes - cache.spare_bytes
+        return held
+
+    def _compute_share(self, holder: Holder, held: Mapping[Holder, int]) -> int:
+        # Whoever comes gets a page, or a budget of a few pages would be for nobody.
+        share = compute_share(holder, held, self.budget_bytes, TIMES_FREE)
+        return max(self._row_page_bytes, share)
+
+    def _check_share(self, holder: Holder, num_bytes: int, largest_bytes: int) -> None:
+        held = self._count_held()
+        share = self._compute_share(holder, held)
+        if held[holder] + num_bytes > share:
+            most = self._compute_share(holder, {})
+            raise CacheFullError(
+                f"your sessions here hold {held[holder]} bytes of your share of {share} bytes of "
+                f"the KV cache, and {num_bytes} more are needed; close some of them, take fewer "
+                "tokens or rows, or keep them in int8 (--kv int8)",
+                RETRY_AFTER_SECONDS if largest_bytes <= most else None,
+            )
+
+    def _return_spare_pages(self) -> bool:
+        """Have all caches give back what they do not use; return whether that was anything."""
+        used_bytes = self.used_bytes
+        for cache in self._caches:
+            cache.return_spare_pages()
+        return self.used_bytes < used_bytes
+
+    def _find_idle(
+        self, holder: Holder | None, num_bytes: int, span: Span | None = None
+    ) -> SessionCache | None:
+        """Return who has been idle for longest, of those that `holder` may displace.
+
+        With a span, only of those that use some of its blocks.
+        """
+        held = self._count_held()
+        idle_since = self.now() - IDLE_SECONDS
+        candidates = [
+            cache
+            for cache in self._caches
+            if cache.used_at <= idle_since
+            and (span is None or cache.span.overlap(span) is not None)
+            and cache.holder is not None
+            and holder is not None
+            and may_displace(holder, cache.holder, held, num_bytes)
+        ]
+        return min(candidates, key=lambda cache: cache.used_at, default=None)
+
+    def _check_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
+        if holder is not None:
+            self._check_share(holder, num_bytes, largest_bytes)
+        free_bytes = self.budget_bytes - self.used_bytes
+        if num_bytes > free_bytes:
+            free_bytes += sum(cache.spare_bytes for cache in self._caches)
+        if num_bytes > free_bytes:
+            can_ever_fit = largest_bytes <= self.budget_bytes
+            raise CacheFullError(
+                f"the KV cache has {free_bytes} bytes free, {num_bytes} more are needed",
+                RETRY_AFTER_SECONDS if can_ever_fit else None,
+            )

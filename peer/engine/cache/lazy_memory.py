@@ -1,0 +1,118 @@
+"""Memory that costs nothing before it is touched, for KV caches on the CPU.
+
+Tensor suffixes: L blocks, C keys and values, B rows of a session, G key-value heads, S tokens,
+D head size, N heads of all rows, keys and values of all blocks, T and W as in `kv_memory`.
+"""
+
+import mmap
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import torch
+
+from ....protocol.errors import CacheFullError
+from ....protocol.spans import Span
+from ....protocol.tensors import KVFormat
+from .kv_layouts import LAYOUTS, Layout
+from .kv_memory import PAGE_TOKENS, KVStore, Piece, SessionMemory
+
+_RETRY_AFTER_SECONDS = 2.0
+
+
+class LazyStore(KVStore):
+    """Gives every session a memory of its own, which the operating system commits."""
+
+    def __init__(
+        self, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        layouts = {name: layout(num_kv_heads, head_dim, dtype) for name, layout in LAYOUTS.items()}
+        super().__init__(num_blocks, dtype, layouts)
+        self._num_kv_heads = num_kv_heads
+
+    def open(self, span: Span, num_rows: int, num_pages: int, kv_format: KVFormat) -> SessionMemory:
+        layout = self.layouts[kv_format]
+        capacity = num_pages * PAGE_TOKENS
+        shape = (len(span), 2, num_rows, self._num_kv_heads, capacity, layout.width)
+        return LazyMemory(shape, layout)
+
+    def check_integrity(self) -> None:
+        """Nothing is shared."""
+
+
+class LazyMemory(SessionMemory):
+    """Anonymous memory of the operating system, seen as one tensor, `states_LCBGSD`.
+
+    The system commits what is touched, so nothing has to be done to reserve it.
+
+    torch.empty would also be committed lazily, but where huge pages are always on, touching the
+    first tokens of every head would commit megabytes, and freed memory could stay allocated.
+    """
+
+    def __init__(self, shape: tuple[int, ...], layout: Layout) -> None:
+        super().__init__(layout, num_rows=shape[2], capacity=shape[4])
+        try:
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            self._mapping = mmap.mmap(-1, prod(shape) * layout.dtype.itemsize, flags=flags)
+        except OSError as error:
+            raise CacheFullError(
+                f"the operating system has no memory for a session: {error}",
+                _RETRY_AFTER_SECONDS,
+            ) from error
+        if hasattr(mmap, "MADV_NOHUGEPAGE"):
+            self._mapping.madvise(mmap.MADV_NOHUGEPAGE)
+        self.states_LCBGSD = torch.frombuffer(self._mapping, dtype=layout.dtype).view(shape)
+        self._keys_values = [(states[0], states[1]) for states in self.states_LCBGSD]
+
+    def reserve(self, num_tokens: int) -> None:
+        """The system does, with the first touch."""
+
+    def release_above(self, num_tokens: int) -> None:
+        """Let the operating system have every head's memory above `num_tokens` tokens back."""
+        *_, capacity, head_dim = self.states_LCBGSD.shape
+        token_bytes = head_dim * self.states_LCBGSD.itemsize
+        head_bytes = capacity * token_bytes
+        for head_start in range(0, self.states_LCBGSD.nbytes, head_bytes):
+            # Partial pages at both ends may hold tokens that stay, ours or the next head's.
+            start = -(-(head_start + num_tokens * token_bytes) // mmap.PAGESIZE) * mmap.PAGESIZE
+            stop = (head_start + head_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
+            if start < stop:
+                self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
+
+    def release(self) -> None:
+        """The mapping goes with its last tensor."""
+
+    def write(
+        self, block: int, position: int, keys_BGTW: torch.Tensor, values_BGTW: torch.Tensor
+    ) -> None:
+        keys_BGSD, values_BGSD = self._keys_values[block]
+        stop = position + keys_BGTW.shape[2]
+        keys_BGSD[:, :, position:stop] = keys_BGTW
+        values_BGSD[:, :, position:stop] = values_BGTW
+
+    def read(self, block: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._keys_values[block]
+
+    def move_rows(self, rows: Sequence[int], sources: Sequence[int], start: int, stop: int) -> None:
+        sources_B = torch.tensor(sources)
+        tail_LCBGSD = self.states_LCBGSD[:, :, :, :, start:stop]
+        # Block by block: the copy in between must not be large.
+        for tail_CBGSD in tail_LCBGSD:
+            tail_CBGSD[:, rows] = tail_CBGSD.index_select(1, sources_B)
+
+    def cut_prefix(self, num_tokens: int, piece_bytes: int) -> Iterator[Piece]:
+        """Yield the heads and tokens of each piece: many short heads, or a part of a long one."""
+        token_bytes = self.layout.width * self.states_LCBGSD.itemsize
+        num_heads = prod(self.states_LCBGSD.shape[:4])
+        tokens_at_once = min(num_tokens, max(1, piece_bytes // token_bytes))
+        heads_at_once = max(1, piece_bytes // (tokens_at_once * token_bytes))
+        for head in range(0, num_heads, heads_at_once):
+            for token in range(0, num_tokens, tokens_at_once):
+                stop = min(token + tokens_at_once, num_tokens)
+                yield slice(head, head + heads_at_once), slice(token, stop)
+
+    def copy_piece(self, parent: SessionMemory, piece: Piece) -> None:
+        assert isinstance(parent, LazyMemory)
+        self.states_LCBGSD.flatten(0, 3)[piece].copy_(parent.states_LCBGSD.flatten(0, 3)[piece])
+
+    def check_integrity(self, num_tokens: int) -> None:
+        """What the system has committed only the system knows."""

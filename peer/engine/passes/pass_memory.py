@@ -1,0 +1,77 @@
+"""How much memory a pass needs, known before it begins."""
+
+from ....kernels.linear.quantize import WeightFormat
+from ....models.families.spec import ModelShape, ModelSpec, WrappedShape
+from ..blocks.numerics import COMPUTE_DTYPES
+
+_PIECE_BYTES = 2**25
+"""For the scores of a piece of attention, and what products keep meanwhile."""
+
+_TRANSPOSED_ITEM_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2}
+"""Bytes of each weight in the copy that gradients are multiplied with."""
+
+
+def estimate_pass_bytes(
+    spec: ModelShape,
+    weights: WeightFormat,
+    num_blocks: int,
+    num_rows: int,
+    num_tokens: int,
+    *,
+    tokens_at_once: int,
+    is_backward: bool,
+) -> int:
+    """Return about the most bytes that a pass through so many blocks holds at a time.
+
+    Rather too many than too few. Counted in numbers of the compute dtype for each token: those of
+    all tokens, and those of the `tokens_at_once` that are computed together.
+    """
+    num_all = num_rows * num_tokens
+    for_all = 4 * spec.hidden_size
+    fixed_bytes = _PIECE_BYTES
+    if isinstance(spec, ModelSpec):
+        fused = spec.query_size + 2 * spec.kv_size
+        for_some = 4 * _count_inner(spec) + 6 * spec.hidden_size
+        for_all += 2 * fused + 2 * spec.query_size
+        at_once = num_all if spec.experts is not None else tokens_at_once
+        # What attends in a row, in several forms.
+        for_row = 8 * fused
+        if is_backward:
+            for_all += 4 * fused + 2 * spec.query_size
+            for_some *= 2
+            fixed_bytes += _count_transposed_bytes(spec, weights)
+    else:
+        # One row at a time; on the way back with everything that autograd keeps of a block.
+        num_kept = 4 if is_backward else 1
+        for_some, at_once, for_row = 0, 0, num_kept * _count_width(spec)
+        num_scores = num_tokens * num_tokens * _count_heads(spec)
+        fixed_bytes += 4 * (num_kept + 2) * num_scores
+    if is_backward:
+        for_all += (num_blocks + 2) * spec.hidden_size
+    numbers = num_all * for_all + min(at_once, num_all) * for_some + num_tokens * for_row
+    return numbers * COMPUTE_DTYPES[weights].itemsize + fixed_bytes
+
+
+def _count_inner(spec: ModelSpec) -> int:
+    """Return the inner features of all MLPs that compute one token."""
+    if spec.experts is None:
+        return spec.intermediate_size
+    return max(spec.intermediate_size, spec.experts.num_chosen * spec.experts.intermediate_size)
+
+
+def _count_transposed_bytes(spec: ModelSpec, weights: WeightFormat) -> int:
+    """Return what the gradients of a block's linears hold; those of experts are dropped."""
+    shapes = spec.tensor_shapes(spec.num_blocks - 1)
+    num_numbers = sum(shape[0] * shape[1] for shape in shapes.values() if len(shape) == 2)
+    return num_numbers * _TRANSPOSED_ITEM_BYTES.get(weights, 0)
+
+
+def _count_heads(spec: ModelShape) -> int:
+    assert isinstance(spec, WrappedShape)
+    return spec.num_heads
+
+
+def _count_width(spec: ModelShape) -> int:
+    """Return about how many numbers the linears of a block make of one token."""
+    assert isinstance(spec, WrappedShape)
+    return 2 * max(spec.block_parameters) // spec.hidden_size + 10 * spec.hidden_size

@@ -1,0 +1,353 @@
+"""Passes through the blocks of an engine: texts from their beginning, without a KV cache, and back.
+
+Weights are frozen: gradients are those of the hidden states that go in, of the deep prompts that
+are added to them, and of adapters. Nothing is kept between two passes, so that any peer can run
+either.
+
+Tensor suffixes: B rows and T tokens of a pass, N rows times tokens, L blocks of a span, P tokens
+of a prompt, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ....kernels.attention.rotary import RotaryTable
+from ....kernels.linear.quantize import WeightFormat
+from ....kernels.native.pauses import NO_PAUSES, Pauses
+from ....kernels.wire.compress import has_only_finite
+from ....models.families.spec import ModelShape, WrappedShape
+from ....protocol.errors import ErrorCode, RefusedError
+from ....protocol.spans import Span
+from ..adapters.adapters import Adapter
+from ..blocks.numerics import Numerics
+from ..blocks.pass_rows import PassRows
+from ..loading.loader import HostedBlock
+from .kept_inputs import KeptInputs, make_key
+from .pass_adapters import PassAdapters
+from .pass_memory import estimate_pass_bytes
+
+GiveWay = Callable[[], object]
+Result = TypeVar("Result")
+
+_COST_BETWEEN_PAUSES = 2**29
+"""What one core does in about 3 milliseconds, see `Pauses`."""
+
+_TOKENS_AT_ONCE = dict.fromkeys(WeightFormat, 256) | {WeightFormat.INT8: 64}
+"""As few as make products no slower, on the CPU: what they become stays in its caches."""
+
+_TOKENS_AT_ONCE_ON_DEVICES = 4096
+
+_NUMBERS_AT_ONCE = 2**20
+"""Of tensors that are looked at or copied as a whole: that takes about a millisecond."""
+
+
+@dataclass(frozen=True)
+class PassWork:
+    """Texts of equal length on their way through some hosted blocks.
+
+    `prompts_LBPH[l]` is added to the first P tokens of the input of block `l` of the span; a B of
+    one stands for all rows. Tensors may be of any float dtype. `adapters` has one for each row, or
+    None, or is empty for rows without; what their matrices' gradients are is computed if
+    `wants_adapters`.
+    """
+
+    span: Span
+    hidden_BTH: Tensor
+    prompts_LBPH: Tensor | None = None
+    adapters: tuple[Adapter | None, ...] = ()
+    wants_adapters: bool = True
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Of the hidden states and the prompts of a pass, in their shapes.
+
+    Those of each adapter's matrices are in float32, by the names that PEFT stores them by.
+    """
+
+    hidden_BTH: Tensor
+    prompts_LBPH: Tensor | None
+    adapters: Mapping[Adapter, Mapping[str, Tensor]]
+
+
+class Passes:
+    """Runs passes through the blocks of a span.
+
+    A pass needs one tensor of the size of its hidden states, or one for each block on its way
+    back, and what a single block needs at once: its queries, keys and values for all tokens, and
+    the rest for some hundred tokens. It computes a block once on its way forth; on its way back
+    twice, and then the gradient, which is as much again.
+
+    `give_way` may execute steps of sessions. It is called between blocks, and on the CPU after
+    every few milliseconds; never with a tensor of the pass half written.
+    """
+
+    def __init__(
+        self,
+        spec: ModelShape,
+        span: Span,
+        blocks: Sequence[HostedBlock],
+        rotary: Sequence[RotaryTable],
+        numerics: Numerics,
+    ) -> None:
+        self._spec = spec
+        self._span = span
+        self._blocks = blocks
+        self._rotary = rotary
+        self._device = numerics.device
+        self._dtype = numerics.dtype
+        self._weights = numerics.weights
+        self.kept_inputs = KeptInputs()
+
+    def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
+        """Return the hidden states behind the last block of the work's span, [B, T, H]."""
+        self._check(work, give_way)
+        return self._guard(work, lambda: self._run_forward(work, give_way))
+
+    def run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
+        """Return the gradients of what went in, given those of what `run_forward` returns."""
+        self._check(work, give_way)
+        if grads_BTH.shape != work.hidden_BTH.shape:
+            raise _make_refusal(
+                f"the gradients have shape {tuple(grads_BTH.shape)}, the hidden states "
+                f"{tuple(work.hidden_BTH.shape)}"
+            )
+        _check_floats(grads_BTH, "the gradients", give_way)
+        return self._guard(work, lambda: self._run_backward(work, grads_BTH, give_way))
+
+    def estimate_bytes(
+        self, num_blocks: int, num_rows: int, num_tokens: int, *, is_backward: bool
+    ) -> int:
+        """Return about the most memory that a pass of this size takes."""
+        return estimate_pass_bytes(
+            self._spec, self._weights, num_blocks, num_rows, num_tokens,
+            tokens_at_once=self._tokens_at_once, is_backward=is_backward,
+        )  # fmt: skip
+
+    def _check(self, work: PassWork, give_way: GiveWay) -> None:
+        if not self._span.covers(work.span):
+            raise RefusedError(
+                ErrorCode.WRONG_SPAN, f"this peer hosts blocks {self._span}, not {work.span}"
+            )
+        shape, hidden_size = work.hidden_BTH.shape, self._spec.hidden_size
+        if len(shape) != 3 or shape[2] != hidden_size or not shape.numel():
+            raise _make_refusal(
+                f"a pass needs hidden states [rows, tokens, {hidden_size}], not {tuple(shape)}"
+            )
+        if shape[1] > self._spec.max_positions:
+            raise RefusedError(
+                ErrorCode.TOO_LONG,
+                f"the model handles {self._spec.max_positions} tokens, not {shape[1]}",
+            )
+        _check_floats(work.hidden_BTH, "the hidden states", give_way)
+        if len(work.adapters) not in (0, shape[0]):
+            raise _make_refusal(f"{len(work.adapters)} adapters for {shape[0]} rows")
+        if any(work.adapters) and isinstance(self._spec, WrappedShape):
+            raise _make_refusal(
+                f"models of type {self._spec.family!r} run through transformers here, where "
+                "adapters are not applied"
+            )
+        if work.prompts_LBPH is not None:
+            _check_prompts(work.prompts_LBPH, work)
+            _check_floats(work.prompts_LBPH, "the prompts", give_way)
+
+    def _guard(self, work: PassWork, run: Callable[[], Result]) -> Result:
+        """Run in the modes that a pass needs; a lack of memory is a refusal."""
+        try:
+            # The caller may be in inference mode, whose tensors have no gradients.
+            with torch.inference_mode(False), torch.no_grad(), self._device.running():
+                return run()
+        except (RuntimeError, MemoryError) as error:
+            if not _is_out_of_memory(error):
+                raise
+        # Only here: the error holds the frames that it went through, with all their tensors.
+        num_rows, num_tokens, _ = work.hidden_BTH.shape
+        raise RefusedError(
+            ErrorCode.OUT_OF_MEMORY,
+            f"this peer has no memory for {num_rows} x {num_tokens} tokens at once; send smaller "
+            "microbatches",
+        )
+
+    def _run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
+        rows = self._lay_out(work, give_way)
+        adapted = self._bind(work, self._open_adapters(work, has_gradients=False), rows)
+        blocks = self._find_blocks(work)
+        # Who comes for gradients needs the inputs again: training goes both ways.
+        num_bytes = work.hidden_BTH.numel() * self._dtype.itemsize * len(blocks)
+        inputs: list[Tensor] | None = [] if self.kept_inputs.make_room(num_bytes) else None
+        hidden_NH = self._run_blocks(work, adapted, len(blocks), inputs, give_way)
+        output_BTH = self._fetch(hidden_NH, work.hidden_BTH.shape, give_way)
+        if inputs is not None:
+            self.kept_inputs.keep(_make_key(work), inputs)
+        return output_BTH
+
+    def _run_blocks(
+        self,
+        work: PassWork,
+        adapted: Sequence[PassRows],
+        num_outputs: int,
+        inputs: list[Tensor] | None,
+        give_way: GiveWay,
+    ) -> Tensor:
+        """Return the output of the first `num_outputs` blocks; note the input of every one."""
+        hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH, give_way), self._bring_prompts(work)
+        for place, (block, rows) in enumerate(zip(self._find_blocks(work), adapted, strict=True)):
+            give_way()
+            hidden_NH = _add_prompt(hidden_NH, prompts_LBPH, place, rows)
+            if inputs is not None:
+                inputs.append(hidden_NH)
+            if place < num_outputs:
+                hidden_NH = block.run_pass(hidden_NH, rows)
+        return hidden_NH
+
+    def _run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
+        adapters = self._open_adapters(work, has_gradients=work.wants_adapters)
+        adapted = self._bind(work, adapters, self._lay_out(work, give_way))
+        blocks = self._find_blocks(work)
+        inputs = self.kept_inputs.take(_make_key(work))
+        if inputs is None:
+            inputs = []
+            self._run_blocks(work, adapted, len(blocks) - 1, inputs, give_way)
+        grads_NH, prompts_LBPH = self._bring(grads_BTH, give_way), self._bring_prompts(work)
+        prompt_grads_LBPH = None if prompts_LBPH is None else torch.empty_like(prompts_LBPH)
+        for place, block in reversed(list(enumerate(blocks))):
+            give_way()
+            grads_NH = block.run_pass_back(inputs.pop(), grads_NH, adapted[place])
+            if prompt_grads_LBPH is not None:
+                _take_prompt(grads_NH, prompt_grads_LBPH[place], adapted[place])
+        hidden_grads_BTH = self._fetch(grads_NH, grads_BTH.shape, give_way)
+        if prompt_grads_LBPH is not None:
+            shape = prompt_grads_LBPH.shape
+            prompt_grads_LBPH = self._fetch(prompt_grads_LBPH, shape, give_way)
+        adapter_grads = {
+            adapter: {name: _fetch_matrix(name, grad) for name, grad in grads.items()}
+            for adapter, grads in (adapters.collect() if work.wants_adapters else {}).items()
+        }
+        return Gradients(hidden_grads_BTH, prompt_grads_LBPH, adapter_grads)
+
+    def _bind(self, work: PassWork, adapters: PassAdapters, rows: PassRows) -> list[PassRows]:
+        """Return the rows as each block computes them, with the adapters for its linears."""
+        return [
+            replace(rows, adapters=adapters.bind(index, block.linears))
+            for index, block in enumerate(self._find_blocks(work), work.span.start)
+        ]
+
+    def _open_adapters(self, work: PassWork, *, has_gradients: bool) -> PassAdapters:
+        num_tokens, place = work.hidden_BTH.shape[1], self._device.place
+        return PassAdapters(work.adapters, num_tokens, place, has_gradients=has_gradients)
+
+    def _find_blocks(self, work: PassWork) -> Sequence[HostedBlock]:
+        return self._blocks[work.span.start - self._span.start :][: len(work.span)]
+
+    def _lay_out(self, work: PassWork, give_way: GiveWay) -> PassRows:
+        num_rows, num_tokens, _ = work.hidden_BTH.shape
+        rotations = tuple(table.rows(0, num_tokens) for table in self._rotary)
+        # On other devices nobody waits for less than a block: its pieces are queued at once.
+        pauses = Pauses(give_way, _COST_BETWEEN_PAUSES) if self._is_on_cpu else NO_PAUSES
+        return PassRows(num_rows, num_tokens, rotations, pauses, self._tokens_at_once)
+
+    @property
+    def _is_on_cpu(self) -> bool:
+        return self._device.place.type == "cpu"
+
+    @property
+    def _tokens_at_once(self) -> int:
+        return _TOKENS_AT_ONCE[self._weights] if self._is_on_cpu else _TOKENS_AT_ONCE_ON_DEVICES
+
+    def _bring(self, hidden_BTH: Tensor, give_way: GiveWay) -> Tensor:
+        """Return a copy on the device, [N, H], which autograd may use."""
+        hidden_NH = hidden_BTH.reshape(-1, self._spec.hidden_size)
+        brought_NH = torch.empty(hidden_NH.shape, dtype=self._dtype, device=self._device.place)
+        num_vectors = max(1, _NUMBERS_AT_ONCE // self._spec.hidden_size)
+        for target, source in zip(
+            brought_NH.split(num_vectors), hidden_NH.split(num_vectors), strict=True
+        ):
+            give_way()
+            target.copy_(source)
+        return brought_NH
+
+    def _bring_prompts(self, work: PassWork) -> Tensor | None:
+        prompts_LBPH = work.prompts_LBPH
+        return None if prompts_LBPH is None else prompts_LBPH.to(self._device.place, self._dtype)
+
+    def _fetch(self, result: Tensor, shape: torch.Size, give_way: GiveWay) -> Tensor:
+        if not _has_only_finite(result, give_way):
+            raise _make_refusal("these hidden states or gradients make the blocks overflow")
+        return result.view(shape).cpu()
+
+
+def _fetch_matrix(name: str, grads: Tensor) -> Tensor:
+    if not has_only_finite(grads):
+        raise _make_refusal(f"the gradients of {name} are not finite")
+    return grads.cpu()
+
+
+def _make_key(work: PassWork) -> Hashable:
+    return make_key(work.span, (work.hidden_BTH, work.prompts_LBPH), work.adapters)
+
+
+def _make_refusal(detail: str) -> RefusedError:
+    return RefusedError(ErrorCode.BAD_VALUES, detail)
+
+
+def _check_floats(tensor: Tensor, name: str, give_way: GiveWay) -> None:
+    if not tensor.is_floating_point():
+        raise _make_refusal(f"{name} are not floats but {tensor.dtype}")
+    if not _has_only_finite(tensor, give_way):
+        raise _make_refusal(f"{name} are not finite")
+
+
+def _has_only_finite(tensor: Tensor, give_way: GiveWay) -> bool:
+    for part in tensor.reshape(-1).split(_NUMBERS_AT_ONCE):
+        give_way()
+        if not has_only_finite(part):
+            return False
+    return True
+
+
+def _check_prompts(prompts_LBPH: Tensor, work: PassWork) -> None:
+    num_rows, num_tokens, hidden_size = work.hidden_BTH.shape
+    shape = tuple(prompts_LBPH.shape)
+    is_fit = (
+        len(shape) == 4
+        and shape[0] == len(work.span)
+        and shape[1] in (1, num_rows)
+        and 1 <= shape[2] <= num_tokens
+        and shape[3] == hidden_size
+    )
+    if not is_fit:
+        raise _make_refusal(
+            f"prompts for this pass are [{len(work.span)}, 1 or {num_rows}, 1 to {num_tokens}, "
+            f"{hidden_size}], not {shape}"
+        )
+
+
+def _add_prompt(
+    hidden_NH: Tensor, prompts_LBPH: Tensor | None, place: int, rows: PassRows
+) -> Tensor:
+    """Add a block's prompt to its input, in place."""
+    if prompts_LBPH is not None:
+        hidden_BTH = hidden_NH.unflatten(0, (rows.num_rows, rows.num_tokens))
+        hidden_BTH[:, : prompts_LBPH.shape[2]] += prompts_LBPH[place]
+    return hidden_NH
+
+
+def _take_prompt(grads_NH: Tensor, prompt_grads_BPH: Tensor, rows: PassRows) -> None:
+    """Note the gradients of a prompt, which are those of what it was added to."""
+    num_prompt_rows, num_prompt_tokens, _ = prompt_grads_BPH.shape
+    grads_BPH = grads_NH.unflatten(0, (rows.num_rows, rows.num_tokens))[:, :num_prompt_tokens]
+    if num_prompt_rows < rows.num_rows:
+        grads_BPH = grads_BPH.sum(dim=0, keepdim=True, dtype=torch.float32)
+    prompt_grads_BPH.copy_(grads_BPH)
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Return whether memory was lacking: torch has a type of error for devices alone."""
+    is_allocator = "DefaultCPUAllocator" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_allocator

@@ -1,0 +1,4 @@
+"""Which span a peer should serve: pure decisions from a swarm view.
+
+Read first: placement.py.
+"""

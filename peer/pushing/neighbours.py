@@ -1,0 +1,393 @@
+"""A peer's own connections to other peers: one for each and lane, shared by all sessions.
+
+Whom to dial is said by strangers. So every dial has a pinned certificate and a deadline, there is a
+budget for each address that asks, and what failed is left alone for a while. A peer without any
+endpoint is not dialled, but reached over streams that it has parked here.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Hashable, Iterable
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+from ...protocol.endpoints import Endpoint
+from ...protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+)
+from ...protocol.fair_share import BUSY_SECONDS, Holder
+from ...protocol.ids import SessionId
+from ...protocol.limits import MAX_PIECE_BYTES
+from ...protocol.messages.session import Attach, Declined, NextHop
+from ...protocol.net.clock import Clock
+from ...protocol.net.dialling import dial, greet, refuse_large_frames
+from ...protocol.net.transport import Lane, Stream, Transport
+from ...protocol.wire.codec import decode_frame, encode_frame
+from ..accounts.dial_budget import DialBudget
+from ..accounts.shared_bytes import RecentBytes
+from .parked_streams import ParkedStreams
+
+_logger = logging.getLogger(__name__)
+
+_DIAL_SECONDS = 5.0
+_PARKED_SECONDS = 3.0
+"""How long a peer may take to answer on a stream that it has parked: it is open already. Behind a
+NAT that forgot it nobody is, and the system notices that only after half a minute."""
+
+_AGAIN_SECONDS = 10.0
+"""How long a neighbour that could not be reached is not dialled again, whoever asks."""
+
+_IDLE_SECONDS = 10.0
+"""How long a connection stays that no session uses; the other end waits twice as long for one."""
+
+_SEND_SECONDS = 30.0
+
+_MAX_REPLAYED_BYTES_A_MINUTE = 2**30
+"""What is pushed again because clients say so, of all sessions: four times what a peer logs."""
+
+_MOST_REFUSAL_SECONDS = 1.0
+"""How long a replay waits at most, behind its first frame, for the word that nobody wants it."""
+
+
+class Sender(Protocol):
+    """One session's outputs on their way to the next hop."""
+
+    @property
+    def holder(self) -> Holder:
+        """Whose session it is."""
+        ...
+
+    def pushes_to(self, following: NextHop) -> bool:
+        """Return whether what is queued for a next hop is still to be sent there: not after it was
+        lost.
+        """
+        ...
+
+    def note_left(self, num_bytes: int) -> None:
+        """Hear that so many bytes to push were sent, or never will be."""
+        ...
+
+    def note_lost(self, following: NextHop, error: ShoalError) -> None:
+        """Hear that the next hop cannot be reached, or does not take the session."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """Frames for the session of a next hop; `num_bytes` are counted until all of them are sent."""
+
+    sender: Sender
+    following: NextHop
+    frames: Iterable[bytes]
+    num_bytes: int
+    is_replay: bool = False
+
+
+class Neighbours:
+    """All of them, for one peer. Closes what it has opened."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        note_rtt: Callable[[NextHop, float], None] = lambda following, seconds: None,
+        parked: ParkedStreams | None = None,
+    ) -> None:
+        """`note_rtt` hears of every round trip that is measured on the way. Without `parked` the
+        peer takes no offers: it cannot be dialled itself.
+        """
+        self.parked = parked
+        self._transport = transport
+        self._clock = clock
+        self._note_rtt = note_rtt
+        self._known: dict[Hashable, _Neighbour] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closed = False
+        self._budget = DialBudget(clock)
+        self._failed_at: dict[Hashable, float] = {}
+        self._replayed = RecentBytes(clock, _MAX_REPLAYED_BYTES_A_MINUTE, times_free=3)
+
+    def __repr__(self) -> str:
+        return f"<Neighbours: {len(self._known)} connections>"
+
+    def prepare(self, following: NextHop, sender: Sender) -> None:
+        """Dial a next hop before there is anything to push, if that may be."""
+        with contextlib.suppress(RefusedError):
+            self._find(following, Lane.INTERACTIVE, sender.holder)
+
+    def push(self, following: NextHop, lane: Lane, frame: bytes, sender: Sender) -> None:
+        """Send a step to the session of a next hop, behind what was pushed there before."""
+        self._take(lane, _Parcel(sender, following, (frame,), len(frame)))
+
+    def count_replay(self, holder: Holder, num_bytes: int) -> None:
+        """Count a replay that is to begin. Raises RefusedError when there were too many lately."""
+        self._replayed.take(holder, max(num_bytes, MAX_PIECE_BYTES))
+
+    def replay(
+        self, following: NextHop, frames: Iterable[bytes], num_bytes: int, sender: Sender
+    ) -> None:
+        """Send a next hop what it lacks; each frame is made when the one before has left."""
+        self._take(Lane.BULK, _Parcel(sender, following, frames, num_bytes, is_replay=True))
+
+    def _take(self, lane: Lane, parcel: _Parcel) -> None:
+        sender, following = parcel.sender, parcel.following
+        try:
+            neighbour = self._find(following, lane, sender.holder)
+        except RefusedError as error:
+            sender.note_left(parcel.num_bytes)
+            # Behind the answer to what has set this off.
+            asyncio.get_running_loop().call_soon(sender.note_lost, following, error)
+        else:
+            neighbour.take(parcel)
+
+    def forget(self, following: NextHop) -> None:
+        """Note that a session pushes there no more."""
+        for neighbour in self._known.values():
+            neighbour.forget(following)
+
+    async def close(self) -> None:
+        """Hang up on everybody, and dial nobody from now on."""
+        self._is_closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _find(self, following: NextHop, lane: Lane, holder: Holder) -> "_Neighbour":
+        """Return the connection, or begin one. Raises RefusedError when that is too much."""
+        if self._is_closed:  # sessions may still compute, and push what comes of it
+            raise RefusedError(ErrorCode.DRAINING, "this peer is stopping")
+        key = (following.peer_id, following.endpoints, lane)
+        known = self._known.get(key)
+        if known is not None:
+            if known.askers:
+                known.askers.add(holder.address)
+                self._budget.look_again()
+            return known
+        age_seconds = self._clock.now() - self._failed_at.get(key, float("-inf"))
+        if age_seconds < _AGAIN_SECONDS and not self._has_parked(following, lane):
+            raise RefusedError(ErrorCode.BUSY, "it could not be reached a moment ago", BUSY_SECONDS)
+        self._budget.count(holder.address)
+        neighbour = self._known[key] = _Neighbour(following, lane, holder.address)
+        task = asyncio.create_task(self._serve(key, neighbour), name=repr(neighbour))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return neighbour
+
+    async def _serve(self, key: Hashable, neighbour: "_Neighbour") -> None:
+        """Be one connection, from the dial to its end."""
+        error: ShoalError = UnavailableError("the peer hung up on its neighbour")
+        leave = partial(self._leave, key, neighbour)
+        try:
+            stream = await self._use_parked(neighbour) or await self._dial(key, neighbour)
+            try:
+                await neighbour.run(stream, leave)
+            finally:
+                await stream.close()
+        except ShoalError as failure:
+            _logger.info("lost %r: %s", neighbour, failure)
+            error = copy(failure)  # this one has the frames in which steps are
+        finally:
+            leave()
+            neighbour.give_up(error)
+
+    def _leave(self, key: Hashable, neighbour: "_Neighbour") -> None:
+        """Have nobody push over a connection any more; there may be another one by now."""
+        if self._known.get(key) is neighbour:
+            del self._known[key]
+
+    def _has_parked(self, following: NextHop, lane: Lane) -> bool:
+        if self.parked is None or following.endpoints:
+            return False
+        return self.parked.has(following.peer_id, lane)
+
+    async def _use_parked(self, neighbour: "_Neighbour") -> Stream | None:
+        """Return a stream that the neighbour has parked here; None if there is none that works.
+
+        One with endpoints is dialled: those are made up easily, and each set of them is a neighbour
+        of its own, which would take a stream away.
+        """
+        if self.parked is None or neighbour.following.endpoints:
+            return None
+        peer_id, lane = neighbour.following.peer_id, neighbour.lane
+        while (stream := await self.parked.take(peer_id, lane)) is not None:
+            try:
+                async with asyncio.timeout(_PARKED_SECONDS):
+                    await self._greet(neighbour, stream)
+            except (TimeoutError, ShoalError) as error:
+                _logger.info("%r does not answer on a parked stream: %r", neighbour, error)
+            else:
+                neighbour.askers.clear()
+                return stream
+        return None
+
+    async def _dial(self, key: Hashable, neighbour: "_Neighbour") -> Stream:
+        """Try one endpoint after the other; what its askers may not try is not held against it."""
+        failure: ShoalError = UnavailableError(f"{neighbour!r} is not connected any more")
+        async with self._budget.take_turn(neighbour.askers) as asker:
+            neighbour.askers.clear()
+            deadline = asyncio.get_running_loop().time() + _DIAL_SECONDS
+            for number, endpoint in enumerate(neighbour.following.endpoints):
+                if number > 0:
+                    self._budget.count(asker)
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        return await self._open_stream(neighbour, endpoint)
+                except TimeoutError:
+                    failure = UnavailableError(f"{neighbour!r} did not answer in time")
+                    break
+                except ShoalError as error:
+                    failure = copy(error)
+        self._note_failure(key)
+        raise failure
+
+    async def _open_stream(self, neighbour: "_Neighbour", endpoint: Endpoint) -> Stream:
+        peer_id = neighbour.following.peer_id
+        stream = await dial(self._transport, peer_id, (endpoint,), neighbour.lane, _DIAL_SECONDS)
+        await self._greet(neighbour, stream)
+        return stream
+
+    async def _greet(self, neighbour: "_Neighbour", stream: Stream) -> None:
+        """Say hello on a stream to a neighbour; closes it when that fails."""
+        stream.set_gate(refuse_large_frames)
+        try:
+            welcome, rtt_seconds = await greet(stream, repr(neighbour), self._clock)
+            if welcome.peer_id != neighbour.following.peer_id:
+                raise RemoteProtocolError(f"another peer answers for {neighbour!r}")
+        except BaseException:
+            await stream.close()
+            raise
+        neighbour.note_rtt(rtt_seconds)
+        self._note_rtt(neighbour.following, rtt_seconds)
+
+    def _note_failure(self, key: Hashable) -> None:
+        now = self._clock.now()
+        recent = {k: at for k, at in self._failed_at.items() if now - at < _AGAIN_SECONDS}
+        self._failed_at = {**recent, key: now}
+
+
+class _Neighbour:
+    """One connection to another peer, and the sessions that push over it."""
+
+    def __init__(self, following: NextHop, lane: Lane, asker: str) -> None:
+        self.following = following
+        self.lane = lane
+        self.askers = {asker}  # addresses that wait for it to be dialled; none after that
+        self._parcels: asyncio.Queue[_Parcel] = asyncio.Queue()
+        self._users: dict[SessionId, tuple[NextHop, Sender]] = {}  # those that are attached
+        self._refusal_seconds = 0.0
+
+    def __repr__(self) -> str:
+        return f"<neighbour …{self.following.peer_id[-6:]}, {self.lane.value}>"
+
+    def note_rtt(self, seconds: float) -> None:
+        """Note how long a refusal is under way, at least."""
+        self._refusal_seconds = min(1.5 * seconds, _MOST_REFUSAL_SECONDS)
+
+    def take(self, parcel: _Parcel) -> None:
+        """Queue a step, or a replay."""
+        self._parcels.put_nowait(parcel)
+
+    def forget(self, following: NextHop) -> None:
+        """Note that a session is over, or pushes elsewhere."""
+        if self._is_attached(following):
+            del self._users[following.session]
+
+    def _is_attached(self, following: NextHop) -> bool:
+        known = self._users.get(following.session)
+        return known is not None and known[0].capability == following.capability
+
+    async def run(self, stream: Stream, leave: Callable[[], None]) -> None:
+        """Send what is queued until the stream breaks or nobody uses it for a while.
+
+        Then it leaves, before it waits for anything: what is pushed later needs a new connection.
+        No task group: an error would come in a group that it refers to, and what was being sent
+        would stay in memory until the next full garbage collection.
+        """
+        tasks = [
+            asyncio.create_task(self._send_all(stream, leave)),
+            asyncio.create_task(self._hear(stream)),
+        ]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+        for failure in [task.exception() for task in tasks if not task.cancelled()]:
+            if failure is not None:
+                raise copy(failure)
+
+    async def _send_all(self, stream: Stream, leave: Callable[[], None]) -> None:
+        while await self._send_next(stream):
+            pass
+        leave()
+
+    async def _send_next(self, stream: Stream) -> bool:
+        """Send a parcel, which nothing here holds on to; return whether to go on."""
+        try:
+            async with asyncio.timeout(_IDLE_SECONDS):
+                parcel = await self._parcels.get()
+        except TimeoutError:
+            return bool(self._users) or not self._parcels.empty()
+        await self._send(stream, parcel)
+        return True
+
+    async def _send(self, stream: Stream, parcel: _Parcel) -> None:
+        """Send a parcel, as long as its session is not over, or lost, or pushes elsewhere."""
+        following, sender, frames = parcel.following, parcel.sender, iter(parcel.frames)
+        try:
+            while sender.pushes_to(following) and (frame := next(frames, None)) is not None:
+                is_attached = self._is_attached(following)
+                if not await self._send_in_time(stream, parcel, frame):
+                    raise UnavailableError(f"{self!r} does not read what is pushed")
+                if parcel.is_replay:
+                    # Nobody is to be sent a long one who does not want it.
+                    await asyncio.sleep(0.0 if is_attached else self._refusal_seconds)
+        finally:
+            sender.note_left(parcel.num_bytes)
+
+    async def _send_in_time(self, stream: Stream, parcel: _Parcel, frame: bytes) -> bool:
+        """Send a frame; return whether it left. No error comes of the timeout, which knows this
+        task: the task would keep it, and with it what was being sent.
+        """
+        following = parcel.following
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_SEND_SECONDS):
+                if not self._is_attached(following):
+                    self._users[following.session] = following, parcel.sender
+                    attach = Attach(following.session, following.epoch, following.capability)
+                    await stream.send(encode_frame(attach))
+                await stream.send(frame)
+                return True
+        return False
+
+    async def _hear(self, stream: Stream) -> None:
+        """Read what the neighbour says: nothing, unless it does not take a session."""
+        while (frame := await stream.receive()) is not None:
+            message = decode_frame(frame)
+            if not isinstance(message, Declined):
+                raise RemoteProtocolError(f"{self!r} said {type(message).__name__}")
+            if message.session is None:
+                raise UnavailableError(f"{self!r} ended the stream: {message.detail}")
+            following, sender = self._users.pop(message.session, (None, None))
+            if following is not None and sender is not None:
+                sender.note_lost(following, RefusedError(message.code, message.detail))
+        raise UnavailableError(f"{self!r} ended the stream")
+
+    def give_up(self, error: ShoalError) -> None:
+        """Tell everybody whose steps may not have arrived."""
+        lost, self._users = self._users, {}
+        while not self._parcels.empty():
+            parcel = self._parcels.get_nowait()
+            parcel.sender.note_left(parcel.num_bytes)
+            lost[parcel.following.session] = parcel.following, parcel.sender
+        for following, sender in lost.values():
+            sender.note_lost(following, error)

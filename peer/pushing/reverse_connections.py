@@ -1,0 +1,288 @@
+"""Streams that a peer which cannot be dialled keeps open to others, for them to push over.
+
+Each is parked at a peer whose span ends where the own one begins. When that says Hello on it, it is
+served like one that was accepted, and another one is parked in its place.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Iterable, Sequence
+from copy import copy
+from dataclasses import replace
+
+from ...protocol.endpoints import Endpoint
+from ...protocol.errors import DirectoryError, RemoteProtocolError, ShoalError, UnavailableError
+from ...protocol.identity import Identity
+from ...protocol.ids import PeerId
+from ...protocol.messages.offers import make_offer
+from ...protocol.messages.session import Parked
+from ...protocol.net.clock import Clock
+from ...protocol.net.dialling import dial, greet, receive, refuse_large_frames
+from ...protocol.net.directory import Directory
+from ...protocol.net.transport import FrameGate, Lane, Stream, StreamServer, Transport
+from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
+from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
+from ...protocol.versions import REVERSE_VERSION
+from ...protocol.wire.codec import encode_frame
+from ..announcing.delays import is_likely_neighbour
+
+_logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 3.0
+"""How often to see whether streams are parked elsewhere than was announced."""
+
+_OFFER_SECONDS = 10.0
+"""How long it may take to park a stream; the other peer may have to read the directory."""
+
+_SETTLED_SECONDS = 5.0
+"""Who keeps a stream for less, or does not take it, is offered one later and later."""
+
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
+"""Not more: whoever has a peer break a stream that it uses keeps others from the edge as well."""
+
+_LAST_WORDS_SECONDS = 1.0
+
+_Key = tuple[PeerId, Lane]
+
+
+def choose_hosts(
+    own: Announcement,
+    others: Iterable[Announcement],
+    kept: Collection[PeerId] = (),
+    failing: Collection[PeerId] = (),
+) -> list[Announcement]:
+    """Return the peers to park streams at: those that a chain may lead from to the own span, can be
+    dialled and understand it. Those that have `kept` streams come first, then the nearest, and last
+    those `failing` to.
+
+    All who may push dial a next hop in the same way, for steps, replays and mirrors, and they
+    stand before it in a chain; so there are no others.
+    """
+    fitting = [
+        peer
+        for peer in others
+        if peer.peer_id != own.peer_id
+        and peer.state is PeerState.ONLINE
+        and peer.endpoints
+        and peer.max_version >= REVERSE_VERSION
+        and peer.span.start < own.span.start
+        and is_likely_neighbour(own.span, peer.span)
+    ]
+
+    def rank(peer: Announcement) -> tuple[bool, bool, float, PeerId]:
+        here, there = own.coordinate or ORIGIN, peer.coordinate or ORIGIN
+        is_known = here.is_settled and there.is_settled
+        seconds = estimate_rtt_seconds(here, there) if is_known else float("inf")
+        return peer.peer_id not in kept, peer.peer_id in failing, seconds, peer.peer_id
+
+    return sorted(fitting, key=rank)[:MAX_PARKED_AT]
+
+
+class ReverseConnections:
+    """Those of one peer. Owned by who runs it; `serve` gets each stream that is used."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: Transport,
+        directory: Directory,
+        serve: StreamServer,
+        clock: Clock,
+        period_seconds: float,
+    ) -> None:
+        """The directory is read once in a period."""
+        self._identity = identity
+        self._transport = transport
+        self._directory = directory
+        self._serve = serve
+        self._clock = clock
+        self._period_seconds = period_seconds
+        self._own: Announcement | None = None
+        self._hosts: dict[PeerId, Announcement] = {}
+        self._parked: set[_Key] = set()  # also while another stream takes the place of a used one
+        self._parking: dict[_Key, asyncio.Task[None]] = {}
+        self._serving: dict[asyncio.Task[None], Stream] = {}
+
+    def __repr__(self) -> str:
+        return f"<ReverseConnections: {len(self._parked)} parked, {len(self._serving)} in use>"
+
+    def describe(self, announcement: Announcement) -> Announcement:
+        """Return an announcement of the peer itself that tells where its streams are parked."""
+        self._own = replace(announcement, parked_at=self._list_ready())
+        return self._own
+
+    def _list_ready(self) -> tuple[str, ...]:
+        """Return how the ids of those end that have a stream for each lane."""
+        of_lane = [{peer_id for peer_id, other in self._parked if other is lane} for lane in Lane]
+        return tuple(sorted(map(shorten, set.intersection(*of_lane))))
+
+    async def run(self, note_change: Callable[[Sequence[str]], None]) -> None:
+        """Keep streams parked until cancelled; `note_change` hears how the ids end of those that
+        hold them, when these are others than before.
+        """
+        looked_at, noted = float("-inf"), self._list_ready()
+        try:
+            while True:
+                is_due = self._clock.now() - looked_at >= self._period_seconds
+                if is_due and self._own is not None and self._own.state is not PeerState.JOINING:
+                    looked_at = self._clock.now()
+                    await self._look(self._own)
+                if self._list_ready() != noted:
+                    noted = self._list_ready()
+                    note_change(noted)
+                await asyncio.sleep(min(_LOOK_SECONDS, self._period_seconds))
+        finally:
+            await self._end()
+
+    async def _look(self, own: Announcement) -> None:
+        """Follow the directory: park where it is of use, and take away what is elsewhere."""
+        try:
+            others = await self._directory.lookup(own.model_id)
+        except DirectoryError as error:
+            _logger.debug("cannot see where to park streams: %s", error)
+            return
+        kept = {peer_id for peer_id, _ in self._parked}
+        failing = {peer_id for peer_id, _ in self._parking} - kept
+        hosts = {host.peer_id: host for host in choose_hosts(own, others, kept, failing)}
+        for (peer_id, lane), parking in list(self._parking.items()):
+            # Who was restarted listens elsewhere, and nothing is left of the stream there.
+            if peer_id not in hosts or hosts[peer_id].endpoints != self._hosts[peer_id].endpoints:
+                await _cancel([parking])
+                del self._parking[peer_id, lane]
+                self._parked.discard((peer_id, lane))
+        self._hosts = hosts
+        for host in hosts.values():
+            for lane in Lane:
+                if (host.peer_id, lane) not in self._parking:
+                    parking = self._keep_parked(host, lane)
+                    self._parking[host.peer_id, lane] = asyncio.create_task(parking)
+
+    async def _keep_parked(self, host: Announcement, lane: Lane) -> None:
+        """Have one stream parked at a peer, always; a peer that does not keep it has some rest."""
+        pause_seconds = _FIRST_PAUSE_SECONDS
+        while True:
+            began_at = self._clock.now()
+            try:
+                await self._park(host, lane)
+            except ShoalError as error:
+                self._parked.discard((host.peer_id, lane))
+                _logger.info("no stream is parked at …%s: %s", host.peer_id[-6:], error)
+            except Exception:
+                self._parked.discard((host.peer_id, lane))
+                _logger.exception("parking a stream at …%s failed", host.peer_id[-6:])
+            if self._clock.now() - began_at >= _SETTLED_SECONDS:
+                pause_seconds = _FIRST_PAUSE_SECONDS
+            await asyncio.sleep(pause_seconds)
+            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+
+    async def _park(self, host: Announcement, lane: Lane) -> None:
+        """Park one stream and wait until it is used, or over. Raises ShoalError if it cannot."""
+        stream = await self._offer(host, lane)
+        self._parked.add((host.peer_id, lane))
+        frame: bytes | None = None
+        try:
+            with contextlib.suppress(UnavailableError):
+                frame = await stream.receive()
+        finally:
+            if frame is None:
+                await stream.close()
+        if frame is not None:
+            self._begin_serving(_HeardStream(stream, frame))
+
+    async def _offer(self, host: Announcement, lane: Lane) -> Stream:
+        """Return a stream that the other peer keeps from now on. Raises ShoalError."""
+        failure: ShoalError = RemoteProtocolError(f"{_name(host)} announced no endpoint")
+        for endpoint in host.endpoints:
+            try:
+                async with asyncio.timeout(_OFFER_SECONDS):
+                    return await self._offer_at(endpoint, host, lane)
+            except TimeoutError:
+                failure = UnavailableError(f"{_name(host)} did not answer in time")
+            except ShoalError as error:
+                failure = copy(error)
+        raise failure
+
+    async def _offer_at(self, endpoint: Endpoint, host: Announcement, lane: Lane) -> Stream:
+        name = _name(host)
+        stream = await dial(self._transport, host.peer_id, (endpoint,), lane, _OFFER_SECONDS)
+        stream.set_gate(refuse_large_frames)
+        try:
+            welcome, _ = await greet(stream, name, self._clock)
+            if welcome.peer_id != host.peer_id:
+                raise RemoteProtocolError(f"another peer answers for {name}")
+            if not welcome.nonce:
+                raise RemoteProtocolError(f"{name} takes no offers")
+            is_bulk = lane is Lane.BULK
+            offer = make_offer(self._identity, endpoint.fingerprint, welcome.nonce, is_bulk)
+            await stream.send(encode_frame(offer))
+            answer = await receive(stream, name)
+            if not isinstance(answer, Parked):
+                raise RemoteProtocolError(f"{name} answered Offer with {type(answer).__name__}")
+        except BaseException:
+            await stream.close()
+            raise
+        return stream
+
+    def _begin_serving(self, stream: Stream) -> None:
+        task = asyncio.create_task(self._serve_to_end(stream))
+        self._serving[task] = stream
+        task.add_done_callback(self._serving.pop)
+
+    async def _serve_to_end(self, stream: Stream) -> None:
+        try:
+            await self._serve(stream)
+        except ShoalError as error:
+            _logger.debug("a stream that was parked ended: %s", error)
+        except Exception:
+            _logger.exception("serving a stream that was parked failed")
+        finally:
+            await stream.close()
+
+    async def _end(self) -> None:
+        await _cancel(self._parking.values())
+        for stream in list(self._serving.values()):
+            await stream.close()
+        if self._serving:
+            await asyncio.wait(list(self._serving), timeout=_LAST_WORDS_SECONDS)
+        await _cancel(list(self._serving))
+
+
+class _HeardStream:
+    """A stream of which the first frame was received already: it is received once more."""
+
+    def __init__(self, stream: Stream, frame: bytes) -> None:
+        self._stream = stream
+        self._frame: bytes | None = frame
+
+    @property
+    def remote_host(self) -> str | None:
+        return self._stream.remote_host
+
+    def set_gate(self, gate: FrameGate) -> None:
+        self._stream.set_gate(gate)
+
+    async def send(self, frame: bytes) -> None:
+        await self._stream.send(frame)
+
+    async def receive(self) -> bytes | None:
+        frame, self._frame = self._frame, None
+        return await self._stream.receive() if frame is None else frame
+
+    async def wait_over(self) -> None:
+        await self._stream.wait_over()
+
+    async def close(self) -> None:
+        await self._stream.close()
+
+
+def _name(host: Announcement) -> str:
+    return f"peer …{host.peer_id[-6:]}"
+
+
+async def _cancel(tasks: Collection[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks)

@@ -1,0 +1,106 @@
+"""What a peer can be told: one frozen value, built once from the command line."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...protocol.errors import UsageError
+from ...protocol.membership.membership import Membership
+from ...protocol.spans import Span
+from ..accounts.adapter_budget import LEAST_BYTES as LEAST_ADAPTER_BYTES
+from ..accounts.pass_budget import LEAST_BYTES
+from ..engine.blocks.device_names import NO_NF4, parse_cuda_number
+
+WEIGHT_FORMATS = ("int8", "bf16", "fp32", "nf4")
+"""How block weights can be held; the last one on CUDA devices only."""
+
+
+@dataclass(frozen=True)
+class PeerConfig:
+    """Settings of one serving peer; the defaults are the only ones there are."""
+
+    model: str
+    """Directory of the model, or its id on the Hub."""
+
+    span: Span | None = None
+    """Blocks to serve; None: those that the swarm needs most."""
+
+    num_blocks: int | None = None
+    """How many blocks to serve without a span; None: as many as free memory holds."""
+
+    weights: str = "int8"
+    """How block weights are held: one of WEIGHT_FORMATS."""
+
+    device: str = "cpu"
+    """Where blocks are computed: cpu, cuda, cuda:N, or auto for cuda where it can be used."""
+
+    num_threads: int | None = None
+    """Threads of one matrix product; None: as many as torch chooses."""
+
+    kv_budget_bytes: int = 2**30
+    """Memory for the KV caches of all sessions together."""
+
+    pass_bytes: int | None = None
+    """Memory for passes of those who fine-tune, all together; 0: take none; None: an eighth of what
+    is free, 4 GiB at most."""
+
+    adapter_bytes: int | None = None
+    """Memory for adapters that clients bring, all together; 0: keep none; None: a sixteenth of what
+    is free, 512 MiB at most."""
+
+    block_cache_bytes: int = 16 * 2**30
+    """Disk that quantized blocks may take in `~/.cache/shoal/blocks`, all peers of a user together;
+    0: quantize them anew at each start."""
+
+    initial_peers: tuple[str, ...] = ()
+    """Directory addresses to join through; empty: begin a new swarm."""
+
+    membership: Membership | None = None
+    """The swarm to join or begin; None: the public one of the initial peers, or a new one."""
+
+    listen_host: str = "127.0.0.1"
+    """Address to accept connections on."""
+
+    listen_port: int = 0
+    """Port for sessions; 0: any free one."""
+
+    directory_port: int = 0
+    """Port of the directory; 0: any free one."""
+
+    announce_host: str | None = None
+    """Host that others dial; None: the listen host."""
+
+    identity_path: Path | None = None
+    """Key file of the peer; None: a fresh identity that ends with the process."""
+
+    announce_period_seconds: float = 30.0
+    """How often the announcement is renewed; it expires after three periods."""
+
+    max_sessions: int = 256
+    """Sessions held at the same time."""
+
+    session_idle_seconds: float = 1800.0
+    """A session without a step for this long is closed."""
+
+    drain_seconds: float = 10.0
+    """How long running sessions may go on after a request to stop: until they have moved."""
+
+    token_budget: int = 512
+    """Tokens (rows times length) that one iteration of the engine takes at most."""
+
+    def __post_init__(self) -> None:
+        if self.membership is not None:
+            self.membership.check_may_serve()
+        if self.weights not in WEIGHT_FORMATS:
+            raise UsageError(f"weights are one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}")
+        if parse_cuda_number(self.device) is None and self.weights == "nf4":
+            raise UsageError(NO_NF4)
+        if self.pass_bytes and self.pass_bytes < LEAST_BYTES:
+            raise UsageError(
+                f"training takes at least {LEAST_BYTES // 2**20} MiB of memory, or none "
+                f"(--training-memory 0), not {self.pass_bytes:,} bytes"
+            )
+        if self.adapter_bytes and self.adapter_bytes < LEAST_ADAPTER_BYTES:
+            raise UsageError(
+                f"adapters take at least {LEAST_ADAPTER_BYTES // 2**20} MiB of memory, or none "
+                f"(--adapter-memory 0), not {self.adapter_bytes:,} bytes"
+            )

@@ -1,0 +1,323 @@
+"""Who gets a session at a peer: at once, after a wait, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...protocol.errors import CacheFullError, ErrorCode, RefusedError
+from ...protocol.fair_share import Holder, check_room_for_client, may_displace
+from ...protocol.ids import SessionId
+from ...protocol.messages.session import Open
+from ...protocol.session.table import SessionState
+from ..accounts.adapter_shelf import Kept
+from ..engine.cache.kv_cache import SessionCache
+from ..engine.cache.kv_pool import IDLE_SECONDS
+from ..engine.cache.prefix_copy import PrefixCopy
+from ..engine.compute_thread import ComputeThread
+from ..pushing.outlet import Outlet
+from .held_session import HeldSession
+from .prefix_copies import PrefixCopies
+
+if TYPE_CHECKING:
+    from ..streams.service import Service
+
+_logger = logging.getLogger(__name__)
+
+_LONGEST_WAIT_SECONDS = 300.0
+"""Nobody waits longer, whatever they ask for: who needs more may ask again."""
+
+_LOOK_AGAIN_SECONDS = 1.0
+"""How often a waiter looks for sessions that have become idle; that makes no other sign."""
+
+_SMOOTHING = 0.1
+
+Post = Callable[[bytes], None]
+"""Sends a frame to the client of a session."""
+
+_TEMPORARY_CODES = frozenset({ErrorCode.BUSY, ErrorCode.CACHE_FULL})
+
+
+class Admission:
+    """Opens sessions, and keeps who has to wait for one in order of arrival.
+
+    Whoever waits is woken before a newcomer is heard, so nobody is overtaken except by those who
+    hold less than their share.
+    """
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._opening: dict[SessionId, Holder] = {}
+        self._waiting: dict[asyncio.Event, Holder] = {}
+        self._copies = PrefixCopies(service.compute)
+        self._lifetime_seconds: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Admission: {len(self._opening)} being opened, {len(self._waiting)} waiting>"
+
+    @property
+    def num_waiting(self) -> int:
+        """How many sessions wait for room."""
+        return len(self._waiting)
+
+    @property
+    def num_opening(self) -> int:
+        """How many sessions are being opened right now."""
+        return len(self._opening)
+
+    def note_closed(self, held: HeldSession) -> None:
+        """Note how long a session was held, and let whoever waits try again."""
+        seconds = self._service.clock.now() - held.opened_at
+        average = self._lifetime_seconds
+        self._lifetime_seconds = (
+            seconds if average is None else average + _SMOOTHING * (seconds - average)
+        )
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Wake everybody who waits, in their order."""
+        for waiter in self._waiting:
+            waiter.set()
+
+    def may_wait(self, holder: Holder) -> bool:
+        """Return whether one more session of a holder may wait: the queue is shared like places."""
+        try:
+            num_places = self._service.facts.max_sessions
+            check_room_for_client(holder, list(self._waiting.values()), num_places, "waiting ones")
+        except RefusedError:
+            return False
+        return True
+
+    async def open(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
+        """Hold a session; return it and how many more tokens its holder may have.
+
+        `post` is how the session says what it was not asked.
+
+        Raises RefusedError; one that may pass says in `retry_after_seconds` when to ask again.
+        """
+        try:
+            return await self._open(message, holder, post)
+        except RefusedError as refusal:
+            if not _may_pass(refusal):
+                raise
+            raise _with_retry(refusal, self.estimate_wait_seconds()) from refusal
+
+    async def wait(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
+        """Do so as soon as there is room, within the time that the message allows."""
+        clock = self._service.clock
+        deadline = clock.now() + min(message.max_wait_seconds, _LONGEST_WAIT_SECONDS)
+        woken = asyncio.Event()
+        self._waiting[woken] = holder
+        try:
+            while (seconds := deadline - clock.now()) > 0:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(min(seconds, _LOOK_AGAIN_SECONDS)):
+                        await woken.wait()
+                woken.clear()
+                with contextlib.suppress(_StillFullError):
+                    return await self._try_again(message, holder, post)
+        finally:
+            del self._waiting[woken]
+            self._service.note_change()
+        return await self.open(message, holder, post)
+
+    def estimate_wait_seconds(self) -> float:
+        """Estimate how long one more session would have to wait.
+
+        Sessions that live T seconds leave n places every T/n seconds (Little's law).
+        """
+        now = self._service.clock.now()
+        ages = [now - held.opened_at for held in self._service.sessions.values()]
+        lifetime_seconds = self._lifetime_seconds
+        if lifetime_seconds is None:
+            lifetime_seconds = sum(ages) / len(ages) if ages else 0.0
+        num_before = len(self._waiting) + 1
+        return max(_LOOK_AGAIN_SECONDS, lifetime_seconds * num_before / max(1, len(ages)))
+
+    async def _try_again(
+        self, message: Open, holder: Holder, post: Post
+    ) -> tuple[HeldSession, int]:
+        try:
+            return await self._open(message, holder, post)
+        except RefusedError as refusal:
+            if _may_pass(refusal):
+                raise _StillFullError from refusal
+            raise
+
+    async def _open(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
+        service = self._service
+        self._check(message)
+        parent = self._find_parent(message, holder)
+        adapter = self._find_adapter(message, holder, parent)
+        if parent is not None and parent.adapter is not adapter:
+            raise RefusedError(ErrorCode.BAD_VALUES, "a fork has the adapter of its parent")
+        self._make_place(holder)
+        self._opening[message.session] = holder
+        try:
+            cache, free_tokens = await self._open_cache(message, holder, parent)
+            if service.is_draining:  # by now; nobody would tell the client to leave again
+                service.compute.post(cache.close)
+                self._check(message)
+        finally:
+            del self._opening[message.session]
+            service.note_change()
+        state = SessionState(
+            message.num_rows, message.max_tokens, message.epoch, message.prefix_tokens
+        )
+        outlet = Outlet(message.session, holder, service.ways, post)
+        held = HeldSession(
+            state, cache, message.span, message.dtype, service.clock.now(), holder, outlet,
+            message.capability, adapter,
+        )  # fmt: skip
+        if adapter is not None:
+            service.adapters.use(adapter, holder)
+        service.sessions[message.session] = held
+        if message.next is not None:
+            log = None if parent is None else parent.outlet.fork_log(message.prefix_tokens)
+            outlet.open(message.next, log, message.prefix_tokens)
+        return held, free_tokens
+
+    def _check(self, message: Open) -> None:
+        """Raise RefusedError for what this peer can never open, or not any more."""
+        service, engine = self._service, self._service.engine
+        if service.is_draining:
+            raise RefusedError(ErrorCode.DRAINING, "the peer is about to leave")
+        if message.model_id != service.facts.model_id:
+            raise RefusedError(ErrorCode.WRONG_MODEL, "the peer serves another model")
+        if not engine.span.covers(message.span):
+            detail = f"the peer serves blocks {engine.span}, not {message.span}"
+            raise RefusedError(ErrorCode.WRONG_SPAN, detail)
+        if message.max_tokens > engine.spec.max_positions:
+            detail = (
+                f"{message.max_tokens} tokens, the model's limit is {engine.spec.max_positions}"
+            )
+            raise RefusedError(ErrorCode.TOO_LONG, detail)
+        engine.pool.check_can_hold(
+            message.num_rows, message.max_tokens, message.span, message.kv_format
+        )
+        if message.next is not None and service.ways.neighbours is None:
+            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer pushes to no other")
+        if message.session in service.sessions or message.session in self._opening:
+            raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
+
+    def _find_adapter(
+        self, message: Open, holder: Holder, parent: HeldSession | None
+    ) -> Kept | None:
+        """Return the adapter of a session; a fork has that of its parent, forgotten or not."""
+        if not message.adapter:
+            return None
+        inherited = None if parent is None else parent.adapter
+        if inherited is not None and inherited.name == message.adapter:
+            return inherited
+        return self._service.adapters.find(message.adapter, holder)
+
+    def _find_parent(self, message: Open, holder: Holder) -> HeldSession | None:
+        """Return the session whose prefix is asked for; nobody learns of those of others."""
+        if message.parent is None:
+            return None
+        parent = self._service.sessions.get(message.parent)
+        if parent is None or parent.holder != holder:
+            raise RefusedError(ErrorCode.UNKNOWN_SESSION, "you have no such parent open here")
+        parent.used_at = self._service.clock.now()
+        parent.cache.touch()
+        return parent
+
+    def _make_place(self, holder: Holder) -> None:
+        """See that `holder` may have one more session, if need be in place of an idle one."""
+        service = self._service
+        while True:
+            holders = [*self._opening.values()]
+            # Those whose pages were taken while they were idle only wait to hear of it.
+            sessions = service.sessions.values()
+            holders += [held.holder for held in sessions if held.cache.is_open]
+            try:
+                num_places = service.facts.max_sessions
+                return check_room_for_client(holder, holders, num_places, "sessions")
+            except RefusedError:
+                session = self._find_idle(holder, Counter(holders))
+                if session is None:
+                    raise
+                service.close_session(session, service.sessions[session])
+
+    def _find_idle(self, holder: Holder, held_places: Counter[Holder]) -> SessionId | None:
+        """Return the session that is idle for longest, of those that `holder` may displace."""
+        service = self._service
+        idle_since = service.clock.now() - IDLE_SECONDS
+        candidates = {
+            session: held.used_at
+            for session, held in service.sessions.items()
+            if held.used_at <= idle_since
+            and not held.running
+            and may_displace(holder, held.holder, held_places, 1)
+        }
+        return min(candidates, key=candidates.__getitem__, default=None)
+
+    async def _open_cache(
+        self, message: Open, holder: Holder, parent: HeldSession | None
+    ) -> tuple[SessionCache, int]:
+        """Return a new cache and how many tokens its holder may have beside it."""
+        compute, engine = self._service.compute, self._service.engine
+
+        def open_on_thread() -> _OpenedCache:
+            kv_format = message.kv_format
+            cache = engine.open_cache(
+                message.num_rows, message.max_tokens, message.span, holder, kv_format
+            )
+            copy = None if parent is None else _begin_copy(parent.cache, cache, message)
+            return _OpenedCache(cache, copy, engine.pool.count_free_tokens(holder, kv_format))
+
+        opening = compute.call(open_on_thread)
+        try:
+            opened = await asyncio.shield(opening)
+            if opened.copy is not None:
+                await self._copies.finish(opened.copy, holder)
+            return opened.cache, opened.free_tokens
+        except BaseException as error:
+            # Also when the stream broke while the cache was being opened: nobody will hold it.
+            opening.add_done_callback(lambda done: _discard_cache(done, compute))
+            if isinstance(error, RefusedError) or not isinstance(error, Exception):
+                raise
+            _logger.exception("a session could not be opened")
+            raise RefusedError(ErrorCode.INTERNAL, "the peer failed to open a session") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenedCache:
+    """A new cache, and what is still to be copied into it."""
+
+    cache: SessionCache
+    copy: PrefixCopy | None
+    free_tokens: int
+
+
+class _StillFullError(Exception):
+    """There is still no room for a session that waits."""
+
+
+def _may_pass(refusal: RefusedError) -> bool:
+    return refusal.code in _TEMPORARY_CODES and refusal.retry_after_seconds is not None
+
+
+def _with_retry(refusal: RefusedError, seconds: float) -> RefusedError:
+    if isinstance(refusal, CacheFullError):
+        return CacheFullError(str(refusal), seconds)
+    return RefusedError(refusal.code, str(refusal), seconds)
+
+
+def _begin_copy(parent: SessionCache, cache: SessionCache, message: Open) -> PrefixCopy:
+    """Let a new cache begin with the prefix of its parent, or close it again."""
+    try:
+        return cache.begin_with(parent, message.prefix_tokens)
+    except BaseException:
+        cache.close()
+        raise
+
+
+def _discard_cache(opening: asyncio.Future[_OpenedCache], compute: ComputeThread) -> None:
+    if not opening.cancelled() and opening.exception() is None:
+        compute.post(opening.result().cache.close)

@@ -1,0 +1,200 @@
+"""What a node of a replicated directory lets in: only what a peer signed for that very place."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import secrets
+from collections.abc import Callable
+from functools import lru_cache
+
+from ... import limits
+from ...errors import RemoteProtocolError, RevokedError
+from ...ids import ModelId, PeerId
+from ...membership.membership import NONCE_BYTES, SWARM_ID_BYTES, Membership, make_public
+from ...membership.revocations import Revocations, read_revocations
+from ...records.announcement_book import AnnouncementBook
+from ...records.announcements import Announcement
+from ..clock import Clock
+
+_logger = logging.getLogger(__name__)
+
+_MAX_RECORDS_PER_KEY = 4 * 2**20 // (limits.MAX_ANNOUNCEMENT_BYTES + 256)
+"""How many surely fit into 4 MiB with what belongs to them. The DHT sends all that stand under a
+key in one message and can send no larger one: who stored more could not be asked any more."""
+
+
+REVOCATIONS = "revocations"
+"""The subkey under which the owner's list stands; no peer id looks like this."""
+
+
+class RecordGate:
+    """Checks entries of the DHT and remembers what passed. Owned by one node.
+
+    An entry stands under (key of swarm and model, peer id) with the expiry of its announcement,
+    and names the swarm itself, so that public swarms may share one DHT. In a private swarm it is
+    sealed, and holds the certificate that the peer may serve. Junk, foreign writers and replays
+    of older records are refused, and so is whoever the owner has revoked.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        clock: Clock,
+        digest_key: Callable[[str], bytes],
+        pack: Callable[[str | bytes], bytes],
+        max_records: int = _MAX_RECORDS_PER_KEY,
+        secret: bytes | None = None,
+    ) -> None:
+        """Make a gate for a DHT that digests keys and packs subkeys and values like this.
+
+        `secret` decides the lottery of a full book; a fresh one by default.
+        """
+        self.membership = membership
+        self._clock = clock
+        self._digest_key = digest_key
+        self._pack = pack
+        self._book = AnnouncementBook(max_records, 10 * max_records, secret)
+        self._revocations_record = b""
+        self.revocations = Revocations()
+        """The newest list that was found."""
+        # The same values come again and again, and a certificate takes 0.1 ms to check.
+        self._open = lru_cache(maxsize=max_records)(self._open_anew)
+
+    def when_displaced(self, forget: Callable[[str, PeerId], None]) -> None:
+        """Have `forget` called with the key and the peer of each record that had to go.
+
+        It goes for another one, and must not stay stored either.
+        """
+        self._book.on_displaced = forget
+
+    def read(self, record: bytes) -> Announcement:
+        """Return the announcement in a record that holds now; raises RemoteProtocolError."""
+        return self._book.read(record, self._clock.wall())
+
+    def wall(self) -> float:
+        """Return the wall seconds that this gate goes by."""
+        return self._clock.wall()
+
+    def add_own(self, model_id: ModelId, record: bytes) -> None:
+        """Remember a record of ours.
+
+        Raises RemoteProtocolError when a newer one is known, RevokedError when the owner has
+        revoked us.
+        """
+        peer_id = self.read(record).peer_id
+        if peer_id in self.revocations.peer_ids:
+            raise RevokedError(
+                f"the owner of the swarm has revoked this peer, {peer_id}: its members ignore it "
+                "from now on; ask the owner"
+            )
+        self._book.add_own(self.key_of(model_id), record, self._clock.wall())
+
+    def watch(self, model_id: ModelId) -> str:
+        """Return the key of a model in our swarm, and have room for what is found there."""
+        key = self.key_of(model_id)
+        self._book.reserve(key)
+        return key
+
+    def list_current(self, model_id: ModelId) -> list[Announcement]:
+        """Return what passed, is the newest of its peer and holds now."""
+        found = self._book.list_current(self.key_of(model_id), self._clock.wall())
+        return [peer for peer in found if peer.peer_id not in self.revocations.peer_ids]
+
+    def key_of(self, model_id: ModelId) -> str:
+        """Return the key of a model in our swarm."""
+        return _make_key(self.membership.swarm_id, model_id)
+
+    @property
+    def revocations_key(self) -> str:
+        """The key under which the owner's list of our swarm stands."""
+        return _make_key(self.membership.swarm_id, REVOCATIONS)
+
+    def wrap(self, record: bytes) -> bytes:
+        """Return the value that stands in the DHT for a record of ours.
+
+        Raises UsageError when we may not serve.
+        """
+        certificate = self.membership.certify(self.read(record).peer_id)
+        return self._seal(certificate + record)
+
+    def wrap_revocations(self, record: bytes | None = None) -> bytes:
+        """Return the value for the owner's list, the newest one by default; empty without any."""
+        record = self._revocations_record if record is None else record
+        return self._seal(record) if record else b""
+
+    def _seal(self, content: bytes) -> bytes:
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        return self.membership.swarm_id + self.membership.seal(content, nonce)
+
+    def accept(
+        self, key_digest: bytes, packed_subkey: bytes, packed_value: bytes, expires_at: float
+    ) -> bool:
+        """Return whether an entry may stand there, and remember it then. Never raises."""
+        try:
+            value = self._unpack_bytes(packed_value)
+            if packed_subkey == self._pack(REVOCATIONS):
+                self._accept_revocations(key_digest, value, expires_at)
+                return True
+            swarm_id, record = self._open(value)
+            announcement = self.read(record)
+            self._check_not_revoked(announcement.peer_id)
+            key = _make_key(swarm_id, announcement.model_id)
+            if (
+                key_digest == self._digest_key(key)
+                and packed_subkey == self._pack(announcement.peer_id)
+                and expires_at == announcement.expires_at
+            ):
+                self._book.add(key, record, self._clock.wall())
+                return True
+        except RemoteProtocolError as error:
+            _logger.debug("refused a record of the directory: %s", error)
+        return False
+
+    def _open_anew(self, value: bytes) -> tuple[bytes, bytes]:
+        """Return swarm id and record of a value, if its swarm lets the peer of it serve."""
+        swarm_id, sealed = value[:SWARM_ID_BYTES], value[SWARM_ID_BYTES:]
+        membership = self.membership
+        if swarm_id != membership.swarm_id:
+            if membership.is_private or len(swarm_id) < SWARM_ID_BYTES:
+                raise RemoteProtocolError("the record is of another swarm")
+            membership = make_public(swarm_id)
+        content = membership.open(sealed)
+        num_bytes = membership.certificate_bytes
+        certificate, record = content[:num_bytes], content[num_bytes:]
+        if not membership.is_certified(self.read(record).peer_id, certificate):
+            raise RemoteProtocolError("no member of the swarm let this peer serve")
+        return swarm_id, record
+
+    def _accept_revocations(self, key_digest: bytes, value: bytes, expires_at: float) -> None:
+        """Take the owner's list, from whoever hands it on; raises RemoteProtocolError else."""
+        latest = self._clock.wall() + limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+        is_ours = value.startswith(self.membership.swarm_id)
+        if not is_ours or key_digest != self._digest_key(self.revocations_key):
+            raise RemoteProtocolError("the revocations stand in a wrong place")
+        if expires_at > latest + limits.MAX_CLOCK_SKEW_SECONDS:
+            raise RemoteProtocolError("the revocations are to stay for too long")
+        record = self.membership.open(value[SWARM_ID_BYTES:])
+        found = read_revocations(self.membership, record)
+        if found.sequence < self.revocations.sequence:
+            raise RemoteProtocolError("newer revocations are already known")
+        self.revocations, self._revocations_record = found, record
+
+    def _check_not_revoked(self, peer_id: PeerId) -> None:
+        if peer_id in self.revocations.peer_ids:
+            raise RemoteProtocolError(f"the owner of the swarm has revoked peer {peer_id}")
+
+    def _unpack_bytes(self, packed: bytes) -> bytes:
+        """Undo MSGPack for byte strings of 8 or 16 bit length only.
+
+        The general decoder builds objects, which is not for strangers.
+        """
+        value = packed[2:] if packed.startswith(b"\xc4") else packed[3:]
+        if self._pack(value) != packed:
+            raise RemoteProtocolError("the value is not a byte string")
+        return value
+
+
+def _make_key(swarm_id: bytes, name: str) -> str:
+    text = f"shoal directory 2\0{swarm_id.hex()}\0{name}"
+    return hashlib.sha256(text.encode()).hexdigest()

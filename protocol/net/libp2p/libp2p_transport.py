@@ -1,0 +1,261 @@
+# hivemind's types are partial; what we say ourselves is checked.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+"""Transport over libp2p, through the p2pd process of the directory: for peers behind a NAT.
+
+Slower than TCP, since every byte passes through p2pd at both ends and maybe through a relay, and
+both lanes share one connection. libp2p encrypts, and proves the peer id: it is the public key.
+
+Imported by the directory only: hivemind takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import warnings
+from typing import Any
+
+from ...endpoints import Endpoint, Libp2pEndpoint
+from ...errors import (
+    LocalProtocolError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+    UsageError,
+)
+from ...fair_share import Holder
+from ...ids import PeerId
+from ...membership.membership import Membership
+from ..p2pd.multiaddrs import split_multiaddr
+from ..pieces import MAX_MESSAGE_BYTES
+from ..tcp.tcp_listener import MAX_STREAMS
+from ..transport import Lane, StreamServer, turn_away
+from .libp2p_stream import Libp2pStream
+from .p2p_streams import connect, open_byte_stream
+from .shared_places import SharedPlaces, name_dialler
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about what hivemind itself uses
+    from hivemind.p2p import P2P
+    from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = "/shoal/exchange/1"
+
+_HELLO = b"shoal-exchange 1 "
+"""First message of a dialler; in a private swarm a proof of membership follows."""
+
+_ACCEPTED = b"shoal-accepted 1"
+_MEMBERS_ONLY = b"shoal-members-only 1"
+"""First messages of a listener. p2pd takes a stream for open before the other end has agreed."""
+
+_MAX_DOORSTEP = 512
+"""Streams that are still saying who they are, or hear that they are not welcome."""
+
+_MAX_HELLO_BYTES = 1024
+"""What a stranger may have us keep; the proof in a hello takes 32."""
+
+_HELLO_SECONDS = 5.0
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long the servers of broken streams may clean up before they are cancelled."""
+
+
+class Libp2pTransport:
+    """Dials peers by their id, and listens where p2pd does. Leaves p2pd to its owner.
+
+    In a private swarm it proves its membership to whoever it dials, and takes streams of members
+    only.
+    """
+
+    def __init__(self, p2p: P2P, membership: Membership | None = None) -> None:
+        self._p2p = p2p
+        self._membership = membership
+        self._streams: set[Libp2pStream] = set()
+        self._listener: Libp2pListener | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"Libp2pTransport(streams={len(self._streams)}, closed={self._is_closed})"
+
+    async def listen(self, host: str, port: int, serve: StreamServer) -> Libp2pListener:
+        """See Transport.listen: one listener at a time, where p2pd listens already.
+
+        Port 0 stands for the port of p2pd, a host that means every address for any of them.
+        """
+        self._check_open()
+        is_any = host in ("0.0.0.0", "::")
+        addresses = [split_multiaddr(str(text)) for text in await self._p2p.get_visible_maddrs()]
+        fitting = [at for at in addresses if (is_any or at[0] == host) and port in (0, at[1])]
+        if not fitting:
+            raise UsageError(f"libp2p does not listen on {Endpoint(host, port)}")
+        if self._listener is not None and self._listener.is_open:
+            raise UsageError(f"port {fitting[0][1]} on {host} is in use; choose another one")
+        peer_id = PeerId(str(self._p2p.peer_id))
+        endpoint = Libp2pEndpoint(host, fitting[0][1], peer_id=peer_id)
+        self._listener = Libp2pListener(self._p2p, endpoint, serve, self._membership)
+        await self._listener.start()
+        return self._listener
+
+    async def open_stream(
+        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
+    ) -> Libp2pStream:
+        self._check_open()
+        if not isinstance(endpoint, Libp2pEndpoint):
+            raise UsageError(f"{endpoint} is not dialled through libp2p")
+        try:
+            async with asyncio.timeout(timeout_seconds):
+                return await self._dial(endpoint)
+        except TimeoutError as error:
+            raise UnavailableError(
+                f"{endpoint} did not answer within {timeout_seconds:g} s"
+            ) from error
+
+    async def close(self) -> None:
+        self._is_closed = True
+        for stream in list(self._streams):
+            await stream.abort("this transport was closed")
+        if self._listener is not None:
+            await self._listener.close()
+
+    async def _dial(self, endpoint: Libp2pEndpoint) -> Libp2pStream:
+        await connect(self._p2p, endpoint.peer_id, endpoint.address)
+        reader, writer = await open_byte_stream(self._p2p, endpoint.peer_id, PROTOCOL)
+        stream = Libp2pStream(reader, writer, endpoint.host, str(endpoint), self._streams.discard)
+        self._streams.add(stream)
+        try:
+            membership = self._membership
+            proof = b"" if membership is None else membership.prove_to(endpoint.peer_id)
+            await stream.say(_HELLO + proof)
+            await _wait_accepted(stream, endpoint, membership)
+            self._check_open()
+        except BaseException:
+            await stream.abort("it was not accepted")
+            raise
+        return stream
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise LocalProtocolError("this transport is closed")
+
+
+class Libp2pListener:
+    """The streams that p2pd hands us, and the tasks that serve them."""
+
+    def __init__(
+        self,
+        p2p: P2P,
+        endpoint: Libp2pEndpoint,
+        serve: StreamServer,
+        membership: Membership | None,
+    ) -> None:
+        self._p2p = p2p
+        self._endpoint = endpoint
+        self._serve = serve
+        self._membership = membership
+        self._streams: dict[Libp2pStream, asyncio.Task[None]] = {}
+        self._doorstep = SharedPlaces(_MAX_DOORSTEP, "strangers")
+        self._places = SharedPlaces(MAX_STREAMS, "streams")
+        self.is_open = False
+
+    @property
+    def endpoint(self) -> Libp2pEndpoint:
+        return self._endpoint
+
+    async def start(self) -> None:
+        await self._p2p.add_binary_stream_handler(PROTOCOL, self._accept)
+        self.is_open = True
+
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        if self.is_open:
+            self.is_open = False
+            try:
+                await self._p2p.remove_binary_stream_handler(PROTOCOL)
+            except (ControlFailure, OSError, EOFError) as error:
+                log.debug("p2pd did not take the handler back: %r", error)
+        tasks = set(self._streams.values()) - {asyncio.current_task()}
+        if tasks and grace_seconds:
+            await asyncio.wait(tasks, timeout=grace_seconds)
+        for stream in list(self._streams):
+            await stream.abort("the listener was closed")
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
+
+    async def _accept(
+        self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Take one stream from p2pd; it is served in a task of its own, which we can cancel."""
+        if not self.is_open:
+            writer.close()
+            return
+        host, _ = split_multiaddr(str(info.addr))
+        stream = Libp2pStream(reader, writer, host or None, "the other end", lambda stream: None)
+        stream.limit(_MAX_HELLO_BYTES)
+        task = asyncio.create_task(self._attend(stream, name_dialler(info)))
+        self._streams[stream] = task
+        task.add_done_callback(lambda _: self._streams.pop(stream))
+
+    async def _attend(self, stream: Libp2pStream, holder: Holder) -> None:
+        """See a stream from its first message to its end."""
+        try:
+            with self._doorstep.hold(holder):
+                async with asyncio.timeout(_HELLO_SECONDS):
+                    is_welcome = self._judge(await stream.hear())
+                stream.limit(MAX_MESSAGE_BYTES)
+                if not is_welcome:
+                    await stream.say(_MEMBERS_ONLY)
+                    await _end(stream)
+                    return
+            with self._places.hold(holder):
+                await stream.say(_ACCEPTED)
+                await self._serve_stream(stream)
+        except (ShoalError, TimeoutError) as error:
+            log.debug("somebody did not get in at %s: %s", self._endpoint, error)
+            await stream.abort(str(error))
+
+    def _judge(self, hello: bytes) -> bool:
+        """Return whether a dialler may come in, by its first message."""
+        if not hello.startswith(_HELLO):
+            raise RemoteProtocolError(f"the first message does not speak {PROTOCOL}")
+        proof = hello.removeprefix(_HELLO)
+        return self._membership is None or self._membership.accepts(self._endpoint.peer_id, proof)
+
+    async def _serve_stream(self, stream: Libp2pStream) -> None:
+        try:
+            await self._serve(stream)
+        except ShoalError as error:
+            log.debug("a stream at %s ended: %s", self._endpoint, error)
+            stream.break_off(str(error))
+        except Exception:
+            log.exception("serving a stream at %s failed", self._endpoint)
+            stream.break_off("serving it failed")
+        finally:
+            await _end(stream)
+
+
+async def _end(stream: Libp2pStream) -> None:
+    await stream.close()
+    await stream.wait_gone()
+
+
+async def _wait_accepted(
+    stream: Libp2pStream, endpoint: Endpoint, membership: Membership | None
+) -> None:
+    accepting = asyncio.ensure_future(stream.hear())
+    breaking = asyncio.ensure_future(stream.wait_over())
+    try:
+        await asyncio.wait((accepting, breaking), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        accepting.cancel()
+        breaking.cancel()
+    if not accepting.done():
+        raise UnavailableError(f"{endpoint} takes no more streams")
+    if accepting.result() == _MEMBERS_ONLY:
+        raise turn_away(endpoint, membership)
+    if accepting.result() != _ACCEPTED:
+        raise RemoteProtocolError(f"{endpoint} answers, but does not speak {PROTOCOL}")

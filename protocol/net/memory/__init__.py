@@ -1,0 +1,4 @@
+"""A network in memory with delays, bandwidth, loss and partitions, and a directory to match.
+
+Tests, examples and users run whole swarms on it in one process. Read first: loopback.py.
+"""

@@ -1,0 +1,61 @@
+"""A directory inside one process, for tests, examples and simulations of whole swarms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError
+from ...ids import ModelId
+from ...records.announcement_book import AnnouncementBook
+from ...records.announcements import Announcement, read_announcement
+from ..clock import Clock
+
+
+class MemoryDirectoryStore:
+    """What the directories of one swarm share. Set `is_reachable` to False to cut them all off."""
+
+    def __init__(self) -> None:
+        self.is_reachable = True
+        self.book = AnnouncementBook()
+
+
+class MemoryDirectory:
+    """One participant's door to a shared store. Implements Directory."""
+
+    def __init__(self, store: MemoryDirectoryStore, clock: Clock) -> None:
+        self._store = store
+        self._clock = clock
+        self._is_closed = False
+
+    @property
+    def addresses(self) -> Sequence[str]:
+        """Empty: other processes cannot join."""
+        return ()
+
+    async def announce(self, record: bytes) -> None:
+        """See Directory.announce."""
+        self._check_is_reachable()
+        now = self._clock.wall()
+        try:
+            model_id = read_announcement(record, now).model_id
+        except RemoteProtocolError as error:
+            raise LocalProtocolError(f"our own announcement is not valid: {error}") from error
+        try:
+            self._store.book.add(model_id, record, now)
+        except RemoteProtocolError as error:
+            raise DirectoryError(f"the directory did not take our announcement: {error}") from error
+
+    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+        """See Directory.lookup."""
+        self._check_is_reachable()
+        return self._store.book.list_current(model_id, self._clock.wall())
+
+    async def close(self) -> None:
+        """See Directory.close."""
+        self._is_closed = True
+
+    def _check_is_reachable(self) -> None:
+        if self._is_closed:
+            raise DirectoryError("the directory was closed")
+        if not self._store.is_reachable:
+            raise DirectoryError("the directory cannot be reached")

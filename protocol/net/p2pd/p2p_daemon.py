@@ -1,0 +1,266 @@
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+"""Starts and ends p2pd, the process through which hivemind reaches the network.
+
+Imported by the directory only: hivemind takes seconds to import.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, cast
+
+from ...endpoints import Relay
+from ...errors import DirectoryError, UnavailableError, UsageError
+from ...identity import Identity
+from ...ids import PeerId
+from ...membership.membership import Membership
+from ..addresses import check_can_bind, is_loopback
+from .multiaddrs import PeerAddress, find_listening, make_listen_multiaddr
+from .swarm_question import QUESTION, Ask, answer
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about what hivemind itself uses
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+
+PROBE_SECONDS = 1.5
+"""How long an initial peer may take to accept a connection before it counts as gone."""
+
+_START_SECONDS = 5.5  # p2pd itself gives its initial peers 5 s
+_STOP_SECONDS = 2.0
+
+# Python puts itself into a process group of its own and becomes p2pd, under the same process id.
+# No session of its own: a stopped p2pd would then survive us, as the kernel would not wake it.
+_IN_OWN_GROUP = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
+
+# For a relay: with one thread that runs Go, p2pd nearly always sets up its relay services in the
+# order that we need, see relay_service.py. With more it seldom does.
+_IN_ONE_THREAD = f"import os; os.environ['GOMAXPROCS'] = '1'; {_IN_OWN_GROUP}"
+
+
+class _OwnGroupP2P(P2P):
+    """Keeps Ctrl-C in a terminal away from p2pd: it comes to us, and we end p2pd when it is time.
+
+    hivemind offers no other way to change how it starts the process.
+    """
+
+    @staticmethod
+    def _make_process_args(*args: Any, **kwargs: Any) -> list[str]:
+        is_relay = "forceReachabilityPublic" in kwargs
+        launcher = _IN_ONE_THREAD if is_relay else _IN_OWN_GROUP
+        start = [sys.executable, "-I", "-S", "-c", launcher]
+        if kwargs.get("autoRelay"):
+            # Else p2pd looks at the DHT for more relays, three minutes long, before it uses one.
+            kwargs["relayDiscovery"] = False
+        return start + P2P._make_process_args(*args, **kwargs)
+
+    def _remove_socket(self) -> None:
+        """Do what p2pd forgets that gives up in the middle of its start, and hivemind as well."""
+        path = cast(Any, self)._daemon_listen_maddr["unix"]
+        Path(path).unlink(missing_ok=True)
+
+    async def _read_outputs(self, ready: asyncio.Future[None]) -> None:
+        """Report a failed start only after the end of the process: nobody waits for it later."""
+        started: asyncio.Future[None] = asyncio.Future()
+
+        def report(_: object) -> None:
+            if started.exception() is None and not ready.done():
+                ready.set_result(None)
+
+        started.add_done_callback(report)
+        await cast(Any, super())._read_outputs(started)
+        error = started.exception()
+        if error is not None:
+            await child_of(self).wait()
+            self._remove_socket()
+            if not ready.done():
+                ready.set_exception(error)
+
+
+async def start_reading_p2pd(
+    initial_peers: Sequence[PeerAddress], identity: Identity | None, *, use_relay: bool = False
+) -> P2P:
+    """Start a p2pd that only asks, through relays where asked or where initial peers are far.
+
+    Raises DirectoryError when no initial peer can be reached.
+    """
+    options: dict[str, Any] = {
+        "host_maddrs": None,
+        "no_listen": True,
+        "dht_mode": "client",
+        "nat_port_map": False,
+        "auto_nat": False,
+        "use_relay": use_relay or not all(peer.is_loopback for peer in initial_peers),
+    }
+    return await _start(await find_listening(initial_peers, PROBE_SECONDS), identity, options)
+
+
+async def start_serving_p2pd(
+    initial_peers: Sequence[PeerAddress],
+    identity: Identity | None,
+    host: str,
+    port: int,
+    relays: Sequence[Relay] = (),
+) -> P2P:
+    """Start a p2pd that others ask; port 0 takes any free one. Outside traffic only off loopback.
+
+    With relays it stays connected to them, and they carry to us what is meant for us. Without any
+    it takes itself for reachable, off loopback, and is a relay for others.
+
+    Raises UsageError when it cannot listen there or when an initial peer has the same identity,
+    DirectoryError when no initial peer can be reached.
+    """
+    is_public = not is_loopback(host)
+    options: dict[str, Any] = {
+        "host_maddrs": [make_listen_multiaddr(host, port)],
+        "nat_port_map": is_public,
+        "auto_nat": is_public,
+        "use_relay": is_public,
+    }
+    if relays:
+        options |= {"use_auto_relay": True, "trusted_relays": [str(relay) for relay in relays]}
+    if is_public:
+        # p2pd would need minutes to find out by itself.
+        options["force_reachability"] = "private" if relays else "public"
+    # p2pd would share a port with another p2pd, and then get half of its connections.
+    await check_can_bind(host, port)
+    listening = await find_listening(initial_peers, PROBE_SECONDS)
+    _check_is_alone(listening, identity)
+    return await _start(listening, identity, options)
+
+
+async def stop_p2pd(p2p: P2P) -> None:
+    """End p2pd, by force if it does not listen."""
+    try:
+        async with asyncio.timeout(_STOP_SECONDS):
+            await p2p.shutdown()
+    except TimeoutError:
+        child_of(p2p).kill()
+    # Not only waits: it closes the pipe of what p2pd says, which hivemind leaves open.
+    await child_of(p2p).communicate()
+
+
+def list_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
+    """Return the initial peers that may carry streams to us."""
+    return [
+        Relay(peer.host, peer.tcp_port, peer.peer_id)
+        for peer in initial_peers
+        if peer.tcp_port is not None and not peer.is_loopback
+    ]
+
+
+def child_of(p2p: P2P) -> asyncio.subprocess.Process:
+    """Return the process of a p2pd."""
+    return cast(Any, p2p)._child
+
+
+def make_ask(p2p: P2P) -> Ask:
+    """Return what asks a peer, which p2pd is connected to, for its swarm."""
+
+    async def ask(peer_id: PeerId, nonce: bytes) -> bytes:
+        target = PeerID.from_base58(peer_id)
+        try:
+            return await cast(Any, p2p)._client.call_unary_handler(target, QUESTION, nonce)
+        except (P2PDaemonError, P2PHandlerError, OSError) as error:
+            raise UnavailableError(f"{peer_id} does not say its swarm: {error}") from error
+
+    return ask
+
+
+async def answer_questions(p2p: P2P, membership: Membership) -> None:
+    """From now on tell whoever asks which swarm we are in."""
+    peer_id = PeerId(cast(Any, p2p).peer_id.to_base58())
+
+    async def handle(nonce: bytes, _: object) -> bytes:
+        return answer(membership, peer_id, nonce)
+
+    await cast(Any, p2p)._client.add_unary_handler(QUESTION, handle)
+
+
+def _check_is_alone(listening: Sequence[PeerAddress], identity: Identity | None) -> None:
+    """Raise UsageError when somebody runs under our identity: libp2p would only say "failed"."""
+    for peer in listening:
+        if identity is not None and peer.peer_id == identity.peer_id and peer.tcp_port is not None:
+            raise UsageError(
+                f"another running peer uses this identity: {peer.text}; end that one first, or "
+                "take another identity file"
+            )
+
+
+async def _start(
+    initial_peers: Sequence[PeerAddress], identity: Identity | None, options: dict[str, Any]
+) -> P2P:
+    """Start p2pd. It ends by itself when our end of its socket closes, as in a kill -9 of us."""
+    with tempfile.TemporaryDirectory(prefix="shoal-") as folder:  # mode 0700
+        if identity is not None:
+            file = Path(folder) / "identity"
+            file.touch(mode=0o600)
+            file.write_bytes(identity.to_libp2p_private_key())
+            options = options | {"identity_path": str(file)}
+        # A cancelled start would lose sight of its child: let it finish, then stop it.
+        starting = asyncio.ensure_future(
+            _OwnGroupP2P.create(
+                initial_peers=[peer.text for peer in initial_peers],
+                startup_timeout=_START_SECONDS,
+                check_if_identity_free=False,  # starts a second p2pd just to ask
+                **options,
+            )
+        )
+        try:
+            p2p = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            with suppress(P2PDaemonError):
+                await stop_p2pd(await starting)
+            raise
+        except P2PDaemonError as error:
+            raise _translate(error, initial_peers, options) from error
+    cast(Any, p2p)._client.control._pending_calls = _Calls()
+    return p2p
+
+
+class _Call(asyncio.Future[Any]):
+    """A question to p2pd. Its answer may come in the moment in which the asker gives up.
+
+    What hivemind waits in would raise then, in the task that reads all answers, and end it: p2pd
+    would not be heard any more.
+    """
+
+    def set_result(self, result: Any, /) -> None:
+        if not self.done():
+            super().set_result(result)
+
+    def set_exception(self, exception: type | BaseException, /) -> None:
+        if not self.done():
+            super().set_exception(exception)
+
+
+class _Calls(dict[Any, asyncio.Future[Any]]):
+    """hivemind's list of its questions; it puts one in, and waits for the one that is there."""
+
+    def __setitem__(self, call_id: Any, call: asyncio.Future[Any], /) -> None:
+        super().__setitem__(call_id, _Call(loop=call.get_loop()))
+
+
+def _translate(
+    error: P2PDaemonError, initial_peers: Sequence[PeerAddress], options: dict[str, Any]
+) -> UsageError | DirectoryError:
+    """Say in our words why p2pd did not start."""
+    texts = ", ".join(peer.text for peer in initial_peers)
+    if "failed to listen" in str(error):
+        return UsageError(f"cannot listen on {options['host_maddrs'][0]}: {error}")
+    if "bootstrap peers" in str(error):
+        return DirectoryError(
+            "whoever accepts connections there is not the peer that the address names, or does "
+            f"not answer: {texts}"
+        )
+    if "failed to start in" in str(error) and texts:
+        return DirectoryError(
+            f"p2pd did not start in time: this machine is busy, or nobody answers there: {texts}"
+        )
+    return DirectoryError(f"cannot start p2pd to join the directory: {error}")

@@ -1,0 +1,167 @@
+"""Which relays carry streams to a peer that cannot be dialled, from its start to its end.
+
+What a place at a relay is, and how it is asked for, is in `relay_places.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...endpoints import Relay
+from ...errors import DirectoryError, ShoalError
+from ...ids import PeerId
+from ...records.announcements import Announcement
+from ..clock import Clock
+
+log = logging.getLogger(__name__)
+
+NUM_RELAYS = 2
+"""So that one may die without anybody noticing. As many as p2pd keeps connections to."""
+
+_RENEW_SECONDS = 60.0
+"""How often a place is asked for again while the connection lasts. A relay that was restarted
+meanwhile has forgotten it, one that was not gives it for an hour."""
+
+_SEARCH_SECONDS = 30.0
+"""How often a second relay is looked for while there is one."""
+
+_AGAIN_SECONDS = 15.0
+"""How long a relay that is gone or has no place is left alone at first, and twice as long each time
+that it fails again. libp2p, too, waits longer and longer before it dials an address again."""
+
+_LONGEST_PAUSE_SECONDS = 3600.0
+
+_MAX_TRIED = 4
+"""How many others are tried at a time; each may take seconds to be silent."""
+
+
+class RelayPlaces(Protocol):
+    """What can be done about places at relays."""
+
+    async def list_connected(self) -> Collection[PeerId]:
+        """Return the peers that we are connected to without a relay."""
+        ...
+
+    async def reserve(self, relay: Relay) -> None:
+        """Take a place at a relay, or keep the one that we have; raises ShoalError."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """When a relay failed, and how long it is left alone for it."""
+
+    at: float
+    pause_seconds: float
+
+    def is_over(self, now: float) -> bool:
+        return now - self.at >= self.pause_seconds
+
+
+Search = Callable[[], Awaitable[Iterable[Announcement]]]
+"""Reads the directory."""
+
+
+class RelayKeeper:
+    """Keeps places at relays. They are found among the initial peers and those who announce that
+    they are relays, in an order that differs from peer to peer: so many peers spread evenly.
+    """
+
+    def __init__(
+        self, places: RelayPlaces, peer_id: PeerId, clock: Clock, initial: Sequence[Relay]
+    ) -> None:
+        """Begin with the best ones of `initial`, which nobody has asked for a place yet."""
+        self._places = places
+        self._peer_id = peer_id
+        self._clock = clock
+        self._initial = initial
+        self._renewed_at: dict[PeerId, float] = {}
+        self._failures: dict[PeerId, _Failure] = {}
+        self._searched_at = float("-inf")
+        self.relays = tuple(rank_relays(peer_id, initial)[:NUM_RELAYS])
+        """Best first; those of old while there are no others."""
+
+    async def look(self, search: Search) -> bool:
+        """Leave relays that are gone and take others; return whether they are not the same now."""
+        connected = await self._places.list_connected()
+        kept = [relay for relay in self.relays if await self._holds(relay, connected)]
+        is_search_due = self._clock.now() - self._searched_at >= _SEARCH_SECONDS
+        if not kept or (len(kept) < NUM_RELAYS and is_search_due):
+            self._searched_at = self._clock.now()
+            await self._take_others(kept, [*self._initial, *await self._find_announced(search)])
+        if not kept or tuple(kept) == self.relays:
+            return False
+        self.relays = tuple(kept)
+        return True
+
+    async def _find_announced(self, search: Search) -> list[Relay]:
+        """Return none when the directory cannot be read, which may be for want of a relay."""
+        try:
+            return [relay for peer in await search() if (relay := peer.as_relay) is not None]
+        except DirectoryError as error:
+            log.warning("could not look for announced relays: %s", error)
+            return []
+
+    async def _holds(self, relay: Relay, connected: Collection[PeerId]) -> bool:
+        """Return whether a relay still carries to us; a place that was lost is asked for again."""
+        age_seconds = self._clock.now() - self._renewed_at.get(relay.peer_id, float("-inf"))
+        if relay.peer_id in connected and age_seconds < _RENEW_SECONDS:
+            return True
+        return await self._reserve(relay)
+
+    async def _take_others(self, kept: list[Relay], candidates: Iterable[Relay]) -> None:
+        """Add relays until there are enough, as far as that goes."""
+        now, held = self._clock.now(), {relay.peer_id for relay in kept}
+        self._failures = {
+            peer_id: failure
+            for peer_id, failure in self._failures.items()
+            if now - failure.at < 2 * _LONGEST_PAUSE_SECONDS
+        }
+        resting = {k for k, failure in self._failures.items() if not failure.is_over(now)}
+        ranked = rank_relays(self._peer_id, candidates)
+        fresh = [r for r in ranked if r.peer_id not in held and r.peer_id not in resting]
+        # Anybody may say that it is a relay, with an id that comes first for us: those that were
+        # silent must not keep us from the others.
+        fresh.sort(key=lambda relay: relay.peer_id in self._failures)
+        for relay in fresh[:_MAX_TRIED]:
+            if len(kept) < NUM_RELAYS and await self._reserve(relay):
+                kept.append(relay)
+
+    async def _reserve(self, relay: Relay) -> bool:
+        try:
+            await self._places.reserve(relay)
+        except ShoalError as error:
+            log.info("no place at the relay %s: %s", relay, error)
+            self._renewed_at.pop(relay.peer_id, None)
+            self._note_failure(relay.peer_id)
+            return False
+        self._failures.pop(relay.peer_id, None)
+        self._renewed_at[relay.peer_id] = self._clock.now()
+        return True
+
+    def _note_failure(self, peer_id: PeerId) -> None:
+        """Leave a relay alone for longer than the last time. Our own ones are asked even while
+        they rest: that makes it no longer, or a short outage would cost an hour.
+        """
+        now, last = self._clock.now(), self._failures.get(peer_id)
+        if last is None:
+            self._failures[peer_id] = _Failure(now, _AGAIN_SECONDS)
+        elif last.is_over(now):
+            pause_seconds = min(2 * last.pause_seconds, _LONGEST_PAUSE_SECONDS)
+            self._failures[peer_id] = _Failure(now, pause_seconds)
+
+
+def rank_relays(peer_id: PeerId, relays: Iterable[Relay]) -> list[Relay]:
+    """Return relays in the order of one peer, each once: by hashes of both ids.
+
+    Which one a peer takes hardly depends on which others there are, and each gets an equal part.
+    """
+
+    def draw(relay: Relay) -> bytes:
+        return hashlib.sha256(f"{peer_id}\0{relay.peer_id}".encode()).digest()
+
+    return sorted({relay.peer_id: relay for relay in relays}.values(), key=draw)

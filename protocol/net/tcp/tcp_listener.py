@@ -1,0 +1,191 @@
+"""The listening half of the TCP transport: an open port, and the streams that it accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from typing import cast
+
+from ...endpoints import Endpoint
+from ...errors import RefusedError, ShoalError
+from ...fair_share import check_room_for, name_holder
+from ...limits import MAX_FRAME_BYTES
+from ...membership.membership import Membership
+from ..addresses import open_listening, resolve_all
+from ..transport import StreamServer
+from .frame_cutter import Mark
+from .tcp_stream import TcpStream
+from .tls import SHUTDOWN_SECONDS
+
+log = logging.getLogger(__name__)
+
+MAX_STREAMS = 2048
+"""What all strangers together may open. Twice as many as a peer serves by default: the others hear
+why it does not serve them. Those of one address are held to their share, also at a peer that still
+loads and serves nobody."""
+
+_MAX_DOORSTEP = 512
+"""Connections that are still saying who they are. Those of one address are held to their share, so
+that who says nothing keeps nobody else out."""
+
+_HELLO_SECONDS = 5.0
+"""How long a stranger may take for the handshake and his first frame."""
+
+HELLO = b"shoal/1"
+"""The first frame from either end: it proves that the other one is of our kind."""
+
+_MAX_HELLO_BYTES = 1024
+
+_PAUSE_SECONDS = 0.1
+"""Before another attempt to accept, when the system cannot."""
+
+_LAST_WORDS_SECONDS = 1.0
+"""How long the servers of broken streams may clean up before they are cancelled."""
+
+
+class TcpListener:
+    """Accepts connections and owns the tasks that serve them; without a context in plain text."""
+
+    def __init__(
+        self,
+        serve: StreamServer,
+        context: ssl.SSLContext | None,
+        membership: Membership | None = None,
+    ) -> None:
+        self._serve = serve
+        self._context = context
+        self._membership = membership
+        self._endpoint = Endpoint("", 0)
+        self._sockets: list[socket.socket] = []
+        self._accepting: list[asyncio.Task[None]] = []
+        self._serving: set[asyncio.Task[None]] = set()
+        self._greeting: list[str] = []  # by holder
+        self._served: list[str] = []
+        self._streams: set[TcpStream] = set()
+
+    @property
+    def endpoint(self) -> Endpoint:
+        return self._endpoint
+
+    async def start(self, host: str, port: int, fingerprint: str) -> None:
+        """Listen. Raises OSError when that cannot be."""
+        for family, address in await resolve_all(host, port):
+            # Port 0 is chosen once for all addresses of a host.
+            self._sockets.append(open_listening(family, (address[0], port, *address[2:])))
+            port = self._sockets[0].getsockname()[1]
+        self._endpoint = Endpoint(host, port, fingerprint)
+        self._accepting = [asyncio.create_task(self._accept(opened)) for opened in self._sockets]
+
+    async def close(self, grace_seconds: float = 0.0) -> None:
+        for task in self._accepting:
+            task.cancel()
+        if self._accepting:
+            await asyncio.wait(self._accepting)
+        for opened in self._sockets:
+            opened.close()
+        serving = self._serving - {cast("asyncio.Task[None]", asyncio.current_task())}
+        if serving and grace_seconds:
+            await asyncio.wait(serving, timeout=grace_seconds)
+        for stream in list(self._streams):
+            stream.break_off("the listener was closed")
+        if serving:
+            await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
+        for task in serving:
+            task.cancel()
+        if serving:
+            await asyncio.wait(serving, timeout=_LAST_WORDS_SECONDS)
+        for stream in list(self._streams):
+            await stream.wait_lost()
+
+    async def _accept(self, opened: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, address = await loop.sock_accept(opened)
+            except OSError as error:
+                # Descriptors or memory have run out, and may come back.
+                log.warning("cannot accept a connection at %s: %s", self._endpoint, error)
+                await asyncio.sleep(_PAUSE_SECONDS)
+                continue
+            holder = name_holder(address[0])
+            try:
+                check_room_for(holder, self._greeting, _MAX_DOORSTEP, "strangers")
+            except RefusedError:
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            self._greeting.append(holder)
+            task = asyncio.create_task(self._attend(accepted, address[0], holder))
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+
+    async def _attend(self, accepted: socket.socket, host: str, holder: str) -> None:
+        """See a connection from the handshake to its end."""
+        stream = TcpStream(host)
+        stream.limit(_MAX_HELLO_BYTES)
+        self._streams.add(stream)
+        try:
+            is_welcome = await self._greet(accepted, stream, holder)
+        finally:
+            self._greeting.remove(holder)
+        if not is_welcome:
+            self._streams.discard(stream)
+            return
+        stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
+        self._served.append(holder)
+        try:
+            await self._serve_stream(stream)
+        finally:
+            self._served.remove(holder)
+
+    async def _greet(self, accepted: socket.socket, stream: TcpStream, holder: str) -> bool:
+        """Make the connection safe and let the stream begin; return whether it did."""
+        loop = asyncio.get_running_loop()
+        is_plain = self._context is None
+        refusal: Mark | None = None
+        try:
+            async with asyncio.timeout(_HELLO_SECONDS):
+                await loop.connect_accepted_socket(
+                    lambda: stream,
+                    accepted,
+                    ssl=self._context,
+                    ssl_handshake_timeout=None if is_plain else _HELLO_SECONDS,
+                    ssl_shutdown_timeout=None if is_plain else SHUTDOWN_SECONDS,
+                )
+                refusal = self._judge(await stream.receive(), holder)
+                if refusal is None:
+                    stream.limit(MAX_FRAME_BYTES)
+                    await stream.send(HELLO)
+                    return True
+        except (TimeoutError, OSError, ShoalError) as error:
+            log.debug("somebody did not get in at %s: %s", self._endpoint, error)
+        stream.turn_away(refusal or Mark.END)
+        return False
+
+    def _judge(self, hello: bytes | None, holder: str) -> Mark | None:
+        """Return why a stranger does not get in, None if he does."""
+        if hello is None or not hello.startswith(HELLO):
+            return Mark.END
+        proof = hello.removeprefix(HELLO)
+        membership = self._membership
+        if membership is not None and not membership.accepts(self._endpoint.fingerprint, proof):
+            return Mark.MEMBERS_ONLY
+        try:
+            check_room_for(holder, self._served, MAX_STREAMS, "streams")
+        except RefusedError:
+            return Mark.TOO_MANY_STREAMS
+        return None
+
+    async def _serve_stream(self, stream: TcpStream) -> None:
+        try:
+            await self._serve(stream)
+        except ShoalError as error:
+            log.debug("a stream at %s ended: %s", self._endpoint, error)
+            stream.break_off(str(error))
+        except Exception:
+            log.exception("serving a stream at %s failed", self._endpoint)
+            stream.break_off("serving it failed")
+        finally:
+            await stream.close()

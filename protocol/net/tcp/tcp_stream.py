@@ -1,0 +1,297 @@
+"""One end of a stream that has a TCP connection to itself, mostly under TLS."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from copy import copy
+from typing import cast
+
+from ...errors import (
+    LocalProtocolError,
+    RefusedError,
+    RemoteProtocolError,
+    ShoalError,
+    UnavailableError,
+)
+from ...limits import MAX_FRAME_BYTES
+from ..addresses import set_keepalive
+from ..transport import FrameGate, open_gate
+from .frame_cutter import FrameCutter, Mark, pack_frame, pack_mark
+
+_LINGER_SECONDS = 5.0
+"""How long a closed stream waits for the other end to read what was sent and to close as well."""
+
+_FRAME_SECONDS = 60.0
+"""How long a large frame may take: the largest one needs 54 seconds at 2.5 megabits a second. Who
+stops half-way would keep memory that others need."""
+
+_MAX_WAITING_BYTES = 64 * 2**10
+"""Of frames that nobody has received yet. Beyond it, nothing more is read."""
+
+_WAITING_FRAME_BYTES = 64
+"""What a frame takes there beside its bytes: it may have none."""
+
+
+class TcpStream(asyncio.Protocol):
+    """A stream, and what asyncio calls about the connection under it.
+
+    Sending needs no task and receiving only one for large frames, while a gate is asked about
+    them. `label` names the other end in errors.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.remote_host: str | None = None
+        loop = asyncio.get_running_loop()
+        self._label = label
+        self._gate: FrameGate = open_gate
+        self._cutter = FrameCutter()
+        self._frames: deque[bytes] = deque()
+        self._num_waiting_bytes = 0
+        self._arrival: asyncio.Future[None] | None = None  # a receive that waits
+        self._entering: asyncio.Task[None] | None = None  # a large frame
+        self._passing: asyncio.Future[None] | None = None  # that frame, until it has come
+        self._num_ended_before = 0
+        self._catching_up: asyncio.Handle | None = None  # with frames beyond those of one go
+        self._drained: asyncio.Future[None] | None = None
+        self._is_sending = False
+        self._is_closed = False
+        self._fault: ShoalError | None = None
+        self._refusal: ShoalError | None = None
+        self._lingering: asyncio.TimerHandle | None = None
+        self._over: asyncio.Future[None] = loop.create_future()
+        self.lost: asyncio.Future[None] = loop.create_future()
+        """Done when the connection is gone."""
+        self._transport: asyncio.Transport | None = None
+        self._is_paused = False
+
+    @property
+    def certificate(self) -> bytes:
+        """The certificate of the other end, DER; empty without TLS."""
+        secured = self._transport and self._transport.get_extra_info("ssl_object")
+        return (secured and secured.getpeercert(binary_form=True)) or b""
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the stream ended otherwise than in good order."""
+        return self._fault is not None
+
+    def set_gate(self, gate: FrameGate) -> None:
+        self._gate = gate
+
+    async def send(self, frame: bytes) -> None:
+        if len(frame) > MAX_FRAME_BYTES:
+            raise LocalProtocolError(f"a frame of {len(frame)} bytes is beyond {MAX_FRAME_BYTES}")
+        if self._is_closed:
+            raise LocalProtocolError("the stream was closed here")
+        self._is_sending = True
+        try:
+            for piece in pack_frame(frame):
+                self._write(piece)
+                if self._drained is not None:
+                    await asyncio.wait({self._drained})
+        except asyncio.CancelledError:
+            self.break_off("a send was cancelled half-way")
+            raise
+        finally:
+            self._is_sending = False
+
+    async def receive(self) -> bytes | None:
+        while not self._is_closed:
+            if self._frames:
+                frame = self._frames.popleft()
+                self._num_waiting_bytes -= len(frame) + _WAITING_FRAME_BYTES
+                self._regulate()
+                return frame
+            if self._refusal is not None:
+                raise copy(self._refusal)
+            if self._fault is not None:
+                raise copy(self._fault)
+            if self._cutter.mark is not None:
+                return None
+            if self._cutter.held_bytes and self._entering is None:
+                self._entering = asyncio.create_task(self._let_in(self._cutter.held_bytes))
+            self._arrival = asyncio.get_running_loop().create_future()
+            await self._arrival
+        return None
+
+    async def wait_over(self) -> None:
+        await asyncio.wait({self._over})
+
+    async def close(self) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        # A mark would stand in the middle of the frame that another task is at.
+        is_cut = self._is_sending
+        self._end(UnavailableError("closed in the middle of a frame") if is_cut else None)
+        transport = self._transport
+        if self._fault is not None or transport is None or transport.is_closing():
+            self._drop_all()
+            self._abort()
+            return
+        transport.write(pack_mark(Mark.END))
+        self._drop_all()  # hangs up, if the other end said the same before
+        if self._cutter.mark is None:
+            loop = asyncio.get_running_loop()
+            self._lingering = loop.call_later(_LINGER_SECONDS, self._abort)
+
+    def break_off(self, reason: str) -> None:
+        """Make every use of the stream from now on raise UnavailableError, at both ends."""
+        self._end(UnavailableError(reason))
+        self._abort()
+
+    def limit(self, max_bytes: int) -> None:
+        """Take frames up to this size from now on."""
+        self._cutter.max_bytes = max_bytes
+
+    def turn_away(self, mark: Mark) -> None:
+        """Tell the other end why it has no stream, and hang up."""
+        self._is_closed = True
+        self._end()
+        if self._transport is not None:
+            # Twice: who tries to speak TLS with us needs five bytes to see that this is none.
+            self._transport.write(2 * pack_mark(mark))
+            self._transport.close()
+
+    @property
+    def mark(self) -> Mark | None:
+        """What the other end said last, if it will say nothing more."""
+        return self._cutter.mark
+
+    async def wait_lost(self) -> None:
+        """Wait until the connection is gone, and what served it."""
+        waiting: set[asyncio.Future[None]] = {self.lost} if self._transport is not None else set()
+        if self._entering is not None:
+            waiting.add(self._entering)
+        if waiting:
+            await asyncio.wait(waiting)
+
+    # What asyncio calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.remote_host = str(transport.get_extra_info("peername")[0])
+        set_keepalive(transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        if data and self._cutter.mark is not None:
+            self._abort()  # who goes on behind his own end would keep us reading
+            return
+        try:
+            for frame in self._cutter.feed(data):
+                self._frames.append(frame)
+                self._num_waiting_bytes += len(frame) + _WAITING_FRAME_BYTES
+        except RemoteProtocolError as error:
+            self._refuse(error)
+        if self._passing is not None and self._cutter.num_ended > self._num_ended_before:
+            self._passing.set_result(None)
+            self._passing = None
+        if self._is_closed and self._cutter.mark is not None and self._transport is not None:
+            self._transport.close()
+        self._regulate()
+        self._wake()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        detail = "the other end went away" if exc is None else f"the connection broke: {exc}"
+        # Also behind the end of the other side: nothing can be sent any more.
+        is_orderly = self._cutter.mark is not None
+        self._end(None if is_orderly else UnavailableError(f"{self._label}: {detail}"))
+        self.resume_writing()
+        if self._lingering is not None:
+            self._lingering.cancel()
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    def pause_writing(self) -> None:
+        self._drained = asyncio.get_running_loop().create_future()
+
+    def resume_writing(self) -> None:
+        drained, self._drained = self._drained, None
+        if drained is not None and not drained.done():
+            drained.set_result(None)
+
+    def _write(self, data: bytes) -> None:
+        if self._fault is not None:
+            raise UnavailableError(str(self._fault)) from self._fault
+        if self._cutter.mark is not None or self._transport is None:
+            raise UnavailableError(f"{self._label} ended the stream")
+        if self._transport.is_closing():
+            raise UnavailableError(f"{self._label}: the other end went away")
+        self._transport.write(data)
+
+    async def _let_in(self, num_bytes: int) -> None:
+        """Take a large frame with the gate's consent: a task, for a receive may be cancelled."""
+        try:
+            async with self._gate(num_bytes):
+                await self._let_pass(keeps=True)
+        except RefusedError as error:
+            # Who is still busy sending would not hear why.
+            await self._let_pass(keeps=False)
+            self._refuse(error)
+        finally:
+            self._entering = None
+            self._wake()
+
+    async def _let_pass(self, keeps: bool) -> None:
+        """Wait until the large frame has come, or the stream is over."""
+        self._passing = passing = asyncio.get_running_loop().create_future()
+        self._num_ended_before = self._cutter.num_ended
+        self._cutter.admit(keeps)
+        self.data_received(b"")
+        await asyncio.wait(
+            {passing, self._over}, timeout=_FRAME_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not passing.done() and not self._over.done():
+            detail = f"a frame was begun and not finished within {_FRAME_SECONDS:g} s"
+            self._refuse(RemoteProtocolError(detail))
+        self._passing = None
+
+    def _refuse(self, error: ShoalError) -> None:
+        """Receive nothing more. What comes is dropped: who is busy sending would not hear why."""
+        self._refusal = self._refusal or copy(error)
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        self._cutter.drop_all()
+        self._frames.clear()
+        self._num_waiting_bytes = 0
+        self.data_received(b"")
+
+    def _regulate(self) -> None:
+        """Read on, or let the other end wait."""
+        is_full = self._num_waiting_bytes > _MAX_WAITING_BYTES or self._cutter.held_bytes > 0
+        has_more = self._cutter.has_more
+        if has_more and not is_full and self._catching_up is None:
+            self._catching_up = asyncio.get_running_loop().call_soon(self._catch_up)
+        must_pause = is_full or has_more
+        if must_pause == self._is_paused or self._transport is None:
+            return
+        self._is_paused = must_pause
+        if not self._transport.is_closing():
+            if must_pause:
+                self._transport.pause_reading()
+            else:
+                self._transport.resume_reading()
+
+    def _catch_up(self) -> None:
+        self._catching_up = None
+        self.data_received(b"")
+
+    def _end(self, fault: ShoalError | None = None) -> None:
+        """Note how the stream ended, the first time: closed here, or broken by a fault."""
+        if not self._over.done():
+            self._fault = fault
+            self._over.set_result(None)
+            if self._entering is not None:
+                self._entering.cancel()
+        self._wake()
+
+    def _abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def _wake(self) -> None:
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None and not arrival.done():
+            arrival.set_result(None)

@@ -1,0 +1,243 @@
+"""What a peer tells the swarm about itself: a typed, bounded, signed and expiring record.
+
+A record vouches for itself: the peer id inside it contains the key that signed it. Nothing here
+knows where records are kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, FiniteFloat, TypeAdapter, ValidationError
+
+from .. import limits
+from ..endpoints import Endpoint, Libp2pEndpoint, Relay, check_endpoint
+from ..errors import LocalProtocolError, RemoteProtocolError
+from ..identity import SIGNATURE_BYTES, Identity, public_key_of, verify
+from ..ids import MODEL_ID_CHARACTERS, ModelId, PeerId
+from ..spans import Span
+from .coordinates import Coordinate
+from .packed_json import pack, unpack
+
+MAX_ADAPTERS = 16
+MAX_RTTS = 16
+MAX_RELAYS = 4
+MAX_PARKED_AT = 8
+_ENDING_CHARACTERS = 8  # of a peer id: 47 bits
+
+# A record is one byte of version, the signature, and the body as packed JSON. The signed bytes
+# travel as they are, so no canonical form is needed. The context keeps a signature from being
+# worth anything elsewhere.
+_VERSION = b"\x02"
+_CONTEXT = b"shoal announcement 2\0"
+_HEADER_BYTES = len(_VERSION) + SIGNATURE_BYTES
+_MAX_COUNT = 2**53 - 1  # the largest whole number that every JSON reader keeps exactly
+
+
+class PeerState(StrEnum):
+    """Where a peer is in its life. Only ONLINE peers take new sessions."""
+
+    JOINING = "joining"
+    ONLINE = "online"
+    DRAINING = "draining"
+    OFFLINE = "offline"
+
+
+def _check_peer_id(peer_id: PeerId) -> PeerId:
+    try:
+        public_key_of(peer_id)
+    except RemoteProtocolError as error:
+        raise ValueError(str(error)) from error  # what pydantic collects
+    return peer_id
+
+
+def _check_relay(relay: Relay) -> Relay:
+    check_endpoint(Endpoint(relay.host, relay.port))
+    _check_peer_id(relay.peer_id)
+    return relay
+
+
+_PeerId = Annotated[PeerId, AfterValidator(_check_peer_id)]
+_ModelId = Annotated[ModelId, Field(pattern=rf"^[0-9a-f]{{{MODEL_ID_CHARACTERS}}}$")]
+_Endpoint = Annotated[Endpoint, AfterValidator(check_endpoint)]
+_Ending = Annotated[str, Field(pattern=rf"^[1-9A-HJ-NP-Za-km-z]{{{_ENDING_CHARACTERS}}}$")]
+_Relay = Annotated[Relay, AfterValidator(_check_relay)]
+_AdapterHash = Annotated[str, Field(pattern=r"^[0-9a-f]{8,32}$")]
+_Version = Annotated[int, Field(ge=0, lt=2**16)]
+_Count = Annotated[int, Field(ge=0, le=_MAX_COUNT)]
+_Amount = Annotated[FiniteFloat, Field(ge=0, le=1e12)]
+
+WeightsFormat = Literal["int8", "bf16", "fp32", "nf4"]
+ComputeDtype = Literal["bf16", "fp16", "fp32"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Announcement:
+    """One peer's statement about one model, true to the best of its knowledge when issued.
+
+    The annotations are the schema that `read_announcement` enforces on strangers; a local
+    mistake is found by `sign_announcement`. Speeds are rows or tokens through the whole span.
+    """
+
+    peer_id: _PeerId
+    model_id: _ModelId
+    num_blocks: Annotated[int, Field(ge=1, le=limits.MAX_BLOCKS)]
+    """Blocks of the whole model, not of the span."""
+    span: Span
+    state: PeerState
+    endpoints: Annotated[tuple[_Endpoint, ...], Field(max_length=limits.MAX_ENDPOINTS)]
+    """Where to dial, best first."""
+    min_version: _Version
+    """Lowest protocol version that the peer speaks."""
+    max_version: _Version
+    """Highest protocol version that the peer speaks."""
+    weights: WeightsFormat
+    """How the peer keeps its weights."""
+    compute_dtype: ComputeDtype
+    """What the peer computes in between the weights."""
+    sequence: _Count
+    """Grows with every announcement of a peer, also across restarts: start at wall milliseconds."""
+    issued_at: _Amount
+    """Wall seconds of the issuer."""
+    expires_at: _Amount
+    """Wall seconds; must grow with the sequence, or a replicated directory keeps the older one."""
+    adapters: Annotated[tuple[_AdapterHash, ...], Field(max_length=MAX_ADAPTERS)] = ()
+    """Short hashes of the adapters that are loaded."""
+    free_kv_tokens: _Count = 0
+    """Tokens of one row that the KV cache could take now."""
+    decode_steps_per_second: _Amount | None = None
+    """Measured with one session alone; None when not measured yet."""
+    prefill_tokens_per_second: _Amount | None = None
+    """Measured with one session alone; None when not measured yet."""
+    loaded_decode_steps_per_second: _Amount | None = None
+    """What one session gets under present load; None when not measured yet."""
+    queue_seconds: _Amount = 0.0
+    """How long a step waits before it is computed, at present."""
+    takes_passes: bool = True
+    """Whether it has memory for passes of those who fine-tune."""
+    pass_queue_seconds: _Amount = 0.0
+    """How long a pass of somebody who fine-tunes waits, at present."""
+    rtts: Annotated[tuple[tuple[_PeerId, _Amount], ...], Field(max_length=MAX_RTTS)] = ()
+    """Measured round-trip times in seconds to likely neighbours."""
+    coordinate: Coordinate | None = None
+    """Where the peer stands in the network; None while it has measured nothing."""
+    software: Annotated[str, Field(max_length=64)] = ""
+    """Name and version of the software, for people to read."""
+    kernels: Annotated[str, Field(max_length=64)] = ""
+    """What the peer found fastest to compute with, for people to read."""
+    relays: Annotated[tuple[_Relay, ...], Field(max_length=MAX_RELAYS)] = ()
+    """Who carries streams to the peer, best first, where it cannot be dialled itself."""
+    relay_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
+    """Port of libp2p at its first endpoint, where the peer is a relay of others; 0: it is none."""
+    parked_at: Annotated[tuple[_Ending, ...], Field(max_length=MAX_PARKED_AT)] = ()
+    """How the ids of the peers end that hold connections which this one has opened, to push over
+    them: it cannot be dialled. A whole id is no use; who finds another with the same end gains
+    nothing by it."""
+
+    def __post_init__(self) -> None:
+        if self.span.stop > self.num_blocks:
+            raise ValueError(f"span {self.span} is beyond the {self.num_blocks} blocks")
+        if self.min_version > self.max_version:
+            raise ValueError(f"no version is in {self.min_version}..{self.max_version}")
+        lifetime_seconds = self.expires_at - self.issued_at
+        if not 0 < lifetime_seconds <= limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS:
+            raise ValueError(f"a lifetime of {lifetime_seconds:.1f} seconds is not allowed")
+
+    def is_parked_at(self, peer_id: PeerId) -> bool:
+        """Return whether another peer can push here over a connection that this one has opened."""
+        return shorten(peer_id) in self.parked_at
+
+    @property
+    def doors(self) -> tuple[Endpoint, ...]:
+        """Every way to dial the peer, best first: its own endpoints, then those behind relays."""
+        behind = (Libp2pEndpoint.behind(relay, self.peer_id) for relay in self.relays)
+        return (*self.endpoints, *behind)
+
+    @property
+    def as_relay(self) -> Relay | None:
+        """The peer as a relay of others; None when it is none."""
+        if not self.relay_port or not self.endpoints:
+            return None
+        return Relay(self.endpoints[0].host, self.relay_port, self.peer_id)
+
+
+def shorten(peer_id: PeerId) -> str:
+    """Return how a peer id ends: enough to find it among those that are known."""
+    return peer_id[-_ENDING_CHARACTERS:]
+
+
+_SCHEMA = TypeAdapter(Announcement)
+
+
+def sign_announcement(identity: Identity, announcement: Announcement) -> bytes:
+    """Return the signed record of an announcement, ready for a directory.
+
+    Raises LocalProtocolError when it speaks for someone else, breaks the schema or is larger
+    than `limits.MAX_ANNOUNCEMENT_BYTES`.
+    """
+    if announcement.peer_id != identity.peer_id:
+        raise LocalProtocolError(f"{identity.peer_id} cannot speak for {announcement.peer_id}")
+    # A value of the wrong type is no reason to warn: reading it back below decides.
+    body = pack(_SCHEMA.dump_json(announcement, exclude_defaults=True, warnings=False))
+    record = _VERSION + identity.sign(_CONTEXT + body) + body
+    try:
+        survived = verify_announcement(record)
+    except RemoteProtocolError as error:
+        raise LocalProtocolError(f"this announcement cannot be published: {error}") from error
+    if survived != announcement:
+        raise LocalProtocolError("this announcement has values that JSON cannot carry")
+    return record
+
+
+def verify_announcement(record: bytes) -> Announcement:
+    """Return the announcement in a record, checked in everything that does not depend on time.
+
+    Raises RemoteProtocolError, and nothing else, for whatever bytes.
+    """
+    if len(record) > limits.MAX_ANNOUNCEMENT_BYTES:
+        raise RemoteProtocolError(f"an announcement of {len(record)} bytes is too large")
+    if len(record) <= _HEADER_BYTES:
+        raise RemoteProtocolError("the announcement is cut short")
+    if not record.startswith(_VERSION):
+        raise RemoteProtocolError(f"announcements of version {record[0]} are unknown")
+    signature, body = record[len(_VERSION) : _HEADER_BYTES], record[_HEADER_BYTES:]
+    text = unpack(body, limits.MAX_ANNOUNCEMENT_TEXT_BYTES)
+    try:
+        announcement = _SCHEMA.validate_json(text, strict=True)
+    except ValidationError as error:
+        raise RemoteProtocolError(f"the announcement is malformed: {_reason(error)}") from error
+    if not verify(announcement.peer_id, _CONTEXT + body, signature):
+        raise RemoteProtocolError("the announcement was not signed by the peer that it names")
+    return announcement
+
+
+def check_is_current(announcement: Announcement, now: float) -> None:
+    """Raise RemoteProtocolError unless the announcement holds at `now`, in wall seconds."""
+    if announcement.expires_at <= now:
+        raise RemoteProtocolError(
+            f"the announcement expired {now - announcement.expires_at:.1f} seconds ago"
+        )
+    if announcement.issued_at > now + limits.MAX_CLOCK_SKEW_SECONDS:
+        raise RemoteProtocolError(
+            f"the announcement is dated {announcement.issued_at - now:.1f} seconds in the future"
+        )
+
+
+def read_announcement(record: bytes, now: float) -> Announcement:
+    """Return the announcement in a record, if it is genuine, well formed and holds at `now`.
+
+    Raises RemoteProtocolError with the reason, and nothing else, for whatever bytes. Fields that
+    are not known are ignored, so that we understand those who know more.
+    """
+    announcement = verify_announcement(record)
+    check_is_current(announcement, now)
+    return announcement
+
+
+def _reason(error: ValidationError) -> str:
+    """Return the first complaint in one short line, without what the stranger sent."""
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"])[:64]
+    return f"{where}: {first['msg'][:160]}" if where else first["msg"][:160]

@@ -1,0 +1,141 @@
+"""Frames: one fixed header, a protobuf part, raw tensor bytes.
+
+    0  magic "sh"   2  frame version   3  kind        4  flags
+    6  dtype        7  codec           8  session (16 bytes)
+   24  epoch       28  sequence       36  position
+   40  rows        44  tokens         48  width
+   52  control length                 56  tensor length
+   60  control (protobuf)             60 + control length  tensor
+
+Numbers are unsigned and little-endian. Fields that a message has no use for are zero. Every
+length is checked against the frame and against the shape before anything is read or allocated.
+"""
+
+import struct
+from enum import IntEnum, IntFlag
+from typing import NamedTuple
+
+from .. import limits
+from ..errors import RemoteProtocolError
+from ..tensors import WireTensor, read_tensor
+from .field_checks import NO_SESSION
+
+FRAME_VERSION = 1
+_MAGIC = b"sh"
+_HEADER = struct.Struct("<2sBBHBB16sIQIIIIII")
+HEADER_BYTES = _HEADER.size
+
+
+class Kind(IntEnum):
+    """Which message a frame carries."""
+
+    HELLO = 1
+    WELCOME = 2
+    OPEN = 3
+    OPENED = 4
+    STEP = 5
+    OUTPUT = 6
+    GAP = 7
+    CLOSE = 8
+    DECLINED = 9
+    QUEUED = 10
+    ATTACH = 11
+    ADMIT = 12
+    REDIRECT = 13
+    PROBE = 14
+    STATUS = 15
+    LEAVING = 16
+    MIRROR = 17
+    OFFER = 18
+    PARKED = 19
+    PASS = 20
+    PASS_PIECE = 21
+    PASSED = 22
+    ADAPTER_HEAD = 23
+    ADAPTER_PIECE = 24
+    ADAPTER_KEPT = 25
+    ADAPTER_MEASURE = 26
+    ADAPTER_MEASURED = 27
+    ADAPTER_UPDATE = 28
+    ADAPTER_FETCH = 29
+    ADAPTER_WITHDRAWAL = 30
+
+
+class Flag(IntFlag):
+    LAST_TOKEN_ONLY = 1
+    IS_DECODED = 2
+    IS_PIECE = 4
+
+
+_WITH_TENSOR = (Kind.STEP, Kind.OUTPUT, Kind.PASS_PIECE)
+
+# ~ of an IntFlag knows no others
+_ALL_FLAGS = int(Flag.LAST_TOKEN_ONLY | Flag.IS_DECODED | Flag.IS_PIECE)
+
+
+class Parts(NamedTuple):
+    """The fields of a frame; `control` is protobuf, `tensor` a whole tensor or None."""
+
+    kind: Kind
+    session: bytes = NO_SESSION
+    epoch: int = 0
+    sequence: int = 0
+    position: int = 0
+    flags: int = 0
+    control: bytes | memoryview = b""
+    tensor: WireTensor | None = None
+
+
+def join_frame(parts: Parts) -> bytes:
+    """Return the bytes of a frame. Raises ValueError and struct.error for what fits into none."""
+    tensor = parts.tensor
+    codes, shape, data = (0, 0), (0, 0, 0), b""
+    if tensor is not None:
+        codes, shape, data = (tensor.dtype, tensor.codec), tensor.shape, memoryview(tensor.data)
+    num_bytes = memoryview(data).nbytes
+    if HEADER_BYTES + len(parts.control) + num_bytes > limits.MAX_FRAME_BYTES:
+        raise ValueError(
+            f"{num_bytes} tensor bytes do not fit into one frame of "
+            f"{limits.MAX_FRAME_BYTES} bytes; send fewer tokens at once"
+        )
+    header = _HEADER.pack(
+        _MAGIC, FRAME_VERSION, parts.kind, parts.flags, *codes, parts.session,
+        parts.epoch, parts.sequence, parts.position, *shape, len(parts.control), num_bytes,
+    )  # fmt: skip
+    return b"".join((header, parts.control, data))
+
+
+def split_frame(frame: bytes) -> Parts:
+    """Return the fields of a frame; its tensor is a view into the frame, not a copy.
+
+    Raises RemoteProtocolError, and nothing else, for whatever a stranger may have sent.
+    """
+    if not HEADER_BYTES <= len(frame) <= limits.MAX_FRAME_BYTES:
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is outside the allowed sizes")
+    (magic, version, kind, flags, dtype, codec, session, epoch, sequence, position,
+     rows, tokens, width, control_length, tensor_length) = _HEADER.unpack_from(frame)  # fmt: skip
+    if magic != _MAGIC:
+        raise RemoteProtocolError("the frame does not begin like one of shoal's")
+    if version != FRAME_VERSION:
+        raise RemoteProtocolError(f"frame version {version} is not {FRAME_VERSION}")
+    if flags & ~_ALL_FLAGS:
+        raise RemoteProtocolError(f"unknown frame flags {flags:#x}")
+    if control_length > limits.MAX_CONTROL_BYTES:
+        raise RemoteProtocolError(f"a control part of {control_length} bytes is too large")
+    if HEADER_BYTES + control_length + tensor_length != len(frame):
+        raise RemoteProtocolError(
+            f"the header speaks of {control_length} + {tensor_length} bytes, "
+            f"{len(frame) - HEADER_BYTES} follow"
+        )
+    try:
+        kind = Kind(kind)
+    except ValueError:
+        raise RemoteProtocolError(f"unknown frame kind {kind}") from None
+    view = memoryview(frame)[HEADER_BYTES:]
+    tensor = None
+    if kind in _WITH_TENSOR:
+        tensor = read_tensor(dtype, codec, (rows, tokens, width), view[control_length:])
+    elif tensor_length or rows or tokens or width or dtype or codec:
+        raise RemoteProtocolError(f"a {kind.name} frame carries no tensor")
+    control = view[:control_length]
+    return Parts(kind, session, epoch, sequence, position, flags, control, tensor)
