@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
@@ -19,9 +18,6 @@ from ...protocol.messages.lora_config import LoraConfig
 from ...protocol.messages.session import AdapterRows
 from ...protocol.spans import Span
 from .peft_files import find_block
-
-if TYPE_CHECKING:
-    from ..homes.adapter_homes import AdapterHomes
 
 
 @dataclass(frozen=True)
@@ -108,9 +104,12 @@ class PublishedAdapter:
 
 @dataclass(frozen=True)
 class HousedVersion:
-    """An adapter that peers train, as it is at one time; its `homes` know what it is called."""
+    """An adapter that peers train, as it is at one time; their client knows what it is called.
 
-    homes: AdapterHomes
+    `lineage` is the same for all versions of an adapter, whose `number` grows.
+    """
+
+    lineage: str
     number: int
     is_trained: bool
 

@@ -202,12 +202,14 @@ class RemoteSequential(nn.Module):
             raise UsageError(f"hidden states are floating point numbers, got {hidden_BTH.dtype}")
 
     def take_recent_hops(self) -> list[Hop]:
-        """Return who answered in stateless passes since this was called last."""
-        return self._client.passes.take_recent_hops()
+        """Return the hops that answered stateless passes since this was called last."""
+        runner = self._client.passes
+        return runner.wait_for(runner.remote.take_recent_hops())
 
     def take_failovers(self) -> list[PassFailover]:
-        """Return who was lost in stateless passes, and who took over, since the last call."""
-        return self._client.passes.take_failovers()
+        """Return the failovers of stateless passes since the last call."""
+        runner = self._client.passes
+        return runner.wait_for(runner.remote.take_failovers())
 
     def optimizer_at_peers(
         self, adapter: LoraAdapter, kind: str = "adamw", **options: Any
@@ -241,7 +243,9 @@ class RemoteSequential(nn.Module):
         cut = published.cut(self._span)
         if cut is None:
             raise UsageError(f"the adapter changes nothing in blocks {self._span}")
-        self._client.passes.publish(published, self._span, version.lineage)
+        runner = self._client.passes
+        publishing = runner.remote.publisher.publish(published, self._span, version.lineage)
+        runner.wait_for(publishing)
         return cut.name.hex()
 
     def withdraw_adapter(self, digest: str) -> None:
@@ -252,7 +256,8 @@ class RemoteSequential(nn.Module):
         be told nothing happens. Raises UsageError for the digest of anything that was not published
         here, or so long ago that a thousand others have come and gone since.
         """
-        self._client.passes.withdraw(read_digest(digest))
+        runner = self._client.passes
+        runner.wait_for(runner.remote.publisher.withdraw(read_digest(digest)))
 
     def open_session(self, max_length: int, kv_format: str | None = None) -> InferenceSession:
         """Open a session over these blocks without making it active; the caller closes it."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
 from ...protocol.messages.lora_config import DOWN, MAX_RANK, PREFIX, UP, LoraConfig
-from ..adapters.adapter_versions import AdapterVersion
+from ..adapters.adapter_versions import AdapterVersion, HousedVersion
 from ..adapters.peft_files import (
     HEAD,
     LinearShape,
@@ -32,11 +32,24 @@ from ..adapters.peft_files import (
     write_folder,
 )
 
-if TYPE_CHECKING:
-    from .peer_optimizer import PeerOptimizer
-
 _ROUTERS = (".gate", ".router")
 """Linears that choose experts: peers have them in another form."""
+
+
+class Trainer(Protocol):
+    """An optimizer at peers, as its adapter sees it."""
+
+    def take_version(self) -> HousedVersion:
+        """Return the adapter as peers have it now."""
+        ...
+
+    def pull(self) -> None:
+        """Fetch what peers have learned into the parameters of the adapter."""
+        ...
+
+    def restart(self) -> None:
+        """Let peers go on from the parameters as they are here now."""
+        ...
 
 
 class HasConfig(Protocol):
@@ -66,7 +79,7 @@ class LoraAdapter(nn.Module):
     peers, they are fetched whenever the adapter is saved, copied or used in a session.
     """
 
-    trainer: PeerOptimizer | None
+    trainer: Trainer | None
 
     def __init__(self, files: PeftFiles) -> None:
         super().__init__()

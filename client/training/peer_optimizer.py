@@ -63,7 +63,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         self.max_grad_norm: float | None = None
         self._runner = runner
         self._adapter = adapter
-        self._homes = runner.make_homes()
+        self._homes = runner.wait_for(runner.remote.make_homes())
         super().__init__(adapter.parameters(), defaults | options)
         self._read_settings()
         adapter.trainer = self
