@@ -2,20 +2,18 @@
 
 import argparse
 import contextlib
-import importlib
 import json
 import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
-from .demo_screen import DemoScreen
+from .demo_screen import DemoResult, DemoScreen, Kill
 from .swarm import describe_start
 from .terminal.bundled_model import count_blocks, find_model, read_configuration
 from .terminal.interrupts import end_in_good_order
@@ -24,14 +22,14 @@ from .terminal.options import add_weights_argument
 from .terminal.quantities import parse_count, parse_non_negative, parse_whole
 from .terminal.terminal import Progress, Terminal
 from .terminal.text_generation import (
-    Generation,
     Sampling,
     TextModel,
-    failover_facts,
     import_client,
     read_prompt,
-    route_facts,
 )
+
+if TYPE_CHECKING:
+    from ..client.session.inference_session import InferenceSession
 
 _LETTERS = "ABCD"
 _SAMPLING_TEMPERATURE = 0.7
@@ -87,65 +85,6 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result.is_proof else 1
 
 
-@dataclass(frozen=True)
-class Kill:
-    """Which peer was killed, when, and what it did to the time between two tokens."""
-
-    letter: str
-    peer: LocalPeer
-    after_tokens: int
-    gap_seconds: float
-    usual_seconds: float
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """Everything that a demo found out."""
-
-    disturbed: Generation
-    undisturbed: Generation
-    kill: Kill | None
-    start_seconds: float
-
-    @property
-    def first_difference(self) -> int | None:
-        """Index of the first token that is not the same in both texts, or None."""
-        one, other = self.disturbed.token_ids, self.undisturbed.token_ids
-        pairs = zip(one, other, strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-        return None if len(one) == len(other) == shared else shared
-
-    @property
-    def is_proof(self) -> bool:
-        """Return whether a failover took place and both texts are the same."""
-        return bool(self.disturbed.failovers) and self.first_difference is None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain JSON types."""
-        kill = self.kill
-        return {
-            "identical": self.first_difference is None,
-            "first_difference": self.first_difference,
-            "text": self.disturbed.text,
-            "tokens": len(self.disturbed.token_ids),
-            "killed": kill
-            and {
-                "peer": kill.letter,
-                "peer_id": kill.peer.peer_id,
-                "pid": kill.peer.pid,
-                "span": str(kill.peer.span),
-                "after_tokens": kill.after_tokens,
-                "gap_seconds": round(kill.gap_seconds, 4),
-                "usual_seconds_per_token": round(kill.usual_seconds, 4),
-            },
-            "failovers": [failover_facts(failover) for failover in self.disturbed.failovers],
-            "route": route_facts(self.disturbed.route),
-            "start_seconds": round(self.start_seconds, 2),
-            "seconds": round(self.disturbed.seconds, 4),
-            "undisturbed_seconds": round(self.undisturbed.seconds, 4),
-        }
-
-
 def plan_demo_spans(num_blocks: int) -> list[Span]:
     """Return the spans of the four peers: three parts of the model, the middle one twice."""
     first, middle, last = cut_evenly(num_blocks, 3)
@@ -154,8 +93,9 @@ def plan_demo_spans(num_blocks: int) -> list[Span]:
 
 def _check_length(model_path: str, prompt: str, num_tokens: int) -> None:
     """Raise UsageError when the story could not get that long; imports no torch for it."""
-    tokenizers = importlib.import_module("tokenizers")
-    tokenizer = tokenizers.Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
     maximum = read_configuration(model_path)["max_position_embeddings"]
     longest = maximum - len(tokenizer.encode(prompt).ids)
     if num_tokens > longest:
@@ -219,14 +159,14 @@ class _Killer:
         self._pause_seconds = 1.0 / pace if pace else 0.0
         self._letters = letters
         self._screen = screen
-        self._session: Any = None
+        self._session: InferenceSession | None = None
         self._victim: LocalPeer | None = None
         self._num_tokens = 0
         self._token_seconds: list[float] = []
         self._resumed_at = 0.0
         self.kill: Kill | None = None
 
-    def on_session(self, session: Any) -> None:
+    def on_session(self, session: "InferenceSession") -> None:
         """Take the session whose hops may be killed."""
         self._session = session
 
@@ -238,7 +178,7 @@ class _Killer:
         """
         seconds = time.perf_counter() - self._resumed_at
         self._num_tokens += 1
-        if self._victim and not self.kill and self._session.failovers:
+        if self._victim and not self.kill and self._session and self._session.failovers:
             self._note_failover(self._victim, seconds)
         elif self._num_tokens > 1:  # the first one waited for the prompt
             self._token_seconds.append(seconds)
@@ -250,6 +190,7 @@ class _Killer:
             self._kill_peer()
 
     def _kill_peer(self) -> None:
+        assert self._session is not None  # tokens come from one
         replicated = [
             peer.span
             for peer in self._swarm.peers
@@ -267,4 +208,5 @@ class _Killer:
         letter = self._letters[victim.peer_id]
         self.kill = Kill(letter, victim, self._kill_after, gap_seconds, usual_seconds)
         if self._screen:
+            assert self._session is not None
             self._screen.show_failover(self._session.failovers[-1], self.kill, self._letters)

@@ -1,10 +1,9 @@
 """Draws the losses of a run over its updates, and writes them as a table."""
 
 import csv
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .benchmarks.plot import STYLE
 
@@ -27,10 +26,11 @@ def draw_losses(
     losses: Sequence[float | None], eval_losses: Mapping[int, float], title: str, path: Path
 ) -> None:
     """Write the plot as PNG."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    figures: Any = importlib.import_module("matplotlib.figure")
-    with matplotlib.rc_context(STYLE):
-        figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(cast("Any", STYLE)):  # its names are typed one by one
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
         axes = figure.subplots()
         numbers = [number for number, loss in enumerate(losses, 1) if loss is not None]
         known = [loss for loss in losses if loss is not None]

@@ -5,7 +5,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
@@ -28,13 +28,10 @@ from .terminal.text_generation import (
     route_facts,
 )
 from .terminal.text_printer import TextPrinter
-from .terminal.tracing import (
-    TraceFile,
-    describe_cut_trace,
-    describe_summary,
-    make_summary_json,
-    parse_trace_path,
-)
+from .terminal.tracing import TraceFile, describe_cut_trace, parse_trace_path
+
+if TYPE_CHECKING:
+    from ..client.session.inference_session import InferenceSession
 
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -115,6 +112,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         with trace_file:
             generation = _generate(options, output, notices, trace_file)
+            from ..client.trace.trace_summary import describe_summary, make_summary_json
+
             # Inside: the text is there, also if it turns out now that the trace cannot be written.
             summary = trace_file.summarize()
             if options.json:
@@ -176,7 +175,7 @@ def _generate(
                     _warn_of_missing_standbys(notices, sessions[0])
             printer.add(piece)
 
-        def on_session(session: Any) -> None:
+        def on_session(session: "InferenceSession") -> None:
             sessions.append(session)
             trace_file.watch(session)
 
@@ -234,7 +233,7 @@ def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
     return f"Waiting for blocks {names}, at most {seconds:g} s"
 
 
-def _warn_of_missing_standbys(notices: Terminal, session: Any) -> None:
+def _warn_of_missing_standbys(notices: Terminal, session: "InferenceSession") -> None:
     """Say which parts of the model a lost peer leaves without anybody who could go on at once."""
     names = ", ".join(map(str, session.spans_without_replica))
     if names:

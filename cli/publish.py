@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .terminal.adapter_folder import check_lora
 from .terminal.bundled_model import BUNDLED_NAME, find_model
@@ -18,6 +18,9 @@ from .terminal.interrupts import end_in_good_order, quitting_at_once
 from .terminal.joining import Joining, add_join_arguments, quote_swarm, read_joining
 from .terminal.terminal import Progress, Terminal
 from .terminal.text_generation import import_client
+
+if TYPE_CHECKING:
+    from ..client.model.model import DistributedCausalLM
 
 _CLIENT = "shoal.client"
 """The name that the client's warnings are logged under."""
@@ -51,9 +54,11 @@ def run(options: argparse.Namespace) -> int:
     reporter = (_JsonReporter if options.json else _Reporter)(Terminal(sys.stdout))
     with end_in_good_order():
         with reporter.showing("Joining the swarm"):
-            client, model = _open_model(name, joining)
+            model = _open_model(name, joining)
         with _telling_warnings(reporter.warn) as warnings, model:
-            adapter = client.LoraAdapter.load(options.folder, model)
+            from ..client import LoraAdapter
+
+            adapter = LoraAdapter.load(options.folder, model)
             with reporter.showing("Bringing the adapter to peers"):
                 digest = model.publish_adapter(adapter)
             with contextlib.suppress(KeyboardInterrupt):
@@ -65,14 +70,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _open_model(name: str, joining: Joining) -> tuple[Any, Any]:
-    """Return the client's module and a model; its peers are found when it is used."""
+def _open_model(name: str, joining: Joining) -> "DistributedCausalLM":
+    """Return a model; its peers are found when it is used."""
     with quitting_at_once():
-        client = import_client()
-    model = client.AutoDistributedModelForCausalLM.from_pretrained(
+        import_client()
+    from ..client import AutoDistributedModelForCausalLM
+
+    return AutoDistributedModelForCausalLM.from_pretrained(
         name, initial_peers=list(joining.initial_peers), join=joining.join
     )
-    return client, model
 
 
 class _Warnings(logging.Handler):

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import importlib
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -67,8 +66,8 @@ async def _revoke(joining: Joining, peer_ids: list[PeerId]) -> "Revocations":
     if peer_ids:
         membership.sign_as_owner(b"")  # before anything is asked of others
     with quitting_at_once():
-        module = importlib.import_module("..protocol.net.dht.hivemind_directory", __package__)
-    directory = await module.HivemindDirectory.join(
+        from ..protocol.net.dht.hivemind_directory import HivemindDirectory
+    directory = await HivemindDirectory.join(
         joining.addresses,
         identity=None,
         clock=SystemClock(),

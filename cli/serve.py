@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -140,7 +139,7 @@ def run(options: argparse.Namespace) -> int:
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
     with quitting_at_once(), importing_much():
-        importlib.import_module("..peer.peer", __package__)
+        from ..peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_online = runner.run(_serve(config, report, options.end_with_stdin))
     return 0 if was_online else INTERRUPTED
@@ -204,7 +203,8 @@ async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> 
 def _allow_many_files() -> None:
     """Take what the system lets a process open: every stream needs a descriptor."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not on every system
-        resource: Any = importlib.import_module("resource")
+        import resource
+
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -217,7 +217,8 @@ async def _run_until_stopped(
     A stop while it loads blocks, the first ones or others, does not wait for them; a hurry waits
     for no session either.
     """
-    run_peer = importlib.import_module("..peer.peer", __package__).run_peer
+    from ..peer.peer import run_peer
+
     is_online = was_online = False
 
     def watch(event: "PeerEvent") -> None:

@@ -79,7 +79,8 @@ def draw(lines: list[str]) -> str:
     ]
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" viewBox="0 0 {width} {height}">',
+            '<svg xmlns="http://www.w3.org/2000/svg" xml:space="preserve" '
+            f'viewBox="0 0 {width} {height}">',
             "<title>shoal demo: a peer is killed, and the story goes on</title>",
             f"<style>{STYLE}</style>",
             f'<rect width="{width}" height="{height}" rx="8" fill="#0d1117"/>',

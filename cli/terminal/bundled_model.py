@@ -1,6 +1,5 @@
 """Finds models by the names that people type, the bundled one first."""
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,7 @@ def count_blocks(model: str) -> int:
             return num_blocks
     except (OSError, ValueError, LookupError, TypeError):
         pass  # what is wrong is said better below
-    loader = importlib.import_module("...peer.engine.loading.loader", __package__)
-    families = importlib.import_module("...models.families.registry", __package__)
-    return families.read_spec(loader.open_checkpoint(model).config).num_blocks
+    from ...models.families.registry import read_spec
+    from ...peer.engine.loading.loader import open_checkpoint
+
+    return read_spec(open_checkpoint(model).config).num_blocks

@@ -5,7 +5,6 @@ network comes in as `Probes`, so that all of it runs without one.
 """
 
 import asyncio
-import importlib
 import re
 import socket
 from collections.abc import Callable, Sequence
@@ -73,13 +72,14 @@ class ModelFacts:
 
         `name` is what people call it.
         """
-        checkpoints = importlib.import_module("...models.checkpoints.checkpoint", __package__)
-        layers = importlib.import_module("..model.local_layers", __package__)
+        from ...models.checkpoints.checkpoint import Checkpoint, CheckpointError
+        from ..model.local_layers import load_config
+
         try:
-            checkpoint = checkpoints.Checkpoint.open(model)
-        except checkpoints.CheckpointError as error:
+            checkpoint = Checkpoint.open(model)
+        except CheckpointError as error:
             raise ModelError(str(error)) from error
-        num_blocks = layers.load_config(checkpoint).num_hidden_layers
+        num_blocks = load_config(checkpoint).num_hidden_layers
         return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
 
 

@@ -1,7 +1,6 @@
 """Asks one peer whether it is what it announces, and names what is wrong."""
 
 import asyncio
-import importlib
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -107,7 +106,7 @@ class Probes:
     """Greet over TCP as libp2p does and return the answer; raises OSError."""
     join: Callable[[Sequence[str]], Awaitable[Directory]]
     check_certificate: Callable[[Endpoint], Awaitable[object]]
-    """Raise as `tls.fetch_pinned_certificate` does."""
+    """Raise as `fetch_pinned_certificate` does."""
     reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
     """Ask others, through these addresses, to dial a door of this machine."""
 
@@ -117,28 +116,27 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
 
     They are those of a member, or, with None, of whoever the swarm is open to.
     """
-    tcp_transport = importlib.import_module("...protocol.net.tcp.tcp_transport", __package__)
-    hivemind_directory = importlib.import_module(
-        "...protocol.net.dht.hivemind_directory", __package__
-    )
-    lazy_libp2p = importlib.import_module("...protocol.net.libp2p.lazy_libp2p", __package__)
-    tls = importlib.import_module("...protocol.net.tcp.tls", __package__)
+    from ...protocol.net.dht.hivemind_directory import HivemindDirectory
+    from ...protocol.net.libp2p.lazy_libp2p import LazyLibp2pTransport
+    from ...protocol.net.relays.reachability import probe
+    from ...protocol.net.tcp.tcp_transport import TcpTransport
+    from ...protocol.net.tcp.tls import fetch_pinned_certificate
+
     clock = SystemClock()
 
     async def join(addresses: Sequence[str]) -> Directory:
-        return await hivemind_directory.HivemindDirectory.join(
+        return await HivemindDirectory.join(
             addresses, identity=None, clock=clock, client_mode=True, membership=membership
         )
 
     async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
-        reachability = importlib.import_module("...protocol.net.relays.reachability", __package__)
-        return await reachability.probe(addresses, door.listen_host, door.port, door.announced_host)
+        return await probe(addresses, door.listen_host, door.port, door.announced_host)
 
     transport = ChoosingTransport(
-        tcp_transport.TcpTransport(membership=membership),
-        lazy_libp2p.LazyLibp2pTransport(membership),
+        TcpTransport(membership=membership),
+        LazyLibp2pTransport(membership),
     )
-    return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate, reach)
+    return Probes(clock, transport, _dial, _hail, join, fetch_pinned_certificate, reach)
 
 
 async def _dial(host: str, port: int) -> None:

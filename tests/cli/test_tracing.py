@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shoal.cli.terminal.text_generation import Sampling, TextModel
-from shoal.cli.terminal.tracing import TraceFile, describe_cut_trace, describe_summary
+from shoal.cli.terminal.tracing import TraceFile, describe_cut_trace
 from shoal.client import AutoDistributedModelForCausalLM
+from shoal.client.trace.trace_summary import describe_summary
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import UsageError
 
@@ -58,6 +59,7 @@ def test_summary_leaves_out_what_comes_behind_the_last_token(
         model.generate("Once", Sampling(4), lambda piece: None, trace_file.watch)
         summary = trace_file.summarize()
 
+    assert summary is not None
     assert trace_file.summarize() == summary
     assert (summary.prefill.num_tokens, summary.num_decoded_tokens) == (4, 3)
     assert describe_summary(summary)[0].startswith("where the time went")
