@@ -5,7 +5,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from .benchmarks.plot import STYLE
+STYLE = {
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "figure.constrained_layout.wspace": 0.04,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "0.88",
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5.0,
+    "svg.hashsalt": "shoal",
+}
+"""Shared by all plots, those of benchmarks included."""
 
 _NUM_SMOOTHED = 25
 """The curve has so many points at least that are no means over each other's updates."""

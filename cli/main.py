@@ -27,7 +27,7 @@ _COMMANDS = {
     "finetune": "teach a model your texts, through a swarm that serves it",
     "publish": "lend everybody in a swarm an adapter until Ctrl-C",
     "doctor": "say which link of a swarm is broken",
-    "bench": "measure swarms on this machine beside plain transformers",
+    "bench": "measure a swarm that runs already, from this machine",
 }
 
 

@@ -36,10 +36,13 @@ def anchors_of(document: Path) -> set[str]:
 
 
 def modules_with_examples() -> list[str]:
-    """Return every source module that shows an interpreter prompt, by its installed name."""
-    files = (file for folder in SOURCE_FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))
+    """Return every source module that shows an interpreter prompt, as it is imported."""
+    folders = (ROOT / folder for folder in (*SOURCE_FOLDERS, "benchmarks"))
+    files = (file for folder in folders for file in sorted(folder.rglob("*.py")))
     return [
-        ".".join(("shoal", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        ".".join(("shoal", *file.relative_to(ROOT).with_suffix("").parts))
+        .removeprefix("shoal.benchmarks.")
+        .removesuffix(".__init__")
         for file in files
         if re.search(r"^\s*>>> ", file.read_text(encoding="utf-8"), flags=re.M)
     ]

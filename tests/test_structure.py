@@ -46,13 +46,15 @@ DOORS = {
         "protocol/net/dht/replicas.py",
         "protocol/net/libp2p/p2p_streams.py",
     },
-    "grpc": {"cli/benchmarks/grpc_echo.py"},
     "google": {"protocol/wire/codec.py", "protocol/proto/"},
     "bitsandbytes": {"kernels/"},
     "triton": {"kernels/linear/triton_int8.py", "kernels/attention/triton_attention.py"},
     "uvloop": {"cli/"},
 }
 """The only files or folders (with a slash at the end) that import a dependency."""
+
+BENCHMARKS = {folder.parent.name for folder in (ROOT / "benchmarks").glob("*/__init__.py")}
+"""Packages of benchmarks, under the names by which they import each other."""
 
 IMPURE_MODULES = {
     "a task or a thread": {"asyncio", "concurrent", "multiprocessing", "queue", "threading"},
@@ -213,9 +215,7 @@ def test_dependency_has_one_door(dependency: str) -> None:
 
 def test_every_imported_distribution_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    declared = requirement_names(
-        [*PROJECT["project"]["dependencies"], *extras["bench"], *extras["cuda"]]
-    )
+    declared = requirement_names([*PROJECT["project"]["dependencies"], *extras["cuda"]])
     known = declared | set(sys.stdlib_module_names)
     wrong = [
         f"{found.where} imports {found.target}"
@@ -238,6 +238,34 @@ def test_every_source_folder_is_packaged_under_shoal() -> None:
     assert set(setuptools["packages"]) == on_disk
     assert setuptools["package-dir"] == {f"shoal.{folder}": folder for folder in ARROWS}
     assert list((ROOT / "models").glob(setuptools["package-data"]["shoal.models"][0]))
+
+
+def test_benchmarks_stay_out_of_the_product_and_its_wheel() -> None:
+    setuptools = PROJECT["tool"]["setuptools"]
+    installed = {word for package in setuptools["packages"] for word in package.split(".")}
+    imports = [
+        f"{found.where} imports {found.target}"
+        for file in source_files()
+        for found in imports_of(file)
+        if found.top in {"benchmarks", *BENCHMARKS}
+    ]
+
+    assert {"measuring", "simulation", "swarm_benchmarks"} <= BENCHMARKS
+    assert not installed & {"benchmarks", *BENCHMARKS}
+    assert not imports
+
+
+def test_benchmarks_are_packages_whose_names_hide_no_other() -> None:
+    # Their folder is on the import path while they run; a file `kernels.py` in it would be taken
+    # for the Hub's package `kernels`.
+    files = (ROOT / "benchmarks").rglob("*.py")
+    code = (
+        "from importlib.util import find_spec\n"
+        f"print(*(name for name in {sorted(BENCHMARKS)!r} if find_spec(name)))\n"
+    )
+
+    assert {file.relative_to(ROOT).parts[1] for file in files} == BENCHMARKS
+    assert run_python(code).split() == []
 
 
 def test_every_file_of_the_native_kernels_is_in_the_source_distribution() -> None:
