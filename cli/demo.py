@@ -39,25 +39,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal demo`."""
     parser.add_argument(
         "--tokens", type=parse_count, default=160, metavar="N",
-        help="how long the story gets (default: %(default)s)",
+        help="length of the story in tokens (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--kill-after", type=parse_count, metavar="N",
-        help="kill a peer after so many tokens (default: 40, or half of a shorter story)",
+        help="kill a peer after N tokens (default: 40, or half of a shorter story)",
     )  # fmt: skip
     parser.add_argument(
         "--prompt", default="Once upon a time, there was a kind boy named Milo", metavar="TEXT",
-        help="how the story begins (default: %(default)s)",
+        help="beginning of the story (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--seed", type=parse_whole, metavar="S",
-        help="another story for every number (default: the likeliest words)",
+        help="sample a story with this random seed (default: decode greedily)",
     )  # fmt: skip
     add_weights_argument(parser)
     parser.add_argument(
         "--pace", type=parse_non_negative, default=30.0, metavar="N",
-        help="show at most N tokens per second on a terminal, to be read "
-        "(default: 30; 0: as fast as they come)",
+        help="show at most N tokens per second on a terminal (default: 30; 0: no limit)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -66,12 +65,12 @@ def run(options: argparse.Namespace) -> int:
     """Run the demo; return 0 when a peer was lost and no token changed, else 1."""
     model_path, prompt = find_model(), read_prompt(options.prompt)
     if options.tokens < 2:
-        raise UsageError("the demo kills a peer between two tokens; take --tokens 2 at least")
+        raise UsageError("the demo kills a peer between two tokens; use --tokens 2 or more")
     kill_after = options.kill_after or max(1, min(40, options.tokens // 2))
     if kill_after >= options.tokens:
         raise UsageError(
-            f"the kill after {kill_after} tokens has to come before the last of "
-            f"{options.tokens}; choose a smaller --kill-after or more --tokens"
+            f"the peer would be killed after {kill_after} tokens of {options.tokens}, with none "
+            "left to generate; use a smaller --kill-after or more --tokens"
         )
     _check_length(model_path, prompt, options.tokens)
     terminal = Terminal(sys.stdout)
@@ -101,7 +100,7 @@ def _check_length(model_path: str, prompt: str, num_tokens: int) -> None:
     if num_tokens > longest:
         raise UsageError(
             f"the model has {maximum} positions, too few for this prompt and {num_tokens} tokens; "
-            + (f"take at most --tokens {longest}" if longest > 0 else "take a shorter prompt")
+            + (f"use at most --tokens {longest}" if longest > 0 else "use a shorter prompt")
         )
 
 
@@ -138,7 +137,7 @@ def _run_demo(
         disturbed = model.generate(prompt, sampling, killer.on_token, killer.on_session)
         if screen:
             screen.end_story(disturbed, letters, is_slowed=pace > 0)
-        with Progress(Terminal(sys.stderr), lambda: "The same again, undisturbed"):
+        with Progress(Terminal(sys.stderr), lambda: "Generating the same again, undisturbed"):
             undisturbed = model.generate(prompt, sampling, lambda piece: None)
         return DemoResult(disturbed, undisturbed, killer.kill, progress.seconds)
 

@@ -154,11 +154,9 @@ class DemoScreen:
         self.terminal.write(self._wrapper.flush() + ending + "\n\n")
         hops = [f"{letters[hop.peer.peer_id]} {hop.span}" for hop in generation.route]
         num_tokens = len(generation.token_ids)
-        self._print(
-            paint(f"{num_tokens} tokens; the last ones came over {' → '.join(hops)}.", "dim")
-        )
+        self._print(paint(f"{num_tokens} tokens; route at the end: {' → '.join(hops)}.", "dim"))
         if is_slowed:
-            self._print(paint("Slowed down to be read; --pace 0 shows the real speed.", "dim"))
+            self._print(paint("Slowed down for reading; --pace 0 shows full speed.", "dim"))
 
     def show_verdict(self, result: DemoResult) -> None:
         """Say whether the story survived."""
@@ -170,10 +168,10 @@ class DemoScreen:
                 paint("✗ No failover took place", "bold", "red")
                 + f": the story had {len(result.disturbed.token_ids)} tokens."
             )
-            self._print("  Choose a smaller --kill-after, or run it again.")
+            self._print("  Use a smaller --kill-after, or run the demo again.")
         elif index is None:
             self._print(
-                paint("✓ Told again without a kill: ", "green")
+                paint("✓ Generated again without the kill: ", "green")
                 + paint(f"all {num_tokens} tokens are the same.", "bold", "green")
             )
         else:

@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
     """Fine-tune; return 0, or 130 after Ctrl-C, which leaves a checkpoint."""
     joining = read_joining(
         options,
-        f"; or start one on this machine: `shoal swarm {options.model} --peers 2` in another "
-        "terminal prints an address",
+        f"; or start a swarm on this machine: `shoal swarm {options.model} --peers 2` in another "
+        "terminal prints its address",
     )
     name = find_model(options.model)
     _check_folder(options.out, options.resume)
@@ -88,11 +88,11 @@ def _check_folder(folder: Path, is_resumed: bool) -> None:
     has_checkpoint = any(file.name.startswith("checkpoint-") for file in files)
     if is_resumed and not has_checkpoint:
         raise UsageError(
-            f"there is no checkpoint in {folder} to go on from; leave out --resume to begin"
+            f"there is no checkpoint in {folder}; leave out --resume to start a new run"
         )
     if not is_resumed and (has_checkpoint or any(file.suffix == ".safetensors" for file in files)):
         raise UsageError(
-            f"{folder} holds a run already: --resume goes on with it, --out takes another folder"
+            f"{folder} already holds a run; continue it with --resume, or choose another --out"
         )
 
 
@@ -115,7 +115,7 @@ def _holding(folder: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UsageError(
-                    f"another run is at work in {folder}; wait for it, or take another --out"
+                    f"another run is using {folder}; wait for it, or choose another --out"
                 ) from error
         yield
     finally:
@@ -144,8 +144,8 @@ def _read_texts(name: str, options: argparse.Namespace) -> _Texts:
     max_length = options.max_length or min(MAX_LENGTH, num_positions)
     if not 2 <= max_length <= num_positions:
         raise UsageError(
-            f"texts of {max_length} tokens cannot be learned: this model takes 2 to {num_positions}"
-            + (" beside such a prompt" if options.method != "lora" else "")
+            f"texts of {max_length} tokens are not possible: this model takes 2 to {num_positions}"
+            + (" next to a soft prompt of this length" if options.method != "lora" else "")
         )
     texts = read_texts(options.data)
     first = next(texts)
@@ -271,7 +271,7 @@ def _advise(error: RouteError, model: str) -> RouteError:
     """Return the same error with what to do about the blocks that it names."""
     name = shlex.quote(model)
     starts = " and ".join(f"`shoal serve {name} --blocks {span} …`" for span in error.missing)
-    advice = f"start a peer that does, {starts}, or give a longer --wait"
+    advice = f"start peers for them with {starts}, or increase --wait"
     return RouteError(f"{error}; {advice}", error.missing)
 
 
@@ -282,7 +282,7 @@ def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> l
         return []
     is_single = config.batch_rows * config.num_accumulated == 1
     advice = "more --epochs" if is_single else "more --epochs or a smaller --batch-size"
-    return [f"{count_of(number, 'update')} may be too few: give {advice}"]
+    return [f"{count_of(number, 'update')} may be too few; use {advice}"]
 
 
 def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: Reporter) -> None:
@@ -304,7 +304,7 @@ def _finish(
     """Write what is left to write; what was learned is safe by now."""
     progress, plot, table = tuning.progress, options.out / "losses.png", options.out / "losses.csv"
     save_losses(progress.losses, progress.eval_losses, table)
-    title = f"{Path(options.model).name} learns {options.data.name} by {options.method}"
+    title = f"{Path(options.model).name} fine-tuned on {options.data.name} ({options.method})"
     draw_losses(progress.losses, progress.eval_losses, title, plot)
     use = quote_use(options.model, prompt, options.out, joining.initial_peers, options.join)
     return RunResult(progress, options.out, plot, table, use)

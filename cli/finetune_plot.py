@@ -49,7 +49,7 @@ def draw_losses(
         window = max(1, len(known) // _NUM_SMOOTHED)
         if window > 1:
             axes.plot(numbers, known, color="0.82", linewidth=0.8)
-        axes.plot(numbers, smooth(known, window), color="0.35", label="texts that it learns")
+        axes.plot(numbers, smooth(known, window), color="0.35", label="training")
         if eval_losses:
             axes.plot(
                 list(eval_losses), list(eval_losses.values()), color="0.05", marker="o",

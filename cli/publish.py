@@ -29,18 +29,18 @@ _CLIENT = "shoal.client"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal publish`."""
     parser.description = (
-        "Bring an adapter to all peers of a swarm, and to those that come later, and print the "
-        "digest by which everybody there uses it. It stays there as long as this command runs."
+        "Publish an adapter to all peers of a swarm, including peers that join later, and print "
+        "its digest. Anyone in the swarm can use it by that digest while this command runs."
     )
     parser.add_argument(
         "model", metavar="MODEL",
-        help=f"model directory, its id on the Hub, or {BUNDLED_NAME}, which comes with shoal",
+        help=f"model directory, Hub id, or {BUNDLED_NAME}, which comes with shoal",
     )  # fmt: skip
     parser.add_argument(
         "folder", type=Path, metavar="DIR",
-        help="--out of `shoal finetune --method lora`, or a LoRA adapter in the format of PEFT",
+        help="LoRA adapter: --out of `shoal finetune --method lora`, or a folder saved by PEFT",
     )  # fmt: skip
-    add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
+    add_join_arguments(parser, "address of a peer, as printed by `shoal serve` and `shoal swarm`")
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
             from ..client import LoraAdapter
 
             adapter = LoraAdapter.load(options.folder, model)
-            with reporter.showing("Bringing the adapter to peers"):
+            with reporter.showing("Sending the adapter to peers"):
                 digest = model.publish_adapter(adapter)
             with contextlib.suppress(KeyboardInterrupt):
                 reporter.report_published(_Published(options, digest, not warnings.has_told))
@@ -159,8 +159,8 @@ class _Reporter:
         """Say how others use it."""
         show, paint = self._output.print, self._output.paint
         folder = published.options.folder
-        when = "" if published.is_complete else ", once peers for all blocks keep it"
-        said = f"{folder} is published. Everybody in the swarm uses it by its digest{when}:"
+        when = "" if published.is_complete else ", once peers for all blocks have it"
+        said = f"{folder} is published. Anyone in the swarm can use it by its digest{when}:"
         for line in self._output.wrap(said):
             show(paint(line, "bold"))
         show()
@@ -168,7 +168,7 @@ class _Reporter:
             show(f"  {line}")
         show()
         show("From Python: from_pretrained(…, active_adapter=DIGEST)")
-        show("Ctrl-C withdraws it.")
+        show("Press Ctrl-C to withdraw it.")
 
     def report_withdrawn(self, digest: str) -> None:
         """Say that nobody finds it any more."""

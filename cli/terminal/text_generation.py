@@ -211,7 +211,7 @@ class TextModel:
 
         ids_BT = self._tokenizer(prompt, return_tensors="pt").input_ids.long()
         if not prompt or ids_BT.shape[1] == 0:
-            raise UsageError("the prompt is empty; give a text that the model can continue")
+            raise UsageError("the prompt is empty; give some text to continue")
         stream = TokenStream(TextAssembler(self._tokenizer, ids_BT[0].tolist()), on_token)
         has_beams = sampling.num_beams > 1
         if sampling.seed is not None:
@@ -258,9 +258,9 @@ def read_prompt(text: str) -> str:
     try:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
-        raise UsageError("the prompt is not text in UTF-8") from error
+        raise UsageError("the prompt is not valid UTF-8") from error
     if not text.strip():
-        raise UsageError("the prompt is empty; give a text that the model can continue")
+        raise UsageError("the prompt is empty; give some text to continue")
     return text
 
 
@@ -291,7 +291,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     # stumble over what is damaged there.
     _check_model(name)
     if folder.is_dir() and not any(folder.glob("*token*")):
-        raise ModelError(f"{name} has no tokenizer (tokenizer.json), which turns text into tokens")
+        raise ModelError(f"{name} has no tokenizer; add its files, such as tokenizer.json")
     try:
         return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -325,7 +325,7 @@ def describe_failover(failover: "Failover") -> str:
     if failover.changed_weights is None:
         return sentence
     before, after = failover.lost.peer.weights, failover.changed_weights
-    return f"{sentence}, with {after} weights in place of {before}: the words may differ"
+    return f"{sentence}, with {after} weights instead of {before}: the text may differ"
 
 
 def describe_pass_failover(update: int, failover: "PassFailover") -> str:

@@ -26,7 +26,7 @@ def parse_trace_path(text: str) -> Path:
     """
     if text in ("", "-"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a file; a trace needs one of its own, such as trace.json"
+            f"{text!r} is not a file name; give one, such as trace.json"
         )
     return Path(text)
 
@@ -95,8 +95,8 @@ class TraceFile:
 
     def _make_error(self, error: OSError) -> UsageError:
         return UsageError(
-            f"the trace cannot be written to {self.path}: {error.strerror or error}; "
-            "give --trace another FILE"
+            f"cannot write the trace to {self.path}: {error.strerror or error}; choose another "
+            "--trace FILE"
         )
 
 
@@ -108,4 +108,4 @@ def describe_cut_trace(trace_file: TraceFile) -> list[str]:
 
     summary = trace_file.summarize()
     lines = describe_summary(summary) if summary else []
-    return [f"what came of the trace is in {trace_file.path}", *lines]
+    return [f"the incomplete trace is in {trace_file.path}", *lines]

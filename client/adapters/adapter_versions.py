@@ -79,8 +79,8 @@ class AdapterVersion:
         if len(tensors) > MAX_ADAPTER_BYTES:
             raise UsageError(
                 f"the adapter has {len(tensors) / 2**20:.1f} MiB in blocks {span}, and a peer "
-                f"takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: make one of a lower rank, or for "
-                "fewer target_modules"
+                f"takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: use a lower rank or fewer "
+                "target_modules"
             )
         shapes = {name: matrix.shape for name, matrix in matrices.items()}
         return AdapterCut(make_adapter_id(config, tensors), config, tensors, shapes)

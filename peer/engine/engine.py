@@ -120,9 +120,9 @@ class Engine:
                 blocks = load_span(checkpoint, spec, span, numerics, on_progress, cache, kept)
         except torch.OutOfMemoryError as error:
             raise UsageError(
-                f"{numerics.device.place} has no room for blocks {span} and {kv_budget_bytes} "
-                "bytes of KV memory; serve fewer blocks (--num-blocks), or give sessions less "
-                "(--kv-memory)"
+                f"{numerics.device.place} has no memory for blocks {span} and {kv_budget_bytes} "
+                "bytes of KV cache; serve fewer blocks (--num-blocks), or give sessions less "
+                "memory (--kv-memory)"
             ) from error
         return cls(spec, span, blocks, rotary, pool, numerics)
 
@@ -325,9 +325,9 @@ def check_kv_budget(spec: ModelShape, span: Span, numerics: Numerics, budget_byt
     needed_bytes = PAGE_TOKENS * len(span) * layouts[KVFormat.FLOAT].token_bytes
     if budget_bytes < needed_bytes:
         raise UsageError(
-            f"{budget_bytes} bytes of KV memory hold no session: {len(span)} blocks of this model "
-            f"need {needed_bytes} bytes at least, and as much again for each {PAGE_TOKENS} tokens "
-            "(--kv-memory)"
+            f"{budget_bytes} bytes of KV memory (--kv-memory) are too few for a session: "
+            f"{len(span)} blocks of this model need {needed_bytes} bytes for every {PAGE_TOKENS} "
+            "tokens"
         )
 
 

@@ -176,7 +176,7 @@ class Hosting:
         free_bytes = self._model.read_free_bytes()
         if needed_bytes > free_bytes:
             raise LoadError(
-                f"blocks {span} need {needed_bytes / 2**20:,.0f} MiB more, and "
+                f"blocks {span} need another {needed_bytes / 2**20:,.0f} MiB, but only "
                 f"{free_bytes / 2**20:,.0f} MiB are free",
                 missing,
             )
@@ -191,9 +191,9 @@ class Hosting:
         throughput = await compute.call(lambda: _measure_if_possible(engine))
         if throughput is None:
             raise LoadError(
-                f"{self._model.numerics.device.place} has room for blocks {engine.span}, but not "
+                f"{self._model.numerics.device.place} has memory for blocks {engine.span}, but not "
                 "for steps through them; serve fewer blocks (--num-blocks), or give sessions less "
-                "(--kv-memory)",
+                "memory (--kv-memory)",
                 missing,
             )
         return throughput

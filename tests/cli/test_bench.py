@@ -182,7 +182,7 @@ def test_part_of_make_bench_is_refused_with_the_command_for_it(
         ([], "say what the swarm serves"),
         (["hop", "--model", "shoal-stories"], "run `make bench"),
         (["--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/x"], "say what the swarm serves"),
-        (["--model", "shoal-stories"], "say which swarm"),
+        (["--model", "shoal-stories"], "no swarm is given"),
     ],
 )
 def test_swarm_elsewhere_has_to_be_named_whole(

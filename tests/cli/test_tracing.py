@@ -48,7 +48,7 @@ def test_text_that_ends_half_way_leaves_a_trace_of_that_half(
 
     assert read_slices(path).count("compute") == 2 * 3
     lines = describe_cut_trace(trace_file)
-    assert lines[0] == f"what came of the trace is in {path}"
+    assert lines[0] == f"the incomplete trace is in {path}"
     assert "2 tokens decoded after it, in ms per token:" in lines
 
 
@@ -114,7 +114,7 @@ def test_file_that_takes_no_more_is_named_unless_something_worse_happened(
         if error is not None:
             raise error
 
-    full = "cannot be written to /dev/full: No space left"
+    full = "cannot write the trace to /dev/full: No space left"
     with open_model(byte_model, byte_tokenizer) as model:
         with pytest.raises(UsageError, match=full), TraceFile(Path("/dev/full")) as trace_file:
             generate(trace_file)

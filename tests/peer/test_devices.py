@@ -23,9 +23,9 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1000", "CPU"])
 def test_what_is_no_device_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="a device is cpu, cuda, cuda:N or auto, not"):
+    with pytest.raises(UsageError, match="the device must be cpu, cuda, cuda:N or auto, not"):
         PeerConfig(model="m", device=name)
-    with pytest.raises(UsageError, match="a device is cpu, cuda, cuda:N or auto, not"):
+    with pytest.raises(UsageError, match="the device must be cpu, cuda, cuda:N or auto, not"):
         choose_device(name)
 
 

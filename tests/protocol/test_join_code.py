@@ -107,7 +107,7 @@ def test_two_letters_that_changed_places_are_found() -> None:
         (PREFIX, "cut short"),
         (PREFIX + "0189", "letters and the digits 2 to 7"),
         (PREFIX + "käse", "letters and the digits 2 to 7"),
-        (str(JoinCode(OWNER)) + "abcd", "more behind the end"),
+        (str(JoinCode(OWNER)) + "abcd", "text after the end"),
         (str(JoinCode(OWNER)) + str(JoinCode(OWNER)), "mistyped"),
         (PREFIX + "ai" + str(JoinCode(OWNER))[8:], "version 2"),
         (PREFIX + "a" * 5000, "too long"),

@@ -214,12 +214,12 @@ class HivemindDirectory:
         try:
             self._gate.add_own(announcement.model_id, record)
         except RemoteProtocolError as error:
-            raise DirectoryError(f"the directory did not take our announcement: {error}") from error
+            raise DirectoryError(f"the directory refused our announcement: {error}") from error
         await self._neighbourhood.restore(self._relay_addresses)
         key, value = self._gate.key_of(announcement.model_id), self._gate.wrap(record)
         expires_at = float(announcement.expires_at)
         if not await self._store(key, announcement.peer_id, value, expires_at):
-            raise DirectoryError("no replica of the directory took our announcement")
+            raise DirectoryError("no replica of the directory stored our announcement")
         if self.membership.is_private:
             await self._hand_on_revocations()
         if announcement.state is not PeerState.OFFLINE:
@@ -258,7 +258,7 @@ class HivemindDirectory:
         revocations = Revocations(sequence, known.peer_ids.union(peer_ids))
         value = self._gate.wrap_revocations(sign_revocations(self.membership, revocations))
         if not await self._store_revocations(value):
-            raise DirectoryError("no peer of the swarm took the list; is one running?")
+            raise DirectoryError("no peer of the swarm stored the list; check that one is running")
         return revocations
 
     async def _hand_on_revocations(self) -> None:
@@ -363,7 +363,7 @@ def _explain(error: ValidationError) -> str:
     direction = "ahead of" if ahead_seconds > 0 else "behind"
     return (
         f"the clock of this machine is {abs(ahead_seconds):.1f} seconds {direction} that of an "
-        "initial peer: set it by a time server (3 seconds are allowed)"
+        "initial peer: synchronise it with a time server (3 seconds are allowed)"
     )
 
 
