@@ -12,8 +12,8 @@ from .terminal.joining import add_join_arguments, read_joining
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal bench`."""
-    parser.epilog = "Swarms of its own, on one machine, are measured from a checkout: `make bench`."
-    # Parts were arguments of this command once; whoever still names one is told where it is now.
+    parser.epilog = "To benchmark swarms on one machine, run `make bench` in a checkout of shoal."
+    # Parts of `make bench` were once parts of this command: the error names the new one.
     parser.add_argument("parts", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument(
         "--model", metavar="MODEL",

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.size": 9.0,
     "axes.titlesize": 10.0,
     "figure.constrained_layout.wspace": 0.04,

@@ -41,7 +41,7 @@ class RowPrecision(Enum):
 
     Microseconds of two digits / one digit at 1, 4, 8, 16 and 128 rows of 1024 -> 2816, weights out
     of cache: 136 / 78, 172 / 117, 290 / 147, 480 / 264, 3481 / 1794. One thread of an EPYC with
-    AVX512-VNNI, in one run of `benchmarks/kernels.py`."""
+    AVX512-VNNI, in one run of `engine_benchmarks/kernels.py`."""
 
 
 InputGradient = Callable[[Tensor, Pauses], Tensor]
