@@ -1,6 +1,5 @@
 """Finds models by the names that people type, the bundled one first."""
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -53,6 +52,8 @@ def count_blocks(model: str) -> int:
             return num_blocks
     except (OSError, ValueError, LookupError, TypeError):
         pass  # what is wrong is said better below
-    loader = importlib.import_module("...peer.engine.loading.loader", __package__)
-    families = importlib.import_module("...models.families.registry", __package__)
-    return families.read_spec(loader.open_checkpoint(model).config).num_blocks
+    # These take seconds to import.
+    from ...models.checkpoints.checkpoint import Checkpoint
+    from ...models.spec_reader import read_spec
+
+    return read_spec(Checkpoint.open(model).config).num_blocks

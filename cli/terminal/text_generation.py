@@ -290,11 +290,7 @@ def _check_model(name: str) -> None:
     """Raise ModelError when a name stands for no model that the client can use."""
     checkpoints = importlib.import_module("...models.checkpoints.checkpoint", __package__)
     local_layers = importlib.import_module("...client.model.local_layers", __package__)
-    try:
-        checkpoint = checkpoints.Checkpoint.open(name)
-    except checkpoints.CheckpointError as error:
-        raise ModelError(str(error)) from error
-    local_layers.load_config(checkpoint)
+    local_layers.load_config(checkpoints.Checkpoint.open(name))
 
 
 def describe_route(route: Sequence[Any]) -> str:

@@ -15,7 +15,6 @@ from statistics import median
 from ...protocol.endpoints import Endpoint
 from ...protocol.errors import (
     DirectoryError,
-    ModelError,
     ShoalError,
     UnavailableError,
     UsageError,
@@ -75,10 +74,7 @@ class ModelFacts:
         """
         checkpoints = importlib.import_module("...models.checkpoints.checkpoint", __package__)
         layers = importlib.import_module("..model.local_layers", __package__)
-        try:
-            checkpoint = checkpoints.Checkpoint.open(model)
-        except checkpoints.CheckpointError as error:
-            raise ModelError(str(error)) from error
+        checkpoint = checkpoints.Checkpoint.open(model)
         num_blocks = layers.load_config(checkpoint).num_hidden_layers
         return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
 

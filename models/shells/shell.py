@@ -11,14 +11,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoints.checkpoint import CheckpointError
-from ..checkpoints.conversion import ConvertedCheckpoint
+from ...protocol.errors import ModelError
+from ..checkpoints.checkpoint import Tensors
 from .step_cache import KeptShape
 from .tables import fill_tables
-
-
-class ShellError(ValueError):
-    """There is no shell of the model; the message is a sentence that says why."""
 
 
 class NoPositions(nn.Module):
@@ -94,16 +90,14 @@ class Shell:
         setattr(module, name, self.cut([], has_norm=True))
         return model
 
-    def load_layer(
-        self, checkpoint: ConvertedCheckpoint, index: int, dtype: torch.dtype | None
-    ) -> None:
+    def load_layer(self, checkpoint: Tensors, index: int, dtype: torch.dtype | None) -> None:
         """Give one block its weights; None keeps the checkpoint's dtype."""
         layer = self.layers[index]
         self.load(checkpoint, layer, f"{self.layers_name}.{index}.", dtype)
 
     def load(
         self,
-        checkpoint: ConvertedCheckpoint,
+        checkpoint: Tensors,
         module: nn.Module,
         name: str,
         dtype: torch.dtype | None,
@@ -125,14 +119,14 @@ class Shell:
         precise = self.model._keep_in_fp32_modules_strict or ()
         return torch.float32 if any(part in name for part in precise) else dtype
 
-    def read(self, checkpoint: ConvertedCheckpoint, name: str, shape: tuple[int, ...]) -> Tensor:
+    def read(self, checkpoint: Tensors, name: str, shape: tuple[int, ...]) -> Tensor:
         """Return a tensor of the decoder, whether or not its name says where that is."""
         parents = self.decoder_name.split(".")
         names = [".".join([*parents[first:], name]) for first in range(len(parents) + 1)]
         full_name = next(filter(checkpoint.has, names), names[0])
         tensor = checkpoint.load(full_name)
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(
+            raise ModelError(
                 f"tensor {full_name} has shape {tuple(tensor.shape)}, config.json makes it {shape}"
             )
         return tensor

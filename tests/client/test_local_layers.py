@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.client.model.local_layers import load_config, load_local_layers, resolve_dtype
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.models.families.registry import read_spec
+from shoal.models.spec_reader import read_spec
 from shoal.protocol.errors import ModelError, UsageError
 
 SEED = 1234
