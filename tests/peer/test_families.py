@@ -58,6 +58,10 @@ def check_equal_to_transformers(tiny_model, tokens: torch.Tensor, hidden: torch.
     torch.testing.assert_close(head(normed), head(expected), rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def test_every_family_has_a_variant_in_conftest(compared_families: set[str]) -> None:
+    assert set(FAMILIES) <= compared_families
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_one_step_equals_transformers(any_tiny_model, num_rows: int) -> None:
     engine = load_engine(any_tiny_model)
