@@ -1,4 +1,4 @@
-"""Reads from `config.json` what a model looks like, whether its family has a file here or not."""
+"""Reads the spec of any model from its `config.json`, of a family with a file here or without."""
 
 from collections.abc import Mapping
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ...kernels.wire.compress import has_only_finite
+from ...kernels.wire_tensors import has_only_finite
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span

@@ -223,38 +223,38 @@ def load_local_layers(
             wrapped.embedding, wrapped.multiplier, wrapped.positions, nn.Identity(), wrapped.head
         )
     spec = FAMILIES[config.model_type](checkpoint.config)
-    names = spec.client
+    part = spec.client
     vocab_size, hidden_size = cast(int, config.vocab_size), cast(int, config.hidden_size)
     reader = _Reader(checkpoint, dtype)
-    embedding_VH = reader.load(f"{names.embedding}.weight", (vocab_size, hidden_size))
+    embedding_VH = reader.load(f"{part.embedding}.weight", (vocab_size, hidden_size))
     reader = _Reader(checkpoint, embedding_VH.dtype)
 
-    kind = ScaledEmbedding if names.scales_embedding else nn.Embedding
+    kind = ScaledEmbedding if part.scales_embedding else nn.Embedding
     embedding = kind.from_pretrained(embedding_VH, freeze=True)
     head_weight = cast(nn.Parameter, embedding.weight)
-    if reader.has(f"{names.head}.weight"):
-        head_VH = reader.load(f"{names.head}.weight", (vocab_size, hidden_size))
+    if reader.has(f"{part.head}.weight"):
+        head_VH = reader.load(f"{part.head}.weight", (vocab_size, hidden_size))
         if not torch.equal(head_VH, embedding_VH):
             head_weight = nn.Parameter(head_VH, requires_grad=False)
     elif not config.tie_word_embeddings:
         raise ModelError(
-            f"the checkpoint in {checkpoint.directory} has no tensor {names.head + '.weight'!r} "
+            f"the checkpoint in {checkpoint.directory} has no tensor {part.head + '.weight'!r} "
             "and its config.json does not tie it to the embedding"
         )
     positions = None
-    if names.positions is not None:
+    if part.positions is not None:
         shape = (cast(int, config.max_position_embeddings), hidden_size)
-        positions_PH = reader.load(f"{names.positions}.weight", shape)
+        positions_PH = reader.load(f"{part.positions}.weight", shape)
         positions = LearnedPositions.from_pretrained(positions_PH, freeze=True)
     embedding_norm = None
-    if names.embedding_norm is not None:
-        embedding_norm = _load_norm(reader, names.embedding_norm, spec)
+    if part.embedding_norm is not None:
+        embedding_norm = _load_norm(reader, part.embedding_norm, spec)
     softcap = getattr(config, "final_logit_softcapping", None)
     return LocalLayers(
         embedding,
         embedding_norm,
         positions,
-        _load_norm(reader, names.norm, spec),
+        _load_norm(reader, part.norm, spec),
         LanguageHead(head_weight, softcap),
     )
 

@@ -1,4 +1,4 @@
-"""The client's layers of families without an entry here: transformers' own, without blocks."""
+"""The client's layers of families without a file here: transformers' own, without blocks."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -31,7 +31,7 @@ FetchFile = Callable[[str], Path]
 
 
 class Tensors(Protocol):
-    """What readers of weights need of a `Checkpoint`."""
+    """The part of a `Checkpoint` that readers of weights use."""
 
     def has(self, name: str) -> bool:
         """Return whether a tensor of this name is stored."""

@@ -1,7 +1,7 @@
 """Checkpoints that come quantized: GPTQ, AWQ and compressed-tensors (llm-compressor).
 
-Reads one linear at a time, and says by name what it cannot read. `read_quantization` chooses the
-format by config.json.
+Reads one linear at a time; a ModelError names the setting or tensor that cannot be read.
+`read_quantization` chooses the format by config.json.
 
 Tensor suffixes: I inputs, O outputs, G groups of inputs.
 """
@@ -26,7 +26,7 @@ _INPUTS_AT_ONCE = 1024
 
 
 class QuantizedLinears(ABC):
-    """How a checkpoint stores the weights of linears; what is not quantized is stored as usual.
+    """How a checkpoint stores the weights of linears; other tensors are stored as usual.
 
     `stem` is the usual name of a weight without its last word, "weight".
     """
@@ -304,7 +304,7 @@ class _CompressedLinears(QuantizedLinears):
             weight_zero_point  int8 like the scales; in pack-quantized int32 [O / per word, G]
             weight_g_idx       int32 [I]                 the group of each input, if they are mixed
 
-    What it says about rounding activations is ignored: the int8 kernels round each row anyway.
+    Settings for rounding activations are ignored: the int8 kernels round each row anyway.
     """
 
     def __init__(self, config: Mapping[str, object]) -> None:

@@ -1,6 +1,6 @@
-"""Bounds of what a config.json says, checked before transformers makes anything of it.
+"""Bounds for the numbers in a config.json, checked before transformers reads them.
 
-Its configurations write lists as long as some of these numbers, layer by layer.
+Its configurations build lists as long as some of these numbers, layer by layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +45,7 @@ def check_bounds(fields: Mapping[str, object]) -> None:
 
 
 def _walk(key: str, value: object, depth: int) -> Iterator[tuple[str, object, int]]:
-    """Yield what is in a value, with its key and how many lists it is in."""
+    """Yield the parts of a value, each with its key and the number of lists around it."""
     if depth > _MAX_DEPTH:
         raise ModelError(f"config.json: {key:.60} has lists in lists that are too deep")
     if isinstance(value, Mapping):

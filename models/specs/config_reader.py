@@ -122,8 +122,8 @@ def rename_fields(config: Mapping[str, object], names: Mapping[str, str]) -> dic
 def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
     """Return the fields of a ModelSpec that every family here spells in one way.
 
-    The rotation covers whole heads unless it is scaled: so it does in transformers, whatever
-    `partial_rotary_factor` says, in all of these families but Phi-3.
+    The rotation covers whole heads unless it is scaled: for all of these families but Phi-3,
+    transformers ignores `partial_rotary_factor` otherwise.
     """
     reader = ConfigReader(config)
     hidden_size = reader.count("hidden_size", MAX_HIDDEN_SIZE)

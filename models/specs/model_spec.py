@@ -1,4 +1,4 @@
-"""The spec of a model: its blocks in checked numbers, and what checkpoints call its tensors.
+"""The spec of a model: its blocks in checked numbers, and the names of its stored tensors.
 
 A file of `models/families` makes a ModelSpec of each `config.json` of its family. Peers build
 blocks from it, clients their embedding, norm and head.
@@ -26,7 +26,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Residual(Enum):
-    """What the MLP of a block reads, and what is added to what."""
+    """The input of the MLP of a block, and the order of its additions."""
 
     SEQUENTIAL = "sequential"
     """Attention is added to the hidden states; the MLP reads and is added to their sum."""
@@ -77,12 +77,12 @@ LLAMA_TENSOR_NAMES: Mapping[str, str] = {
     "down": "mlp.down_proj.weight",
     "down_bias": "mlp.down_proj.bias",
 }
-"""What Llama calls the tensors of a block, and most families after it. Few have all of them."""
+"""The names of a block's tensors in Llama and most families after it; few have all of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BlockTensorNames:
-    """What checkpoints of a family call a block's tensors, and how they store them.
+    """The names of a block's tensors in checkpoints of a family, and how they are stored.
 
     `names` maps block-local names to names below `prefixes`, where `{block}` is the index of the
     block and `{expert}` that of an expert. Linears that are stored as one have their local names
@@ -96,7 +96,7 @@ class BlockTensorNames:
     stores_transposed: bool = False
 
     def list_stored(self, block: int, local_name: str, expert: int = 0) -> list[str]:
-        """Return what checkpoints may call a block-local tensor, the usual name first."""
+        """Return the possible stored names of a block-local tensor, the usual one first."""
         names = self.names[local_name]
         return [
             (prefix + name).format(block=block, expert=expert)
@@ -107,10 +107,10 @@ class BlockTensorNames:
 
 @dataclass(frozen=True, kw_only=True)
 class ClientPart:
-    """What a client computes itself before the first block and after the last one.
+    """The layers before the first block and after the last one, which clients compute.
 
     All names are those of modules in checkpoints; the defaults are Llama's. `embedding_norm`
-    normalizes what the embedding returns, `positions` are added to it, and `scales_embedding`
+    normalizes the output of the embedding, `positions` are added to it, and `scales_embedding`
     multiplies it by the root of the hidden size. `norm` is of the same kind as those in blocks.
     """
 
@@ -147,7 +147,7 @@ class AlibiSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the engine must know of any model, whoever computes its blocks.
+    """The numbers of any model that the engine needs, whether its blocks are ours or wrapped.
 
     `dtype` is the one that the weights were published in.
     """
@@ -170,7 +170,7 @@ class ModelShape:
 class WrappedShape(ModelShape):
     """The shape of a model that runs through transformers, with the numbers that each block has.
 
-    Its `num_kv_heads` and `head_dim` are those of what is kept, which may be another form of what
+    Its `num_kv_heads` and `head_dim` are those of the KV cache, which may keep another form of what
     its `num_heads` compute.
     """
 
@@ -188,7 +188,8 @@ class ModelSpec(ModelShape):
     to the stored weights of all. `sliding_windows` has one entry per block, None for full
     attention. `rope_parameters` follow transformers 5 and are None without rotations; blocks with
     a window rotate by `local_rope_parameters` if there are any. `attention_scale` None stands for
-    the root of the head size. `tensors` names what is stored of a block, `client` the rest.
+    the root of the head size. `tensors` names the stored tensors of blocks, `client` describes the
+    layers of clients.
     """
 
     num_heads: int

@@ -15,7 +15,7 @@ from ...kernels.attention.rotary import RotaryTable
 from ...kernels.linear.linear import RowPrecision
 from ...kernels.linear.quantize import WeightFormat
 from ...kernels.linear.select import describe_kernels
-from ...kernels.wire.compress import has_only_finite
+from ...kernels.wire_tensors import has_only_finite
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...models.spec_reader import read_spec
 from ...models.specs.model_spec import ModelShape, ModelSpec

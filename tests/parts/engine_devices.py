@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels import reference
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks.capturer import CallingCapturer, Capturer

@@ -5,7 +5,7 @@ from typing import cast
 import pytest
 import torch
 
-from shoal.kernels.attention.prompt_attention import choose_prompt_instruction_set
+from shoal.kernels.attention.native_attention import choose_prompt_instruction_set
 from shoal.kernels.attention.rotary import RotaryTable
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint

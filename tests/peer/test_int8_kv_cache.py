@@ -14,7 +14,7 @@ from kv_cache_scene import NUM_BLOCKS, NUM_HEADS, SPAN
 from service_scene import Peer, draw_hidden, expect_output, make_open, make_step, run
 from torch import Tensor
 
-from shoal.kernels.attention.prompt_attention import choose_prompt_instruction_set
+from shoal.kernels.attention.native_attention import choose_prompt_instruction_set
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks import attention_kernels

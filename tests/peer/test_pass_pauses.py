@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.kernels.native.pauses import Pauses
-from shoal.kernels.wire.compress import encode_tensor
+from shoal.kernels.pauses import Pauses
+from shoal.kernels.wire_tensors import encode_tensor
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
 from shoal.peer.training.pass_work import WireWork, run_pass

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.kernels.attention.prompt_attention import list_prompt_instruction_sets
-from shoal.kernels.attention.token_attention import list_instruction_sets
+from shoal.kernels.attention.native_attention import (
+    list_instruction_sets,
+    list_prompt_instruction_sets,
+)
 from shoal.kernels.linear import select
-from shoal.kernels.linear.int8 import Int8Kernel
-from shoal.kernels.linear.quantize import WeightFormat
+from shoal.kernels.linear.quantize import Int8Kernel, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
