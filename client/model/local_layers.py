@@ -17,7 +17,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...kernels.layers.norm import Norm, NormKind
 from ...models.checkpoints.checkpoint import Checkpoint
-from ...models.families.registry import FAMILIES
+from ...models.families.registry import FAMILIES, find_family
 from ...models.shells.shell_opening import open_shell
 from ...models.specs.config_reader import MAX_VOCABULARY
 from ...models.specs.model_spec import ModelSpec
@@ -209,53 +209,50 @@ def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:
     return _DTYPES[name]
 
 
-def load_local_layers(
-    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype | None = None
-) -> LocalLayers:
+def load_local_layers(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LocalLayers:
     """Read the client's layers; `dtype` None keeps the embedding's stored dtype.
 
     A stored head is used even if the configuration says that it is tied, as transformers does.
     Raises ModelError that names the tensor which is missing, damaged or of a wrong shape.
     """
-    if config.model_type not in FAMILIES:
+    read_spec = find_family(checkpoint.config)
+    if read_spec is None:
         wrapped = load_wrapped_layers(checkpoint, dtype)
         return LocalLayers(
             wrapped.embedding, wrapped.multiplier, wrapped.positions, nn.Identity(), wrapped.head
         )
-    spec = FAMILIES[config.model_type](checkpoint.config)
-    part = spec.client
-    vocab_size, hidden_size = cast(int, config.vocab_size), cast(int, config.hidden_size)
+    spec = read_spec(checkpoint.config)
+    part, shape_VH = spec.client, (spec.vocab_size, spec.hidden_size)
     reader = _Reader(checkpoint, dtype)
-    embedding_VH = reader.load(f"{part.embedding}.weight", (vocab_size, hidden_size))
+    embedding_VH = reader.load(f"{part.embedding}.weight", shape_VH)
     reader = _Reader(checkpoint, embedding_VH.dtype)
 
     kind = ScaledEmbedding if part.scales_embedding else nn.Embedding
     embedding = kind.from_pretrained(embedding_VH, freeze=True)
     head_weight = cast(nn.Parameter, embedding.weight)
     if reader.has(f"{part.head}.weight"):
-        head_VH = reader.load(f"{part.head}.weight", (vocab_size, hidden_size))
+        head_VH = reader.load(f"{part.head}.weight", shape_VH)
         if not torch.equal(head_VH, embedding_VH):
             head_weight = nn.Parameter(head_VH, requires_grad=False)
-    elif not config.tie_word_embeddings:
+    elif not spec.tie_word_embeddings:
         raise ModelError(
             f"the checkpoint in {checkpoint.directory} has no tensor {part.head + '.weight'!r} "
             "and its config.json does not tie it to the embedding"
         )
     positions = None
     if part.positions is not None:
-        shape = (cast(int, config.max_position_embeddings), hidden_size)
-        positions_PH = reader.load(f"{part.positions}.weight", shape)
+        shape_PH = (spec.max_positions, spec.hidden_size)
+        positions_PH = reader.load(f"{part.positions}.weight", shape_PH)
         positions = LearnedPositions.from_pretrained(positions_PH, freeze=True)
     embedding_norm = None
     if part.embedding_norm is not None:
         embedding_norm = _load_norm(reader, part.embedding_norm, spec)
-    softcap = getattr(config, "final_logit_softcapping", None)
     return LocalLayers(
         embedding,
         embedding_norm,
         positions,
         _load_norm(reader, part.norm, spec),
-        LanguageHead(head_weight, softcap),
+        LanguageHead(head_weight, part.logit_softcap),
     )
 
 

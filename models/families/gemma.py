@@ -27,8 +27,6 @@ TENSORS_OF_2 = BlockTensorNames(
 )
 """Of Gemma 3 as well. Those of Gemma 1 are the usual ones."""
 
-CLIENT = ClientPart(scales_embedding=True)
-
 # What transformers assumes where config.json is silent.
 _DEFAULTS = {
     "hidden_act": "gelu_pytorch_tanh",
@@ -41,6 +39,7 @@ _DEFAULTS_OF_3 = {**_DEFAULTS, "num_key_value_heads": 4, "max_position_embedding
 _DEFAULT_QUERY_SCALAR = 256
 _DEFAULT_WINDOW = 4096
 _DEFAULT_SOFTCAP = 50.0
+_DEFAULT_LOGIT_SOFTCAP_OF_2 = 30.0
 _PERIOD_OF_2 = 2
 _DEFAULT_PERIOD_OF_3 = 6
 _DEFAULT_THETA = 1_000_000.0
@@ -57,6 +56,7 @@ def read_gemma1(config: Mapping[str, object]) -> ModelSpec:
     return ModelSpec(
         **fields,
         **_read_gemma_fields(config),
+        client=ClientPart(scales_embedding=True),
         sliding_windows=(None,) * fields["num_blocks"],
     )
 
@@ -67,7 +67,7 @@ def read_gemma2(config: Mapping[str, object]) -> ModelSpec:
     return ModelSpec(
         **fields,
         **_read_gemma_fields(config),
-        **_read_fields_of_2(config),
+        **_read_fields_of_2(config, _DEFAULT_LOGIT_SOFTCAP_OF_2),
         attention_softcap=ConfigReader(config).number_or_none(
             "attn_logit_softcapping", _DEFAULT_SOFTCAP
         ),
@@ -89,7 +89,7 @@ def read_gemma3(config: Mapping[str, object]) -> ModelSpec:
     return ModelSpec(
         **fields,
         **_read_gemma_fields(config),
-        **_read_fields_of_2(config),
+        **_read_fields_of_2(config, default_logit_softcap=None),
         has_qk_norm=True,
         local_rope_parameters=cover_whole_heads(read_rope_parameters({**settings, **local_rope})),
         sliding_windows=read_typed_windows(
@@ -116,17 +116,21 @@ def _read_gemma_fields(config: Mapping[str, object]) -> dict[str, Any]:
         "has_qkv_bias": has_attention_bias,
         "has_output_bias": has_attention_bias,
         "norm_offset": 1.0,
-        "client": CLIENT,
     }
 
 
-def _read_fields_of_2(config: Mapping[str, object]) -> dict[str, Any]:
+def _read_fields_of_2(
+    config: Mapping[str, object], default_logit_softcap: float | None
+) -> dict[str, Any]:
     """Return the fields of a ModelSpec that Gemma 2 and 3 share."""
-    query_scalar = ConfigReader(config).number("query_pre_attn_scalar", _DEFAULT_QUERY_SCALAR)
+    reader = ConfigReader(config)
+    query_scalar = reader.number("query_pre_attn_scalar", _DEFAULT_QUERY_SCALAR)
+    softcap = reader.number_or_none("final_logit_softcapping", default_logit_softcap)
     return {
         "norms": ("attention_norm", "attention_output_norm", "mlp_norm", "mlp_output_norm"),
         "attention_scale": query_scalar**-0.5,
         "tensors": TENSORS_OF_2,
+        "client": ClientPart(scales_embedding=True, logit_softcap=softcap),
     }
 
 

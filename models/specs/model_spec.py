@@ -112,6 +112,7 @@ class ClientPart:
     All names are those of modules in checkpoints; the defaults are Llama's. `embedding_norm`
     normalizes the output of the embedding, `positions` are added to it, and `scales_embedding`
     multiplies it by the root of the hidden size. `norm` is of the same kind as those in blocks.
+    `logit_softcap` bends logits into its open interval around zero.
     """
 
     embedding: str = "model.embed_tokens"
@@ -120,6 +121,7 @@ class ClientPart:
     scales_embedding: bool = False
     norm: str = "model.norm"
     head: str = "lm_head"
+    logit_softcap: float | None = None
 
 
 @dataclass(frozen=True)

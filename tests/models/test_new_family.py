@@ -107,7 +107,8 @@ def test_a_family_added_by_the_page_computes_what_transformers_does(
 
     checkpoint, span = Checkpoint.open(tmp_path), Span(0, 3)
     assert checkpoint.config["model_type"] == model_type
-    layers = load_local_layers(checkpoint, load_config(checkpoint))
+    assert load_config(checkpoint).num_hidden_layers == 3
+    layers = load_local_layers(checkpoint)
     engine = Engine.load(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=2**22)
     work = StepWork(engine.open_cache(2, 9, span), span, 0, layers.embedding(tokens))
     (hidden,) = engine.execute([work])

@@ -154,6 +154,7 @@ def test_what_a_config_leaves_out_is_read_as_in_transformers(family: str, option
         expected, "hidden_act", "hidden_activation", "activation", "activation_function"
     )
     assert spec.tie_word_embeddings == expected.tie_word_embeddings
+    assert spec.client.logit_softcap == getattr(expected, "final_logit_softcapping", None)
     assert list(spec.ropes) == read_ropes(expected)
     window = getattr(expected, "sliding_window", None)
     layer_types = getattr(expected, "layer_types", None) or ["sliding_attention"] * spec.num_blocks
