@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from shoal.models.families.registry import FAMILIES
 from shoal.protocol.net.tcp.frame_cutter import Mark, pack_mark
 from shoal.protocol.versions import MAX_VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE_FOLDERS = ("protocol", "kernels", "peer", "client", "cli")
+SOURCE_FOLDERS = ("protocol", "kernels", "models", "peer", "client", "cli")
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -87,6 +88,13 @@ def test_relative_links_lead_to_existing_places(document: Path) -> None:
             broken.append(link)
 
     assert not broken
+
+
+def test_documents_list_every_family() -> None:
+    text = (ROOT / "docs" / "generating.md").read_text(encoding="utf-8")
+    (families,) = re.findall(r"\| native blocks \|(.*)", text)
+
+    assert set(re.findall(r"`(\w+)`", families)) == set(FAMILIES)
 
 
 def test_tour_names_existing_files() -> None:

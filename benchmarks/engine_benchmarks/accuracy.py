@@ -38,7 +38,7 @@ class _LocalModel:
     ) -> None:
         checkpoint = Checkpoint.open(directory)
         config = load_config(checkpoint)
-        self.layers = load_local_layers(checkpoint, config, torch.float32)
+        self.layers = load_local_layers(checkpoint, torch.float32)
         self.kv_format = kv_format
         self.span = Span(0, config.num_hidden_layers)
         self.engine = Engine.load(checkpoint, self.span, weights, kv_budget_bytes=2**28)

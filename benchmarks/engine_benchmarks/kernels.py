@@ -18,12 +18,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.cli.bench_report import describe_machine
-from shoal.kernels.attention.attention import attention
-from shoal.kernels.attention.prompt_attention import PromptAttention, choose_prompt_instruction_set
+from shoal.kernels.attention.native_attention import (
+    PromptAttention,
+    TokenBatch,
+    TokenSegment,
+    TokenShape,
+    choose_prompt_instruction_set,
+)
 from shoal.kernels.attention.rotary import apply_rotary
-from shoal.kernels.attention.token_attention import TokenBatch, TokenSegment, TokenShape
-from shoal.kernels.linear.int8 import Int8Kernel
-from shoal.kernels.linear.quantize import Int8Weight
+from shoal.kernels.attention.torch_attention import attention
+from shoal.kernels.linear.quantize import Int8Kernel, Int8Weight
 from shoal.kernels.linear.select import choose_int8_kernel
 
 SHAPES = [(1024, 1024), (1024, 2816), (2816, 1024), (4096, 14336)]  # (in, out)

@@ -52,7 +52,8 @@ def count_blocks(model: str) -> int:
             return num_blocks
     except (OSError, ValueError, LookupError, TypeError):
         pass  # what is wrong is said better below
-    from ...models.families.registry import read_spec
-    from ...peer.engine.loading.loader import open_checkpoint
+    # These take seconds to import.
+    from ...models.checkpoints.checkpoint import Checkpoint
+    from ...models.spec_reader import read_spec
 
-    return read_spec(open_checkpoint(model).config).num_blocks
+    return read_spec(Checkpoint.open(model).config).num_blocks

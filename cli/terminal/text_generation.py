@@ -302,13 +302,9 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
 def _check_model(name: str) -> None:
     """Raise ModelError when a name stands for no model that the client can use."""
     from ...client.model.local_layers import load_config
-    from ...models.checkpoints.checkpoint import Checkpoint, CheckpointError
+    from ...models.checkpoints.checkpoint import Checkpoint
 
-    try:
-        checkpoint = Checkpoint.open(name)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
-    load_config(checkpoint)
+    load_config(Checkpoint.open(name))
 
 
 def describe_route(route: "Sequence[Hop]") -> str:

@@ -14,7 +14,6 @@ from statistics import median
 from ...protocol.endpoints import Endpoint
 from ...protocol.errors import (
     DirectoryError,
-    ModelError,
     ShoalError,
     UnavailableError,
     UsageError,
@@ -72,13 +71,10 @@ class ModelFacts:
 
         `name` is what people call it.
         """
-        from ...models.checkpoints.checkpoint import Checkpoint, CheckpointError
+        from ...models.checkpoints.checkpoint import Checkpoint
         from ..model.local_layers import load_config
 
-        try:
-            checkpoint = Checkpoint.open(model)
-        except CheckpointError as error:
-            raise ModelError(str(error)) from error
+        checkpoint = Checkpoint.open(model)
         num_blocks = load_config(checkpoint).num_hidden_layers
         return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ...kernels.wire.compress import has_only_finite
+from ...kernels.wire_tensors import has_only_finite
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
@@ -122,7 +122,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         checkpoint, model_config = open_checkpoint(model, revision)
         configure(model_config)
         tuning.check_fits(model_config)
-        layers = load_local_layers(checkpoint, model_config, dtype)
+        layers = load_local_layers(checkpoint, dtype)
         generation_config = load_generation_config(model, checkpoint)
         client = cls._join(checkpoint, model_config, config, connect)
         opened = cls(model_config, layers, client, generation_config, tuning)

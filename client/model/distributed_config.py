@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ...models.checkpoints.checkpoint import Checkpoint, CheckpointError
-from ...protocol.errors import ModelError
+from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.ids import ModelId, make_model_id
 from ..runtime.client import Client, Connect, connect_over_network
 from ..settings.config import ClientConfig, make_client_config
@@ -19,10 +18,7 @@ from .local_layers import load_config
 
 def open_checkpoint(model: str | Path, revision: str | None) -> tuple[Checkpoint, PreTrainedConfig]:
     """Open a model directory or Hub id; raises ModelError when it cannot be used."""
-    try:
-        checkpoint = Checkpoint.open(model, revision)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
+    checkpoint = Checkpoint.open(model, revision)
     config = load_config(checkpoint)
     config.name_or_path = str(model)
     return checkpoint, config

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.checkpoints.checkpoint import CheckpointError
 from ...models.checkpoints.conversion import ConvertedCheckpoint
-from ...models.shells.shell import ShellError
 from ...models.shells.shell_opening import open_block_shell
 from ...models.shells.step_cache import StepCache
-from ...protocol.errors import ModelError, UsageError
+from ...protocol.errors import UsageError
 from .distributed_config import open_checkpoint
 from .local_layers import resolve_dtype
 
@@ -92,14 +90,11 @@ def load_pretrained_block(
     not have.
     """
     checkpoint, _ = open_checkpoint(model, revision)
-    try:
-        shell = open_block_shell(checkpoint.config)
-        if not 0 <= block_index < len(shell.layers):
-            raise UsageError(f"the model has blocks 0:{len(shell.layers)}, not {block_index}")
-        converted = ConvertedCheckpoint(checkpoint, shell.model)
-        shell.load_layer(converted, block_index, resolve_dtype(torch_dtype))
-    except (CheckpointError, ShellError) as error:
-        raise ModelError(str(error)) from error
+    shell = open_block_shell(checkpoint.config)
+    if not 0 <= block_index < len(shell.layers):
+        raise UsageError(f"the model has blocks 0:{len(shell.layers)}, not {block_index}")
+    converted = ConvertedCheckpoint(checkpoint, shell.model)
+    shell.load_layer(converted, block_index, resolve_dtype(torch_dtype))
     return PretrainedBlock(shell.cut([block_index]), shell.layers[block_index])
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.wire.compress import encode_as, has_only_finite
+from ...kernels.wire_tensors import encode_as, has_only_finite
 from ...protocol.errors import UsageError
 from ...protocol.ids import PassId, SessionId
 from ...protocol.limits import MAX_PASS_PROMPTS

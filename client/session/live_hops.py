@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.wire.compress import choose_decoded_dtype
+from ...kernels.wire_tensors import choose_decoded_dtype
 from ...protocol.errors import DirectoryError, RefusedError, RouteError
 from ...protocol.ids import PeerId
 from ...protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES

@@ -9,8 +9,8 @@ import torch
 
 from ...kernels.linear.quantize import WeightFormat
 from ...models.checkpoints.checkpoint import Checkpoint
-from ...models.families.registry import read_spec
-from ...models.families.spec import ModelShape
+from ...models.spec_reader import read_spec
+from ...models.specs.model_spec import ModelShape
 from ...protocol.errors import ModelError, ShoalError
 from ...protocol.ids import ModelId, PeerId, make_model_id
 from ...protocol.net.clock import Clock
@@ -24,7 +24,7 @@ from ..engine.blocks.numerics import Numerics
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine, HostedBlock, check_kv_budget
 from ..engine.loading.block_cache import open_block_cache
-from ..engine.loading.loader import check_span, check_weights, open_checkpoint
+from ..engine.loading.loader import check_span, check_weights
 from ..pushing.neighbours import Neighbours
 from ..runtime.config import PeerConfig
 from ..streams.service import Service, ServiceFacts
@@ -61,7 +61,7 @@ class HostedModel:
     @classmethod
     def open(cls, config: PeerConfig) -> "HostedModel":
         """Read what the model is. Raises UsageError for what the peer cannot serve of it."""
-        checkpoint = open_checkpoint(config.model)
+        checkpoint = Checkpoint.open(config.model)
         spec = read_spec(checkpoint.config)
         span = config.span or Span(0, min(config.num_blocks or 1, spec.num_blocks))
         numerics = Numerics(WeightFormat(config.weights), choose_device(config.device))

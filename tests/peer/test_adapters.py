@@ -13,10 +13,10 @@ import torch
 from pass_scene import draw
 from torch import Tensor
 
-from shoal.models.families.registry import find_family, read_spec
-from shoal.models.families.spec import ModelSpec
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.spec_reader import read_spec
+from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.adapters.adapters import Adapter, read_adapter
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 
@@ -41,15 +41,14 @@ def read(
     max_bytes: int = 2**20,
     variant: str = "llama",
 ) -> Adapter:
-    settings = open_checkpoint(tiny_models.get(variant).directory).config
-    spec, family = read_spec(settings), find_family(settings)
+    settings = Checkpoint.open(tiny_models.get(variant).directory).config
+    spec = read_spec(settings)
     assert isinstance(spec, ModelSpec)
-    assert family is not None
     data = tensors if isinstance(tensors, bytes) else safetensors.torch.save(
         make_matrices() if tensors is None else tensors
     )  # fmt: skip
     written = config if isinstance(config, bytes) else json.dumps(config).encode()
-    return read_adapter(written, data, spec, family, Span(1, 3), max_bytes)
+    return read_adapter(written, data, spec, Span(1, 3), max_bytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -1,10 +1,13 @@
-"""Attention of generated tokens, one by one, over the caches of many sessions in one call.
+"""Attention in C over the caches of many sessions in one call: of generated tokens, and of prompts.
 
 Takes a block's queries, keys and values as they come out of their linear: norms and rotates,
-writes the new keys and values into the caches, and attends. A token's result depends on its own
-session alone, and is the same to the bit on every instruction set, in any batch and in a replay.
-Computes in C, for states in float32 or kept as int8; where there is no library,
-`choose_instruction_set` is None and `kernels.attention` does the same one token at a time.
+writes the new keys and values into the caches, and attends. Computes with states in float32 or
+kept as int8; without the library, `torch_attention.py` does the same one session at a time.
+
+A token's result depends on its own session's tokens up to itself, and is the same to the bit on
+every instruction set, in any batch, in a replay, and however a prompt was cut into steps.
+`TokenAttention` attends with one query at a time, `PromptAttention` with many; their results
+differ in the last digits, since sums are taken in another order.
 
 Tensor suffixes: N tokens of all sessions, T tokens of one row, J query and key heads, D head size,
 R rotated part of it.
@@ -67,6 +70,32 @@ class TokenShape:
 def can_attend(shape: TokenShape) -> bool:
     """Return whether blocks of this shape can be computed here."""
     return shape.is_small and choose_instruction_set() is not None
+
+
+@cache
+def list_prompt_instruction_sets() -> dict[str, int]:
+    """Return those of this processor by name, fastest first; none without the library."""
+    library = load_library()
+    if library is None:
+        return {}
+    return {
+        name: number
+        for number, name in _INSTRUCTION_SETS.items()
+        if library.shoal_prompt_attention_has(number)
+    }
+
+
+@cache
+def choose_prompt_instruction_set() -> int | None:
+    """Return the fastest instruction set; None without the library, or where torch is faster."""
+    library = load_library()
+    number = -1 if library is None else library.shoal_prompt_attention_choose()
+    return None if number < 0 else number
+
+
+def can_attend_prompts(shape: TokenShape) -> bool:
+    """Return whether blocks of this shape should be computed here."""
+    return shape.is_small and choose_prompt_instruction_set() is not None
 
 
 class _Shape(ctypes.Structure):
@@ -187,6 +216,13 @@ class TokenAttention:
         )
         if status:
             raise MemoryError(f"no memory to attend over {len(batch)} sessions")
+
+
+class PromptAttention(TokenAttention):
+    """One block's attention of prompts; called like that of tokens, with segments of prompts."""
+
+    function = "shoal_prompt_attention_attend"
+    choose = staticmethod(choose_prompt_instruction_set)
 
 
 def _check(tensor: Tensor, width: int) -> None:

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from ..native.library import load_library
-from .int8 import Int8Kernel, Int8Product
-from .quantize import Int8Weight
+from .quantize import Int8Kernel, Int8Product, Int8Weight
 
 _INSTRUCTION_SETS = {
     5: "neon-dotprod",

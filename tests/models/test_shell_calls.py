@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from torch import nn
 
-from shoal.models.shells.shell import Shell, ShellError
+from shoal.models.shells.shell import Shell
 from shoal.models.shells.shell_opening import open_shell
+from shoal.protocol.errors import ModelError
 
 CONFIG = {
     "model_type": "granite_swa",
@@ -65,5 +66,5 @@ def test_a_block_that_is_given_other_things_alone_is_refused(
 
     monkeypatch.setattr(Shell, "cut", cut_otherwise)
 
-    with pytest.raises(ShellError, match="gives a block alone other things than among all"):
+    with pytest.raises(ModelError, match="gives a block alone other things than among all"):
         open_shell(CONFIG)

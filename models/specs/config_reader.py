@@ -1,6 +1,6 @@
-"""Typed, bounded access to `config.json`, and the fields that most families spell in one way."""
+"""Typed, bounded access to `config.json`, and the fields that several families spell in one way."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, cast
 
@@ -8,9 +8,6 @@ import torch
 
 from ...protocol.errors import ModelError
 from ...protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
-from ..checkpoints.checkpoint import CheckpointError
-from ..checkpoints.quantization_methods import read_quantization
-from ..checkpoints.quantized_checkpoint import QuantizedLinears
 
 MAX_HEADS = 4096
 MAX_HEAD_DIM = 1024
@@ -26,6 +23,9 @@ _DTYPES = {
 }
 
 _SCALED_BY_ORIGINAL_LENGTH = ("llama3", "yarn", "longrope")
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+"""Of `layer_types`."""
 
 
 class ConfigReader:
@@ -119,22 +119,13 @@ def rename_fields(config: Mapping[str, object], names: Mapping[str, str]) -> dic
     return {name: value for name, value in config.items() if name not in names} | renamed
 
 
-def find_quantization(config: Mapping[str, object]) -> QuantizedLinears | None:
-    """Return how a checkpoint that comes quantized stores linears, None for any other one."""
-    try:
-        return read_quantization(config)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
-
-
 def read_common_fields(config: Mapping[str, object]) -> dict[str, Any]:
     """Return the fields of a ModelSpec that every family here spells in one way.
 
-    The rotation covers whole heads unless it is scaled: so it does in transformers, whatever
-    `partial_rotary_factor` says, in all of these families but Phi-3.
+    The rotation covers whole heads unless it is scaled: for all of these families but Phi-3,
+    transformers ignores `partial_rotary_factor` otherwise.
     """
     reader = ConfigReader(config)
-    find_quantization(config)  # what cannot be read is refused before anything is
     hidden_size = reader.count("hidden_size", MAX_HIDDEN_SIZE)
     num_heads = reader.count("num_attention_heads", MAX_HEADS)
     if not reader.has("head_dim") and hidden_size % num_heads:
@@ -214,3 +205,45 @@ def limit_to_exact_positions(
         return rope, max_positions
     factor = rope.get("factor") or max_positions / original
     return MappingProxyType({**rope, "factor": factor}), min(max_positions, original)
+
+
+def read_one_window(
+    config: Mapping[str, object], num_blocks: int, default: int | None
+) -> tuple[int | None, ...]:
+    """Return the one window of all blocks; null means full attention, silence the default."""
+    reader = ConfigReader(config)
+    is_full = not reader.has("sliding_window") and ("sliding_window" in config or default is None)
+    window = None if is_full else reader.count("sliding_window", MAX_POSITIONS, default)
+    return (window,) * num_blocks
+
+
+def read_typed_windows(
+    config: Mapping[str, object], default_window: int, default_types: Sequence[str]
+) -> tuple[int | None, ...]:
+    """Return the window of each block where `layer_types` says which blocks have one."""
+    reader = ConfigReader(config)
+    layer_types = reader.texts("layer_types") if reader.has("layer_types") else default_types
+    if not set(layer_types) <= {_FULL, _SLIDING}:
+        raise ModelError(f"config.json: layer_types may only hold {_FULL}, {_SLIDING}")
+    if "sliding_window" in config and not reader.has("sliding_window") and _SLIDING in layer_types:
+        raise ModelError("config.json: sliding_window is null, but layer_types names such blocks")
+    window = reader.count("sliding_window", MAX_POSITIONS, default_window)
+    return tuple(window if layer_type == _SLIDING else None for layer_type in layer_types)
+
+
+def every_nth_full(num_blocks: int, period: int) -> list[str]:
+    """Return layer types of which the last of each `period` blocks has full attention.
+
+    >>> every_nth_full(3, 2)
+    ['sliding_attention', 'full_attention', 'sliding_attention']
+    """
+    return [_SLIDING if (block + 1) % period else _FULL for block in range(num_blocks)]
+
+
+def full_until(num_blocks: int, first_sliding: int) -> list[str]:
+    """Return layer types with full attention in the first blocks only.
+
+    >>> full_until(3, 1)
+    ['full_attention', 'sliding_attention', 'sliding_attention']
+    """
+    return [_SLIDING if block >= first_sliding else _FULL for block in range(num_blocks)]

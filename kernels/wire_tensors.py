@@ -1,8 +1,12 @@
-"""Tensors to wire bytes and back. Knows lengths and layouts, nothing of frames or of trust."""
+"""Tensors to wire bytes and back, and the tensors of a replay joined.
+
+Knows lengths and layouts, nothing of frames or of trust.
+"""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -91,7 +95,7 @@ def decode_as(name: str, buffer: bytes | memoryview, shape: tuple[int, ...]) -> 
 
 
 def choose_decoded_dtype(name: str) -> torch.dtype:
-    """Return what `decode_as` makes of a name."""
+    """Return the dtype that `decode_as` returns for a name."""
     return torch.float32 if name == INT8 else DTYPES[name]
 
 
@@ -149,3 +153,27 @@ def _carrier(dtype: torch.dtype, codec: Codec) -> tuple[torch.dtype, str]:
     if dtype not in _CARRIERS:
         raise ValueError(f"{dtype} does not travel; use float32, float16 or bfloat16")
     return _CARRIERS[dtype]
+
+
+class Piece(Protocol):
+    """What to take of a tensor: see `protocol.recovery_log.ReplayPiece`."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def is_decoded(self) -> bool: ...
+    @property
+    def rows(self) -> tuple[int, ...] | None: ...
+    @property
+    def payload(self) -> Tensor: ...
+
+
+def join_pieces(group: Sequence[Piece]) -> Tensor:
+    """Return a group of pieces as hidden states [B, T, H]; a piece of a prompt is taken whole."""
+    parts = [_select(piece) for piece in group]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+
+def _select(piece: Piece) -> Tensor:
+    hidden_BTH = piece.payload[:, : piece.num_tokens] if piece.is_decoded else piece.payload
+    return hidden_BTH if piece.rows is None else hidden_BTH[list(piece.rows)]

@@ -8,8 +8,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from .int8 import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel, Int8Product
-from .quantize import Int8Weight
+from .quantize import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel, Int8Product, Int8Weight
 
 _EXACT_COLUMNS = 2**24 // (128 * 128)
 """As many products of digits and weights sum to a whole number that float32 holds exactly."""
@@ -59,7 +58,7 @@ class _TorchProduct:
 
 
 def _round_rows(hidden_NI: Tensor, num_digits: int) -> tuple[Tensor, Tensor]:
-    """Return whole numbers [N, I] and what one of them stands for in each row, [N, 1]."""
+    """Return whole numbers [N, I], and the step of each row, [N, 1]."""
     limit = DIGIT_LIMITS[num_digits]
     absmax_N1 = hidden_NI.abs().amax(dim=1, keepdim=True).clamp_min_(SMALLEST_ABSMAX)
     is_finite_N1 = absmax_N1.isfinite()

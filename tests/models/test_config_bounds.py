@@ -3,7 +3,7 @@
 import pytest
 
 from shoal.models.shells.config_bounds import check_bounds
-from shoal.models.shells.shell import ShellError
+from shoal.protocol.errors import ModelError
 
 
 def test_numbers_of_real_models_pass() -> None:
@@ -54,5 +54,5 @@ def nest(depth: int) -> list:
     ],
 )
 def test_others_are_refused_by_name(field: str, value: object, complaint: str) -> None:
-    with pytest.raises(ShellError, match=f"config.json: {complaint}"):
+    with pytest.raises(ModelError, match=f"config.json: {complaint}"):
         check_bounds({field: value})

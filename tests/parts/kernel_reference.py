@@ -1,19 +1,19 @@
 """The slow, obvious version of every kernel, in float64 and loops: what the tests compare with.
 
-Nothing else imports this file.
+It is here because nothing of the product uses it.
 """
 
 import torch
 from torch import Tensor
 
-from .attention.int8_states import dequantize_states
-from .linear.quantize import Int8Weight
+from shoal.kernels.attention.int8_states import dequantize_states
+from shoal.kernels.linear.quantize import Int8Weight
 
 
 def linear_int8(
     hidden_NI: Tensor, weight: Int8Weight, bias_O: Tensor | None, num_digits: int
 ) -> Tensor:
-    """Return the float32 product by the rules of int8.py, one row and one output at a time."""
+    """Return the float32 product by the rules of quantize.py, one row and one output at a time."""
     rows = []
     for row_I in hidden_NI:
         whole_I, step = round_row(row_I, num_digits)

@@ -1,7 +1,11 @@
-"""What a model's blocks look like, in numbers that are checked before anything is computed."""
+"""The spec of a model: its blocks in checked numbers, and the names of its stored tensors.
+
+A file of `models/families` makes a ModelSpec of each `config.json` of its family. Peers build
+blocks from it, clients their embedding, norm and head.
+"""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -22,7 +26,7 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Residual(Enum):
-    """What the MLP of a block reads, and what is added to what."""
+    """The input of the MLP of a block, and the order of its additions."""
 
     SEQUENTIAL = "sequential"
     """Attention is added to the hidden states; the MLP reads and is added to their sum."""
@@ -43,6 +47,83 @@ class MlpKind(Enum):
     """activation(up)"""
 
 
+class FusedOrder(Enum):
+    """How the outputs of one stored linear for queries, keys and values are ordered."""
+
+    STACKED = "stacked"
+    """All queries, then all keys, then all values."""
+
+    BY_GROUP = "by group"
+    """For each key-value head: its queries, its key, its value."""
+
+
+LLAMA_TENSOR_NAMES: Mapping[str, str] = {
+    "attention_norm": "input_layernorm.weight",
+    "query": "self_attn.q_proj.weight",
+    "query_bias": "self_attn.q_proj.bias",
+    "query_norm": "self_attn.q_norm.weight",
+    "key": "self_attn.k_proj.weight",
+    "key_bias": "self_attn.k_proj.bias",
+    "key_norm": "self_attn.k_norm.weight",
+    "value": "self_attn.v_proj.weight",
+    "value_bias": "self_attn.v_proj.bias",
+    "output": "self_attn.o_proj.weight",
+    "output_bias": "self_attn.o_proj.bias",
+    "mlp_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up": "mlp.up_proj.weight",
+    "up_bias": "mlp.up_proj.bias",
+    "down": "mlp.down_proj.weight",
+    "down_bias": "mlp.down_proj.bias",
+}
+"""The names of a block's tensors in Llama and most families after it; few have all of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockTensorNames:
+    """The names of a block's tensors in checkpoints of a family, and how they are stored.
+
+    `names` maps block-local names to names below `prefixes`, where `{block}` is the index of the
+    block and `{expert}` that of an expert. Linears that are stored as one have their local names
+    joined: "query_key_value", "gate_up". Where checkpoints differ, there are several prefixes or
+    names. Conv1D layers store their weights transposed. The defaults are Llama's.
+    """
+
+    prefixes: tuple[str, ...] = ("model.layers.{block}.",)
+    names: Mapping[str, str | tuple[str, ...]] = field(default_factory=lambda: LLAMA_TENSOR_NAMES)
+    fused_order: FusedOrder = FusedOrder.STACKED
+    stores_transposed: bool = False
+
+    def list_stored(self, block: int, local_name: str, expert: int = 0) -> list[str]:
+        """Return the possible stored names of a block-local tensor, the usual one first."""
+        names = self.names[local_name]
+        return [
+            (prefix + name).format(block=block, expert=expert)
+            for prefix in self.prefixes
+            for name in ([names] if isinstance(names, str) else names)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClientPart:
+    """The layers before the first block and after the last one, which clients compute.
+
+    All names are those of modules in checkpoints; the defaults are Llama's. `embedding_norm`
+    normalizes the output of the embedding, `positions` are added to it, and `scales_embedding`
+    multiplies it by the root of the hidden size. `norm` is of the same kind as those in blocks.
+    `logit_softcap` bends logits into its open interval around zero.
+    """
+
+    embedding: str = "model.embed_tokens"
+    embedding_norm: str | None = None
+    positions: str | None = None
+    scales_embedding: bool = False
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    logit_softcap: float | None = None
+
+
 @dataclass(frozen=True)
 class ExpertsSpec:
     """A mixture of experts in place of the MLP, in every block but `dense_blocks`.
@@ -60,7 +141,7 @@ class ExpertsSpec:
 
 @dataclass(frozen=True)
 class AlibiSpec:
-    """Linear biases instead of rotations; the fields are those of `kernels.alibi.Alibi`."""
+    """Linear biases instead of rotations; the fields are those of `kernels/attention/alibi.py`."""
 
     scale: float = 1.0
     dtype: torch.dtype = torch.float32
@@ -68,7 +149,7 @@ class AlibiSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What the engine must know of any model, whoever computes its blocks.
+    """The numbers of any model that the engine needs, whether its blocks are ours or wrapped.
 
     `dtype` is the one that the weights were published in.
     """
@@ -91,7 +172,7 @@ class ModelShape:
 class WrappedShape(ModelShape):
     """The shape of a model that runs through transformers, with the numbers that each block has.
 
-    Its `num_kv_heads` and `head_dim` are those of what is kept, which may be another form of what
+    Its `num_kv_heads` and `head_dim` are those of the KV cache, which may keep another form of what
     its `num_heads` compute.
     """
 
@@ -109,7 +190,8 @@ class ModelSpec(ModelShape):
     to the stored weights of all. `sliding_windows` has one entry per block, None for full
     attention. `rope_parameters` follow transformers 5 and are None without rotations; blocks with
     a window rotate by `local_rope_parameters` if there are any. `attention_scale` None stands for
-    the root of the head size.
+    the root of the head size. `tensors` names the stored tensors of blocks, `client` describes the
+    layers of clients.
     """
 
     num_heads: int
@@ -134,6 +216,8 @@ class ModelSpec(ModelShape):
     attention_softcap: float | None = None
     alibi: AlibiSpec | None = None
     local_rope_parameters: Mapping[str, object] | None = None
+    tensors: BlockTensorNames = BlockTensorNames()
+    client: ClientPart = ClientPart()
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 import torch
 
-from shoal.kernels.wire.compress import (
+from shoal.kernels.wire_tensors import (
     DTYPES,
     INT8,
     INT8_GROUP,

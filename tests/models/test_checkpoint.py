@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from shoal.models.checkpoints.checkpoint import Checkpoint, CheckpointError
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.protocol.errors import ModelError
 
 CONFIG = {"model_type": "llama", "hidden_size": 8}
 TENSORS = {
@@ -55,7 +56,7 @@ def test_checkpoint_loads_tensors_in_their_stored_dtype(tmp_path: Path, write) -
 def test_checkpoint_names_a_tensor_that_is_not_there(tmp_path: Path) -> None:
     write_single(tmp_path)
 
-    with pytest.raises(CheckpointError, match="no tensor 'third'"):
+    with pytest.raises(ModelError, match="no tensor 'third'"):
         Checkpoint.open(tmp_path).load("third")
 
 
@@ -63,7 +64,7 @@ def test_checkpoint_reports_a_tensor_that_its_shard_lacks(tmp_path: Path) -> Non
     write_sharded(tmp_path, {"first": "model-2.safetensors", "second": "model-2.safetensors"})
     checkpoint = Checkpoint.open(tmp_path)
 
-    with pytest.raises(CheckpointError, match=r"'first' cannot be read from .*model-2"):
+    with pytest.raises(ModelError, match=r"'first' cannot be read from .*model-2"):
         checkpoint.load("first")
 
 
@@ -90,16 +91,16 @@ def test_revision_covers_every_shard(tmp_path: Path) -> None:
 
 
 def test_open_refuses_a_path_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="there is no model directory"):
+    with pytest.raises(ModelError, match="there is no model directory"):
         Checkpoint.open(tmp_path / "nothing")
-    with pytest.raises(CheckpointError, match="there is no model directory"):
+    with pytest.raises(ModelError, match="there is no model directory"):
         Checkpoint.open("./models/nothing")
 
 
 def test_open_refuses_a_directory_without_config(tmp_path: Path) -> None:
     save_file(TENSORS, tmp_path / "model.safetensors")
 
-    with pytest.raises(CheckpointError, match=r"has no config\.json"):
+    with pytest.raises(ModelError, match=r"has no config\.json"):
         Checkpoint.open(tmp_path)
 
 
@@ -108,7 +109,7 @@ def test_open_refuses_a_damaged_config(tmp_path: Path, content: bytes) -> None:
     write_single(tmp_path)
     (tmp_path / "config.json").write_bytes(content)
 
-    with pytest.raises(CheckpointError, match=r"config\.json is damaged"):
+    with pytest.raises(ModelError, match=r"config\.json is damaged"):
         Checkpoint.open(tmp_path)
 
 
@@ -127,7 +128,7 @@ def test_open_refuses_pickles_without_reading_them(tmp_path: Path, name: str) ->
     write_config(tmp_path)
     (tmp_path / name).write_bytes(pickle.dumps(Bomb(tmp_path / "exploded")))
 
-    with pytest.raises(CheckpointError, match="convert it to safetensors"):
+    with pytest.raises(ModelError, match="convert it to safetensors"):
         Checkpoint.open(tmp_path)
     assert not (tmp_path / "exploded").exists()
 
@@ -135,7 +136,7 @@ def test_open_refuses_pickles_without_reading_them(tmp_path: Path, name: str) ->
 def test_open_refuses_a_directory_without_weights(tmp_path: Path) -> None:
     write_config(tmp_path)
 
-    with pytest.raises(CheckpointError, match="has no weights"):
+    with pytest.raises(ModelError, match="has no weights"):
         Checkpoint.open(tmp_path)
 
 
@@ -145,7 +146,7 @@ def test_open_names_a_truncated_file(tmp_path: Path, kept_bytes: int) -> None:
     shard = tmp_path / "model-2.safetensors"
     shard.write_bytes(shard.read_bytes()[:kept_bytes])
 
-    with pytest.raises(CheckpointError, match=r"model-2\.safetensors is truncated or damaged"):
+    with pytest.raises(ModelError, match=r"model-2\.safetensors is truncated or damaged"):
         Checkpoint.open(tmp_path)
 
 
@@ -159,14 +160,14 @@ def test_open_names_a_file_with_a_damaged_header(tmp_path: Path, header: bytes) 
     content = len(header).to_bytes(8, "little") + header
     (tmp_path / "model.safetensors").write_bytes(content)
 
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated or damaged"):
+    with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged"):
         Checkpoint.open(tmp_path)
 
 
 def test_open_refuses_a_name_that_no_file_can_have(tmp_path: Path) -> None:
     write_sharded(tmp_path, {"first": "a" * 300 + ".safetensors"})
 
-    with pytest.raises(CheckpointError, match="which is not there"):
+    with pytest.raises(ModelError, match="which is not there"):
         Checkpoint.open(tmp_path)
 
 
@@ -174,7 +175,7 @@ def test_open_refuses_a_header_length_beyond_the_file(tmp_path: Path) -> None:
     write_config(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"\xff" * 8 + b"{}")
 
-    with pytest.raises(CheckpointError, match="longer than the file"):
+    with pytest.raises(ModelError, match="longer than the file"):
         Checkpoint.open(tmp_path)
 
 
@@ -182,7 +183,7 @@ def test_open_names_a_missing_shard(tmp_path: Path) -> None:
     write_sharded(tmp_path)
     (tmp_path / "model-1.safetensors").unlink()
 
-    with pytest.raises(CheckpointError, match=r"names model-1\.safetensors, which is not there"):
+    with pytest.raises(ModelError, match=r"names model-1\.safetensors, which is not there"):
         Checkpoint.open(tmp_path)
 
 
@@ -204,7 +205,7 @@ def test_open_refuses_an_index_that_points_elsewhere(tmp_path: Path, file_name: 
     save_file(TENSORS, tmp_path / "outside.safetensors")
     write_sharded(directory, {"first": file_name, "second": "model-2.safetensors"})
 
-    with pytest.raises(CheckpointError, match="do not use this model"):
+    with pytest.raises(ModelError, match="do not use this model"):
         Checkpoint.open(directory)
 
 
@@ -213,7 +214,7 @@ def test_open_refuses_a_damaged_index(tmp_path: Path, index: str) -> None:
     write_config(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(index)
 
-    with pytest.raises(CheckpointError, match=r"index\.json is damaged"):
+    with pytest.raises(ModelError, match=r"index\.json is damaged"):
         Checkpoint.open(tmp_path)
 
 
@@ -221,7 +222,8 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 HUB_SCRIPT = """
 import json
-from shoal.models.checkpoints.checkpoint import Checkpoint, CheckpointError
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.protocol.errors import ModelError
 
 answers = {}
 for model in ("org/sharded", "org/single", "org/partial", "org/unknown"):
@@ -229,7 +231,7 @@ for model in ("org/sharded", "org/single", "org/partial", "org/unknown"):
         checkpoint = Checkpoint.open(model)
         answers[model] = [checkpoint.revision, checkpoint.load("first").tolist()]
         checkpoint.load("second")
-    except CheckpointError as error:
+    except ModelError as error:
         answers.setdefault(model, []).append(str(error))
 print(json.dumps(answers))
 """
