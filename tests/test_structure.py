@@ -43,7 +43,7 @@ DOORS = {
         "protocol/net/libp2p/p2p_streams.py",
     },
     "grpc": {"cli/benchmarks/grpc_echo.py"},
-    "google": {"protocol/wire/codec.py", "protocol/proto/"},
+    "google": {"protocol/wire/bodies.py"},
     "bitsandbytes": {"kernels/"},
     "triton": {"kernels/linear/triton_int8.py", "kernels/attention/triton_attention.py"},
     "uvloop": {"cli/"},

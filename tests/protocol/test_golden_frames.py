@@ -21,9 +21,8 @@ from shoal.protocol.records.announcements import sign_announcement, verify_annou
 from shoal.protocol.tensors import WireTensor
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
-GOLDEN: dict[str, Any] = json.loads(
-    Path(__file__).with_name("golden_frames.json").read_text(encoding="utf-8")
-)
+FILE = Path(__file__).with_name("golden_frames.json")
+GOLDEN: dict[str, Any] = json.loads(FILE.read_text(encoding="utf-8"))
 
 
 def describe(value: Any) -> Any:
@@ -95,3 +94,23 @@ def test_golden_announcement_is_read_and_written_byte_for_byte() -> None:
 
     assert describe(announcement) == GOLDEN["announcement"]["fields"]
     assert sign_announcement(identity, announcement) == record
+
+
+def record_new_messages() -> None:
+    """Add frames of the messages that have none; those that are there stay as they are."""
+    known = {bytes.fromhex(golden["frame"])[3] for golden in GOLDEN["frames"]}
+    last = json.dumps(GOLDEN["frames"][-1], ensure_ascii=False)
+    lines = [last]
+    for message in HONEST:
+        if message.KIND not in known:
+            golden = {"message": describe(message), "frame": encode_frame(message).hex()}
+            lines.append(json.dumps(golden, ensure_ascii=False))
+    text = FILE.read_text(encoding="utf-8")
+    assert f"  {last}\n" in text
+    FILE.write_text(
+        text.replace(f"  {last}\n", "  " + ",\n  ".join(lines) + "\n"), encoding="utf-8"
+    )
+
+
+if __name__ == "__main__":
+    record_new_messages()
