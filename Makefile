@@ -16,13 +16,12 @@ SEED ?=
 # -P: the current folder stays off the import path, where `kernels` could meet another package.
 RUN := .venv/bin/python -P
 PIP_INSTALL := .venv/bin/python -m pip install -qq --disable-pip-version-check
-PROTOC := -m grpc_tools.protoc -Ishoal/protocol/proto=protocol/proto shoal/protocol/proto/wire.proto
 NATIVE := $(wildcard kernels/native/*.[ch])
 MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FORCE)
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm test chaos check proto proto-check bench constraints clean FORCE
+.PHONY: help demo swarm test chaos check bench constraints clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -49,23 +48,11 @@ CHAOS := PYTHONPATH=tests/parts $(TEST_ENVIRONMENT) $(RUN) -m chaos
 chaos: .venv/installed-dev  ## kill, pause, cut off and start peers for SECONDS=60 while clients write; SEED=n
 	@$(CHAOS) --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-check: .venv/installed-dev  ## check format, lint, types, structure and generated code
+check: .venv/installed-dev  ## check format, lint, types and structure
 	@$(RUN) -m ruff format --check .
 	@$(RUN) -m ruff check .
 	@$(RUN) -m pyright --pythonpath .venv/bin/python
 	@$(RUN) -m pytest -q tests/test_structure.py
-	@$(MAKE) --no-print-directory proto-check
-
-proto: .venv/installed-dev  ## generate protocol/proto/wire_pb2.py from wire.proto
-	@$(RUN) $(PROTOC) --python_out=.typing --pyi_out=.typing
-
-proto-check: .venv/installed-dev  ## fail when the generated code does not belong to wire.proto
-	@rm -rf build/proto && mkdir -p build/proto
-	@$(RUN) $(PROTOC) --python_out=build/proto --pyi_out=build/proto
-	@for file in wire_pb2.py wire_pb2.pyi; do \
-	    cmp -s "build/proto/shoal/protocol/proto/$$file" "protocol/proto/$$file" \
-	        || { echo "protocol/proto/$$file is out of date: run 'make proto'"; exit 1; }; \
-	done
 
 # A part, or a run whose numbers mean nothing, leaves the published picture alone.
 PLOT := $(if $(PARTS)$(findstring --quick,$(ARGS)),,--plot docs)

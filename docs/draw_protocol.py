@@ -3,6 +3,7 @@
 import dataclasses
 import re
 from pathlib import Path
+from typing import Any
 
 from shoal.protocol import limits
 from shoal.protocol.session import table as session
@@ -26,13 +27,33 @@ def draw_session_table() -> str:
 def draw_messages() -> str:
     """Return the table of all messages."""
     rows = ["| kind | message | fields | meaning |", "| ---: | --- | --- | --- |"]
-    for kind, message, *_ in sorted(wire.CODECS, key=lambda codec: codec[0]):
+    for kind, codec in sorted(wire.CODECS.items()):
+        message = codec.message
         fields = ", ".join(field.name for field in dataclasses.fields(message))
         summary = (message.__doc__ or "").strip().split("\n\n")[0]
-        rows.append(
-            f"| {kind.value} | `{message.__name__}` | {fields} | {' '.join(summary.split())} |"
-        )
+        rows.append(f"| {kind} | `{message.__name__}` | {fields} | {' '.join(summary.split())} |")
     return "\n".join(rows)
+
+
+def draw_bodies() -> str:
+    """Return the protobuf part of each message, as protobuf writes a schema."""
+    bodies = [codec.body for _, codec in sorted(wire.CODECS.items()) if codec.body is not None]
+    return "\n\n".join(
+        ["```proto", *(draw_body(body.descriptor) for body in bodies), "```"]
+    ).replace("proto\n\n", "proto\n", 1)
+
+
+def draw_body(described: Any, indent: str = "") -> str:
+    """Return one body, with those of its records inside of it."""
+    lines = [f"{indent}message {described.name} {{"]
+    lines += [draw_body(record, f"{indent}  ") for record in described.nested_type]
+    for field in described.field:
+        name = field.Type.Name(field.type).removeprefix("TYPE_").lower()
+        name = field.type_name.rpartition(".")[2] or name
+        is_repeated = field.label == field.LABEL_REPEATED
+        label = "repeated " if is_repeated else "optional " if field.proto3_optional else ""
+        lines.append(f"{indent}  {label}{name} {field.name} = {field.number};")
+    return "\n".join([*lines, f"{indent}}}"])
 
 
 def draw_limits() -> str:
@@ -45,7 +66,12 @@ def draw_limits() -> str:
     return "\n".join(rows)
 
 
-TABLES = {"session": draw_session_table, "messages": draw_messages, "limits": draw_limits}
+TABLES = {
+    "session": draw_session_table,
+    "messages": draw_messages,
+    "bodies": draw_bodies,
+    "limits": draw_limits,
+}
 
 
 def draw(text: str) -> str:

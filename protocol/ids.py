@@ -41,6 +41,9 @@ NO_ADAPTER = AdapterId(b"")
 """Of rows that no adapter changes."""
 
 SESSION_ID_BYTES = 16
+NO_SESSION = SessionId(bytes(SESSION_ID_BYTES))
+"""Of a message that speaks of no session."""
+
 CLIENT_TOKEN_BYTES = 16
 ADAPTER_ID_BYTES = 32
 CAPABILITY_BYTES = 16

@@ -1,11 +1,10 @@
-"""What the bytes of a tensor on the wire mean: dtype, codec and shape as bounded numbers."""
+"""What the bytes of a tensor on the wire mean: dtype and shape as bounded numbers."""
 
 import math
 from dataclasses import dataclass
 from enum import IntEnum
 
 from . import limits
-from .errors import RemoteProtocolError
 
 
 class WireDtype(IntEnum):
@@ -19,13 +18,6 @@ class WireDtype(IntEnum):
     """8-bit integers. The numbers of each row and token are taken in groups of INT8_GROUP, the last
     one maybe smaller, and the integers of each times its scale are the numbers. First come the
     scales of all groups, in BF16, then all integers."""
-
-
-class WireCodec(IntEnum):
-    """How the elements are laid out."""
-
-    RAW = 1
-    """C-contiguous, little-endian, nothing else."""
 
 
 class KVFormat(IntEnum):
@@ -50,10 +42,12 @@ _SCALE_BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
-    """A tensor of shape (rows, tokens, width) as it travels; `data` is the encoded elements."""
+    """A tensor of shape (rows, tokens, width) as it travels.
+
+    `data` are the elements, C-contiguous and little-endian.
+    """
 
     dtype: WireDtype
-    codec: WireCodec
     rows: int
     tokens: int
     width: int
@@ -82,7 +76,7 @@ def compute_num_bytes(dtype: WireDtype, rows: int, tokens: int, width: int) -> i
 def check_tensor(tensor: WireTensor) -> None:
     """Raise ValueError unless shape and length are within bounds and fit each other.
 
-    >>> check_tensor(WireTensor(WireDtype.FP32, WireCodec.RAW, 1, 1, 3, bytes(8)))
+    >>> check_tensor(WireTensor(WireDtype.FP32, 1, 1, 3, bytes(8)))
     Traceback (most recent call last):
     ...
     ValueError: a 1x1x3 tensor has 12 bytes, not 8
@@ -95,21 +89,3 @@ def check_tensor(tensor: WireTensor) -> None:
     num_bytes = memoryview(tensor.data).nbytes
     if num_bytes != expected:
         raise ValueError(f"a {rows}x{tokens}x{width} tensor has {expected} bytes, not {num_bytes}")
-
-
-def read_tensor(
-    dtype_code: int, codec_code: int, shape: tuple[int, int, int], data: memoryview
-) -> WireTensor:
-    """Check codes, shape and length against each other and return the tensor, without a copy.
-
-    Raises RemoteProtocolError: the other end wrote these numbers.
-
-    >>> read_tensor(1, 1, (1, 1, 2), memoryview(bytes(8))).shape
-    (1, 1, 2)
-    """
-    try:
-        tensor = WireTensor(WireDtype(dtype_code), WireCodec(codec_code), *shape, data)
-        check_tensor(tensor)
-    except ValueError as error:
-        raise RemoteProtocolError(f"malformed tensor: {error}") from None
-    return tensor

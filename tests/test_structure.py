@@ -46,7 +46,7 @@ DOORS = {
         "protocol/net/dht/replicas.py",
         "protocol/net/libp2p/p2p_streams.py",
     },
-    "google": {"protocol/wire/codec.py", "protocol/proto/"},
+    "google": {"protocol/wire/bodies.py"},
     "bitsandbytes": {"kernels/"},
     "triton": {"kernels/linear/triton_int8.py", "kernels/attention/triton_attention.py"},
     "uvloop": {"cli/"},

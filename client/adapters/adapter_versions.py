@@ -15,7 +15,7 @@ from ...protocol.errors import UsageError
 from ...protocol.ids import NO_ADAPTER, AdapterId, make_adapter_id
 from ...protocol.limits import MAX_ADAPTER_BYTES
 from ...protocol.messages.lora_config import LoraConfig
-from ...protocol.messages.session import AdapterRows
+from ...protocol.messages.passes import AdapterRows
 from ...protocol.spans import Span
 from .peft_files import find_block
 

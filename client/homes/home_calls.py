@@ -27,9 +27,9 @@ from ...protocol.messages.adapters import (
     AdapterHead,
     AdapterMeasure,
     AdapterUpdate,
-    GatherOrder,
     make_updated_id,
 )
+from ...protocol.messages.passes import GatherOrder
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import find_homed
 from ..adapters.learned_states import LearnedState

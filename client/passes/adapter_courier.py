@@ -18,7 +18,7 @@ from ...protocol.messages.adapter_contents import (
     UploadPace,
     allow_upload_seconds,
 )
-from ...protocol.messages.session import AdapterHead
+from ...protocol.messages.adapters import AdapterHead
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, SentAdapter

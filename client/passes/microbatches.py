@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_PASS_PROMPTS
-from ...protocol.messages.session import Slot
+from ...protocol.messages.passes import Slot
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import (
     AdapterGradients,

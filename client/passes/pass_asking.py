@@ -21,9 +21,14 @@ from ...protocol.errors import (
     UnavailableError,
 )
 from ...protocol.ids import PeerId
-from ...protocol.messages.adapters import GatherOrder
-from ...protocol.messages.passes import list_answer_slots, list_question_slots
-from ...protocol.messages.session import Pass, PassKind, Slot
+from ...protocol.messages.passes import (
+    GatherOrder,
+    Pass,
+    PassKind,
+    Slot,
+    list_answer_slots,
+    list_question_slots,
+)
 from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement, PeerState

@@ -15,14 +15,7 @@ from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
 from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
 from ...protocol.ids import AdapterId, ClientToken, PassId, SessionId
 from ...protocol.messages.adapter_contents import AdapterReader, cut_adapter
-from ...protocol.messages.passes import (
-    PiecesReader,
-    choose_answer_dtype,
-    cut_vectors,
-    list_answer_slots,
-    list_question_slots,
-)
-from ...protocol.messages.session import (
+from ...protocol.messages.adapters import (
     AdapterFetch,
     AdapterHead,
     AdapterKept,
@@ -31,18 +24,25 @@ from ...protocol.messages.session import (
     AdapterPiece,
     AdapterUpdate,
     AdapterWithdrawal,
-    Message,
+)
+from ...protocol.messages.fields import Message
+from ...protocol.messages.passes import (
     Pass,
     Passed,
     PassPiece,
-    Queued,
+    PiecesReader,
     Slot,
+    choose_answer_dtype,
+    cut_vectors,
+    list_answer_slots,
+    list_question_slots,
 )
+from ...protocol.messages.session import Queued
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet, receive
 from ...protocol.net.transport import Lane, Stream, Transport
 from ...protocol.records.announcements import Announcement
-from ...protocol.tensors import WireCodec, WireTensor
+from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..routing.deadlines import WakefulTimeout
 from ..routing.router import Hop
@@ -334,7 +334,7 @@ def make_pass_id() -> PassId:
 
 def _encode(asked: Pass, slot: Slot, part: range, piece_NH: Tensor) -> bytes:
     data = encode_as(asked.dtype.name, piece_NH)
-    wire = WireTensor(asked.dtype, WireCodec.RAW, 1, len(part), piece_NH.shape[1], data)
+    wire = WireTensor(asked.dtype, 1, len(part), piece_NH.shape[1], data)
     return encode_frame(PassPiece(asked.pass_id, slot, part.start, wire))
 
 

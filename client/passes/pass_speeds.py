@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...protocol.ids import PeerId
-from ...protocol.messages.session import PassKind
+from ...protocol.messages.passes import PassKind
 from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ..routing.line import Line

@@ -14,9 +14,8 @@ from ...kernels.wire_tensors import encode_as, has_only_finite
 from ...protocol.errors import UsageError
 from ...protocol.ids import PassId, SessionId
 from ...protocol.limits import MAX_PASS_PROMPTS
-from ...protocol.messages.passes import cut_vectors
-from ...protocol.messages.session import PassPiece, Slot
-from ...protocol.tensors import WireCodec, WireDtype, WireTensor
+from ...protocol.messages.passes import PassPiece, Slot, cut_vectors
+from ...protocol.tensors import WireDtype, WireTensor
 
 
 def check_prompts(prompts: Tensor, num_blocks: int, hidden_BTH: Tensor) -> None:
@@ -82,6 +81,6 @@ def encode_prompts(session: SessionId, prompts_LBPH: Tensor, dtype: WireDtype) -
     pieces: list[PassPiece] = []
     for part in cut_vectors(len(vectors_NH), dtype, width):
         data = encode_as(dtype.name, vectors_NH[part.start : part.stop])
-        wire = WireTensor(dtype, WireCodec.RAW, 1, len(part), width, data)
+        wire = WireTensor(dtype, 1, len(part), width, data)
         pieces.append(PassPiece(PassId(session), Slot.PROMPTS, part.start, wire))
     return pieces

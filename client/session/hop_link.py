@@ -15,16 +15,16 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import NO_CAPABILITY, ClientToken, ModelId
 from ...protocol.limits import MAX_FRAME_BYTES
+from ...protocol.messages.fields import Message
+from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import (
     Attach,
     Close,
     Gap,
     Leaving,
-    Message,
     Open,
     Opened,
     Output,
-    PassPiece,
     Queued,
     Step,
     Welcome,

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from ...protocol.errors import RemoteProtocolError, ShoalError, UnavailableError
 from ...protocol.ids import SessionId
-from ...protocol.messages.session import Declined, Gap, Message, Output, Status
+from ...protocol.messages.fields import Message
+from ...protocol.messages.session import Declined, Gap, Output, Status
 from ...protocol.net.dialling import make_refusal
 
 _MAX_STATUSES = 8

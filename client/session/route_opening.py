@@ -27,7 +27,8 @@ from ...protocol.ids import (
     SessionId,
     make_client_token,
 )
-from ...protocol.messages.session import NextHop, Open, PassPiece
+from ...protocol.messages.passes import PassPiece
+from ...protocol.messages.session import NextHop, Open
 from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ...protocol.errors import UsageError
 from ...protocol.messages.adapters import OptimizerKind, OptimizerSettings
-from ...protocol.wire.adapter_checks import check_settings
+from ...protocol.messages.fields import check_fields
 from ..adapters.adapter_versions import HousedVersion
 from ..adapters.learned_states import LearnedState
 from .autograd import PassRunner
@@ -189,7 +189,7 @@ class PeerOptimizer(torch.optim.Optimizer):
             float(group.get("eps", 0.0)),
         )
         try:
-            check_settings(settings)
+            check_fields(settings)
         except ValueError as error:
             raise UsageError(str(error)) from None
         return settings

@@ -14,7 +14,7 @@ from ...protocol.messages.session import Declined, HopSeconds, NextHop, Output, 
 from ...protocol.net.dialling import choose_lane
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
 from ...protocol.session.sender_log import SenderLog, SentStep
-from ...protocol.tensors import WireCodec, WireTensor, compute_num_bytes
+from ...protocol.tensors import WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
 from ..accounts.shared_bytes import SharedBytes
 from .neighbours import Neighbours
@@ -312,7 +312,7 @@ def _join(number: int, group: Sequence[ReplayPiece[WireTensor]]) -> SentStep[Wir
     rows, _, width = first.payload.shape
     hidden_BTH = join_pieces([_Decoded(piece) for piece in group])
     data = encode_as(first.payload.dtype.name, hidden_BTH)
-    hidden = WireTensor(first.payload.dtype, WireCodec.RAW, rows, hidden_BTH.shape[1], width, data)
+    hidden = WireTensor(first.payload.dtype, rows, hidden_BTH.shape[1], width, data)
     return SentStep(
         number,
         first.position,

@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from ...protocol.errors import DirectoryError, ErrorCode, RefusedError, ShoalError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, check_room_for, name_holder
 from ...protocol.ids import PeerId
-from ...protocol.messages.offers import check_offer
-from ...protocol.messages.session import Offer, Parked
+from ...protocol.messages.offers import Offer, Parked, check_offer
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import refuse_large_frames
 from ...protocol.net.transport import Lane, Stream

@@ -14,8 +14,8 @@ from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import Holder
 from ...protocol.ids import SessionId
-from ...protocol.messages.passes import PiecesReader
-from ...protocol.messages.session import Open, PassPiece, Slot
+from ...protocol.messages.passes import PassPiece, PiecesReader, Slot
+from ...protocol.messages.session import Open
 from ...protocol.spans import Span
 from .answer_queue import Answer, AnswerQueue
 from .answers import encode_refusal

@@ -6,7 +6,7 @@ from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.messages.session import Output, Step
-from ...protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
+from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
 from ..engine.engine import StepWork
 from ..engine.jobs import ComputedStep
 from .held_session import HeldSession
@@ -64,7 +64,7 @@ def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
         step.epoch,
         step.sequence,
         step.position,
-        WireTensor(dtype, WireCodec.RAW, rows, tokens, width, encode_as(dtype.name, hidden_BTH)),
+        WireTensor(dtype, rows, tokens, width, encode_as(dtype.name, hidden_BTH)),
         computed.queue_seconds,
         computed.compute_seconds,
         step.before,
@@ -84,4 +84,4 @@ def take_last_token(hidden: WireTensor) -> WireTensor:
     """Return the last token of each row."""
     name, (rows, _, width) = hidden.dtype.name, hidden.shape
     hidden_BTH = decode_as(name, hidden.data, hidden.shape)[:, -1:]
-    return WireTensor(hidden.dtype, hidden.codec, rows, 1, width, encode_as(name, hidden_BTH))
+    return WireTensor(hidden.dtype, rows, 1, width, encode_as(name, hidden_BTH))

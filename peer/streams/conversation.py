@@ -17,18 +17,9 @@ from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, Holder, check_room_for, name_holder
 from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
-from ...protocol.messages.session import (
-    Attach,
-    Close,
-    Hello,
-    Leaving,
-    Message,
-    Offer,
-    Open,
-    Opened,
-    Queued,
-    Step,
-)
+from ...protocol.messages.fields import Message
+from ...protocol.messages.offers import Offer
+from ...protocol.messages.session import Attach, Close, Hello, Leaving, Open, Opened, Queued, Step
 from ...protocol.net.transport import Stream, open_gate
 from ...protocol.session.table import Action
 from ...protocol.versions import HANDOFF_VERSION

@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.ids import OFFER_NONCE_BYTES
-from ...protocol.messages.session import Hello, Offer, Welcome
+from ...protocol.messages.offers import Offer
+from ...protocol.messages.session import Hello, Welcome
 from ...protocol.versions import OPTIMIZER_VERSION, REVERSE_VERSION, SOFTWARE, agree_on_version
 
 if TYPE_CHECKING:

@@ -6,16 +6,15 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ...protocol.fair_share import Holder
-from ...protocol.messages.session import (
+from ...protocol.messages.adapters import (
     AdapterFetch,
     AdapterHead,
     AdapterMeasure,
     AdapterPiece,
     AdapterUpdate,
     AdapterWithdrawal,
-    Pass,
-    PassPiece,
 )
+from ...protocol.messages.passes import Pass, PassPiece
 from ..sessions.answer_queue import AnswerQueue
 from ..sessions.session_prompts import SessionPrompts
 from ..training.adapter_desk import AdapterDesk

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from ...protocol import limits
 from ...protocol.ids import ModelId, PeerId, SessionId
-from ...protocol.messages.session import Offer
+from ...protocol.messages.offers import Offer
 from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Stream
 from ..accounts.adapter_budget import MOST_BYTES as MOST_ADAPTER_BYTES

@@ -13,7 +13,7 @@ from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, Holder
 from ...protocol.ids import UploadId, make_adapter_id
 from ...protocol.messages.adapter_contents import KEEP_SECONDS, AdapterReader, UploadPace
-from ...protocol.messages.session import AdapterHead, AdapterKept, AdapterPiece, AdapterWithdrawal
+from ...protocol.messages.adapters import AdapterHead, AdapterKept, AdapterPiece, AdapterWithdrawal
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.adapters import Adapter
 from ..engine.adapters.trained_adapter import TrainedAdapter

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import Holder
 from ...protocol.ids import AdapterId
-from ...protocol.messages.session import Pass
+from ...protocol.messages.passes import Pass
 from ..accounts.adapter_shelf import AdapterShelf, Kept
 from ..engine.adapters.adapters import Adapter
 from ..engine.adapters.trained_adapter import GatheredGradients

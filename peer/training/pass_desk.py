@@ -12,8 +12,15 @@ from typing import TYPE_CHECKING
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, Holder
 from ...protocol.ids import PassId
-from ...protocol.messages.passes import PiecesReader, list_answer_slots, list_question_slots
-from ...protocol.messages.session import Pass, Passed, PassKind, PassPiece
+from ...protocol.messages.passes import (
+    Pass,
+    Passed,
+    PassKind,
+    PassPiece,
+    PiecesReader,
+    list_answer_slots,
+    list_question_slots,
+)
 from ...protocol.wire.codec import encode_frame
 from ..accounts.adapter_shelf import Kept
 from ..engine.adapters.trained_adapter import GatheredGradients

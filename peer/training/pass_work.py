@@ -8,9 +8,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ...kernels.wire_tensors import decode_as, encode_as
-from ...protocol.messages.passes import choose_answer_dtype, cut_vectors
-from ...protocol.messages.session import Pass, PassKind, PassPiece, Slot
-from ...protocol.tensors import WireCodec, WireTensor
+from ...protocol.messages.passes import (
+    Pass,
+    PassKind,
+    PassPiece,
+    Slot,
+    choose_answer_dtype,
+    cut_vectors,
+)
+from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.trained_adapter import GatheredGradients
 from ..engine.engine import Engine
@@ -92,6 +98,6 @@ def _encode(message: Pass, slot: Slot, tensor: Tensor, give_way: GiveWay) -> lis
     for part in cut_vectors(len(vectors_NH), dtype, width):
         give_way()
         data = encode_as(dtype.name, vectors_NH[part.start : part.stop])
-        wire = WireTensor(dtype, WireCodec.RAW, 1, len(part), width, data)
+        wire = WireTensor(dtype, 1, len(part), width, data)
         frames.append(encode_frame(PassPiece(message.pass_id, slot, part.start, wire)))
     return frames

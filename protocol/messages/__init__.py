@@ -1,5 +1,5 @@
-"""The messages that travel between peers and clients, by conversation.
+"""The messages that travel between peers and clients, one module per conversation.
 
-Only values and their limits live here: no bytes (see `wire/`), no decisions. Read first:
-session.py.
+A message, its place in the frame, its bounds and what belongs to its conversation stand together;
+bytes and frames do not (see `wire/`), and no decision does. Read first: session.py, then fields.py.
 """

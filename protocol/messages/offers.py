@@ -1,15 +1,42 @@
-"""What proves that a stream leads to a peer: it has dialled itself, so no address says who it is.
+"""Reverse connections: a peer that cannot be dialled offers a stream to be reached by.
 
-A signature holds for one stream (the nonce), for the one who takes it (the fingerprint of his TLS
-key, which the offering peer has checked) and for one lane. So whoever hears it can offer nothing
-with it: not there again, not on another connection, and not to anybody else.
+It says `Offer` behind its `Hello`. When the stream is `Parked` it waits: the other one dials by
+saying `Hello` on it, now or in hours.
+
+Such a peer has dialled itself, so no address says who it is. A signature does. It holds for one
+stream (the nonce), for the peer that takes it (the fingerprint of its TLS key, which the offering
+peer has checked) and for one kind of frames. So a peer that hears it can offer nothing with it: not
+there again, not on another connection, and not to anybody else.
 """
 
+from typing import Annotated
+
 from ..errors import RemoteProtocolError
-from ..identity import Identity, verify
-from .session import Offer
+from ..identity import SIGNATURE_BYTES, Identity, verify
+from ..ids import PeerId
+from .checks import check_text, sized
+from .fields import Body, Message, message
 
 _CONTEXT = b"shoal offer 1\0"
+
+
+@message(18)
+class Offer(Message):
+    """A peer that cannot be dialled lets the other end use this stream to reach it. The answer is
+    `Parked`.
+
+    Nothing else is said on the stream. `signature` shows that it is that peer, see `offers`;
+    `is_bulk` is the lane.
+    """
+
+    peer_id: Annotated[PeerId, Body(1, "string"), check_text]
+    is_bulk: Annotated[bool, Body(2, "bool")]
+    signature: Annotated[bytes, Body(3, "bytes"), sized(SIGNATURE_BYTES, "a signature")]
+
+
+@message(19)
+class Parked(Message):
+    """The stream is kept. If it is needed, `Hello` follows, and who offered it answers."""
 
 
 def make_offer(identity: Identity, fingerprint: str, nonce: bytes, is_bulk: bool) -> Offer:

@@ -1,85 +1,101 @@
-"""Every message that peers and clients exchange, as plain values.
+"""The messages of sessions and chains: how a stream begins, how steps travel and move.
 
-A conversation on one stream: the dialler says `Hello`, the peer answers `Welcome`. For each
-session the client sends `Open` and gets `Opened`, perhaps `Queued` before, then `Step` and gets
-`Output` (or `Gap`), then `Close`. Anything can be answered by `Declined`.
+The dialler says `Hello`, the peer answers `Welcome`. For each session the client sends `Open` and
+gets `Opened`, perhaps `Queued` before, then `Step` and gets `Output` (or `Gap`), then `Close`.
+Anything can be answered by `Declined`.
 
 In a chain a peer pushes its outputs to the next one, as `Step` behind an `Attach`, and only the
 last peer answers the client, which keeps a stream to each for `Admit`, `Redirect`, `Mirror` and
 `Probe`. A peer that is about to stop says `Leaving` to the client of every session.
-
-A peer that cannot be dialled says `Offer` behind its `Hello`. When the stream is `Parked` it waits:
-the other one dials by saying `Hello` on it, now or in hours.
-
-Fine-tuning needs no session. On a stream of its own the client says `Pass` and sends tensors in
-`PassPiece`s; those of the answer come in the same way, and `Passed` ends them. An adapter that
-passes and sessions name is brought before, as `AdapterHead` and `AdapterPiece`s, and `AdapterKept`.
-A peer that trains one itself is told when, by `AdapterMeasure` and `AdapterUpdate`. Whoever has
-published one takes it back with `AdapterWithdrawal`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import NamedTuple
+from typing import Annotated, Any, NamedTuple, Self
 
+from .. import limits
+from ..endpoints import Endpoint, check_endpoint
 from ..errors import ErrorCode
 from ..ids import (
+    CAPABILITY_BYTES,
+    CLIENT_TOKEN_BYTES,
     NO_ADAPTER,
     NO_CAPABILITY,
     NO_CLIENT,
+    NO_SESSION,
+    OFFER_NONCE_BYTES,
     AdapterId,
     Capability,
     ClientToken,
     ModelId,
-    PassId,
     PeerId,
     SessionId,
 )
 from ..spans import Span
-from ..tensors import KVFormat, WireDtype, WireTensor
-from .adapters import (
-    AdapterFetch,
-    AdapterHead,
-    AdapterKept,
-    AdapterMeasure,
-    AdapterMeasured,
-    AdapterPiece,
-    AdapterRows,
-    AdapterUpdate,
-    AdapterWithdrawal,
-    GatherOrder,
+from ..tensors import KVFormat, WireDtype, WireTensor, check_tensor
+from .checks import (
+    check_adapter,
+    check_count,
+    check_model_id,
+    check_position,
+    check_seconds,
+    check_session,
+    check_span,
+    check_text,
+    clean_text,
+    count_to,
+    sized,
+    sized_or_none,
 )
-from .chain import Admit, Attach, Mirror, NextHop, Redirect
+from .fields import (
+    Body,
+    Flag,
+    Header,
+    HeaderEpoch,
+    HeaderSequence,
+    HeaderSession,
+    Message,
+    Record,
+    Spread,
+    message,
+)
+
+_HeaderPosition = Annotated[int, Header("position"), check_position]
+_HeaderTensor = Annotated[WireTensor, Header("tensor"), check_tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+@message(1)
+class Hello(Message):
     """First message of the dialler: which protocol versions it speaks.
 
     Streams and sessions of one `client` are counted together; who gives none is counted with all
     the others of its address that do not.
     """
 
-    min_version: int
-    max_version: int
-    software: str
-    client: ClientToken = NO_CLIENT
+    min_version: Annotated[int, Body(1, "uint32")]
+    max_version: Annotated[int, Body(2, "uint32")]
+    software: Annotated[str, Body(3, "string"), check_text]
+    client: Annotated[
+        ClientToken, Body(4, "bytes"), sized_or_none(CLIENT_TOKEN_BYTES, "a client's name")
+    ] = NO_CLIENT
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+@message(2)
+class Welcome(Message):
     """The peer's answer: the version to speak, who it is, what it serves, and its clock.
 
     The `nonce`, made for this stream, is for an `Offer` to sign; a peer that takes none has none.
     """
 
-    version: int
-    software: str
-    peer_id: PeerId
-    model_id: ModelId
-    span: Span
-    wall_seconds: float
-    nonce: bytes = b""
+    version: Annotated[int, Body(1, "uint32")]
+    software: Annotated[str, Body(2, "string"), check_text]
+    peer_id: Annotated[PeerId, Body(3, "string"), check_text]
+    model_id: Annotated[ModelId, Body(4, "string"), check_model_id]
+    span: Annotated[
+        Span, Spread({"start": Body(5, "uint32"), "stop": Body(6, "uint32")}), check_span
+    ]
+    wall_seconds: Annotated[float, Body(7, "double"), check_seconds]
+    nonce: Annotated[bytes, Body(8, "bytes"), sized_or_none(OFFER_NONCE_BYTES, "a nonce")] = b""
 
 
 class HopSeconds(NamedTuple):
@@ -89,8 +105,71 @@ class HopSeconds(NamedTuple):
     compute: float
 
 
+def _write_hops(before: tuple[HopSeconds, ...]) -> list[float]:
+    """Return the times of hops one behind the other."""
+    return [seconds for hop in before for seconds in hop]
+
+
+def _read_hops(seconds: Sequence[float]) -> tuple[HopSeconds, ...]:
+    """Return the times hop by hop."""
+    if len(seconds) % 2:
+        raise ValueError("a hop has two times")
+    return tuple(map(HopSeconds, seconds[::2], seconds[1::2]))
+
+
+def _check_hops(before: tuple[HopSeconds, ...]) -> None:
+    if len(before) > limits.MAX_HOPS:
+        raise ValueError(f"{len(before)} hops are more than a route may have")
+    for hop in before:
+        check_seconds(hop.queue)
+        check_seconds(hop.compute)
+
+
+def _place_hops(number: int) -> Body:
+    """Return the place of times in a body: twice as many numbers as there are hops."""
+    return Body(number, "float", write=_write_hops, read=_read_hops)
+
+
+def _check_endpoints(endpoints: tuple[Endpoint, ...]) -> None:
+    if len(endpoints) > limits.MAX_ENDPOINTS:
+        raise ValueError(f"a next hop has at most {limits.MAX_ENDPOINTS} endpoints")
+    for endpoint in endpoints:
+        check_endpoint(endpoint)
+
+
+_ENDPOINT = {
+    "host": Body(1, "string"),
+    "port": Body(2, "uint32"),
+    "fingerprint": Body(3, "string"),
+}
+_check_capability = sized(CAPABILITY_BYTES, "a capability")
+
+
 @dataclass(frozen=True, slots=True)
-class Open:
+class NextHop(Record):
+    """Where a peer pushes the outputs of a session: a session at another peer, and the key to it.
+
+    Without endpoints it is reached over connections that it has offered.
+
+    Outputs of steps before `first_sequence` are not pushed but answered: they are a replay, which
+    the next hop has no need of.
+    """
+
+    peer_id: Annotated[PeerId, Body(1, "string"), check_text]
+    endpoints: Annotated[tuple[Endpoint, ...], Body(2, parts=_ENDPOINT), _check_endpoints]
+    session: Annotated[SessionId, Body(3, "bytes"), check_session]
+    epoch: Annotated[int, Body(4, "uint32")]
+    capability: Annotated[Capability, Body(5, "bytes"), _check_capability]
+    first_sequence: Annotated[int, Body(6, "uint64")] = 0
+
+
+def _check_next(following: NextHop | None, session: SessionId) -> None:
+    if following is not None and following.session == session:
+        raise ValueError("a session cannot be its own next hop")
+
+
+@message(3)
+class Open(Message):
     """Ask a peer to hold a session for some of its blocks.
 
     `max_tokens` bounds the session's length per row; the peer commits memory only as it grows.
@@ -110,45 +189,68 @@ class Open:
     stay with their rows where a step moves what is cached. `Opened` comes when they are here.
     """
 
-    session: SessionId
-    epoch: int
-    model_id: ModelId
-    span: Span
-    num_rows: int
-    max_tokens: int
-    dtype: WireDtype
-    max_wait_seconds: float = 0.0
-    kv_format: KVFormat = KVFormat.FLOAT
-    parent: SessionId | None = None
-    prefix_tokens: int = 0
-    capability: Capability = NO_CAPABILITY
-    next: NextHop | None = None
-    adapter: AdapterId = NO_ADAPTER
-    prompt_rows: int = 0
-    prompt_tokens: int = 0
+    session: HeaderSession
+    epoch: HeaderEpoch
+    model_id: Annotated[ModelId, Body(1, "string"), check_model_id]
+    span: Annotated[
+        Span, Spread({"start": Body(2, "uint32"), "stop": Body(3, "uint32")}), check_span
+    ]
+    num_rows: Annotated[int, Body(4, "uint32"), count_to(limits.MAX_BATCH_ROWS, "number of rows")]
+    max_tokens: Annotated[
+        int, Body(5, "uint32"), count_to(limits.MAX_SESSION_TOKENS, "session length")
+    ]
+    dtype: Annotated[WireDtype, Body(6, "uint32")]
+    max_wait_seconds: Annotated[float, Body(7, "double"), check_seconds] = 0.0
+    kv_format: Annotated[KVFormat, Body(8, "uint32")] = KVFormat.FLOAT
+    parent: Annotated[SessionId | None, Body(9, "bytes"), check_session] = None
+    prefix_tokens: Annotated[int, Body(10, "uint32")] = 0
+    capability: Annotated[
+        Capability, Body(11, "bytes"), sized_or_none(CAPABILITY_BYTES, "a capability")
+    ] = NO_CAPABILITY
+    next: Annotated[NextHop | None, Body(12)] = None
+    adapter: Annotated[AdapterId, Body(13, "bytes"), check_adapter] = NO_ADAPTER
+    prompt_rows: Annotated[int, Body(15, "uint32")] = 0
+    prompt_tokens: Annotated[int, Body(14, "uint32")] = 0
+
+    def check(self) -> None:
+        """Raise ValueError unless parent, deep prompts and next hop fit the session."""
+        if self.parent is not None:
+            if self.parent == self.session:
+                raise ValueError("a session cannot be its own parent")
+            check_count(self.prefix_tokens, self.max_tokens, "prefix length")
+        elif self.prefix_tokens:
+            raise ValueError("a prefix has a parent")
+        rows, tokens = self.prompt_rows, self.prompt_tokens
+        if (rows, tokens) != (0, 0):
+            if rows not in (1, self.num_rows):
+                raise ValueError(f"{rows} rows of deep prompts do not fit {self.num_rows} rows")
+            check_count(tokens, self.max_tokens, "length of deep prompts")
+            num_prompts = len(self.span) * rows * tokens
+            check_count(num_prompts, limits.MAX_PASS_PROMPTS, "number of deep prompts")
+        _check_next(self.next, self.session)
 
 
-@dataclass(frozen=True, slots=True)
-class Queued:
+@message(10)
+class Queued(Message):
     """The session has to wait for room, about this long; `Opened` or `Declined` follows."""
 
-    session: SessionId
-    epoch: int
-    wait_seconds: float
+    session: HeaderSession
+    epoch: HeaderEpoch
+    wait_seconds: Annotated[float, Body(1, "double"), check_seconds]
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+@message(4)
+class Opened(Message):
     """The session is held; what the peer's load looks like at this moment."""
 
-    session: SessionId
-    epoch: int
-    queue_seconds: float
-    free_kv_tokens: int
+    session: HeaderSession
+    epoch: HeaderEpoch
+    queue_seconds: Annotated[float, Body(1, "float"), check_seconds]
+    free_kv_tokens: Annotated[int, Body(2, "uint64")]
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+@message(5)
+class Step(Message):
     """Hidden states of the next tokens of a session.
 
     `row_map[i]` names the row whose cached prefix row i continues (beam search); None keeps the
@@ -159,218 +261,177 @@ class Step:
     `before`.
     """
 
-    session: SessionId
-    epoch: int
-    sequence: int
-    position: int
-    hidden: WireTensor
-    row_map: tuple[int, ...] | None = None
-    is_decoded: bool = False
-    last_token_only: bool = False
-    is_piece: bool = False
-    before: tuple[HopSeconds, ...] = ()
+    session: HeaderSession
+    epoch: HeaderEpoch
+    sequence: HeaderSequence
+    position: _HeaderPosition
+    hidden: _HeaderTensor
+    row_map: Annotated[tuple[int, ...] | None, Body(1, "uint32")] = None
+    is_decoded: Annotated[bool, Flag(2)] = False
+    last_token_only: Annotated[bool, Flag(1)] = False
+    is_piece: Annotated[bool, Flag(4)] = False
+    before: Annotated[tuple[HopSeconds, ...], _place_hops(2), _check_hops] = ()
+
+    EMPTY_BODY = "its control part has no row map and no times"
+
+    def check(self) -> None:
+        """Raise ValueError unless the row map names rows, as many as there are."""
+        num_rows, row_map = self.hidden.rows, self.row_map
+        if row_map is not None and (
+            len(row_map) != num_rows or not all(0 <= row < num_rows for row in row_map)
+        ):
+            raise ValueError(f"the row map does not fit {num_rows} rows")
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+@message(6)
+class Output(Message):
     """What the span made of a step, and how long it waited and computed, here and `before`."""
 
-    session: SessionId
-    epoch: int
-    sequence: int
-    position: int
-    hidden: WireTensor
-    queue_seconds: float = 0.0
-    compute_seconds: float = 0.0
-    before: tuple[HopSeconds, ...] = ()
+    session: HeaderSession
+    epoch: HeaderEpoch
+    sequence: HeaderSequence
+    position: _HeaderPosition
+    hidden: _HeaderTensor
+    queue_seconds: Annotated[float, Body(1, "float"), check_seconds] = 0.0
+    compute_seconds: Annotated[float, Body(2, "float"), check_seconds] = 0.0
+    before: Annotated[tuple[HopSeconds, ...], _place_hops(3), _check_hops] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Gap:
+@message(7)
+class Gap(Message):
     """A step began beyond the end of the peer's cache; `length` is where it ends. Nothing
     changed.
     """
 
-    session: SessionId
-    epoch: int
-    sequence: int
-    length: int
+    session: HeaderSession
+    epoch: HeaderEpoch
+    sequence: HeaderSequence
+    length: _HeaderPosition
 
 
-@dataclass(frozen=True, slots=True)
-class Close:
+@message(8)
+class Close(Message):
     """The client is done with a session; its cache is freed. There is no answer."""
 
-    session: SessionId
-    epoch: int
+    session: HeaderSession
+    epoch: HeaderEpoch
 
 
-@dataclass(frozen=True, slots=True)
-class Declined:
+@message(9)
+class Declined(Message):
     """A typed refusal. `sequence` is the refused step's, or 0 when it was not a step.
 
     `session` is None when the whole stream is meant; the sender closes it then. It may be a pass
     as well.
     """
 
-    session: SessionId | None
-    sequence: int
-    code: ErrorCode
-    detail: str
-    retry_after_seconds: float | None = None
+    session: Annotated[SessionId | None, Header("session"), check_session]
+    sequence: HeaderSequence
+    code: Annotated[ErrorCode, Body(1, "uint32")]
+    detail: Annotated[str, Body(2, "string", write=clean_text)]
+    retry_after_seconds: Annotated[float | None, Body(3, "float"), check_seconds] = None
+
+    COMPUTED = {"whole_stream": Body(4, "bool")}  # noqa: RUF012
+
+    @property
+    def whole_stream(self) -> bool:
+        """Whether it speaks of no session."""
+        return self.session is None
+
+    @classmethod
+    def read(cls, fields: dict[str, Any]) -> Self:
+        """Return the refusal; raises ValueError for one of a session and of the whole stream."""
+        if fields.pop("whole_stream"):
+            if fields["session"] != NO_SESSION:
+                raise ValueError("it speaks of one session and of the whole stream")
+            fields["session"] = None
+        check_text(fields["detail"])
+        return cls(**fields)
 
 
-@dataclass(frozen=True, slots=True)
-class Leaving:
+@message(16)
+class Leaving(Message):
     """The peer will stop soon, and serves until then: the client should move the session."""
 
-    session: SessionId
-    epoch: int
+    session: HeaderSession
+    epoch: HeaderEpoch
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
+@message(14)
+class Probe(Message):
     """Ask how far a session is; answered at once with a `Status`, by whoever lives."""
 
-    session: SessionId
-    epoch: int
+    session: HeaderSession
+    epoch: HeaderEpoch
 
 
-@dataclass(frozen=True, slots=True)
-class Status:
+@message(15)
+class Status(Message):
     """How far a session is: the newest step that was taken, the newest that is done, its length,
     and of how many steps the replay consists that a `Redirect` or `Mirror` has set off.
     """
 
-    session: SessionId
-    epoch: int
-    sequence: int
-    length: int
-    done_sequence: int = 0
-    num_replayed: int = 0
+    session: HeaderSession
+    epoch: HeaderEpoch
+    sequence: HeaderSequence
+    length: _HeaderPosition
+    done_sequence: Annotated[int, Body(1, "uint64")] = 0
+    num_replayed: Annotated[int, Body(2, "uint32")] = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """A peer that cannot be dialled lets the other end use this stream to reach it. The answer is
-    `Parked`.
+@message(11)
+class Attach(Message):
+    """A peer is about to push steps of a session on this stream. Only a refusal is answered."""
 
-    Nothing else is said on the stream. `signature` shows that it is that peer, see `offers`;
-    `is_bulk` is the lane.
+    session: HeaderSession
+    epoch: HeaderEpoch
+    capability: Annotated[Capability, Body(1, "bytes"), _check_capability]
+
+
+@message(12)
+class Admit(Message):
+    """From now on take steps of this epoch only, from whoever shows this capability. The answer is
+    a `Status`.
     """
 
-    peer_id: PeerId
-    is_bulk: bool
-    signature: bytes
+    session: HeaderSession
+    epoch: HeaderEpoch
+    capability: Annotated[Capability, Body(1, "bytes"), _check_capability]
 
 
-@dataclass(frozen=True, slots=True)
-class Parked:
-    """The stream is kept. If it is needed, `Hello` follows, and who offered it answers."""
+@message(13)
+class Redirect(Message):
+    """Push outputs somewhere else from now on, or (None) answer with them. The answer is a
+    `Status`.
 
-
-class PassKind(IntEnum):
-    """Which way a pass goes through the blocks."""
-
-    FORWARD = 1
-    BACKWARD = 2
-
-
-class Slot(IntEnum):
-    """Which tensor of a pass a piece belongs to: vectors of size H, for all rows in turn."""
-
-    HIDDEN = 1
-    """The inputs; in the answer the outputs, or the gradients of the inputs."""
-
-    GRADIENTS = 2
-    """The gradients of the outputs."""
-
-    PROMPTS = 3
-    """The deep prompts of all blocks; in the answer their gradients."""
-
-    ADAPTERS = 4
-    """In the answer the gradients of adapters, one number after the other, see `passes`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """Ask for one pass of a microbatch through some blocks, from position 0 on and without a cache.
-
-    The pieces of its tensors follow, slot by slot. Backward, the peer computes the outputs once
-    more: it remembers nothing of the pass forward. Deep prompts are added to the first
-    `prompt_tokens` inputs of their block, to each row its own (`prompt_rows` is `num_rows`) or to
-    all the same (1). The answer is in `dtype`.
-
-    `adapters` says which rows have which adapter; without, none has one. Backward,
-    `adapter_vectors` are those that the gradients of all of them fill; 0: they are not wanted.
-    To `gather` them, of the one adapter that rows have, is for one that the peer trains. Forward,
-    `trains_adapters` says that any of this will be asked for: a peer without memory for it declines
-    before it computes anything.
+    What was pushed before is sent again from the log: up to `resume_sequence` as a replay of what
+    is left of it, which is for a new hop only, and from there on as it was. Where that step is yet
+    to come, nothing is sent again to a session that is pushed to already, or was mirrored.
     """
 
-    pass_id: PassId
-    kind: PassKind
-    model_id: ModelId
-    span: Span
-    num_rows: int
-    num_tokens: int
-    dtype: WireDtype
-    prompt_rows: int = 0
-    prompt_tokens: int = 0
-    adapters: tuple[AdapterRows, ...] = ()
-    adapter_vectors: int = 0
-    gather: GatherOrder | None = None
-    trains_adapters: bool = False
+    session: HeaderSession
+    epoch: HeaderEpoch
+    resume_sequence: HeaderSequence
+    next: Annotated[NextHop | None, Body(1)] = None
+
+    def check(self) -> None:
+        """Raise ValueError for a session that is to push to itself."""
+        _check_next(self.next, self.session)
 
 
-@dataclass(frozen=True, slots=True)
-class PassPiece:
-    """Some vectors of one tensor of a pass, `[1, vectors, H]`, from the one at `offset` on."""
+@message(17)
+class Mirror(Message):
+    """Push outputs to a new hop as well, which is to take the place of the next one: first a
+    replay of what was pushed so far. The answer is a `Status`.
 
-    pass_id: PassId
-    slot: Slot
-    offset: int
-    tensor: WireTensor
+    Nothing is replayed (`num_replayed` is 0) where that is not possible. Whatever becomes of the
+    new hop, outputs go on to the next one, until a `Redirect` comes.
+    """
 
+    session: HeaderSession
+    epoch: HeaderEpoch
+    next: Annotated[NextHop, Body(1)]
 
-@dataclass(frozen=True, slots=True)
-class Passed:
-    """The end of the answer to a pass, and how long the pass waited and computed."""
-
-    pass_id: PassId
-    queue_seconds: float
-    compute_seconds: float
-
-
-Message = (
-    Hello
-    | Welcome
-    | Open
-    | Queued
-    | Opened
-    | Step
-    | Output
-    | Gap
-    | Close
-    | Declined
-    | Attach
-    | Admit
-    | Redirect
-    | Probe
-    | Status
-    | Leaving
-    | Mirror
-    | Offer
-    | Parked
-    | Pass
-    | PassPiece
-    | Passed
-    | AdapterHead
-    | AdapterPiece
-    | AdapterKept
-    | AdapterMeasure
-    | AdapterMeasured
-    | AdapterUpdate
-    | AdapterFetch
-    | AdapterWithdrawal
-)
+    def check(self) -> None:
+        """Raise ValueError for a session that is to push to itself."""
+        _check_next(self.next, self.session)

@@ -15,7 +15,8 @@ from ..errors import (
     UsageError,
 )
 from ..ids import NO_CLIENT, ClientToken, PeerId, SessionId
-from ..messages.session import Declined, Hello, Message, Step, Welcome
+from ..messages.fields import Message
+from ..messages.session import Declined, Hello, Step, Welcome
 from ..wire.codec import decode_frame, encode_frame
 from .clock import Clock
 from .transport import Lane, Stream, Transport

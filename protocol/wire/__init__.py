@@ -1,4 +1,4 @@
-"""The bytes of messages: frames, codecs, and the checks that a frame passes before it is believed.
+"""Messages as bytes: frames, their protobuf part, and the codec that messages' fields lead to.
 
-Only this room imports protobuf. It never decides what a message causes. Read first: frames.py.
+Only this room imports protobuf. It knows no message by its fields. Read first: frames.py.
 """

@@ -12,71 +12,35 @@ length is checked against the frame and against the shape before anything is rea
 """
 
 import struct
-from enum import IntEnum, IntFlag
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from .. import limits
 from ..errors import RemoteProtocolError
-from ..tensors import WireTensor, read_tensor
-from .field_checks import NO_SESSION
+from ..ids import NO_SESSION
+from ..tensors import WireDtype, WireTensor, check_tensor
 
 FRAME_VERSION = 1
+_RAW_CODEC = 1
+"""How the elements of a tensor are laid out: there is one way so far."""
+
 _MAGIC = b"sh"
 _HEADER = struct.Struct("<2sBBHBB16sIQIIIIII")
 HEADER_BYTES = _HEADER.size
 
 
-class Kind(IntEnum):
-    """Which message a frame carries."""
+class Kind(NamedTuple):
+    """What the frames of one kind of message are like."""
 
-    HELLO = 1
-    WELCOME = 2
-    OPEN = 3
-    OPENED = 4
-    STEP = 5
-    OUTPUT = 6
-    GAP = 7
-    CLOSE = 8
-    DECLINED = 9
-    QUEUED = 10
-    ATTACH = 11
-    ADMIT = 12
-    REDIRECT = 13
-    PROBE = 14
-    STATUS = 15
-    LEAVING = 16
-    MIRROR = 17
-    OFFER = 18
-    PARKED = 19
-    PASS = 20
-    PASS_PIECE = 21
-    PASSED = 22
-    ADAPTER_HEAD = 23
-    ADAPTER_PIECE = 24
-    ADAPTER_KEPT = 25
-    ADAPTER_MEASURE = 26
-    ADAPTER_MEASURED = 27
-    ADAPTER_UPDATE = 28
-    ADAPTER_FETCH = 29
-    ADAPTER_WITHDRAWAL = 30
-
-
-class Flag(IntFlag):
-    LAST_TOKEN_ONLY = 1
-    IS_DECODED = 2
-    IS_PIECE = 4
-
-
-_WITH_TENSOR = (Kind.STEP, Kind.OUTPUT, Kind.PASS_PIECE)
-
-# ~ of an IntFlag knows no others
-_ALL_FLAGS = int(Flag.LAST_TOKEN_ONLY | Flag.IS_DECODED | Flag.IS_PIECE)
+    number: int
+    name: str
+    has_tensor: bool
 
 
 class Parts(NamedTuple):
     """The fields of a frame; `control` is protobuf, `tensor` a whole tensor or None."""
 
-    kind: Kind
+    kind: int
     session: bytes = NO_SESSION
     epoch: int = 0
     sequence: int = 0
@@ -91,7 +55,7 @@ def join_frame(parts: Parts) -> bytes:
     tensor = parts.tensor
     codes, shape, data = (0, 0), (0, 0, 0), b""
     if tensor is not None:
-        codes, shape, data = (tensor.dtype, tensor.codec), tensor.shape, memoryview(tensor.data)
+        codes, shape, data = (tensor.dtype, _RAW_CODEC), tensor.shape, memoryview(tensor.data)
     num_bytes = memoryview(data).nbytes
     if HEADER_BYTES + len(parts.control) + num_bytes > limits.MAX_FRAME_BYTES:
         raise ValueError(
@@ -105,20 +69,20 @@ def join_frame(parts: Parts) -> bytes:
     return b"".join((header, parts.control, data))
 
 
-def split_frame(frame: bytes) -> Parts:
+def split_frame(frame: bytes, kinds: Mapping[int, Kind], known_flags: int) -> Parts:
     """Return the fields of a frame; its tensor is a view into the frame, not a copy.
 
     Raises RemoteProtocolError, and nothing else, for whatever a stranger may have sent.
     """
     if not HEADER_BYTES <= len(frame) <= limits.MAX_FRAME_BYTES:
         raise RemoteProtocolError(f"a frame of {len(frame)} bytes is outside the allowed sizes")
-    (magic, version, kind, flags, dtype, codec, session, epoch, sequence, position,
+    (magic, version, number, flags, dtype, codec, session, epoch, sequence, position,
      rows, tokens, width, control_length, tensor_length) = _HEADER.unpack_from(frame)  # fmt: skip
     if magic != _MAGIC:
         raise RemoteProtocolError("the frame does not begin like one of shoal's")
     if version != FRAME_VERSION:
         raise RemoteProtocolError(f"frame version {version} is not {FRAME_VERSION}")
-    if flags & ~_ALL_FLAGS:
+    if flags & ~known_flags:
         raise RemoteProtocolError(f"unknown frame flags {flags:#x}")
     if control_length > limits.MAX_CONTROL_BYTES:
         raise RemoteProtocolError(f"a control part of {control_length} bytes is too large")
@@ -127,15 +91,34 @@ def split_frame(frame: bytes) -> Parts:
             f"the header speaks of {control_length} + {tensor_length} bytes, "
             f"{len(frame) - HEADER_BYTES} follow"
         )
-    try:
-        kind = Kind(kind)
-    except ValueError:
-        raise RemoteProtocolError(f"unknown frame kind {kind}") from None
+    kind = kinds.get(number)
+    if kind is None:
+        raise RemoteProtocolError(f"unknown frame kind {number}")
     view = memoryview(frame)[HEADER_BYTES:]
     tensor = None
-    if kind in _WITH_TENSOR:
+    if kind.has_tensor:
         tensor = read_tensor(dtype, codec, (rows, tokens, width), view[control_length:])
     elif tensor_length or rows or tokens or width or dtype or codec:
         raise RemoteProtocolError(f"a {kind.name} frame carries no tensor")
     control = view[:control_length]
-    return Parts(kind, session, epoch, sequence, position, flags, control, tensor)
+    return Parts(number, session, epoch, sequence, position, flags, control, tensor)
+
+
+def read_tensor(
+    dtype: int, codec: int, shape: tuple[int, int, int], data: memoryview
+) -> WireTensor:
+    """Check codes, shape and length against each other and return the tensor, without a copy.
+
+    Raises RemoteProtocolError: the other end wrote these numbers.
+
+    >>> read_tensor(1, 1, (1, 1, 2), memoryview(bytes(8))).shape
+    (1, 1, 2)
+    """
+    try:
+        tensor = WireTensor(WireDtype(dtype), *shape, data)
+        if codec != _RAW_CODEC:
+            raise ValueError(f"{codec} is not a valid WireCodec")
+        check_tensor(tensor)
+    except ValueError as error:
+        raise RemoteProtocolError(f"malformed tensor: {error}") from None
+    return tensor

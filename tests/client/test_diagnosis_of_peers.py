@@ -14,7 +14,8 @@ from shoal.protocol.errors import ErrorCode, RemoteProtocolError, UnavailableErr
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import Membership, make_owner
-from shoal.protocol.messages.session import Declined, Hello, Message, Welcome
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Declined, Hello, Welcome
 from shoal.protocol.spans import Span
 
 

@@ -41,7 +41,8 @@ from shoal.protocol.errors import (
     UsageError,
 )
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages.session import Hello, Message, Open, Opened, Queued
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Hello, Open, Opened, Queued
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport

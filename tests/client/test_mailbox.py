@@ -5,14 +5,15 @@ import pytest
 from shoal.client.session.mailbox import GapError, Mailbox
 from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages.session import Declined, Gap, Message, Opened, Output, Status
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Declined, Gap, Opened, Output, Status
+from shoal.protocol.tensors import WireDtype, WireTensor
 
 HERE, THERE = SessionId(b"h" * 16), SessionId(b"t" * 16)
 
 
 def make_output(sequence: int, session: SessionId = HERE) -> Output:
-    tensor = WireTensor(WireDtype.FP32, WireCodec.RAW, 1, 1, 1, bytes(4))
+    tensor = WireTensor(WireDtype.FP32, 1, 1, 1, bytes(4))
     return Output(session, 1, sequence, 0, tensor)
 
 

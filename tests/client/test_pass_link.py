@@ -11,7 +11,8 @@ from announcements import describe_peer
 from shoal.client.passes.pass_link import PassLink
 from shoal.protocol.errors import ErrorCode, RefusedError, UnavailableError
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, ModelId, PeerId, SessionId, UploadId
-from shoal.protocol.messages.session import AdapterHead, Declined
+from shoal.protocol.messages.adapters import AdapterHead
+from shoal.protocol.messages.session import Declined
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.spans import Span

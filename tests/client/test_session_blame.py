@@ -27,7 +27,8 @@ from torch import Tensor
 from shoal.client.session.tensors import from_wire, to_wire
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages.session import Declined, Gap, Message, Open, Opened, Step
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Declined, Gap, Open, Opened, Step
 from shoal.protocol.wire.codec import encode_frame
 
 # Mischief at the third step that a peer is asked.

@@ -24,7 +24,8 @@ from session_scene import Answer as FakeAnswer
 from shoal.client.session.session import RemoteSession
 from shoal.protocol.errors import ErrorCode, UsageError
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages.session import Message, Open
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Open
 from shoal.protocol.net.memory.loopback import Link
 
 SLOW = Link(delay_seconds=0.05)

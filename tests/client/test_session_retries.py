@@ -22,7 +22,8 @@ from session_scene import (
 )
 
 from shoal.protocol.errors import RouteError
-from shoal.protocol.messages.session import Message, Step
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Step
 from shoal.protocol.net.memory.loopback import Link
 
 

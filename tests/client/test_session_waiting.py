@@ -9,7 +9,8 @@ import torch
 from session_scene import CONFIG, Oracle, Scene, decline_when, draw, now, run
 
 from shoal.protocol.errors import CacheFullError, ErrorCode, RouteError
-from shoal.protocol.messages.session import Message, Open, Step
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Open, Step
 from shoal.protocol.spans import Span
 
 

@@ -31,7 +31,8 @@ from shoal.client.trace.trace import (
 )
 from shoal.client.trace.trace_summary import summarize
 from shoal.protocol.errors import RouteError
-from shoal.protocol.messages.session import Message, Output
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Output
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link
 

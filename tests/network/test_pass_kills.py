@@ -22,7 +22,8 @@ from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.passes.pass_link import PassLink
 from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from shoal.protocol.ids import PeerId
-from shoal.protocol.messages.session import AdapterHead, Pass, PassKind
+from shoal.protocol.messages.adapters import AdapterHead
+from shoal.protocol.messages.passes import Pass, PassKind
 
 pytestmark = [
     pytest.mark.network,

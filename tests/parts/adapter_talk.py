@@ -14,7 +14,8 @@ from torch import Tensor
 
 from shoal.protocol.ids import AdapterId, ClientToken, SessionId, UploadId, make_adapter_id
 from shoal.protocol.messages.adapter_contents import cut_adapter
-from shoal.protocol.messages.session import AdapterHead, AdapterKept, Queued, Welcome
+from shoal.protocol.messages.adapters import AdapterHead, AdapterKept
+from shoal.protocol.messages.session import Queued, Welcome
 from shoal.protocol.versions import MAX_VERSION
 
 RANK = 3

@@ -17,7 +17,8 @@ from shoal.protocol.errors import DirectoryError, ModelError, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.membership.membership import Membership
-from shoal.protocol.messages.session import Hello, Message, Welcome
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport

@@ -15,11 +15,11 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ClientToken, ModelId, PeerId, SessionId
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
     Close,
     Declined,
     Hello,
-    Message,
     Open,
     Opened,
     Output,
@@ -31,7 +31,7 @@ from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTr
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.tensors import WireDtype, WireTensor
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 MODEL_ID = ModelId("a" * 32)
@@ -68,9 +68,7 @@ def make_tensor(
     tokens: int = 1, rows: int = 1, width: int = WIDTH, dtype: WireDtype = WireDtype.FP32
 ) -> WireTensor:
     size = 4 if dtype is WireDtype.FP32 else 2
-    return WireTensor(
-        dtype, WireCodec.RAW, rows, tokens, width, bytes(size * rows * tokens * width)
-    )
+    return WireTensor(dtype, rows, tokens, width, bytes(size * rows * tokens * width))
 
 
 def make_step(tokens: int = 1, **changes: Any) -> Step:

@@ -26,8 +26,9 @@ from raw_connection import dial_raw
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.offers import make_offer
-from shoal.protocol.messages.session import Close, Declined, Hello, Message, Welcome
+from shoal.protocol.messages.session import Close, Declined, Hello, Welcome
 from shoal.protocol.net.tcp.frame_cutter import pack_frame
 from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire.codec import decode_frame, encode_frame

@@ -18,12 +18,13 @@ from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.ids import ModelId, SessionId
-from shoal.protocol.messages.session import Declined, Hello, Message, Open, Opened, Step, Welcome
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Step, Welcome
 from shoal.protocol.net.tcp.tcp_stream import TcpStream
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.tensors import WireDtype, WireTensor
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HIDDEN = 64
@@ -135,7 +136,7 @@ def make_step(
     hidden = torch.zeros(1, 1, HIDDEN) if hidden is None else hidden
     data = hidden.contiguous().numpy().tobytes()
     rows, tokens, width = hidden.shape
-    wire = WireTensor(WireDtype.FP32, WireCodec.RAW, rows, tokens, width, data)
+    wire = WireTensor(WireDtype.FP32, rows, tokens, width, data)
     return replace(Step(session, 1, sequence, position, wire), **changes)
 
 

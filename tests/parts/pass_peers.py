@@ -18,31 +18,28 @@ from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import AdapterId, SessionId, UploadId
 from shoal.protocol.messages.adapter_contents import UploadPace
+from shoal.protocol.messages.adapters import (
+    AdapterHead,
+    AdapterKept,
+    AdapterPiece,
+    AdapterWithdrawal,
+)
 from shoal.protocol.messages.lora_config import LoraConfig
 from shoal.protocol.messages.passes import (
+    Pass,
+    Passed,
+    PassPiece,
     PiecesReader,
     cut_vectors,
     list_answer_slots,
     list_question_slots,
 )
-from shoal.protocol.messages.session import (
-    AdapterHead,
-    AdapterKept,
-    AdapterPiece,
-    AdapterWithdrawal,
-    Declined,
-    Hello,
-    Pass,
-    Passed,
-    PassPiece,
-    Queued,
-    Welcome,
-)
+from shoal.protocol.messages.session import Declined, Hello, Queued, Welcome
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import WireCodec, WireTensor
+from shoal.protocol.tensors import WireTensor
 from shoal.protocol.versions import MAX_VERSION
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
@@ -174,7 +171,7 @@ class PassPeer:
         for slot, num_vectors in list_answer_slots(asked).items():
             for part in cut_vectors(num_vectors, asked.dtype, WIDTH):
                 data = encode_as(asked.dtype.name, torch.zeros(len(part), WIDTH))
-                wire = WireTensor(asked.dtype, WireCodec.RAW, 1, len(part), WIDTH, data)
+                wire = WireTensor(asked.dtype, 1, len(part), WIDTH, data)
                 await stream.send(encode_frame(PassPiece(asked.pass_id, slot, part.start, wire)))
         await stream.send(encode_frame(passed))
 

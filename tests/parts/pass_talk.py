@@ -13,9 +13,9 @@ from torch import Tensor
 
 from shoal.kernels.wire_tensors import DTYPES, decode_tensor, encode_tensor
 from shoal.protocol.ids import PassId, SessionId
-from shoal.protocol.messages.passes import cut_vectors
-from shoal.protocol.messages.session import Pass, PassKind, PassPiece, Queued, Slot
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.messages.passes import Pass, PassKind, PassPiece, Slot, cut_vectors
+from shoal.protocol.messages.session import Queued
+from shoal.protocol.tensors import WireDtype, WireTensor
 
 ROWS, TOKENS = 2, 7
 TEXTS = draw_hidden(1, ROWS, TOKENS)
@@ -35,7 +35,7 @@ def cut(asked: Pass, slot: Slot, tensor: Tensor) -> Iterator[PassPiece]:
     vectors = tensor.reshape(-1, HIDDEN)
     for part in cut_vectors(len(vectors), WireDtype.FP32, HIDDEN):
         data = encode_tensor(vectors[part.start : part.stop])
-        wire = WireTensor(WireDtype.FP32, WireCodec.RAW, 1, len(part), HIDDEN, data)
+        wire = WireTensor(WireDtype.FP32, 1, len(part), HIDDEN, data)
         yield PassPiece(asked.pass_id, slot, part.start, wire)
 
 

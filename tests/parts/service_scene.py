@@ -21,21 +21,13 @@ from shoal.peer.streams.service import Service, ServiceFacts
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
-from shoal.protocol.messages.session import (
-    Declined,
-    Hello,
-    Message,
-    Open,
-    Opened,
-    Output,
-    Step,
-    Welcome,
-)
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Output, Step, Welcome
 from shoal.protocol.net.clock import VirtualClock, VirtualEventLoop, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Lane, Stream
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.tensors import WireDtype, WireTensor
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HIDDEN = 64
@@ -215,7 +207,7 @@ def make_step(
 ) -> Step:
     rows, tokens, width = hidden.shape
     data = encode_tensor(hidden)
-    wire = WireTensor(WireDtype.FP32, WireCodec.RAW, rows, tokens, width, data)
+    wire = WireTensor(WireDtype.FP32, rows, tokens, width, data)
     return replace(Step(make_session(number), 1, sequence, position, wire), **changes)
 
 

@@ -26,12 +26,12 @@ from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, SessionId
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
     Close,
     Declined,
     Gap,
     Hello,
-    Message,
     Open,
     Opened,
     Output,

@@ -20,21 +20,30 @@ from shoal.protocol.ids import (
     UploadId,
 )
 from shoal.protocol.messages.adapters import (
-    GatherOrder,
-    GradientSum,
-    OptimizerKind,
-    OptimizerSettings,
-)
-from shoal.protocol.messages.session import (
     AdapterFetch,
     AdapterHead,
     AdapterKept,
     AdapterMeasure,
     AdapterMeasured,
     AdapterPiece,
-    AdapterRows,
     AdapterUpdate,
     AdapterWithdrawal,
+    GradientSum,
+    OptimizerKind,
+    OptimizerSettings,
+)
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.offers import Offer, Parked
+from shoal.protocol.messages.passes import (
+    AdapterRows,
+    GatherOrder,
+    Pass,
+    Passed,
+    PassKind,
+    PassPiece,
+    Slot,
+)
+from shoal.protocol.messages.session import (
     Admit,
     Attach,
     Close,
@@ -43,30 +52,22 @@ from shoal.protocol.messages.session import (
     Hello,
     HopSeconds,
     Leaving,
-    Message,
     Mirror,
     NextHop,
-    Offer,
     Open,
     Opened,
     Output,
-    Parked,
-    Pass,
-    Passed,
-    PassKind,
-    PassPiece,
     Probe,
     Queued,
     Redirect,
-    Slot,
     Status,
     Step,
     Welcome,
 )
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import KVFormat, WireCodec, WireDtype, WireTensor, compute_num_bytes
-from shoal.protocol.wire.codec import decode_frame, encode_frame
-from shoal.protocol.wire.frames import HEADER_BYTES, Kind
+from shoal.protocol.tensors import KVFormat, WireDtype, WireTensor, compute_num_bytes
+from shoal.protocol.wire.codec import CODECS, decode_frame, encode_frame
+from shoal.protocol.wire.frames import HEADER_BYTES
 
 SESSION = SessionId(bytes(range(16)))
 MODEL = ModelId("0123456789abcdef" * 2)
@@ -97,7 +98,7 @@ def make_tensor(
     rows: int = 2, tokens: int = 3, width: int = 4, dtype: WireDtype = WireDtype.BF16
 ) -> WireTensor:
     data = random.Random(rows).randbytes(compute_num_bytes(dtype, rows, tokens, width))
-    return WireTensor(dtype, WireCodec.RAW, rows, tokens, width, data)
+    return WireTensor(dtype, rows, tokens, width, data)
 
 
 STEP = Step(SESSION, 1, 2, 3, make_tensor(1, 1, 8))
@@ -229,38 +230,43 @@ HONEST: list[Message] = [
     AdapterWithdrawal(PASS_ID, ADAPTER),
     *(Declined(None, 0, code, code.name) for code in ErrorCode),
 ]
-ONE_OF_EACH: dict[Kind, Message] = {
-    Kind.HELLO: HONEST[1],
-    Kind.WELCOME: WELCOME,
-    Kind.OPEN: OPEN,
-    Kind.OPENED: Opened(SESSION, 1, 0.5, 1000),
-    Kind.STEP: STEP,
-    Kind.OUTPUT: OUTPUT,
-    Kind.GAP: Gap(SESSION, 1, 2, 3),
-    Kind.CLOSE: Close(SESSION, 1),
-    Kind.DECLINED: Declined(SESSION, 7, ErrorCode.CACHE_FULL, "full", 2.5),
-    Kind.ATTACH: Attach(SESSION, 1, CAPABILITY),
-    Kind.ADMIT: Admit(SESSION, 1, CAPABILITY),
-    Kind.REDIRECT: Redirect(SESSION, 1, 5, NEXT),
-    Kind.PROBE: Probe(SESSION, 1),
-    Kind.STATUS: Status(SESSION, 1, 5, 6, 4, 3),
-    Kind.QUEUED: Queued(SESSION, 1, 2.5),
-    Kind.LEAVING: Leaving(SESSION, 1),
-    Kind.MIRROR: Mirror(SESSION, 1, NEXT),
-    Kind.OFFER: OFFER,
-    Kind.PARKED: Parked(),
-    Kind.PASS: PASS,
-    Kind.PASS_PIECE: PIECE,
-    Kind.PASSED: Passed(PASS_ID, 0.25, 0.5),
-    Kind.ADAPTER_HEAD: HEAD,
-    Kind.ADAPTER_PIECE: AdapterPiece(HEAD.upload_id, 48, b"some bytes"),
-    Kind.ADAPTER_KEPT: AdapterKept(HEAD.upload_id, 300.0),
-    Kind.ADAPTER_MEASURE: AdapterMeasure(PASS_ID, SUM),
-    Kind.ADAPTER_MEASURED: AdapterMeasured(PASS_ID, 0.25),
-    Kind.ADAPTER_UPDATE: AdapterUpdate(PASS_ID, SUM, ADAMW, 0.25),
-    Kind.ADAPTER_FETCH: AdapterFetch(PASS_ID, ADAPTER),
-    Kind.ADAPTER_WITHDRAWAL: AdapterWithdrawal(PASS_ID, ADAPTER),
+_ONE_OF_EACH: list[Message] = [
+    HONEST[1],
+    WELCOME,
+    OPEN,
+    Opened(SESSION, 1, 0.5, 1000),
+    STEP,
+    OUTPUT,
+    Gap(SESSION, 1, 2, 3),
+    Close(SESSION, 1),
+    Declined(SESSION, 7, ErrorCode.CACHE_FULL, "full", 2.5),
+    Attach(SESSION, 1, CAPABILITY),
+    Admit(SESSION, 1, CAPABILITY),
+    Redirect(SESSION, 1, 5, NEXT),
+    Probe(SESSION, 1),
+    Status(SESSION, 1, 5, 6, 4, 3),
+    Queued(SESSION, 1, 2.5),
+    Leaving(SESSION, 1),
+    Mirror(SESSION, 1, NEXT),
+    OFFER,
+    Parked(),
+    PASS,
+    PIECE,
+    Passed(PASS_ID, 0.25, 0.5),
+    HEAD,
+    AdapterPiece(HEAD.upload_id, 48, b"some bytes"),
+    AdapterKept(HEAD.upload_id, 300.0),
+    AdapterMeasure(PASS_ID, SUM),
+    AdapterMeasured(PASS_ID, 0.25),
+    AdapterUpdate(PASS_ID, SUM, ADAMW, 0.25),
+    AdapterFetch(PASS_ID, ADAPTER),
+    AdapterWithdrawal(PASS_ID, ADAPTER),
+]
+ONE_OF_EACH: dict[type[Message], Message] = {type(message): message for message in _ONE_OF_EACH}
+BODIES: dict[type[Message], Any] = {
+    codec.message: codec.body.type for codec in CODECS.values() if codec.body is not None
 }
+"""The protobuf part of each message that has one."""
 
 
 def patch(frame: bytes, **fields: Any) -> bytes:

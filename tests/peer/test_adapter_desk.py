@@ -38,19 +38,10 @@ from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, UploadId
 from shoal.protocol.messages.adapter_contents import KEEP_SECONDS, cut_adapter
-from shoal.protocol.messages.adapters import OptimizerKind
-from shoal.protocol.messages.session import (
-    AdapterKept,
-    AdapterRows,
-    AdapterWithdrawal,
-    Declined,
-    Message,
-    Passed,
-    PassKind,
-    PassPiece,
-    Queued,
-    Slot,
-)
+from shoal.protocol.messages.adapters import AdapterKept, AdapterWithdrawal, OptimizerKind
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.passes import AdapterRows, Passed, PassKind, PassPiece, Slot
+from shoal.protocol.messages.session import Declined, Queued
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import OPTIMIZER_VERSION, PASS_VERSION

@@ -33,6 +33,7 @@ from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_HOPS
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import (
     Admit,
     Attach,
@@ -41,7 +42,6 @@ from shoal.protocol.messages.session import (
     Gap,
     Hello,
     HopSeconds,
-    Message,
     Mirror,
     NextHop,
     Opened,

@@ -34,7 +34,8 @@ from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages.session import Passed, PassKind, PassPiece, Queued, Slot
+from shoal.protocol.messages.passes import Passed, PassKind, PassPiece, Slot
+from shoal.protocol.messages.session import Queued
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.wire.codec import decode_frame

@@ -23,10 +23,9 @@ from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
 from shoal.peer.training.pass_work import WireWork, run_pass
 from shoal.protocol.ids import ModelId, PassId, SessionId
-from shoal.protocol.messages.passes import cut_vectors
-from shoal.protocol.messages.session import Pass, PassKind, Slot
+from shoal.protocol.messages.passes import Pass, PassKind, Slot, cut_vectors
 from shoal.protocol.spans import Span
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.tensors import WireDtype, WireTensor
 
 PIECE_COST = 2**29
 BYTE_COST = 16
@@ -88,7 +87,7 @@ def cut(hidden: Tensor) -> list[WireTensor]:
     parts = cut_vectors(len(vectors), WireDtype.FP32, WIDTH)
     return [
         WireTensor(
-            WireDtype.FP32, WireCodec.RAW, 1, len(part), WIDTH,
+            WireDtype.FP32, 1, len(part), WIDTH,
             encode_tensor(vectors[part.start : part.stop]),
         )
         for part in parts

@@ -29,7 +29,8 @@ from shoal.peer.engine.engine import Engine
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ModelId
-from shoal.protocol.messages.session import Close, Declined, Gap, Hello, Message, Opened, Welcome
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Close, Declined, Gap, Hello, Opened, Welcome
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION

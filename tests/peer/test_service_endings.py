@@ -31,7 +31,8 @@ from service_scene import (
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
-from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Message, Opened, Welcome
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Opened, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane

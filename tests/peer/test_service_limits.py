@@ -36,11 +36,12 @@ from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import ClientToken
-from shoal.protocol.messages.session import Close, Gap, Message, Opened, Output, Step
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Close, Gap, Opened, Output, Step
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.transport import FrameGate, Lane, open_gate
 from shoal.protocol.session.table import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.tensors import WireDtype, WireTensor
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 
@@ -254,7 +255,7 @@ def test_kept_answers_of_all_sessions_of_a_peer_are_bounded() -> None:
 def test_step_whose_answer_would_not_fit_a_frame_is_refused(engine: Engine) -> None:
     width, tokens = 4096, 1500  # 12 MB as bf16, 24 MB as fp32
     data = bytes(2 * width * tokens)
-    hidden = WireTensor(WireDtype.BF16, WireCodec.RAW, 1, tokens, width, data)
+    hidden = WireTensor(WireDtype.BF16, 1, tokens, width, data)
 
     async def test(peer: Peer) -> None:
         talk = await peer.open(max_tokens=512)

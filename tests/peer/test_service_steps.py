@@ -23,7 +23,8 @@ from torch import Tensor
 
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.protocol.errors import ErrorCode
-from shoal.protocol.messages.session import Close, Declined, Gap, Message, Opened, Output, Step
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Close, Declined, Gap, Opened, Output, Step
 from shoal.protocol.net.transport import Lane
 from shoal.protocol.tensors import WireDtype
 

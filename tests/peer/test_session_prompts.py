@@ -26,7 +26,8 @@ from shoal.peer.engine.engine import Engine
 from shoal.peer.streams.service import MAX_BYTES_OF_PROMPTS
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Holder
-from shoal.protocol.messages.session import Close, Opened, PassPiece, Queued
+from shoal.protocol.messages.passes import PassPiece
+from shoal.protocol.messages.session import Close, Opened, Queued
 from shoal.protocol.tensors import WireDtype
 
 PROMPTS = 0.3 * draw_hidden(5, len(SPAN), 2)

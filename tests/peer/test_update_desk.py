@@ -29,13 +29,13 @@ from shoal.protocol.messages.adapters import (
     AdapterMeasured,
     AdapterPiece,
     AdapterUpdate,
-    GatherOrder,
     GradientSum,
     OptimizerKind,
     OptimizerSettings,
     make_updated_id,
 )
-from shoal.protocol.messages.session import AdapterRows, Passed, PassKind, Queued
+from shoal.protocol.messages.passes import AdapterRows, GatherOrder, Passed, PassKind
+from shoal.protocol.messages.session import Queued
 from shoal.protocol.net.clock import VirtualClock
 
 ADAMW = OptimizerSettings(OptimizerKind.ADAMW, 0.01, 0.1, 0.0, 0.9, 0.99, 1e-8)

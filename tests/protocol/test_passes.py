@@ -8,14 +8,16 @@ from wire_messages import ADAPTED, PASS, PASS_ID
 from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.messages.passes import (
+    PassKind,
+    PassPiece,
     PiecesReader,
+    Slot,
     choose_answer_dtype,
     cut_vectors,
     list_answer_slots,
     list_question_slots,
 )
-from shoal.protocol.messages.session import PassKind, PassPiece, Slot
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
+from shoal.protocol.tensors import WireDtype, WireTensor, compute_num_bytes
 
 WIDTH = 1024
 NUM_VECTORS = 2500  # three pieces in bfloat16
@@ -30,7 +32,7 @@ def make_pieces(slot: Slot, num_vectors: int, dtype: WireDtype = WireDtype.BF16)
 
 def make_vectors(number: int, dtype: WireDtype = WireDtype.BF16, width: int = WIDTH) -> WireTensor:
     num_bytes = compute_num_bytes(dtype, 1, number, width)
-    return WireTensor(dtype, WireCodec.RAW, 1, number, width, bytes(num_bytes))
+    return WireTensor(dtype, 1, number, width, bytes(num_bytes))
 
 
 def test_a_pass_forward_has_inputs_and_outputs() -> None:

@@ -6,23 +6,24 @@ from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.tensors import (
     ELEMENT_BYTES,
-    WireCodec,
     WireDtype,
     WireTensor,
     check_tensor,
     compute_num_bytes,
-    read_tensor,
 )
+from shoal.protocol.wire.frames import read_tensor
+
+RAW = 1  # the only layout of elements
 
 
 @pytest.mark.parametrize("dtype", list(WireDtype))
 def test_tensor_is_read_as_it_is_without_a_copy(dtype: WireDtype) -> None:
     data = bytes(range(compute_num_bytes(dtype, 2, 3, 4)))
 
-    tensor = read_tensor(dtype, WireCodec.RAW, (2, 3, 4), memoryview(data))
+    tensor = read_tensor(dtype, RAW, (2, 3, 4), memoryview(data))
 
     assert tensor.shape == (2, 3, 4)
-    assert (tensor.dtype, tensor.codec) == (dtype, WireCodec.RAW)
+    assert tensor.dtype == dtype
     assert isinstance(tensor.data, memoryview)
     assert tensor.data.obj is data
 
@@ -43,13 +44,13 @@ def test_tensor_has_the_bytes_of_its_elements_and_scales(
 ) -> None:
     assert set(ELEMENT_BYTES) == set(WireDtype)
     assert compute_num_bytes(dtype, 2, 3, width) == num_bytes
-    check_tensor(WireTensor(dtype, WireCodec.RAW, 2, 3, width, bytes(num_bytes)))
+    check_tensor(WireTensor(dtype, 2, 3, width, bytes(num_bytes)))
 
 
 @pytest.mark.parametrize("code", [0, 5, 255, -1])
 def test_unknown_dtype_and_codec_are_the_senders_fault(code: int) -> None:
     with pytest.raises(RemoteProtocolError):
-        read_tensor(code, WireCodec.RAW, (1, 1, 1), memoryview(bytes(4)))
+        read_tensor(code, RAW, (1, 1, 1), memoryview(bytes(4)))
     with pytest.raises(RemoteProtocolError):
         read_tensor(WireDtype.FP32, code, (1, 1, 1), memoryview(bytes(4)))
 
@@ -63,7 +64,7 @@ def test_each_axis_has_bounds(axis: int) -> None:
         shape = [1, 1, 1]
         shape[axis] = size
         data = memoryview(bytes(2 * max(size, 0)))
-        return read_tensor(WireDtype.BF16, WireCodec.RAW, (shape[0], shape[1], shape[2]), data)
+        return read_tensor(WireDtype.BF16, RAW, (shape[0], shape[1], shape[2]), data)
 
     assert read(BOUNDS[axis]).shape[axis] == BOUNDS[axis]
     for size in (0, -1, BOUNDS[axis] + 1):
@@ -74,12 +75,12 @@ def test_each_axis_has_bounds(axis: int) -> None:
 @pytest.mark.parametrize("num_bytes", [0, 1, 22, 23, 25, 26, 48])
 def test_length_has_to_fit_the_shape(num_bytes: int) -> None:
     with pytest.raises(RemoteProtocolError, match="24 bytes"):
-        read_tensor(WireDtype.FP16, WireCodec.RAW, (1, 3, 4), memoryview(bytes(num_bytes)))
+        read_tensor(WireDtype.FP16, RAW, (1, 3, 4), memoryview(bytes(num_bytes)))
 
 
 def test_length_is_counted_in_bytes_whatever_the_views_items() -> None:
     wide = memoryview(bytes(16)).cast("i")
 
-    check_tensor(WireTensor(WireDtype.FP32, WireCodec.RAW, 1, 1, 4, wide))
+    check_tensor(WireTensor(WireDtype.FP32, 1, 1, 4, wide))
     with pytest.raises(ValueError, match="4 bytes, not 16"):
-        check_tensor(WireTensor(WireDtype.FP32, WireCodec.RAW, 1, 1, 1, wide))
+        check_tensor(WireTensor(WireDtype.FP32, 1, 1, 1, wide))

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from wire_messages import (
+    BODIES,
     OFFSETS,
     ONE_OF_EACH,
     check_is_canonical,
@@ -16,10 +17,10 @@ from wire_messages import (
 
 from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
-from shoal.protocol.messages.session import Hello, Message
-from shoal.protocol.proto import wire_pb2 as pb
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Hello
 from shoal.protocol.wire.codec import decode_frame, encode_frame
-from shoal.protocol.wire.frames import HEADER_BYTES, Kind
+from shoal.protocol.wire.frames import HEADER_BYTES
 
 
 def flip(rng: random.Random, frame: bytes) -> bytes:
@@ -60,11 +61,11 @@ def scramble_control(rng: random.Random, frame: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("mutate", [flip, overwrite, cut, extend, splice, scramble_control])
-@pytest.mark.parametrize("kind", list(Kind))
+@pytest.mark.parametrize("kind", list(ONE_OF_EACH))
 def test_mutated_frame_decodes_or_is_refused(
-    kind: Kind, mutate: Callable[[random.Random, bytes], bytes]
+    kind: type[Message], mutate: Callable[[random.Random, bytes], bytes]
 ) -> None:
-    rng = random.Random(f"{kind.name} {mutate.__name__}")
+    rng = random.Random(f"{kind.__name__} {mutate.__name__}")
     frame = encode_frame(ONE_OF_EACH[kind])
 
     for _ in range(300):
@@ -85,8 +86,8 @@ def test_random_bytes_are_refused(seed: int) -> None:
             check_is_canonical(message)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_bytes_beyond_the_declared_lengths_are_refused(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(ONE_OF_EACH))
+def test_bytes_beyond_the_declared_lengths_are_refused(kind: type[Message]) -> None:
     with pytest.raises(RemoteProtocolError):
         decode_frame(encode_frame(ONE_OF_EACH[kind]) + b"x")
 
@@ -94,17 +95,17 @@ def test_bytes_beyond_the_declared_lengths_are_refused(kind: Kind) -> None:
 def test_control_part_has_a_limit() -> None:
     def decode_with_padding(num_bytes: int) -> Message:
         """Decode a Hello whose control part is one unknown field of so many bytes."""
-        padding = b"\x7a" + pb.HelloBody(software="x" * (num_bytes - 4)).SerializeToString()[1:]
+        padding = b"\x7a" + BODIES[Hello](software="x" * (num_bytes - 4)).SerializeToString()[1:]
         assert len(padding) == num_bytes
-        return decode_frame(with_control(ONE_OF_EACH[Kind.HELLO], padding))
+        return decode_frame(with_control(ONE_OF_EACH[Hello], padding))
 
     assert decode_with_padding(limits.MAX_CONTROL_BYTES - 4) == Hello(0, 0, "")
     with pytest.raises(RemoteProtocolError, match="too large"):
         decode_with_padding(limits.MAX_CONTROL_BYTES + 4)
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_every_prefix_of_a_frame_is_refused(kind: Kind) -> None:
+@pytest.mark.parametrize("kind", list(ONE_OF_EACH))
+def test_every_prefix_of_a_frame_is_refused(kind: type[Message]) -> None:
     frame = encode_frame(ONE_OF_EACH[kind])
 
     assert all(decode_or_refuse(frame[:stop]) is None for stop in range(len(frame)))

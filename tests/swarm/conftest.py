@@ -30,7 +30,7 @@ from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.local_swarm.loopback import CLIENT_HOST, LoopbackPeer, LoopbackSwarm
 from shoal.protocol.ids import SessionId
-from shoal.protocol.messages.session import Message
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.net.transport import FrameGate, Stream, Transport

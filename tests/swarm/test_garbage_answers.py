@@ -13,8 +13,9 @@ from story_outputs import assert_same
 
 from shoal.kernels.wire_tensors import encode_tensor
 from shoal.protocol.ids import ModelId, SessionId
-from shoal.protocol.messages.session import Gap, Message, Opened, Output, Welcome
-from shoal.protocol.tensors import WireCodec, WireDtype, WireTensor
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.messages.session import Gap, Opened, Output, Welcome
+from shoal.protocol.tensors import WireDtype, WireTensor
 
 
 def change_tensor(output: Message, hidden: Callable[[WireTensor], WireTensor]) -> Message:
@@ -24,7 +25,7 @@ def change_tensor(output: Message, hidden: Callable[[WireTensor], WireTensor]) -
 
 def make_wire(rows: int, tokens: int, width: int, value: float = 0.5) -> WireTensor:
     data = encode_tensor(torch.full((rows, tokens, width), value))
-    return WireTensor(WireDtype.FP32, WireCodec.RAW, rows, tokens, width, data)
+    return WireTensor(WireDtype.FP32, rows, tokens, width, data)
 
 
 def fill(value: float) -> Callable[[Message], Message]:

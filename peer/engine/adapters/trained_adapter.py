@@ -16,12 +16,8 @@ from torch import Tensor
 
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.limits import MAX_GRADIENT_PARTS
-from ....protocol.messages.adapters import (
-    GatherOrder,
-    GradientSum,
-    OptimizerKind,
-    OptimizerSettings,
-)
+from ....protocol.messages.adapters import GradientSum, OptimizerKind, OptimizerSettings
+from ....protocol.messages.passes import GatherOrder
 from .adapters import Adapter, AdapterPart
 
 GiveWay = Callable[[], object]

@@ -1,1 +1,0 @@
-"""The schema of control messages, and the code that protoc makes of it."""
