@@ -8,7 +8,6 @@ is asked in turn. Nothing else should run meanwhile.
 
 import argparse
 import asyncio
-import gc
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -257,7 +256,6 @@ def read_options() -> argparse.Namespace:
 def main() -> int:
     """Measure and report; return 1 when a part could not be measured, else 0."""
     options = read_options()
-    gc.freeze()  # as our commands do; or a step may wait until all modules are looked through
     logging.disable_progress_bar()
     torch.manual_seed(0)
     torch.set_num_threads(1)
