@@ -128,7 +128,7 @@ def read_states(cache: Any) -> list[Tensor]:
     return [
         states[:, :, : cache.length].clone()
         for block in range(cache.span.start, cache.span.stop)
-        for states in cache.keys_values(block)
+        for states in cache.memory.read_packed(block, cache.length)
     ]
 
 

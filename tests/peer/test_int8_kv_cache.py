@@ -17,7 +17,7 @@ from torch import Tensor
 from shoal.kernels.attention.prompt_attention import choose_prompt_instruction_set
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.peer.engine.blocks import attention_kernels
-from shoal.peer.engine.cache import kv_layouts
+from shoal.peer.engine.cache import kv_memory
 from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
@@ -223,7 +223,7 @@ def test_replay_of_decoded_tokens_is_exact(
 
     assert torch.equal(output, expected)
     for block in range(WHOLE.start, WHOLE.stop):
-        ours, theirs = original.cache.keys_values(block), replayed.cache.keys_values(block)
+        ours, theirs = (work.cache.memory.read_packed(block, 150) for work in (original, replayed))
         for side in range(2):
             assert torch.equal(ours[side][:, :, :150], theirs[side][:, :, :150])
 
@@ -305,7 +305,7 @@ def test_torch_attends_to_few_heads_at_a_time(
 
     outputs: list[Tensor] = []
     for num_heads in (1000, 3 * engine.spec.num_kv_heads - 1, 1, 0.5):
-        monkeypatch.setattr(kv_layouts, "UNPACKED_BYTES", int(num_heads * head_bytes))
+        monkeypatch.setattr(kv_memory, "UNPACKED_BYTES", int(num_heads * head_bytes))
         work = open_work(engine, prompt)
         first = execute(engine, work)[0]
         with AllocationSizes() as sizes:

@@ -18,7 +18,7 @@ from kv_cache_scene import (
 )
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.peer.engine.cache import prefix_copy
+from shoal.peer.engine.cache import kv_cache
 from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
 from shoal.peer.engine.engine import Engine, StepWork
@@ -141,14 +141,14 @@ def test_copied_tokens_count_in_the_budget_of_their_holder(make_pool: PoolMaker)
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a piece be two tokens of a head."""
-    monkeypatch.setattr(prefix_copy, "PIECE_BYTES", 2 * HEAD_DIM * 4)
+    monkeypatch.setattr(kv_cache, "PIECE_BYTES", 2 * HEAD_DIM * 4)
 
 
 @pytest.mark.parametrize("tokens_in_piece", [2, 7, 16, 1000])
 def test_pieces_are_small_and_together_the_prefix(
     monkeypatch: pytest.MonkeyPatch, tokens_in_piece: int
 ) -> None:
-    monkeypatch.setattr(prefix_copy, "PIECE_BYTES", tokens_in_piece * HEAD_DIM * 4)
+    monkeypatch.setattr(kv_cache, "PIECE_BYTES", tokens_in_piece * HEAD_DIM * 4)
     pool = PoolMaker("lazy")(20)
     parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
     take_step(parent, 0, count(2, 9))

@@ -109,13 +109,13 @@ class Attention:
 
         #   cache    0 .......... position ...... stop ....... capacity
         #            [ the prefix ][ this step    )[ not touched
-        cache, stop = segment.cache, position + num_tokens
-        cache.write(self._block, position, keys_BGTD, values_BTGD.transpose(1, 2))
+        memory, stop = segment.cache.memory, position + num_tokens
+        memory.write(self._block, position, keys_BGTD, values_BTGD.transpose(1, 2))
         attended_BTHD = fused_NO.new_empty(
             num_rows, num_tokens, options.num_heads, options.head_dim
         )
         group_size = options.num_heads // options.num_kv_heads
-        for (rows, groups), keys_BGSD, values_BGSD in cache.read(self._block, stop):
+        for (rows, groups), keys_BGSD, values_BGSD in memory.read(self._block, stop):
             heads = slice(groups.start * group_size, groups.stop * group_size)
             attended = self._attend_heads(
                 queries_BHTD[rows, heads], keys_BGSD, values_BGSD, heads, segment

@@ -11,8 +11,7 @@ import torch
 
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
-from ..cache.kv_layouts import LAYOUTS, Layout
-from ..cache.kv_memory import KVStore
+from ..cache.kv_memory import LAYOUTS, KVStore, Layout
 from ..cache.lazy_memory import LazyStore
 from ..cache.paged_memory import PagedStore, make_paged_layouts
 from .attention_kernels import AttentionKernels, PagedAttention, choose_native, choose_paged

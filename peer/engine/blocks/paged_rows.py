@@ -14,8 +14,7 @@ import numpy as np
 import torch
 
 from ....kernels.attention.rotary import RotaryTable
-from ..cache.kv_layouts import Layout
-from ..cache.kv_memory import count_pages
+from ..cache.kv_memory import Layout, count_pages
 from ..cache.paged_memory import PagedMemory, PagedStore, write_tokens
 
 if TYPE_CHECKING:

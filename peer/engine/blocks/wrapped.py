@@ -108,7 +108,7 @@ class WrappedBlock:
         hidden_BTH = hidden_NH[segment.start : segment.stop].view(
             segment.num_rows, segment.num_tokens, -1
         )
-        put = partial(segment.cache.put, self._index)
+        put = partial(segment.cache.memory.put, self._index)
         # As in our own attention: the stride follows from the step alone, so that a replay
         # computes what was computed.
         stride = 1 if segment.is_decoded else count_part_tokens(segment.num_rows)
