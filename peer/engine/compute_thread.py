@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
-from .engine import Engine, StepWork
+from .engine import Engine
 from .jobs import ComputedStep, Iteration, Job
 from .pace import Pace
 from .pass_queue import GiveWay, Guest, PassJob, PassQueue
@@ -28,6 +28,7 @@ from .scheduler import (
     count_cost,
     renew_usage,
 )
+from .steps import StepWork
 
 _logger = logging.getLogger(__name__)
 

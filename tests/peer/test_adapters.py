@@ -13,9 +13,9 @@ import torch
 from pass_scene import draw
 from torch import Tensor
 
-from shoal.models.families.registry import find_family, read_spec
-from shoal.models.families.spec import ModelSpec
-from shoal.peer.engine.adapters.adapters import Adapter, read_adapter
+from shoal.models.families.registry import read_spec
+from shoal.peer.engine.adapters.adapter import Adapter
+from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.spans import Span
@@ -42,14 +42,12 @@ def read(
     variant: str = "llama",
 ) -> Adapter:
     settings = open_checkpoint(tiny_models.get(variant).directory).config
-    spec, family = read_spec(settings), find_family(settings)
-    assert isinstance(spec, ModelSpec)
-    assert family is not None
+    spec = read_spec(settings)
     data = tensors if isinstance(tensors, bytes) else safetensors.torch.save(
         make_matrices() if tensors is None else tensors
     )  # fmt: skip
     written = config if isinstance(config, bytes) else json.dumps(config).encode()
-    return read_adapter(written, data, spec, family, Span(1, 3), max_bytes)
+    return read_adapter(written, data, spec, Span(1, 3), max_bytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -192,8 +190,9 @@ def test_nothing_is_made_of_a_header_larger_than_the_model_needs(tiny_models) ->
 
 
 def test_an_adapter_larger_than_its_quota_is_refused_before_it_is_read(tiny_models) -> None:
-    with pytest.raises(RefusedError, match="and 5000 are allowed") as refusal:
-        read(tiny_models, tensors=b"\x00" * 5000, max_bytes=5000)
+    num_allowed = 5000 + len(json.dumps(CONFIG))
+    with pytest.raises(RefusedError, match=f"and {num_allowed} are allowed") as refusal:
+        read(tiny_models, tensors=b"\x00" * 5001, max_bytes=5000)
     assert refusal.value.code is ErrorCode.OUT_OF_MEMORY
 
 

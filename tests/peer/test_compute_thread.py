@@ -14,10 +14,11 @@ import pytest
 import torch
 from compute_thread_scene import FakeCache, NotingEngine, make_thread, make_work, run
 
-from shoal.peer.engine.engine import StepWork
+from shoal.peer.engine.blocks.prompt_parts import PART_TOKENS
 from shoal.peer.engine.jobs import ComputedStep
 from shoal.peer.engine.pace import Holder, Pace
-from shoal.peer.engine.scheduler import DECODED_TOKENS, PART_TOKENS
+from shoal.peer.engine.scheduler import DECODED_TOKENS
+from shoal.peer.engine.steps import StepWork
 
 
 def test_step_is_answered_with_its_own_result() -> None:

@@ -17,13 +17,15 @@ from torch import Tensor
 from shoal.kernels.attention.prompt_attention import choose_prompt_instruction_set
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.peer.engine.blocks import attention_kernels
+from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
 from shoal.peer.engine.cache import kv_memory
 from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.loading.loader import open_checkpoint
-from shoal.peer.engine.scheduler import count_part_tokens
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import CacheFullError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.messages.session import Opened
@@ -42,7 +44,7 @@ def load(tiny_models: Any) -> Callable[..., Engine]:
     def load_once(variant: str = "llama", weights: WeightFormat = WeightFormat.INT8) -> Engine:
         if (variant, weights) not in engines:
             checkpoint = open_checkpoint(tiny_models.get(variant).directory)
-            engines[variant, weights] = Engine.load(
+            engines[variant, weights] = load_engine(
                 checkpoint, WHOLE, weights, kv_budget_bytes=2**26
             )
         return engines[variant, weights]
@@ -276,7 +278,7 @@ def test_torch_does_what_c_does(
     for name in ("can_attend", "can_attend_prompts"):
         monkeypatch.setattr(attention_kernels, name, lambda shape: False)
     checkpoint = open_checkpoint(tiny_models.get("llama").directory)
-    in_torch = Engine.load(checkpoint, WHOLE, WeightFormat.INT8, kv_budget_bytes=2**26)
+    in_torch = load_engine(checkpoint, WHOLE, WeightFormat.INT8, kv_budget_bytes=2**26)
     prompt, tokens = draw_hidden(1, 2, 90), draw_hidden(2, 2, 5)
 
     outputs: list[Tensor] = []
@@ -299,7 +301,7 @@ def test_torch_attends_to_few_heads_at_a_time(
     for name in ("can_attend", "can_attend_prompts"):
         monkeypatch.setattr(attention_kernels, name, lambda shape: False)
     checkpoint = open_checkpoint(tiny_models.get(variant).directory)
-    engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**26)
+    engine = load_engine(checkpoint, WHOLE, weights, kv_budget_bytes=2**26)
     prompt, tokens = draw_hidden(1, 3, 190), draw_hidden(2, 3, 3)
     head_bytes = 2 * 200 * engine.spec.head_dim * engine.dtype.itemsize
 

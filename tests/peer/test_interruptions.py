@@ -17,9 +17,11 @@ from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.compute_thread import ComputeThread
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.engine.pace import Pace
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
@@ -82,7 +84,7 @@ def assert_equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 def load(tiny_models: Any, weights: WeightFormat) -> Engine:
     checkpoint = open_checkpoint(tiny_models.get().directory)
-    return Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
+    return load_engine(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
 
 
 @pytest.mark.parametrize("kv_format", KVFormat)

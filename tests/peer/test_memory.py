@@ -12,7 +12,7 @@ from shoal.models.families.registry import read_spec
 from shoal.peer.accounts import memory
 from shoal.peer.accounts.block_sizes import BlockSizes
 from shoal.peer.accounts.memory import RESERVE_BYTES, find_room, read_free_bytes
-from shoal.peer.engine.blocks.numerics import Numerics
+from shoal.peer.engine.devices.device import Numerics
 from shoal.peer.engine.loading.loader import (
     count_block_bytes,
     load_block,

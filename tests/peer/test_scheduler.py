@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.peer.engine.blocks.prompt_parts import PART_TOKENS, count_part_tokens
 from shoal.peer.engine.scheduler import (
     DECODED_TOKENS,
     LEAD_TOKENS,
-    PART_TOKENS,
     Take,
     WaitingStep,
     choose_batch,
     choose_urgent,
-    count_part_tokens,
     renew_usage,
 )
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
 from shoal.peer.engine.scheduler import (
     LEAD_TOKENS,
     Take,
@@ -21,7 +22,6 @@ from shoal.peer.engine.scheduler import (
     choose_batch,
     choose_urgent,
     count_cost,
-    count_part_tokens,
     renew_usage,
 )
 

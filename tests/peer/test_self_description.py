@@ -17,6 +17,7 @@ from shoal.kernels.linear.int8 import Int8Kernel
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.hosting.hosting import Stay
 from shoal.peer.hosting.throughput import Throughput
@@ -52,7 +53,7 @@ def threads_at_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def load(tiny_models: Any, weights: WeightFormat, variant: str = "llama", **options: Any) -> Engine:
     checkpoint = open_checkpoint(tiny_models.get(variant).directory)
-    return Engine.load(checkpoint, SPAN, weights, kv_budget_bytes=2**24, **options)
+    return load_engine(checkpoint, SPAN, weights, kv_budget_bytes=2**24, **options)
 
 
 def test_kernels_are_measured_with_the_threads_of_the_engine(

@@ -20,7 +20,7 @@ from ....protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
 from .kv_cache import SessionCache
-from .kv_memory import PAGE_TOKENS, KVStore, count_pages
+from .kv_memory import PAGE_TOKENS, KVStore, Layout, count_pages
 
 TIMES_FREE = 6
 """How many times as much as stays free one address may hold, and one client of what its address
@@ -273,3 +273,14 @@ class KVCachePool:
                 f"the KV cache has {free_bytes} bytes free, {num_bytes} more are needed",
                 RETRY_AFTER_SECONDS if can_ever_fit else None,
             )
+
+
+def check_kv_budget(budget_bytes: int, span: Span, layouts: Mapping[KVFormat, Layout]) -> None:
+    """Raise UsageError when not even one page of one session fits into the budget."""
+    needed_bytes = PAGE_TOKENS * len(span) * layouts[KVFormat.FLOAT].token_bytes
+    if budget_bytes < needed_bytes:
+        raise UsageError(
+            f"{budget_bytes} bytes of KV memory hold no session: {len(span)} blocks of this model "
+            f"need {needed_bytes} bytes at least, and as much again for each {PAGE_TOKENS} tokens "
+            "(--kv-memory)"
+        )

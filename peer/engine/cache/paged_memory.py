@@ -8,7 +8,7 @@ Tensor suffixes: L blocks, C keys and values, P pages, M pages of a row, N token
 pages, G, B, T, S and W as in `kv_memory`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from .kv_memory import (
 )
 
 _RETRY_AFTER_SECONDS = 2.0
+
+PagedAttention = Callable[..., torch.Tensor]
+"""Attention over these pages, called like `kernels.attention.triton_attention.paged_attention`."""
 
 
 def make_paged_layouts(

@@ -19,7 +19,7 @@ from ....models.families.family import FusedOrder
 from ....models.families.registry import find_family
 from ....models.families.spec import ModelSpec
 from ....protocol.errors import ModelError
-from ..blocks.numerics import Numerics
+from ..devices.device import Numerics
 
 _LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WEIGHT = "weight"

@@ -5,7 +5,6 @@ What quantizing made is kept on disk if there is a cache, and read from there th
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Union
 
 import torch
 
@@ -18,17 +17,15 @@ from ....protocol.errors import ModelError, UsageError
 from ....protocol.ids import make_model_id
 from ....protocol.spans import Span
 from ..blocks.attention import Attention
-from ..blocks.attention_options import AttentionOptions, QueryKeyTurn
+from ..blocks.attention_kernels import choose_kernels
+from ..blocks.attention_options import AttentionOptions, QueryKeyTransform
 from ..blocks.block import Block
-from ..blocks.device import CpuDevice
-from ..blocks.device_names import NO_NF4
+from ..blocks.hosted_block import HostedBlock
 from ..blocks.mlp import Experts, GatedMlp, Mlp, PlainMlp
-from ..blocks.numerics import Numerics
+from ..devices.device import CpuDevice, Numerics
+from ..devices.device_names import NO_NF4
 from .block_cache import BlockCache, name_entry
 from .block_tensors import BlockTensors
-
-if TYPE_CHECKING:
-    from ..blocks.wrapped import WrappedBlock
 
 ReportProgress = Callable[[int, int], None]
 
@@ -38,10 +35,6 @@ WEIGHT_BYTES = {
     WeightFormat.FP32: 4,
     WeightFormat.NF4: BYTES_PER_WEIGHT,
 }
-
-
-HostedBlock = Union[Block, "WrappedBlock"]
-"""A block, whoever computes it."""
 
 
 def open_checkpoint(model: str | Path, revision: str | None = None) -> Checkpoint:
@@ -154,9 +147,9 @@ def _build_block(tensors: BlockTensors, spec: ModelSpec, index: int, numerics: N
     options = AttentionOptions.of(spec, index, numerics.dtype, device.place)
     query_key_value = tensors.load_linear(("query", "key", "value"), spec.has_qkv_bias)
     output = tensors.load_linear(("output",), spec.has_output_bias)
-    turn = QueryKeyTurn(options, _load_query_key_norm(tensors, spec))
-    kernels = device.choose_attention(index, options, turn)
-    attention = Attention(index, options, query_key_value, output, turn, kernels)
+    transform = QueryKeyTransform(options, _load_query_key_norm(tensors, spec))
+    kernels = choose_kernels(index, options, transform, device.paged_attention)
+    attention = Attention(index, options, query_key_value, output, transform, kernels)
     norms = {name: tensors.load_norm(name) for name in spec.norms}
     if spec.experts is not None and spec.has_experts(index):
         mlp = _load_experts(tensors, spec, spec.experts)
