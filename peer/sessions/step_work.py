@@ -7,7 +7,7 @@ from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.messages.session import Output, Step
 from ...protocol.tensors import WireCodec, WireDtype, WireTensor, compute_num_bytes
-from ..engine.jobs import ComputedStep
+from ..engine.compute_thread import ComputedStep
 from ..engine.steps import StepWork
 from .held_session import HeldSession
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...kernels.native.pauses import GiveWay
 from ...kernels.wire.compress import decode_as, encode_as
 from ...protocol.messages.passes import choose_answer_dtype, cut_vectors
 from ...protocol.messages.session import Pass, PassKind, PassPiece, Slot
@@ -14,7 +15,6 @@ from ...protocol.tensors import WireCodec, WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.trained_adapter import GatheredGradients
 from ..engine.engine import Engine
-from ..engine.pass_queue import GiveWay
 from ..engine.passes.passes import PassWork
 from ..sessions.step_work import check_fits
 from .named_adapters import Adapters, join_gradients

@@ -23,10 +23,10 @@ from service_scene import (
 )
 from torch import Tensor
 
+from shoal.kernels.native.pauses import GiveWay
 from shoal.peer.accounts import pass_budget
 from shoal.peer.accounts.pass_budget import PassBudget
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.pass_queue import GiveWay
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.peer.sessions.answer_queue import AnswerQueue
 from shoal.peer.training.pass_desk import PassDesk
