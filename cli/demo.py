@@ -21,12 +21,7 @@ from .terminal.layout import cut_evenly
 from .terminal.options import add_weights_argument
 from .terminal.quantities import parse_count, parse_non_negative, parse_whole
 from .terminal.terminal import Progress, Terminal
-from .terminal.text_generation import (
-    Sampling,
-    TextModel,
-    import_client,
-    read_prompt,
-)
+from .terminal.text_generation import Sampling, TextModel, import_client, read_prompt
 
 if TYPE_CHECKING:
     from ..client.session.inference_session import InferenceSession

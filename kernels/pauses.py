@@ -8,6 +8,9 @@ BYTE_COST = 16
 
 _ENDLESS = 2**62
 
+GiveWay = Callable[[], object]
+"""Called every few milliseconds by a long computation; runs what is urgent, and returns."""
+
 
 @dataclass(frozen=True)
 class Pauses:
@@ -18,7 +21,7 @@ class Pauses:
     how fast it goes: sums would be rounded otherwise each time.
     """
 
-    give_way: Callable[[], object]
+    give_way: GiveWay
     max_cost: int
 
     def cut(self, length: int, cost_each: int, multiple: int = 1) -> Iterator[slice]:

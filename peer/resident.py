@@ -11,7 +11,7 @@ from ..protocol.records.announcements import PeerState
 from ..protocol.spans import Span
 from .announcing.announcer import Announcer
 from .announcing.self_description import SelfDescription
-from .engine.loading.loader import HostedBlock
+from .engine.blocks.hosted_block import HostedBlock
 from .hosting.hosting import Hosting, LoadError, Stay
 from .placement.placement import Decision
 from .placer import Placer

@@ -20,7 +20,8 @@ from shoal.cli.swarm_speed import make_text_settings
 from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -41,7 +42,7 @@ class _LocalModel:
         self.layers = load_local_layers(checkpoint, torch.float32)
         self.kv_format = kv_format
         self.span = Span(0, config.num_hidden_layers)
-        self.engine = Engine.load(checkpoint, self.span, weights, kv_budget_bytes=2**28)
+        self.engine = load_engine(checkpoint, self.span, weights, kv_budget_bytes=2**28)
 
     def compute_logits(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Return the logits [B, T, V] of whole sequences."""
@@ -90,16 +91,16 @@ def _measure_loading_bytes(directory: Path, weights: str) -> tuple[int, int]:
         "import sys\n"
         "from shoal.models.checkpoints.checkpoint import Checkpoint\n"
         "from shoal.kernels.linear.quantize import WeightFormat\n"
-        "from shoal.peer.engine.engine import Engine\n"
+        "from shoal.peer.engine.loading.engine_loader import load_engine\n"
         "from shoal.protocol.spans import Span\n"
         "checkpoint = Checkpoint.open(sys.argv[1])\n"
         "span = Span(0, checkpoint.config['num_hidden_layers'])\n"
-        "Engine.load(checkpoint, Span(0, 1), WeightFormat(sys.argv[2]), kv_budget_bytes=0)\n"
+        "load_engine(checkpoint, Span(0, 1), WeightFormat(sys.argv[2]), kv_budget_bytes=0)\n"
         "def read(name):\n"
         "    lines = open('/proc/self/status').read().splitlines()\n"
         "    return 1024 * int(next(l.split()[1] for l in lines if l.startswith(name)))\n"
         "before = read('VmRSS')\n"
-        "engine = Engine.load(checkpoint, span, WeightFormat(sys.argv[2]), kv_budget_bytes=0)\n"
+        "engine = load_engine(checkpoint, span, WeightFormat(sys.argv[2]), kv_budget_bytes=0)\n"
         "print(read('VmHWM') - before, engine.num_weight_bytes)\n"
     )
     output = subprocess.run(
@@ -168,5 +169,5 @@ def _count_block_bytes(directory: Path) -> int:
     """Return the bytes of one block in fp32."""
     checkpoint = Checkpoint.open(directory)
     return (
-        4 * Engine.load(checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=0).num_parameters
+        4 * load_engine(checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=0).num_parameters
     )

@@ -21,8 +21,10 @@ from shoal.cli.bench_report import describe_machine
 from shoal.client.training.lora import LoraAdapter
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.adapters.adapters import Adapter
+from shoal.peer.engine.adapters.adapter import Adapter
+from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.spans import Span
 
@@ -49,7 +51,8 @@ def make_adapters(engine: Engine, described: Described) -> list[Adapter]:
                 if int(name.split(".layers.")[1].split(".")[0]) in engine.span
             }
         )
-        adapters.append(engine.read_adapter(trained.lora_config.to_json(), tensors))
+        config = trained.lora_config.to_json()
+        adapters.append(read_adapter(config, tensors, engine.spec, engine.span))
     return adapters
 
 
@@ -58,8 +61,8 @@ def measure(engine: Engine, adapters: Sequence[Adapter | None]) -> float:
     hidden = 0.02 * torch.randn(ROWS, TOKENS, engine.spec.hidden_size)
     work = PassWork(engine.span, hidden, adapters=tuple(adapters))
     started_at = time.perf_counter()
-    output = engine.run_forward(work, lambda: None)
-    engine.run_backward(work, torch.randn_like(output), lambda: None)
+    output = engine.passes.run_forward(work, lambda: None)
+    engine.passes.run_backward(work, torch.randn_like(output), lambda: None)
     return ROWS * TOKENS / (time.perf_counter() - started_at)
 
 
@@ -70,7 +73,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     model = make_benchmark_model()
-    engine = Engine.load(
+    engine = load_engine(
         Checkpoint.open(model.directory),
         Span(0, options.blocks),
         WeightFormat.INT8,

@@ -22,18 +22,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from measuring.benchmark_model import (
-    BenchmarkModel,
-    make_benchmark_model,
-    open_bundled_model,
-)
+from measuring.benchmark_model import BenchmarkModel, make_benchmark_model, open_bundled_model
 from shoal.cli.bench_report import describe_machine
 from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
 from shoal.kernels.linear.select import choose_int8_kernel, choose_paged_attention
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.blocks.capturer import CallingCapturer, Capturer
-from shoal.peer.engine.blocks.cuda_device import choose_device
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.devices.cuda_device import choose_device
+from shoal.peer.engine.devices.device import CallingCapturer, Capturer
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 
@@ -254,7 +252,7 @@ def main() -> None:
     if device.place.type == "cuda":
         machine = f"{torch.cuda.get_device_name(device.place)}; {machine}"
     with device.running():
-        engine = Engine.load(
+        engine = load_engine(
             Checkpoint.open(model.directory), Span(0, model.num_blocks), options.weights,
             device=device, kv_budget_bytes=2**30,
         )  # fmt: skip

@@ -14,7 +14,8 @@ from measuring.benchmark_model import BenchmarkModel
 from shoal.client.routing.swarm import Swarm
 from shoal.client.runtime.client import connect_over_network
 from shoal.client.session.farewells import Farewells
-from shoal.client.session.live_hops import LiveHops, SessionFacts
+from shoal.client.session.live_hops import LiveHops
+from shoal.client.session.route_opening import SessionFacts
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm

@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Sequence
 
-from ...peer.engine.blocks.device_names import NO_NF4, parse_cuda_number
+from ...peer.engine.devices.device_names import NO_NF4, parse_cuda_number
 from ...peer.runtime.config import WEIGHT_FORMATS, PeerConfig
 from ...protocol.errors import UsageError
 from .bundled_model import BUNDLED_NAME

@@ -16,8 +16,8 @@ from ..settings.config import make_whole
 from ..trace.trace import Recorder
 from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
 from .handoff import Handoff
-from .live_hops import Waiting
 from .mending import Failover
+from .route_opening import Waiting
 from .session import RemoteSession
 
 

@@ -16,6 +16,10 @@ _FIRST_POSITIONS = 2048
 """Positions computed at once at the start; the table doubles from there up to its maximum."""
 
 
+Rotation = tuple[Tensor, Tensor]
+"""Cosines and sines (cos_TD, sin_TD) of positions."""
+
+
 class RotaryTable:
     """Cosines and sines of positions `0 … max_positions - 1`, grown as positions are asked for.
 
@@ -69,7 +73,7 @@ class RotaryTable:
         self.cos_TD, self.sin_TD = self.cos_TD.to(device), self.sin_TD.to(device)
         return self
 
-    def rows(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+    def rows(self, start: int, count: int) -> Rotation:
         """Return (cos_TD, sin_TD) of `count` positions from `start`: views, not to be changed.
 
         Raises ValueError beyond `max_positions`.
@@ -81,7 +85,7 @@ class RotaryTable:
             self._grow(min(max(stop, 2 * len(self.cos_TD)), self.max_positions))
         return self.cos_TD[start:stop], self.sin_TD[start:stop]
 
-    def select(self, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+    def select(self, positions_N: Tensor) -> Rotation:
         """Return copies (cos_ND, sin_ND) of some positions; `rows` has returned all of them before.
 
         The positions are on the device of the table, which does not wait for them.

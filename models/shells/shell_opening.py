@@ -18,12 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ...protocol.errors import ModelError
 from ..families.registry import FAMILIES
-from ..specs.config_reader import (
-    MAX_HEADS,
-    MAX_POSITIONS,
-    ConfigReader,
-    limit_to_exact_positions,
-)
+from ..specs.config_reader import MAX_HEADS, MAX_POSITIONS, ConfigReader, limit_to_exact_positions
 from ..specs.model_spec import WrappedShape
 from .config_bounds import MAX_LAYERS, check_bounds
 from .shell import Shell

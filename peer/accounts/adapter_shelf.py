@@ -12,7 +12,7 @@ from ...protocol.fair_share import BUSY_SECONDS, Holder, compute_share
 from ...protocol.ids import AdapterId
 from ...protocol.messages.adapter_contents import KEEP_SECONDS
 from ...protocol.net.clock import Clock
-from ..engine.adapters.adapters import Adapter
+from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from .adapter_budget import MOST_BYTES
 from .shared_bytes import SharedBytes

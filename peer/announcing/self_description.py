@@ -13,8 +13,8 @@ from ...protocol.ids import ModelId, PeerId
 from ...protocol.records.announcements import Announcement, ComputeDtype, PeerState
 from ...protocol.spans import Span
 from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
-from ..engine.blocks.numerics import COMPUTE_DTYPES
 from ..engine.cache.kv_pool import KVCachePool, KVCacheStatistics
+from ..engine.devices.device import COMPUTE_DTYPES
 from ..hosting.hosting import Stay
 from ..pushing.reverse_connections import ReverseConnections
 from ..runtime.config import PeerConfig

@@ -1,5 +1,5 @@
-"""Computing: the engine, its thread, and the scheduler that chooses what runs next.
+"""Computing: the engine of a span, the thread that runs it, and the policy of its queue.
 
-Nothing here knows asyncio, streams or messages, except compute_thread.py, which hands results to
-the loop. Read first: engine.py.
+Nothing here knows streams or messages; asyncio only as far as the thread answers futures. An engine
+is made in loading/. Read first: engine.py, then compute_thread.py.
 """

@@ -1,26 +1,34 @@
-"""The one thread that touches the device, and the messages by which the event loop reaches it."""
+"""The one thread that touches the device: its queue of steps, and how the event loop reaches it.
+
+Each iteration computes the steps, and parts of prompts, that the policy in `scheduler` chooses.
+Passes run in the time that is left, and are interrupted for steps.
+"""
 
 import asyncio
+import contextlib
 import logging
+import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, TypeVar
 
+import torch
 from torch import Tensor
 
+from ...kernels.pauses import GiveWay
 from ...protocol.errors import ErrorCode, LocalProtocolError, RefusedError, ShoalError
-from .engine import Engine, StepWork
-from .jobs import ComputedStep, Iteration, Job
-from .pace import Pace
-from .pass_queue import GiveWay, Guest, PassJob, PassQueue
-from .priority import give_way_to_loops
+from ...protocol.session.table import find_rest
+from .engine import Engine
+from .pass_queue import Interruption, PassJob, PassQueue
 from .scheduler import (
-    Take,
+    IterationBudget,
+    ScheduledPart,
     Usage,
     WaitingStep,
     choose_batch,
@@ -28,10 +36,92 @@ from .scheduler import (
     count_cost,
     renew_usage,
 )
+from .steps import StepWork
 
 _logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+
+_NICENESS = 4
+"""More than that of event loops, of this process and of others: these have little to do, and users
+wait for it, while computing chosen all the time there is. It still gets a quarter of a processor
+that others want as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedStep:
+    """The hidden states of a computed step, and how long it waited and computed."""
+
+    hidden_BTH: Tensor
+    queue_seconds: float
+    compute_seconds: float
+
+
+@dataclass(slots=True)
+class StepJob:
+    """A waiting step and its progress: prompts are computed in parts."""
+
+    work: StepWork
+    holder: tuple[str, str]
+    future: asyncio.Future[ComputedStep]
+    submitted_at: float
+    compute_seconds: float = 0.0
+    num_done: int = 0
+    outputs: list[Tensor] = field(default_factory=list)
+
+    @property
+    def is_decoding(self) -> bool:
+        return self.work.num_tokens == 1
+
+    def describe(self) -> WaitingStep:
+        """Return the step as the policy sees it."""
+        num_tokens = self.work.num_tokens - self.num_done
+        return WaitingStep(
+            id(self.work.cache), self.holder, self.work.num_rows, num_tokens, self.is_decoding
+        )
+
+    def take(self, num_tokens: int) -> StepWork:
+        """Return the next part."""
+        return self.work.cut(self.num_done, num_tokens)
+
+    def advance(self, num_tokens: int, output_BTH: Tensor, seconds: float) -> bool:
+        """Note a part's result and its computing time; return whether it was the last part."""
+        self.num_done += num_tokens
+        self.compute_seconds += seconds
+        if self.work.last_token_only:
+            self.outputs.clear()
+        self.outputs.append(output_BTH)
+        return self.num_done == self.work.num_tokens
+
+    def fail(self) -> None:
+        """Take the cache back to what is left after a step that failed."""
+        self.work.cache.fall_back(find_rest(self.work.position, self.work.row_map))
+
+    def finish(self, now: float) -> ComputedStep | ShoalError:
+        """Return the result of the whole step, or an error if there is no memory to join it in."""
+        parts = self.outputs
+        try:
+            hidden_BTH = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        except Exception:
+            _logger.exception("the parts of a step could not be joined")
+            self.fail()
+            return RefusedError(ErrorCode.INTERNAL, "the peer failed to put the step together")
+        queue_seconds = now - self.submitted_at - self.compute_seconds
+        return ComputedStep(hidden_BTH, queue_seconds, self.compute_seconds)
+
+
+@dataclass(slots=True)
+class Iteration:
+    """Steps, and parts of steps, that are computed together: urgent steps first."""
+
+    parts: list[tuple[StepJob, StepWork]]
+    num_urgent: int
+    interrupted_seconds: float = 0.0
+
+    @property
+    def is_filling(self) -> bool:
+        """Whether it gives way to urgent steps."""
+        return len(self.parts) > self.num_urgent
 
 
 _NOTHING: Final = Iteration([], 0)
@@ -56,11 +146,11 @@ class ComputeThread:
         self._engine = engine
         self._now = now
         self._token_budget = token_budget
-        self._pace = Pace(token_budget, engine.part_tokens, len(engine.span))
+        self._budget = IterationBudget(token_budget, engine.part_tokens, len(engine.span))
         self._usage: Usage = {}
         self._loop = asyncio.get_running_loop()
         self._wake = threading.Condition()
-        self._jobs: Final[deque[Job]] = deque()
+        self._jobs: Final[deque[StepJob]] = deque()
         self._calls: Final[deque[_Call]] = deque()
         self._passes: Final = PassQueue(now)
         self._is_decoding_new = False
@@ -87,7 +177,7 @@ class ComputeThread:
         """Estimate how long a step of one more client would wait now."""
         with self._wake:
             num_holders = len({job.holder for job in self._jobs})
-        return num_holders * self._pace.iteration_seconds
+        return num_holders * self._budget.iteration_seconds
 
     @property
     def pass_queue_seconds(self) -> float:
@@ -104,7 +194,7 @@ class ComputeThread:
         what is left of a prompt, unless that part has begun.
         """
         future: asyncio.Future[ComputedStep] = self._loop.create_future()
-        job = Job(work, holder, future, self._now())
+        job = StepJob(work, holder, future, self._now())
         with self._wake:
             if job.is_decoding:
                 self._is_decoding_new = True
@@ -113,7 +203,7 @@ class ComputeThread:
         return future
 
     def limit_passes(self, num_bytes: int) -> None:
-        """Let no more guests into a pass than find room with it in so much memory."""
+        """Let passes interrupt each other only if all of them fit into so much memory."""
         self._passes.max_bytes = num_bytes
 
     def submit_pass(
@@ -123,9 +213,9 @@ class ComputeThread:
         holder: tuple[str, str] = ("", ""),
         num_bytes: int = 0,
     ) -> PassJob:
-        """Queue a pass: `run` computes it, and calls what it is given every few milliseconds.
+        """Queue a pass: `run` computes it, and calls its argument every few milliseconds.
 
-        Passes are for the time in which no step waits, and for a part of the other.
+        Passes get the time in which no step waits, and a share of the rest.
         """
         loop = self._loop
         future, released = loop.create_future(), loop.create_future()
@@ -134,7 +224,7 @@ class ComputeThread:
         return job
 
     def drop_pass(self, job: PassJob) -> None:
-        """Give a pass up, also when it has begun: soon it is released."""
+        """Cancel a pass, even if it runs: it is released soon."""
         job.future.cancel()
         self.post(self._release_cancelled)
 
@@ -151,7 +241,7 @@ class ComputeThread:
                 self._calls.append(_Call(function, None))
                 self._wake.notify()
 
-    def _enqueue(self, append: Callable[[Any], None], item: Job | _Call | PassJob) -> None:
+    def _enqueue(self, append: Callable[[Any], None], item: StepJob | _Call | PassJob) -> None:
         with self._wake:
             if not self._is_stopping:
                 append(item)
@@ -160,12 +250,12 @@ class ComputeThread:
         self._turn_away(item)
 
     def _run(self) -> None:
-        give_way_to_loops()
+        _lower_priority()
         try:
             while self._wait_for_work():
                 self.step()
         finally:
-            # Also when the loop above failed: nobody may be left waiting for a dead thread.
+            # Also when the loop above failed: no future may wait for a dead thread.
             with self._wake:
                 self._is_stopping = True
             for item in (*self._calls, *self._jobs, *self._passes.take_all()):
@@ -192,27 +282,27 @@ class ComputeThread:
 
     def _run_pass(self, job: PassJob) -> None:
         try:
-            result = self._passes.run(job, self._let_in)
+            result = self._passes.run(job, self._run_interruption)
         except BaseException:
             self._passes.append(job)  # like in `_compute`
             raise
         self._answer(job.future, result)
         self._answer(job.released, None)
 
-    def _let_in(self, kinds: Collection[Guest]) -> Guest | None:
-        """Compute something of others while a pass stands still; return what that was."""
+    def _run_interruption(self, kinds: Collection[Interruption]) -> Interruption | None:
+        """Compute other work in the middle of a pass; return its kind."""
         if self._is_stopping:
             raise _make_stopping_error()
         self._run_calls()
-        if self._jobs and Guest.TOKENS in kinds:
-            is_whole = Guest.PROMPTS in kinds
+        if self._jobs and Interruption.TOKENS in kinds:
+            is_whole = Interruption.PROMPTS in kinds
             iteration = self._choose_iteration() if is_whole else self._choose_urgent()
             if iteration.parts:
                 self._compute(iteration)
-                return Guest.PROMPTS if iteration.is_filling else Guest.TOKENS
-        if self._passes and Guest.PASS in kinds and (job := self._choose_pass()) is not None:
+                return Interruption.PROMPTS if iteration.is_filling else Interruption.TOKENS
+        if self._passes and Interruption.PASS in kinds and (job := self._choose_pass()) is not None:
             self._run_pass(job)
-            return Guest.PASS
+            return Interruption.PASS
         return None
 
     def _choose_pass(self) -> PassJob | None:
@@ -230,7 +320,7 @@ class ComputeThread:
         started_at = self._now()
         before_block = None
         if iteration.is_filling:
-            self._pace.begin_filling(started_at)
+            self._budget.begin_filling(started_at)
             before_block = partial(self._give_way, iteration)
         try:
             results = self._execute([part for _, part in iteration.parts], before_block)
@@ -243,9 +333,9 @@ class ComputeThread:
             raise
 
     def _give_way(self, iteration: Iteration) -> None:
-        """Compute what has become urgent, before an iteration that fills the time goes on."""
+        """Compute steps that have become urgent, before a filling iteration goes on."""
         now = self._now()
-        if self._is_decoding_new and self._pace.must_give_way(now):
+        if self._is_decoding_new and self._budget.must_give_way(now):
             urgent = self._choose_urgent(iteration)
             if urgent.parts:
                 self._compute(urgent)
@@ -264,16 +354,16 @@ class ComputeThread:
         return [self._execute_alone(work, is_retry=len(works) > 1) for work in works]
 
     def _execute_alone(self, work: StepWork, is_retry: bool) -> Tensor | ShoalError:
-        """Keep one session's failure from the others of its batch: try each of them again.
+        """Isolate a session's failure from its batch: try each step again.
 
-        Not where rows were to be moved: they may have been moved already.
+        Not if rows were to be reordered: they may have been reordered already.
         """
         if is_retry and work.row_map is None:
             return self._execute([work])[0]
         return RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the step")
 
     def _run_calls(self) -> None:
-        # Those that are there now: calls that keep coming must not keep the steps waiting.
+        # Only those that are there now: calls that keep coming must not delay steps.
         for _ in range(len(self._calls)):
             call = self._calls.popleft()
             try:
@@ -288,44 +378,44 @@ class ComputeThread:
         with self._wake:
             now = self._now()
             jobs, waiting = self._look()
-            crowding = self._pace.find_crowding(now)
-            takes = urgent = choose_urgent(waiting, self._usage, self._token_budget, crowding)
-            if not urgent or self._pace.is_filling_owed:
-                takes = choose_batch(
+            crowding = self._budget.find_crowding(now)
+            chosen = urgent = choose_urgent(waiting, self._usage, self._token_budget, crowding)
+            if not urgent or self._budget.is_filling_owed:
+                chosen = choose_batch(
                     waiting,
                     self._usage,
                     self._token_budget,
-                    self._pace.choose_budget(now),
+                    self._budget.choose_num_tokens(now),
                     self._engine.part_tokens,
                     crowding,
                 )
-            return Iteration(self._take(jobs, waiting, takes), len(urgent))
+            return Iteration(self._take(jobs, waiting, chosen), len(urgent))
 
     def _choose_urgent(self, interrupted: Iteration = _NOTHING) -> Iteration:
         with self._wake:
             jobs, waiting = self._look()
-            crowding = self._pace.find_crowding(self._now())
+            crowding = self._budget.find_crowding(self._now())
             running = [job.describe() for job, _ in interrupted.parts]
-            takes = choose_urgent(waiting, self._usage, self._token_budget, crowding, running)
-            parts = self._take(jobs, waiting + running, takes) if takes else []
-            return Iteration(parts, len(takes))
+            chosen = choose_urgent(waiting, self._usage, self._token_budget, crowding, running)
+            parts = self._take(jobs, waiting + running, chosen) if chosen else []
+            return Iteration(parts, len(chosen))
 
-    def _look(self) -> tuple[list[Job], list[WaitingStep]]:
-        """Return the jobs that wait, and what the policy may know of them."""
+    def _look(self) -> tuple[list[StepJob], list[WaitingStep]]:
+        """Return the waiting jobs, and the same as the policy sees them."""
         self._is_decoding_new = False
         jobs = [job for job in self._jobs if not job.future.cancelled()]
         return jobs, [job.describe() for job in jobs]
 
     def _take(
-        self, jobs: list[Job], present: list[WaitingStep], takes: list[Take]
-    ) -> list[tuple[Job, StepWork]]:
-        """Take what was chosen out of the queue, and charge those whose it is."""
-        self._usage = renew_usage(self._usage, present, takes)
-        taken = {take.index for take in takes}
-        # In place: somebody may wait for the lock to append to this very queue.
+        self, jobs: list[StepJob], present: list[WaitingStep], chosen: list[ScheduledPart]
+    ) -> list[tuple[StepJob, StepWork]]:
+        """Take what was chosen out of the queue, and charge its holders."""
+        self._usage = renew_usage(self._usage, present, chosen)
+        taken = {part.index for part in chosen}
+        # In place: another thread may wait for the lock to append to this very queue.
         self._jobs.clear()
         self._jobs.extend(job for index, job in enumerate(jobs) if index not in taken)
-        return [(jobs[take.index], jobs[take.index].take(take.num_tokens)) for take in takes]
+        return [(jobs[part.index], jobs[part.index].take(part.num_tokens)) for part in chosen]
 
     def _deliver(
         self,
@@ -334,8 +424,8 @@ class ComputeThread:
         now: float,
         seconds: float,
     ) -> None:
-        """Answer what is done, and put back at the front of the queue what is not."""
-        unfinished: list[Job] = []
+        """Answer finished steps, and put the others back at the front of the queue."""
+        unfinished: list[StepJob] = []
         for (job, part), result in zip(iteration.parts, results, strict=True):
             if not isinstance(result, Tensor):
                 job.fail()
@@ -349,18 +439,18 @@ class ComputeThread:
             for job, part in iteration.parts[iteration.num_urgent :]
         )
         with self._wake:
-            self._pace.note(now, seconds, iteration.num_urgent, num_filling)
+            self._budget.note_iteration(now, seconds, iteration.num_urgent, num_filling)
             for job, _ in iteration.parts:
                 if job.is_decoding:
                     self._note_decoding(job, now)
             self._jobs.extendleft(reversed(unfinished))
 
-    def _note_decoding(self, job: Job, now: float) -> None:
-        # When it comes and when it is done: a step may wait for longer than is called recent.
-        self._pace.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
+    def _note_decoding(self, job: StepJob, now: float) -> None:
+        # At arrival and at the end: a step may wait for longer than counts as recent.
+        self._budget.note_decoding(now, job.holder, id(job.work.cache), job.work.num_rows)
 
-    def _turn_away(self, item: Job | _Call | PassJob) -> None:
-        """Answer what comes too late."""
+    def _turn_away(self, item: StepJob | _Call | PassJob) -> None:
+        """Refuse work that comes too late."""
         self._answer(item.future, _make_stopping_error())
         if isinstance(item, PassJob):
             self._answer(item.released, None)
@@ -372,16 +462,30 @@ class ComputeThread:
             if isinstance(result, BaseException):
                 future.set_exception(result)
                 if isinstance(result, RefusedError):
-                    future.exception()  # an answer, not a failure: who left need not read it
+                    future.exception()  # an answer, not a failure: no one has to read it
             else:
                 future.set_result(result)
 
         try:
             self._loop.call_soon_threadsafe(settle)
         except RuntimeError:
-            # The loop is closed: nobody is left to read the answer.
+            # The loop is closed: the answer has no reader.
             return
 
 
 def _make_stopping_error() -> RefusedError:
     return RefusedError(ErrorCode.DRAINING, "the peer is shutting down")
+
+
+def _lower_priority() -> None:
+    """Give the calling thread, and threads that it starts, a smaller share than others have.
+
+    Others are those that the operating system weighs against it: a session's or a container's
+    threads, where it groups them. Only on Linux do threads have a priority of their own; elsewhere
+    nothing changes.
+    """
+    if sys.platform != "linux":
+        return
+    own = threading.get_native_id()
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, own, os.getpriority(os.PRIO_PROCESS, own) + _NICENESS)

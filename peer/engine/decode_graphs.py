@@ -1,73 +1,89 @@
-"""Steps of generated tokens, captured once for each size and run again.
+"""Steps of generated tokens, captured once for each size and replayed: CUDA graphs.
 
-A device computes a block faster than the processor can ask for it, operation by operation. So a
-step through all blocks is captured, on tensors that stay, and asked for as a whole.
+A device computes a block faster than the processor can launch it, operation by operation. So a
+step through all blocks is captured on tensors that stay, and launched as a whole.
 
-Tensor suffixes: N rows of the step, padded; H hidden; M pages of a row.
+Tensor suffixes: N tokens of the step, padded; H hidden; M pages of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 
-from .blocks.capturer import Capturer
-from .blocks.paged_rows import PagedRows
-from .blocks.rows import Rotation, Segments
+from ...kernels.attention.rotary import Rotation
+from ...kernels.linear.linear import RowPrecision
+from .blocks.attention_kernels import PagedTokenBatch, lay_out_in_pages
+from .blocks.batch import StepBatch, TokenRange
+from .blocks.hosted_block import HostedBlock
+from .devices.device import Capturer, Device
 
-MAX_ROWS = 64
-"""Steps of more rows keep a device busy for long enough."""
+MAX_TOKENS = 64
+"""Steps of more tokens keep a device busy for long enough."""
 
 LEAST_TABLE_PAGES = 64
-"""Tables are as wide as the longest text needs, of widths that are four times as large each: few
-to capture, and what is too wide costs little, since nothing is read behind the end of a text."""
+"""Tables are as wide as the longest row needs; each width is four times the one before. So few are
+captured, and a table that is too wide costs little, since nothing behind a row's end is read."""
 
-ROW_COUNTS = tuple(2**power for power in range(MAX_ROWS.bit_length()))
-"""How many rows there are after padding."""
-
-Compute = Callable[[torch.Tensor, Segments], torch.Tensor]
-"""All blocks: hidden states [N, H] in, and out, of decoded rows."""
+TOKEN_COUNTS = tuple(2**power for power in range(MAX_TOKENS.bit_length()))
+"""The numbers of tokens after padding."""
 
 
 class DecodeGraphs:
     """Takes steps of generated tokens through all blocks of an engine."""
 
-    def __init__(self, compute: Compute, capturer: Capturer) -> None:
-        self._compute = compute
+    def __init__(self, blocks: Sequence[HostedBlock], capturer: Capturer) -> None:
+        self._blocks = blocks
         self._capturer = capturer
         self._steps: dict[tuple[int, int, torch.dtype], _CapturedStep] = {}
 
     def __repr__(self) -> str:
-        sizes = [f"{rows} x {pages}" for rows, pages, _ in self._steps]
+        sizes = [f"{tokens} x {pages}" for tokens, pages, _ in self._steps]
         return f"<DecodeGraphs of {', '.join(sizes) or 'nothing yet'}>"
 
-    @staticmethod
-    def can_run(segments: Segments) -> bool:
-        """Return whether these are few rows, all of generated tokens, in caches of one format."""
-        is_small = segments.all[-1].stop <= MAX_ROWS
-        return is_small and not segments.prompts and len(segments.paged_rows) == 1
+    @classmethod
+    def make(cls, blocks: Sequence[HostedBlock], device: Device) -> DecodeGraphs | None:
+        """Return graphs where the device captures and the blocks allow it."""
+        if device.capturer is None or not all(block.has_fixed_shapes for block in blocks):
+            return None
+        return cls(blocks, device.capturer)
 
-    def run(self, hidden_NH: torch.Tensor, rows: PagedRows) -> torch.Tensor:
-        """Return the hidden states behind the blocks; writes into the rows' caches."""
-        num_rows, num_pages = rows.tables_NM.shape
-        size = choose_size(num_rows, num_pages)
-        key = (*size, rows.layout.dtype)
+    @staticmethod
+    def can_run(batch: StepBatch) -> bool:
+        """Return whether these are few tokens, all generated, in caches of one format."""
+        is_small = batch.steps[-1].stop <= MAX_TOKENS
+        return is_small and not batch.prompts and len(batch.in_form(lay_out_in_pages)) == 1
+
+    def run(self, hidden_NH: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Return the output of the last block; writes into the sessions' memory."""
+        (paged,) = batch.in_form(lay_out_in_pages)
+        num_tokens, num_pages = paged.tables_NM.shape
+        size = choose_size(num_tokens, num_pages)
+        key = (*size, paged.layout.dtype)
         step = self._steps.get(key)
         if step is None:
-            step = _CapturedStep.make(hidden_NH, rows, size)
-            step.fill(hidden_NH, rows)
-            step.run_again = self._capturer.capture(lambda: step.compute(self._compute))
+            step = _CapturedStep.make(hidden_NH, paged, size)
+            step.fill(hidden_NH, paged)
+            step.replay = self._capturer.capture(lambda: self._compute(step))
             self._steps[key] = step
-        step.fill(hidden_NH, rows)
-        step.run_again()
-        return step.output_NH[:num_rows].clone()
+        step.fill(hidden_NH, paged)
+        step.replay()
+        return step.output_NH[:num_tokens].clone()
+
+    def _compute(self, step: _CapturedStep) -> None:
+        # Sessions differ from step to step: the batch has none, only their tokens over pages.
+        batch = StepBatch((), (), {lay_out_in_pages: [step.paged]})
+        hidden_NH = step.hidden_NH
+        ranges = [TokenRange(0, len(hidden_NH), RowPrecision.TWO_DIGITS)]
+        for block in self._blocks:
+            hidden_NH = block(hidden_NH, batch, ranges)
+        step.output_NH.copy_(hidden_NH)
 
 
-def choose_size(num_rows: int, num_pages: int) -> tuple[int, int]:
-    """Return the rows and the pages of a row that a step is padded to.
+def choose_size(num_tokens: int, num_pages: int) -> tuple[int, int]:
+    """Return the tokens, and the pages of a row, that a step is padded to.
 
     >>> choose_size(1, 3), choose_size(5, 65)
     ((1, 64), (8, 256))
@@ -75,66 +91,52 @@ def choose_size(num_rows: int, num_pages: int) -> tuple[int, int]:
     width = LEAST_TABLE_PAGES
     while width < num_pages:
         width *= 4
-    return 1 << (num_rows - 1).bit_length(), width
+    return 1 << (num_tokens - 1).bit_length(), width
 
 
 @dataclass
 class _CapturedStep:
-    """Tensors that stay, and what computes on them. Rows that nobody fills see no keys."""
+    """Tensors that stay, and what computes on them. Padding sees no keys."""
 
     hidden_NH: torch.Tensor
-    rows: PagedRows
+    paged: PagedTokenBatch
     output_NH: torch.Tensor
-    run_again: Callable[[], None]
+    replay: Callable[[], None]
 
     @classmethod
-    def make(cls, hidden_NH: torch.Tensor, rows: PagedRows, size: tuple[int, int]) -> _CapturedStep:
+    def make(
+        cls, hidden_NH: torch.Tensor, paged: PagedTokenBatch, size: tuple[int, int]
+    ) -> _CapturedStep:
         """Return a step of a size, with nothing in it."""
-        num_rows, num_pages = size
-        padded_NH = hidden_NH.new_zeros(num_rows, hidden_NH.shape[1])
+        num_tokens, num_pages = size
+        padded_NH = hidden_NH.new_zeros(num_tokens, hidden_NH.shape[1])
         padded = replace(
-            rows,
-            places=slice(0, num_rows),
-            positions_N=rows.positions_N.new_zeros(num_rows),
-            tables_NM=rows.tables_NM.new_full((num_rows, num_pages), rows.store.nobodys_page),
-            lengths_N=rows.lengths_N.new_zeros(num_rows),
-            rotations=tuple(_pad(rotation, num_rows) for rotation in rows.rotations),
+            paged,
+            tokens=slice(0, num_tokens),
+            positions_N=paged.positions_N.new_zeros(num_tokens),
+            tables_NM=paged.tables_NM.new_full((num_tokens, num_pages), paged.store.nobodys_page),
+            lengths_N=paged.lengths_N.new_zeros(num_tokens),
+            rotations=tuple(_pad(rotation, num_tokens) for rotation in paged.rotations),
         )
         return cls(padded_NH, padded, torch.zeros_like(padded_NH), lambda: None)
 
-    def fill(self, hidden_NH: torch.Tensor, rows: PagedRows) -> None:
-        """Take a step in; what is left of the one before is nobody's."""
-        num_rows, num_pages = rows.tables_NM.shape
-        self.hidden_NH[:num_rows].copy_(hidden_NH)
-        self.hidden_NH[num_rows:].zero_()
-        self.rows.positions_N[:num_rows].copy_(rows.positions_N)
-        self.rows.positions_N[num_rows:].zero_()
-        self.rows.lengths_N[:num_rows].copy_(rows.lengths_N)
-        self.rows.lengths_N[num_rows:].zero_()
-        self.rows.tables_NM.fill_(rows.store.nobodys_page)
-        self.rows.tables_NM[:num_rows, :num_pages].copy_(rows.tables_NM)
-        for ours, theirs in zip(self.rows.rotations, rows.rotations, strict=True):
+    def fill(self, hidden_NH: torch.Tensor, paged: PagedTokenBatch) -> None:
+        """Take a step in; what is left of the one before becomes padding."""
+        num_tokens, num_pages = paged.tables_NM.shape
+        self.hidden_NH[:num_tokens].copy_(hidden_NH)
+        self.hidden_NH[num_tokens:].zero_()
+        self.paged.positions_N[:num_tokens].copy_(paged.positions_N)
+        self.paged.positions_N[num_tokens:].zero_()
+        self.paged.lengths_N[:num_tokens].copy_(paged.lengths_N)
+        self.paged.lengths_N[num_tokens:].zero_()
+        self.paged.tables_NM.fill_(paged.store.nobodys_page)
+        self.paged.tables_NM[:num_tokens, :num_pages].copy_(paged.tables_NM)
+        for ours, theirs in zip(self.paged.rotations, paged.rotations, strict=True):
             for padded_ND, states_ND in zip(ours, theirs, strict=True):
-                padded_ND[:num_rows].copy_(states_ND)
-
-    def compute(self, compute: Compute) -> None:
-        """Compute what was filled in."""
-        self.output_NH.copy_(compute(self.hidden_NH, _FilledRows(self.rows)))
+                padded_ND[:num_tokens].copy_(states_ND)
 
 
-class _FilledRows(Segments):
-    """Rows whose sessions differ from step to step: no segments, but the layout of them."""
-
-    def __init__(self, rows: PagedRows) -> None:
-        super().__init__((), ())
-        self._rows = rows
-
-    @cached_property
-    def paged_rows(self) -> list[PagedRows]:
-        return [self._rows]
-
-
-def _pad(rotation: Rotation, num_rows: int) -> Rotation:
+def _pad(rotation: Rotation, num_tokens: int) -> Rotation:
     cos_ND, sin_ND = rotation
-    shape = (num_rows, cos_ND.shape[1])
+    shape = (num_tokens, cos_ND.shape[1])
     return cos_ND.new_zeros(shape), sin_ND.new_zeros(shape)

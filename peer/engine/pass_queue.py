@@ -1,4 +1,4 @@
-"""Passes that wait for the compute thread, those that it is at, and whom they let in."""
+"""Passes that wait for the compute thread, those that it runs, and what may interrupt them."""
 
 import asyncio
 import logging
@@ -8,46 +8,44 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from ...kernels.pauses import GiveWay
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
-from .scheduler import Take, Usage, WaitingStep, choose_next, renew_usage
+from .scheduler import ScheduledPart, Usage, WaitingStep, choose_next, renew_usage
 
 _logger = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 4
-"""Passes that are begun and not over. Each costs half as much as the one before it, at most: so
-all of them together take about the time of two like the first. Of memory that says nothing."""
+"""Passes that run inside each other. Each costs at most half as much as the one before it: together
+they take about twice the time of the first. Their memory is limited by `max_bytes`."""
 
 _SMOOTHING = 0.3
 
-GiveWay = Callable[[], None]
-"""What a pass calls every few milliseconds, so that tokens and prompts do not wait for its end."""
 
-
-class Guest(Enum):
-    """What is computed while a pass stands still."""
+class Interruption(Enum):
+    """Work that is computed in the middle of a pass."""
 
     TOKENS = auto()
     PROMPTS = auto()
-    """Perhaps with tokens."""
+    """Prompts, perhaps with tokens."""
     PASS = auto()
-    """A shorter one of another holder, as a whole."""
+    """A shorter pass of another holder, as a whole."""
 
 
-_OWN_TIME = {Guest.TOKENS: 0.25, Guest.PROMPTS: 1.0, Guest.PASS: 1.0}
-"""How much time a pass has for itself, for each second that a guest took, before the next one of
-its kind. Somebody waits for each token, so those get four fifths of the time if they need it."""
+_OWN_TIME = {Interruption.TOKENS: 0.25, Interruption.PROMPTS: 1.0, Interruption.PASS: 1.0}
+"""How long a pass computes after an interruption before the next one of its kind, for each second
+that this one took. Users wait for tokens, so these get four fifths of the time if needed."""
 
-LetIn = Callable[[Collection[Guest]], Guest | None]
-"""Computes a guest of one of these kinds; returns which it was, or None where there is none."""
+RunInterruption = Callable[[Collection[Interruption]], Interruption | None]
+"""Computes an interruption of one of these kinds; returns its kind, or None if none waits."""
 
 
 class PassDroppedError(Exception):
-    """Nobody waits for the pass any more."""
+    """The pass was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
 class ComputedPass:
-    """What a pass led to, and how long it waited, also for others meanwhile, and computed."""
+    """The result of a pass, and how long it waited, interruptions included, and computed."""
 
     result: Any
     queue_seconds: float
@@ -56,32 +54,32 @@ class ComputedPass:
 
 @dataclass(eq=False, slots=True)
 class PassJob:
-    """A pass and what becomes of it. `cost` is what it takes, in tokens through a block forward."""
+    """A pass and its future. `cost` is in tokens that go forward through one block."""
 
     run: Callable[[GiveWay], Any]
     cost: int
     holder: tuple[str, str]
     future: asyncio.Future[ComputedPass]
     released: asyncio.Future[None]
-    """Done when nothing on the thread holds on to it, however it ended."""
+    """Done when the thread holds no reference to the pass, however it ended."""
     submitted_at: float
     num_bytes: int = 0
     """The most memory that computing it takes."""
 
 
 class PassQueue:
-    """Runs passes one after the other, and lets others compute in between.
+    """Runs passes one after the other, and interrupts them for other work.
 
-    Holders take turns like those of sessions. A long pass does not hold up the short ones of other
-    holders: they are guests in its middle, up to half as long as it, if their memory
-    and its own are no more than `max_bytes`.
+    Holders take turns like those of sessions. A long pass does not delay short ones of other
+    holders: these interrupt it if they are at most half as long, and if all of them together take
+    no more memory than `max_bytes`.
     """
 
     def __init__(self, now: Callable[[], float]) -> None:
         self.max_bytes = 0
         self._now = now
         self._jobs: list[PassJob] = []
-        self._turns: list[_Turn] = []  # each but the first is a guest of the one before
+        self._running: list[_RunningPass] = []  # each but the first interrupts the one before
         self._usage: Usage = {}
         self._cost_seconds = 0.0
 
@@ -94,7 +92,7 @@ class PassQueue:
         heads: dict[tuple[str, str], int] = {}
         for job in self._jobs:
             heads.setdefault(job.holder, job.cost)
-        running = sum(turn.estimate_rest(self._cost_seconds) for turn in tuple(self._turns))
+        running = sum(one.estimate_rest(self._cost_seconds) for one in tuple(self._running))
         return running + self._cost_seconds * sum(heads.values())
 
     def append(self, job: PassJob) -> None:
@@ -102,20 +100,20 @@ class PassQueue:
         self._jobs.append(job)
 
     def take_all(self) -> list[PassJob]:
-        """Return what waits, which nobody will compute."""
+        """Return the waiting passes, which will not be computed."""
         jobs, self._jobs = self._jobs, []
         return jobs
 
     def take_cancelled(self) -> list[PassJob]:
-        """Take those out of the queue for which nobody waits any more."""
+        """Take cancelled passes out of the queue."""
         cancelled = [job for job in self._jobs if job.future.cancelled()]
         self._jobs = [job for job in self._jobs if not job.future.cancelled()]
         return cancelled
 
     def choose(self) -> PassJob | None:
-        """Take the pass whose turn it is out of the queue; None where none waits.
+        """Take the pass whose turn it is out of the queue; None if none waits.
 
-        While one runs, only a guest of it is chosen.
+        While a pass runs, only one that may interrupt it is chosen.
         """
         waiting = [
             WaitingStep(id(job), job.holder, 1, job.cost, is_decoding=False) for job in self._jobs
@@ -125,26 +123,28 @@ class PassQueue:
         if index is None:
             return None
         place = ready[index]
-        self._usage = renew_usage(self._usage, waiting, [Take(place, waiting[place].num_tokens)])
+        chosen = ScheduledPart(place, waiting[place].num_tokens)
+        self._usage = renew_usage(self._usage, waiting, [chosen])
         return self._jobs.pop(place)
 
     def _may_begin(self, job: PassJob) -> bool:
         if job.future.cancelled():
             return False
-        if not self._turns:
+        if not self._running:
             return True
-        is_short = 2 * job.cost <= self._turns[-1].job.cost and len(self._turns) < _MOST_AT_ONCE
-        num_bytes = job.num_bytes + sum(turn.job.num_bytes for turn in self._turns)
+        innermost = self._running[-1].job
+        is_short = 2 * job.cost <= innermost.cost and len(self._running) < _MOST_AT_ONCE
+        num_bytes = job.num_bytes + sum(one.job.num_bytes for one in self._running)
         if num_bytes > self.max_bytes:
             return False
-        return is_short and all(job.holder != turn.job.holder for turn in self._turns)
+        return is_short and all(job.holder != one.job.holder for one in self._running)
 
-    def run(self, job: PassJob, let_in: LetIn) -> ComputedPass | ShoalError | None:
-        """Run a pass to its end; None if nobody waits for it any more."""
-        turn = _Turn(job, self._now, let_in)
-        self._turns.append(turn)
+    def run(self, job: PassJob, interrupt: RunInterruption) -> ComputedPass | ShoalError | None:
+        """Run a pass to its end; None if it was cancelled meanwhile."""
+        running = _RunningPass(job, self._now, interrupt)
+        self._running.append(running)
         try:
-            computed = turn.conclude(job.run(turn.give_way))
+            computed = running.conclude(job.run(running.give_way))
         except PassDroppedError:
             return None
         except ShoalError as error:
@@ -153,38 +153,39 @@ class PassQueue:
             _logger.exception("a pass failed")
             return RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the pass")
         finally:
-            self._turns.pop()
+            self._running.pop()
         shown = computed.compute_seconds / job.cost
         known = self._cost_seconds or shown
         self._cost_seconds = known + _SMOOTHING * (shown - known)
         return computed
 
 
-class _Turn:
-    """One pass while it runs, and the times at which others interrupt it."""
+class _RunningPass:
+    """A pass while it runs, and when each kind of work may interrupt it next."""
 
-    def __init__(self, job: PassJob, now: Callable[[], float], let_in: LetIn) -> None:
+    def __init__(self, job: PassJob, now: Callable[[], float], interrupt: RunInterruption) -> None:
         self.job = job
         self._now = now
-        self._let_in = let_in
+        self._interrupt = interrupt
         self._began_at = now()
-        self._owed_until = dict.fromkeys(Guest, self._began_at)
+        self._owed_until = dict.fromkeys(Interruption, self._began_at)
         self._interrupted_seconds = 0.0
 
     def give_way(self) -> None:
-        """Let somebody in whose turn it is."""
+        """Run an interruption if the time for one of its kind has come."""
         if self.job.future.cancelled():
             raise PassDroppedError
         now = self._now()
-        guest = self._let_in([kind for kind, until in self._owed_until.items() if now >= until])
-        if guest is None:
+        due = [kind for kind, until in self._owed_until.items() if now >= until]
+        interruption = self._interrupt(due)
+        if interruption is None:
             return
         resumed_at = self._now()
         seconds = resumed_at - now
         self._interrupted_seconds += seconds
-        for kind in Guest:
-            self._owed_until[kind] += seconds  # it had nothing of these
-        self._owed_until[guest] = resumed_at + _OWN_TIME[guest] * seconds
+        for kind in Interruption:
+            self._owed_until[kind] += seconds  # meanwhile the pass had no time for itself
+        self._owed_until[interruption] = resumed_at + _OWN_TIME[interruption] * seconds
 
     def conclude(self, result: Any) -> ComputedPass:
         """Return the result with the times that it took."""

@@ -1,37 +1,50 @@
-"""Which waiting work the compute thread takes next: pure decisions.
+"""Which waiting work the compute thread takes next, and how much of it.
 
-Work is of two kinds. Steps that decode are *urgent*: somebody waits for the token. Prompts *fill*
-the time in between, and so does what one client decodes in many sessions beside others. Where it
-matters to the last bit how a prompt is cut, parts are of a fixed size, whatever else goes on: so
-nobody's results depend on the company.
+Work is of two kinds. Decoding steps are *urgent*: a user waits for the token. Prompts *fill* the
+time in between, and so does the decoding of a client that runs many sessions beside others. If the
+cut of a prompt decides its last bits, parts have a fixed size, whatever else is computed: results
+do not depend on other clients.
+
+The functions are pure decisions; `IterationBudget` measures what they go by.
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-PART_TOKENS = 64
-"""Rows times tokens of one part of a prompt where its size makes a difference: large enough for
-torch's attention to be quick."""
+from .blocks.prompt_parts import PART_TOKENS, count_part_tokens
 
-SHORT_PART_TOKENS = 16
-"""The same where a prompt may be cut anywhere: the least that is worth reading the weights for."""
+_IDLE_SECONDS = 0.03
+"""How long an iteration may be when no session decodes: at every peer a new client waits for one
+to open its session, and for another with its first tokens."""
+
+_BLOCK_SECONDS = 0.002
+"""How long a block of filling work may take while a session decodes: urgent steps wait for it."""
+
+_RECENT_SECONDS = 0.25
+_RECENT_ITERATIONS = 8
+"""A session decodes if its last step was within these seconds, or so many iterations."""
+
+_FEW_ROWS = 4
+"""The rows that people decode at once; programs decode more."""
+
+_SMOOTHING = 0.2
 
 LEAD_TOKENS = 8192
-"""How much more than others who wait somebody may have had and still be urgent: many rows that
-decode can take as much time as a prompt."""
+"""How far ahead of other waiting holders a holder's steps may be and still count as urgent: many
+decoding rows can take as much time as a prompt."""
 
 DECODED_TOKENS = 8
-"""Tokens of a prompt that take about as long as a row that decodes, with few rows at a time."""
+"""Tokens of a prompt that take about as long as one decoding row, with few rows at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class WaitingStep:
-    """What the policy may know of a step that waits.
+    """A waiting step as the policy sees it.
 
-    `session` tells sessions apart: steps of one session never overtake each other. `holder` is
-    whose it is: an address, and a client there. `num_tokens` are the tokens per row that are not
-    computed yet.
+    Steps of one `session` never overtake each other. `holder` is an address, and a client there.
+    `num_tokens` are the tokens per row that are not computed yet.
     """
 
     session: int
@@ -42,30 +55,21 @@ class WaitingStep:
 
 
 _FORGETTING = 1 / 32
-"""The part of what somebody is ahead by that an iteration without him forgets. Who decodes misses
-some between two tokens, and should not pay for a prompt that is done for long."""
+"""The fraction of a holder's lead that each iteration without it forgets. A decoding client misses
+some iterations between two tokens, and should not pay for a prompt that was done long ago."""
 
 Usage = Mapping[tuple[str, ...], float]
-"""Tokens of prompts, or as much, by which each address, each holder beside others of its address
-and each session beside others of its holder is ahead: of the one that waited and had had the least
-when the last batch was chosen. Who is not in it is not ahead."""
+"""The lead of each address, of each holder among those of its address, and of each session among
+those of its holder, in tokens of prompts: over the one that had had the least among those that
+waited when the last batch was chosen. Missing keys have no lead."""
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class ScheduledPart:
     """The next `num_tokens` tokens per row of the waiting step at `index`."""
 
     index: int
     num_tokens: int
-
-
-def count_part_tokens(num_rows: int, part_tokens: int = PART_TOKENS) -> int:
-    """Return how many tokens per row make one part of a prompt: a power of two.
-
-    >>> [count_part_tokens(num_rows) for num_rows in (1, 2, 3, 100)]
-    [64, 32, 16, 1]
-    """
-    return 2 ** (max(1, part_tokens // num_rows).bit_length() - 1)
 
 
 def choose_urgent(
@@ -74,24 +78,24 @@ def choose_urgent(
     token_budget: int,
     crowding: Collection[tuple[str, str]] = (),
     running: Sequence[WaitingStep] = (),
-) -> list[Take]:
-    """Return the steps for which everything else has to wait, up to `token_budget` rows.
+) -> list[ScheduledPart]:
+    """Return the steps for which all other work has to wait, up to `token_budget` rows.
 
     `waiting` is in order of arrival; only the oldest step of a session is a candidate, and only if
-    the session has none that is `running`. Steps that decode are urgent, except those of two kinds
-    of holders. Who is `crowding`, decoding many rows beside others who decode few, would make their
-    iterations many times as long. And who is ahead of others by more than LEAD_TOKENS has to let
-    them catch up.
+    the session has none that is `running`. Decoding steps are urgent, except those of two kinds of
+    holders: a `crowding` holder decodes many rows beside others that decode few, and would make
+    their iterations many times as long; a holder that leads by more than LEAD_TOKENS lets the
+    others catch up.
 
     >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
     >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
     >>> choose_urgent([prompt, token], {}, 512)
-    [Take(index=1, num_tokens=1)]
+    [ScheduledPart(index=1, num_tokens=1)]
     """
     urgent = _find_urgent(waiting, usage, crowding, running)
     taken: dict[int, int] = {}
     _share_out(token_budget, waiting, urgent, PART_TOKENS, dict(usage), taken)
-    return [Take(index, num_tokens) for index, num_tokens in taken.items()]
+    return [ScheduledPart(index, num_tokens) for index, num_tokens in taken.items()]
 
 
 def choose_batch(
@@ -101,20 +105,19 @@ def choose_batch(
     filling_budget: int,
     part_tokens: int = PART_TOKENS,
     crowding: Collection[tuple[str, str]] = (),
-) -> list[Take]:
-    """Return what to compute together: what is urgent, and what fills.
+) -> list[ScheduledPart]:
+    """Return what to compute together: urgent steps, and filling work.
 
-    The first is what `choose_urgent` returns. Everything else comes along up to `filling_budget`,
-    which counts tokens of prompts: prompts in parts, and what is decoded without being urgent. Each
-    budget is shared out to the address that has had the least so far, there to the client and of
-    its sessions to the one that has: so nobody is passed over for ever, nobody gets more by making
-    up names, and a short prompt does not wait for a long one of the same client. The first part is
-    taken whatever its size.
+    The urgent steps are those of `choose_urgent`. Filling work comes along up to `filling_budget`,
+    in tokens of prompts: parts of prompts, and decoding steps that are not urgent. Each budget goes
+    to the address that has had the least so far, there to the client with the least, and to its
+    session with the least: no client starves, made-up names bring nothing, and a short prompt does
+    not wait for a long one of the same client. The first part is taken whatever its size.
 
     >>> prompt = WaitingStep(1, ("home", "a"), 1, 300, False)
     >>> token = WaitingStep(2, ("home", "b"), 1, 1, True)
     >>> choose_batch([prompt, token], {}, 512, 128)
-    [Take(index=1, num_tokens=1), Take(index=0, num_tokens=128)]
+    [ScheduledPart(index=1, num_tokens=1), ScheduledPart(index=0, num_tokens=128)]
     """
     urgent = _find_urgent(waiting, usage, crowding, ())
     filling = [index for index in _find_heads(waiting, ()) if index not in set(urgent)]
@@ -122,11 +125,11 @@ def choose_batch(
     taken: dict[int, int] = {}
     _share_out(token_budget, waiting, urgent, part_tokens, shares, taken)
     _share_out(filling_budget, waiting, filling, part_tokens, shares, taken, by_cost=True)
-    return [Take(index, num_tokens) for index, num_tokens in taken.items()]
+    return [ScheduledPart(index, num_tokens) for index, num_tokens in taken.items()]
 
 
 def choose_next(waiting: Sequence[WaitingStep], usage: Usage) -> int | None:
-    """Return whose turn it is among those of which one is taken as a whole; None if nobody waits.
+    """Return whose turn it is, where one step is taken as a whole; None if none waits.
 
     >>> waiting = [WaitingStep(1, ("a", ""), 1, 9, False), WaitingStep(2, ("b", ""), 1, 9, False)]
     >>> choose_next(waiting, {("a",): 5.0})
@@ -197,7 +200,7 @@ def _is_far_ahead(step: WaitingStep, usage: Usage, least: Usage) -> bool:
 
 
 def _find_least(usage: Usage, waiting: Iterable[WaitingStep]) -> dict[tuple[str, ...], float]:
-    """Return the least that any of those had who wait beside each other, by what they share."""
+    """Return the least usage among those that wait beside each other, by their common key."""
     least: dict[tuple[str, ...], float] = {}
     for key in {key for step in waiting for key in _keys_of(step)}:
         used = usage.get(key, 0.0)
@@ -206,7 +209,7 @@ def _find_least(usage: Usage, waiting: Iterable[WaitingStep]) -> dict[tuple[str,
 
 
 def _keys_of(step: WaitingStep) -> tuple[tuple[str, ...], ...]:
-    """Return under what a step counts: its address, its holder and its session."""
+    """Return the keys of a step's usage: its address, its holder and its session."""
     return step.holder[:1], step.holder, (*step.holder, str(step.session))
 
 
@@ -258,16 +261,16 @@ def count_cost(size: int, is_decoding: bool) -> int:
 
 
 def renew_usage(
-    usage: Usage, waiting: Sequence[WaitingStep], batch: Sequence[Take]
+    usage: Usage, waiting: Sequence[WaitingStep], batch: Sequence[ScheduledPart]
 ) -> dict[tuple[str, ...], float]:
-    """Return by how much everybody is ahead, after a batch.
+    """Return all leads after a batch.
 
-    Who was away is not owed for it: one comes in with as much as the least of those that wait
-    beside it (start-time fair queueing; Goyal, Vin and Cheng, 1996). What one is ahead by is
-    remembered while one is away, though less and less, until others have caught up.
+    Absence earns nothing: a newcomer starts with the least of those that wait beside it (start-time
+    fair queueing; Goyal, Vin and Cheng, 1996). The lead of an absent holder is remembered, and
+    fades until others have caught up.
 
     >>> step = WaitingStep(1, ("home", "new"), 1, 1, True)
-    >>> renew_usage({("home",): 90.0, ("home", "old"): 64.0}, [step], [Take(0, 1)])
+    >>> renew_usage({("home",): 90.0, ("home", "old"): 64.0}, [step], [ScheduledPart(0, 1)])
     {('home', 'old'): 62.0, ('home',): 8.0, ('home', 'new'): 8.0, ('home', 'new', '1'): 8.0}
     """
     present = dict.fromkeys(key for step in waiting for key in _keys_of(step))
@@ -280,8 +283,132 @@ def renew_usage(
                 renewed[key] = left
     for key in present:
         renewed[key] = usage.get(key, 0.0) - least[key[:-1]]
-    for take in batch:
-        step = waiting[take.index]
+    for part in batch:
+        step = waiting[part.index]
         for key in _keys_of(step):
-            renewed[key] += count_cost(step.num_rows * take.num_tokens, step.is_decoding)
+            renewed[key] += count_cost(step.num_rows * part.num_tokens, step.is_decoding)
     return renewed
+
+
+class _DecodingSessions:
+    """The sessions that had a step recently, and their rows."""
+
+    def __init__(self) -> None:
+        self._sessions: dict[tuple[tuple[str, str], int], tuple[float, int]] = {}
+
+    def note(self, now: float, holder: tuple[str, str], session: int, num_rows: int) -> None:
+        self._sessions.pop((holder, session), None)
+        self._sessions[holder, session] = now, num_rows
+
+    def forget(self, before: float) -> None:
+        """Forget sessions whose last step was before a time; the first are the oldest."""
+        for key, (noted_at, _) in list(self._sessions.items()):
+            if noted_at >= before:
+                break
+            del self._sessions[key]
+
+    def __bool__(self) -> bool:
+        return bool(self._sessions)
+
+    def count_rows(self) -> tuple[Counter[str], Counter[tuple[str, str]]]:
+        """Return the rows of each address and of each holder."""
+        addresses: Counter[str] = Counter()
+        holders: Counter[tuple[str, str]] = Counter()
+        for (holder, _), (_, num_rows) in self._sessions.items():
+            addresses[holder[0]] += num_rows
+            holders[holder] += num_rows
+        return addresses, holders
+
+
+class IterationBudget:
+    """Measures iterations, and says how much filling work the next one carries, and for how long.
+
+    Times are monotonic seconds. Urgent steps interrupt filling work between two blocks. After they
+    have taken some time, filling work gets as much before it has to give way again: at worst both
+    are half as fast.
+    """
+
+    def __init__(self, token_budget: int, least_tokens: int, num_blocks: int) -> None:
+        self._token_budget = token_budget
+        self._least_tokens = least_tokens
+        self._shared_seconds = min(_IDLE_SECONDS, num_blocks * _BLOCK_SECONDS)
+        self._decode_seconds = 0.0
+        self._token_seconds = 0.0
+        self._iteration_seconds = 0.0
+        self._decoding = _DecodingSessions()
+        self._owed_seconds = 0.0
+        self._filling_since = 0.0
+
+    @property
+    def iteration_seconds(self) -> float:
+        """How long recent iterations took; 0 before the first."""
+        return self._iteration_seconds
+
+    @property
+    def is_filling_owed(self) -> bool:
+        """Whether it is the turn of filling work, even if urgent steps wait."""
+        return self._owed_seconds > 0
+
+    def note_decoding(
+        self, now: float, holder: tuple[str, str], session: int, num_rows: int
+    ) -> None:
+        """Note that a decoding step has arrived, or was computed."""
+        self._decoding.note(now, holder, session, num_rows)
+
+    def find_crowding(self, now: float) -> set[tuple[str, str]]:
+        """Return the holders that decode many rows beside others that decode few.
+
+        Client names cost nothing: beside another address, all clients of one address count as one.
+        """
+        self._forget(now)
+        addresses, holders = self._decoding.count_rows()
+        few_of_address = min(addresses.values(), default=0) <= _FEW_ROWS
+        few_of_holder = min(holders.values(), default=0) <= _FEW_ROWS
+        return {
+            holder
+            for holder, num_rows in holders.items()
+            if (few_of_holder and num_rows > _FEW_ROWS)
+            or (few_of_address and addresses[holder[0]] > _FEW_ROWS)
+        }
+
+    def choose_num_tokens(self, now: float) -> int:
+        """Return how many tokens of prompts, or as much else, fill the next iteration."""
+        if not self._token_seconds:
+            return self._least_tokens
+        seconds = _IDLE_SECONDS
+        self._forget(now)
+        if self._decoding:
+            seconds = max(self._shared_seconds, min(self._decode_seconds, _IDLE_SECONDS))
+        num_tokens = int(seconds / self._token_seconds)
+        return max(self._least_tokens, min(num_tokens, self._token_budget))
+
+    def begin_filling(self, now: float) -> None:
+        """Note the start of an iteration that gives way to urgent steps."""
+        self._filling_since = now
+
+    def must_give_way(self, now: float) -> bool:
+        """Return whether this iteration has had its time, and stops for urgent steps."""
+        return now - self._filling_since >= self._owed_seconds
+
+    def note_iteration(self, now: float, seconds: float, num_urgent: int, num_filling: int) -> None:
+        """Note an iteration that ended now, and how long it took without interruptions.
+
+        It carried `num_urgent` urgent steps, and filling work of `num_filling` tokens.
+        """
+        self._iteration_seconds = _smooth(self._iteration_seconds, seconds)
+        if num_filling == 0:
+            self._decode_seconds = _smooth(self._decode_seconds, seconds)
+            self._owed_seconds, self._filling_since = seconds, now
+            return
+        self._owed_seconds = 0.0  # both kinds had a turn
+        if num_urgent == 0 or self._decode_seconds:
+            rest = max(seconds - (self._decode_seconds if num_urgent else 0.0), 0.0)
+            self._token_seconds = _smooth(self._token_seconds, rest / num_filling)
+
+    def _forget(self, now: float) -> None:
+        recent = max(_RECENT_SECONDS, _RECENT_ITERATIONS * self._iteration_seconds)
+        self._decoding.forget(now - recent)
+
+
+def _smooth(average: float, value: float) -> float:
+    return average + _SMOOTHING * (value - average) if average else value

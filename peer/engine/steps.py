@@ -1,7 +1,10 @@
 """Steps of sessions on their way through the blocks of an engine, and how they travel together.
 
-Tensor suffixes: B rows and T tokens of one step, N rows of all steps (batch times tokens),
-H hidden.
+Deep prompts of a session are added to the inputs of blocks wherever their positions are computed:
+in a first step, in a replay and after a rollback.
+
+Tensor suffixes: B rows and T tokens of one step, N tokens of all steps (rows times tokens),
+L blocks, P positions with prompts, H hidden.
 """
 
 from __future__ import annotations
@@ -12,10 +15,14 @@ from itertools import pairwise
 
 import torch
 
+from ...kernels.attention.rotary import RotaryTable, Rotation
 from ...kernels.linear.linear import Linear, RowPrecision
+from ...kernels.wire_tensors import has_only_finite
+from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.spans import Span
-from .adapters.adapters import Adapter
-from .blocks.rows import AdaptedRows, Rotation, RowRange, Segment
+from .adapters.adapter import Adapter
+from .blocks.batch import AdaptedTokens, BatchedStep, StepBatch, TokenRange, cut_adapted
+from .blocks.prompt_parts import count_part_tokens
 from .cache.kv_cache import SessionCache
 
 
@@ -26,9 +33,8 @@ class StepWork:
     `span` is the range of hosted blocks that the session uses here, the one its cache was opened
     for. `hidden_BTH` may be of any float dtype. `row_map` reorders the rows of the cache first.
     `decoded` says that these tokens were computed one by one, or are a replay of such tokens:
-    they get the numerics of single tokens, however many arrive at once.
-
-    All rows are changed by the `adapter`, if there is one.
+    they get the numerics of single tokens, however many arrive at once. The `adapter`, if there is
+    one, is applied to all rows.
 
     A part is made by `cut`; `num_behind` tokens of the step follow it.
     """
@@ -58,8 +64,8 @@ class StepWork:
 
         Parts are to be executed in order. The result of the step is that of its parts joined: with
         int8 weights to the bit, if each but the last has a multiple of the tokens that
-        `scheduler.count_part_tokens` returns for `Engine.part_tokens`, which the scheduler sees to.
-        Float linears round the last digit by how many rows they multiply.
+        `count_part_tokens` returns for `Engine.part_tokens`, which the scheduler ensures. Float
+        linears round the last digit by how many rows they multiply.
         """
         if num_tokens == self.num_tokens:
             return self
@@ -72,13 +78,32 @@ class StepWork:
             num_behind=self.num_tokens - stop,
         )
 
+    def check(self, hidden_size: int) -> None:
+        """Raise RefusedError unless the step fits its session and the model."""
+        if self.span != self.cache.span:
+            raise RefusedError(
+                ErrorCode.WRONG_SPAN,
+                f"the session was opened for blocks {self.cache.span}, not {self.span}",
+            )
+        if self.hidden_BTH.dim() != 3 or not self.hidden_BTH.is_floating_point():
+            raise RefusedError(
+                ErrorCode.BAD_VALUES, "hidden states are floats [rows, tokens, size]"
+            )
+        num_rows, _, found_size = self.hidden_BTH.shape
+        if num_rows != self.cache.num_rows or found_size != hidden_size:
+            raise RefusedError(
+                ErrorCode.BAD_VALUES,
+                f"the session needs hidden states of {self.cache.num_rows} rows and size "
+                f"{hidden_size}, not {num_rows} and {found_size}",
+            )
+
 
 @dataclass(slots=True)
 class AcceptedStep:
     """A step that was accepted, with its hidden states as they move through the blocks.
 
-    Linears take `piece_tokens` tokens of one row at a time, where that makes a difference to the
-    result; None: all of them, together with those of others.
+    Linears take `piece_tokens` tokens of one row at a time where that makes a difference to the
+    result; None: all of them, together with those of other steps.
     """
 
     index: int
@@ -88,8 +113,118 @@ class AcceptedStep:
     hidden_NH: torch.Tensor
     piece_tokens: int | None = None
 
+    @classmethod
+    def accept(
+        cls,
+        index: int,
+        work: StepWork,
+        hidden_size: int,
+        dtype: torch.dtype,
+        rotary: Sequence[RotaryTable],
+        exact_part_tokens: int | None,
+    ) -> AcceptedStep:
+        """Check a step and prepare its cache; a RefusedError leaves the cache as it was.
 
-def cut_stretches(steps: Sequence[AcceptedStep]) -> Iterator[tuple[Span, list[AcceptedStep]]]:
+        Float32 linears round the last digit by how many rows they multiply. In a cache of integers
+        that may tip one, and then a session's tokens would depend on what is computed beside it:
+        so with `exact_part_tokens`, the size of parts of prompts, such a step gets pieces.
+        """
+        work.check(hidden_size)
+        hidden_NH = work.hidden_BTH.to(dtype).reshape(-1, hidden_size)
+        if not has_only_finite(hidden_NH):
+            raise RefusedError(ErrorCode.BAD_VALUES, "the hidden states are not finite")
+        work.cache.prepare(work.position, work.num_tokens, work.row_map, work.num_behind)
+        # Not by the number of rows: that depends on how a prompt was cut into steps.
+        precision = RowPrecision.TWO_DIGITS if work.decoded else RowPrecision.ONE_DIGIT
+        rotations = tuple(table.rows(work.position, work.num_tokens) for table in rotary)
+        step = cls(index, work, precision, rotations, hidden_NH)
+        if exact_part_tokens is not None and work.cache.keeps_integers:
+            part_tokens = count_part_tokens(work.num_rows, exact_part_tokens)
+            step.piece_tokens = 1 if work.decoded else part_tokens
+        return step
+
+    def sort_key(self) -> tuple[bool, bool]:
+        """Return a key that brings steps of one precision together."""
+        return self.piece_tokens is not None, self.precision is RowPrecision.ONE_DIGIT
+
+    def finish(self, output_NH: torch.Tensor) -> torch.Tensor | ShoalError:
+        """Commit the step if its output is finite, and return it in the shape of the result."""
+        num_rows, num_tokens, hidden_size = self.work.hidden_BTH.shape
+        if not has_only_finite(output_NH):
+            self.work.cache.abandon()
+            return RefusedError(
+                ErrorCode.BAD_VALUES, "these hidden states make the blocks overflow"
+            )
+        self.work.cache.commit(num_tokens)
+        hidden_BTH = output_NH.view(num_rows, num_tokens, hidden_size)
+        return hidden_BTH[:, -1:].contiguous() if self.work.last_token_only else hidden_BTH
+
+
+class StepGroup:
+    """Steps that go through the blocks of a span together."""
+
+    def __init__(
+        self, span: Span, steps: Sequence[AcceptedStep], rotary: Sequence[RotaryTable]
+    ) -> None:
+        self.span = span
+        self._steps = steps
+        batched, self._ranges = _lay_out(steps)
+        self.batch = StepBatch(batched, rotary)
+        self._has_adapters = any(step.work.adapter is not None for step in steps)
+        self._prompts = [
+            prompted
+            for step, place in zip(steps, batched, strict=True)
+            if (prompted := _find_prompts(step, place, span)) is not None
+        ]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but the blocks' weights and the batch decides what is computed."""
+        has_pieces = any(step.piece_tokens is not None for step in self._steps)
+        return not (self._has_adapters or self._prompts or has_pieces)
+
+    def join(self) -> torch.Tensor:
+        """Return the hidden states of all steps, [N, H]."""
+        parts = [step.hidden_NH for step in self._steps]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def split(self, hidden_NH: torch.Tensor) -> None:
+        """Give each step its part of the hidden states."""
+        for step, place in zip(self._steps, self.batch.steps, strict=True):
+            step.hidden_NH = hidden_NH[place.start : place.stop]
+
+    def add_prompts(self, hidden_NH: torch.Tensor, block: int) -> torch.Tensor:
+        """Return the inputs of a block with their deep prompts; those given stay as they are."""
+        if not self._prompts:
+            return hidden_NH
+        hidden_NH = hidden_NH.clone()
+        for place, prompts_LBPH in self._prompts:
+            prompts_BPH = prompts_LBPH[block - self.span.start]
+            hidden_BTH = hidden_NH[place.start : place.stop].unflatten(0, (place.num_rows, -1))
+            hidden_BTH[:, : prompts_BPH.shape[1]] += prompts_BPH
+        return hidden_NH
+
+    def find_ranges(self, block: int, linears: Mapping[str, Linear]) -> Sequence[TokenRange]:
+        """Return the ranges for a block's linears, with the steps' adapters for these.
+
+        The tokens of two steps never share a product with an adapter, even if they share it.
+        """
+        if not self._has_adapters:
+            return self._ranges
+        adapted = [
+            AdaptedTokens(slice(place.start, place.stop), step.work.adapter.bind(block, linears))
+            for step, place in zip(self._steps, self.batch.steps, strict=True)
+            if step.work.adapter is not None
+        ]
+        return [
+            replace(part, adapters=cut_adapted(adapted, part.start, part.stop))
+            for part in self._ranges
+        ]
+
+
+def group_steps(
+    steps: Sequence[AcceptedStep], rotary: Sequence[RotaryTable]
+) -> Iterator[StepGroup]:
     """Yield the maximal spans through which the same steps go, in order, with these steps.
 
     ::
@@ -100,39 +235,39 @@ def cut_stretches(steps: Sequence[AcceptedStep]) -> Iterator[tuple[Span, list[Ac
     """
     edges = {step.work.span.start for step in steps} | {step.work.span.stop for step in steps}
     for start, stop in pairwise(sorted(edges)):
-        stretch = Span(start, stop)
-        active = [step for step in steps if step.work.span.covers(stretch)]
+        span = Span(start, stop)
+        active = [step for step in steps if step.work.span.covers(span)]
         if active:
-            yield stretch, active
+            yield StepGroup(span, active, rotary)
 
 
-def lay_out(steps: Sequence[AcceptedStep]) -> tuple[list[Segment], list[RowRange]]:
-    """Place the steps' rows one after the other; ranges of one precision are merged.
+def _lay_out(steps: Sequence[AcceptedStep]) -> tuple[list[BatchedStep], list[TokenRange]]:
+    """Place the steps' tokens one after the other; ranges of one precision are merged.
 
     Not those of steps that have pieces: each of these is a range.
     """
-    segments: list[Segment] = []
-    ranges: list[RowRange] = []
+    batched: list[BatchedStep] = []
+    ranges: list[TokenRange] = []
     may_grow = False
     start = 0
     for step in steps:
-        num_rows, num_tokens, _ = step.work.hidden_BTH.shape
+        num_rows, num_tokens = step.work.num_rows, step.work.num_tokens
         stop = start + num_rows * num_tokens
-        segments.append(
-            Segment(
+        batched.append(
+            BatchedStep(
                 start=start,
                 stop=stop,
                 num_rows=num_rows,
                 num_tokens=num_tokens,
                 position=step.work.position,
                 is_decoded=step.work.decoded,
-                cache=step.work.cache,
+                memory=step.work.cache.memory,
                 rotations=step.rotations,
             )
         )
         if step.piece_tokens is not None:
             ranges += [
-                RowRange(
+                TokenRange(
                     row + first, row + min(first + step.piece_tokens, num_tokens), step.precision
                 )
                 for row in range(start, stop, num_tokens)
@@ -142,42 +277,20 @@ def lay_out(steps: Sequence[AcceptedStep]) -> tuple[list[Segment], list[RowRange
         elif may_grow and ranges[-1].precision is step.precision:
             ranges[-1] = replace(ranges[-1], stop=stop)
         else:
-            ranges.append(RowRange(start, stop, step.precision))
+            ranges.append(TokenRange(start, stop, step.precision))
             may_grow = True
         start = stop
-    return segments, ranges
+    return batched, ranges
 
 
-def adapt(
-    ranges: Sequence[RowRange],
-    steps: Sequence[AcceptedStep],
-    placed: Sequence[Segment],
-    block: int,
-    linears: Mapping[str, Linear],
-) -> Sequence[RowRange]:
-    """Return the ranges with what the steps' adapters change in a block: each its own rows.
-
-    The rows of two steps never share a product, even if they share the adapter.
-    """
-    adapted = [
-        (segment, step.work.adapter.bind(block, linears))
-        for step, segment in zip(steps, placed, strict=True)
-        if step.work.adapter is not None
-    ]
-    return [
-        replace(
-            part,
-            adapters=tuple(
-                AdaptedRows(
-                    slice(
-                        max(segment.start, part.start) - part.start,
-                        min(segment.stop, part.stop) - part.start,
-                    ),
-                    parts,
-                )
-                for segment, parts in adapted
-                if segment.start < part.stop and part.start < segment.stop
-            ),
-        )
-        for part in ranges
-    ]
+def _find_prompts(
+    step: AcceptedStep, place: BatchedStep, span: Span
+) -> tuple[BatchedStep, torch.Tensor] | None:
+    """Return the deep prompts for a step's positions in the blocks of a span, if there are any."""
+    prompts_LBPH = step.work.cache.prompts_LBPH
+    if prompts_LBPH is None or place.position >= prompts_LBPH.shape[2]:
+        return None
+    first_block = step.work.span.start
+    blocks = slice(span.start - first_block, span.stop - first_block)
+    positions = slice(place.position, place.position + place.num_tokens)
+    return place, prompts_LBPH[blocks, :, positions]

@@ -19,11 +19,14 @@ from ..accounts.adapter_budget import choose_adapter_bytes
 from ..accounts.block_sizes import BlockSizes
 from ..accounts.memory import RESERVE_BYTES, read_free_bytes
 from ..accounts.pass_budget import choose_pass_bytes
-from ..engine.blocks.cuda_device import choose_device
-from ..engine.blocks.numerics import Numerics
+from ..engine.blocks.hosted_block import HostedBlock
+from ..engine.cache.kv_pool import check_kv_budget
 from ..engine.compute_thread import ComputeThread
-from ..engine.engine import Engine, HostedBlock, check_kv_budget
+from ..engine.devices.cuda_device import choose_device
+from ..engine.devices.device import Numerics
+from ..engine.engine import Engine
 from ..engine.loading.block_cache import open_block_cache
+from ..engine.loading.engine_loader import load_engine
 from ..engine.loading.loader import check_span, check_weights
 from ..pushing.neighbours import Neighbours
 from ..runtime.config import PeerConfig
@@ -67,7 +70,8 @@ class HostedModel:
         numerics = Numerics(WeightFormat(config.weights), choose_device(config.device))
         check_span(spec, span)
         check_weights(spec, numerics)
-        check_kv_budget(spec, span, numerics, config.kv_budget_bytes)
+        layouts = numerics.device.make_layouts(spec.num_kv_heads, spec.head_dim, numerics.dtype)
+        check_kv_budget(config.kv_budget_bytes, span, layouts)
         model_id = make_model_id(checkpoint.config, checkpoint.revision)
         sizes = BlockSizes.of_model(spec, numerics.weights)
         free_bytes = _read_free_bytes(numerics)
@@ -215,7 +219,7 @@ class Hosting:
         config = self._config
         try:
             return await asyncio.to_thread(
-                Engine.load,
+                load_engine,
                 self._model.checkpoint,
                 span,
                 self._model.numerics.weights,

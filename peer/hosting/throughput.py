@@ -8,7 +8,8 @@ import torch
 
 from ...protocol.errors import CacheFullError
 from ..engine.cache.kv_cache import SessionCache
-from ..engine.engine import Engine, StepWork
+from ..engine.engine import Engine
+from ..engine.steps import StepWork
 
 _PREFILL_TOKENS = 64
 _DECODE_STEPS = 8

@@ -8,7 +8,7 @@ from ...protocol.membership.membership import Membership
 from ...protocol.spans import Span
 from ..accounts.adapter_budget import LEAST_BYTES as LEAST_ADAPTER_BYTES
 from ..accounts.pass_budget import LEAST_BYTES
-from ..engine.blocks.device_names import NO_NF4, parse_cuda_number
+from ..engine.devices.device_names import NO_NF4, parse_cuda_number
 
 WEIGHT_FORMATS = ("int8", "bf16", "fp32", "nf4")
 """How block weights can be held; the last one on CUDA devices only."""

@@ -16,9 +16,8 @@ from ...protocol.ids import SessionId
 from ...protocol.messages.session import Open
 from ...protocol.session.table import SessionState
 from ..accounts.adapter_shelf import Kept
-from ..engine.cache.kv_cache import SessionCache
+from ..engine.cache.kv_cache import PrefixCopy, SessionCache
 from ..engine.cache.kv_pool import IDLE_SECONDS
-from ..engine.cache.prefix_copy import PrefixCopy
 from ..engine.compute_thread import ComputeThread
 from ..pushing.outlet import Outlet
 from .held_session import HeldSession

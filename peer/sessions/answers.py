@@ -9,7 +9,7 @@ from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.ids import SessionId
 from ...protocol.messages.session import Declined, Gap, Output, Status, Step
 from ...protocol.wire.codec import encode_frame
-from ..engine.jobs import ComputedStep
+from ..engine.compute_thread import ComputedStep
 from .held_session import HeldSession
 from .step_work import make_output, take_last_token
 

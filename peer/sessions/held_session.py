@@ -10,7 +10,7 @@ from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype
 from ..accounts.adapter_shelf import Kept
 from ..engine.cache.kv_cache import SessionCache
-from ..engine.jobs import ComputedStep
+from ..engine.compute_thread import ComputedStep
 from ..pushing.outlet import Outlet
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...protocol.fair_share import Holder
-from ..engine.cache.prefix_copy import PrefixCopy
+from ..engine.cache.kv_cache import PrefixCopy
 from ..engine.compute_thread import ComputeThread
 
 

@@ -7,8 +7,8 @@ from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.messages.session import Output, Step
 from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
-from ..engine.engine import StepWork
-from ..engine.jobs import ComputedStep
+from ..engine.compute_thread import ComputedStep
+from ..engine.steps import StepWork
 from .held_session import HeldSession
 
 _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES

@@ -24,7 +24,7 @@ from ...protocol.net.transport import Stream, open_gate
 from ...protocol.session.table import Action
 from ...protocol.versions import HANDOFF_VERSION
 from ...protocol.wire.codec import decode_frame, encode_frame
-from ..engine.jobs import ComputedStep
+from ..engine.compute_thread import ComputedStep
 from ..sessions.answer_queue import Answer, AnswerQueue
 from ..sessions.answers import conclude, encode_gap, encode_refusal
 from ..sessions.held_session import HeldSession

@@ -78,7 +78,7 @@ class Service:
 
     def __post_init__(self) -> None:
         self.pass_budget = PassBudget(self.facts.pass_bytes)
-        self.engine.keep_pass_inputs(self.pass_budget.kept_bytes)
+        self.engine.passes.activations.limit(self.pass_budget.kept_bytes)
         self.compute.limit_passes(self.pass_budget.work_bytes)
         self.passes = SharedBytes(self.pass_budget.tensor_bytes, times_free=3)
         self.admission = Admission(self)

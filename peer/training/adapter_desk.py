@@ -15,7 +15,8 @@ from ...protocol.ids import UploadId, make_adapter_id
 from ...protocol.messages.adapter_contents import KEEP_SECONDS, AdapterReader, UploadPace
 from ...protocol.messages.adapters import AdapterHead, AdapterKept, AdapterPiece, AdapterWithdrawal
 from ...protocol.wire.codec import encode_frame
-from ..engine.adapters.adapters import Adapter
+from ..engine.adapters.adapter import Adapter
+from ..engine.adapters.adapter_file import read_adapter
 from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..engine.engine import Engine
 from ..sessions.answer_queue import AnswerQueue
@@ -135,7 +136,7 @@ class AdapterDesk:
         engine = self._service.engine
         adapter = await asyncio.to_thread(_read, engine, upload.head, upload.reader)
         # Devices belong to the compute thread: it may be capturing what they do.
-        return await self._service.compute.call(lambda: engine.place_adapter(adapter))
+        return await self._service.compute.call(lambda: adapter.move_to(engine.device.place))
 
     def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter | TrainedAdapter]) -> None:
         """Keep the adapter, also when the stream is over by now: others may be there."""
@@ -191,10 +192,10 @@ def _read(engine: Engine, head: AdapterHead, reader: AdapterReader) -> Adapter |
     if make_adapter_id(head.config, tensors) != head.adapter:
         raise RefusedError(ErrorCode.BAD_VALUES, "the adapter is not what its digest says")
     if not head.optimizer:
-        return engine.read_adapter(head.config, tensors)
+        return read_adapter(head.config, tensors, engine.spec, engine.span)
     size = len(tensors) // head.num_files
     files = [
-        engine.read_adapter(head.config, tensors[start : start + size])
+        read_adapter(head.config, tensors[start : start + size], engine.spec, engine.span)
         for start in range(0, len(tensors), size)
     ]
     return TrainedAdapter.begin(files, head.optimizer, head.num_updates)

@@ -16,7 +16,7 @@ from ...protocol.fair_share import Holder
 from ...protocol.ids import AdapterId
 from ...protocol.messages.passes import Pass
 from ..accounts.adapter_shelf import AdapterShelf, Kept
-from ..engine.adapters.adapters import Adapter
+from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.trained_adapter import GatheredGradients
 
 Adapters = tuple[Adapter | None, ...]

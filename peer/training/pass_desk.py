@@ -168,7 +168,7 @@ class PassDesk:
         slots = *list_question_slots(message).values(), *list_answer_slots(message).values()
         num_bytes = sum(slots) * vector_bytes
         text_bytes = num_bytes - message.adapter_vectors * vector_bytes
-        work_bytes = engine.estimate_pass_bytes(
+        work_bytes = engine.passes.estimate_bytes(
             len(message.span),
             message.num_rows,
             message.num_tokens,

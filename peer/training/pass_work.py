@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from ...kernels.pauses import GiveWay
 from ...kernels.wire_tensors import decode_as, encode_as
 from ...protocol.messages.passes import (
     Pass,
@@ -20,7 +21,6 @@ from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.trained_adapter import GatheredGradients
 from ..engine.engine import Engine
-from ..engine.pass_queue import GiveWay
 from ..engine.passes.passes import PassWork
 from ..sessions.step_work import check_fits
 from .named_adapters import Adapters, join_gradients
@@ -49,9 +49,9 @@ def run_pass(engine: Engine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
     wants_adapters = message.adapter_vectors > 0 or asked.gathered is not None
     work = PassWork(message.span, hidden_BTH, prompts, adapters, wants_adapters)
     if message.kind is PassKind.FORWARD:
-        return _encode(message, Slot.HIDDEN, engine.run_forward(work, give_way), give_way)
+        return _encode(message, Slot.HIDDEN, engine.passes.run_forward(work, give_way), give_way)
     grads_BTH = _join(tensors.pop(Slot.GRADIENTS), give_way).view(shape)
-    gradients = engine.run_backward(work, grads_BTH, give_way)
+    gradients = engine.passes.run_backward(work, grads_BTH, give_way)
     frames = _encode(message, Slot.HIDDEN, gradients.hidden_BTH, give_way)
     if gradients.prompts_LBPH is not None:
         frames += _encode(message, Slot.PROMPTS, gradients.prompts_LBPH, give_way)

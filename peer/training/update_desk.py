@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 from torch import Tensor
 
+from ...kernels.pauses import GiveWay
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, Holder
 from ...protocol.ids import UploadId
@@ -26,7 +27,7 @@ from ...protocol.messages.adapters import (
 )
 from ...protocol.wire.codec import encode_frame
 from ..accounts.adapter_shelf import Kept
-from ..engine.adapters.trained_adapter import GiveWay, TrainedAdapter
+from ..engine.adapters.trained_adapter import TrainedAdapter
 from ..sessions.answer_queue import AnswerQueue
 from ..sessions.answers import encode_refusal
 from ..sessions.signs import Signs

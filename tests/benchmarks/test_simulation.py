@@ -15,14 +15,7 @@ from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import PeerId
 from shoal.protocol.spans import Span
 from simulation.distances import run_distances, time_decisions
-from simulation.machines import (
-    Churn,
-    ChurnEvent,
-    Machine,
-    draw_churn,
-    draw_machine,
-    read_churn,
-)
+from simulation.machines import Churn, ChurnEvent, Machine, draw_churn, draw_machine, read_churn
 from simulation.plot import draw_moves, shade_churn
 from simulation.recorder import (
     Sample,

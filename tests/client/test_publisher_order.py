@@ -7,13 +7,7 @@ import itertools
 
 import pytest
 from pass_peers import WHOLE, add_pass_peer
-from publisher_scene import (
-    LARGE,
-    SECONDS,
-    make_version,
-    name_of,
-    run_publisher,
-)
+from publisher_scene import LARGE, SECONDS, make_version, name_of, run_publisher
 from session_scene import Scene, now
 
 from shoal.client.passes.pass_asking import PassAsker

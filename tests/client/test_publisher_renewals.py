@@ -6,14 +6,7 @@ import asyncio
 
 import pytest
 from pass_peers import WHOLE, add_pass_peer, move_pass_peer
-from publisher_scene import (
-    LARGE,
-    SECONDS,
-    count_heads,
-    make_version,
-    name_of,
-    run_publisher,
-)
+from publisher_scene import LARGE, SECONDS, count_heads, make_version, name_of, run_publisher
 from session_scene import Scene, now
 
 from shoal.client.adapters.adapter_versions import AdapterVersion

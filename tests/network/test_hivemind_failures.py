@@ -12,13 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from directory_processes import (
-    CLOCK,
-    MODEL,
-    identity_of,
-    look_up,
-    start,
-)
+from directory_processes import CLOCK, MODEL, identity_of, look_up, start
 from processes import children_of, is_running, kill_if_running
 
 from shoal.protocol.errors import DirectoryError

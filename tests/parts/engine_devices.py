@@ -12,10 +12,11 @@ from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.blocks.capturer import CallingCapturer, Capturer
-from shoal.peer.engine.blocks.cuda_device import choose_device
-from shoal.peer.engine.blocks.device import Device, PagedDevice
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.devices.cuda_device import choose_device
+from shoal.peer.engine.devices.device import CallingCapturer, Capturer, Device, PagedDevice
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading import engine_loader
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -61,7 +62,9 @@ def load_engine(
 ) -> Engine:
     """Load all blocks of a tiny model."""
     checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
-    return Engine.load(checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25)
+    return engine_loader.load_engine(
+        checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25
+    )
 
 
 def draw_hidden(seed: int, num_rows: int = 1, num_tokens: int = 1) -> Tensor:

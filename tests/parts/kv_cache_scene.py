@@ -2,8 +2,8 @@
 
 import torch
 
-from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
-from shoal.peer.engine.cache.kv_layouts import FloatLayout
+from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS, FloatLayout
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.engine.cache.paged_memory import PagedStore
@@ -44,7 +44,7 @@ def write_tokens(cache: SessionCache, values_BT: torch.Tensor, position: int) ->
             each_BT[:, None, :, None].expand(-1, NUM_HEADS, -1, HEAD_DIM)
             for each_BT in (-states_BT, states_BT)
         )
-        cache.write(block, position, keys_BGTD, values_BGTD)
+        cache.memory.write(block, position, keys_BGTD, values_BGTD)
 
 
 def take_step(cache: SessionCache, position: int, values_BT: torch.Tensor, row_map=None) -> None:
@@ -66,6 +66,6 @@ def assert_holds(cache: SessionCache, expected_BT: torch.Tensor) -> None:
     assert cache.length == expected_BT.shape[1]
     for block in range(cache.span.start, cache.span.stop):
         expected = (expected_BT + block)[:, None, :, None].expand(-1, NUM_HEADS, -1, HEAD_DIM)
-        ((_, keys, values),) = cache.read(block, cache.length)
+        ((_, keys, values),) = cache.memory.read(block, cache.length)
         assert torch.equal(values, expected)
         assert torch.equal(keys, -expected)

@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading import engine_loader
 from shoal.protocol.spans import Span
 
 TOLERANCE = 1e-4
@@ -27,7 +28,7 @@ def load_engine(
     """Load all blocks of a tiny model, or some."""
     checkpoint = Checkpoint.open(tiny_model.directory)
     span = span or Span(0, tiny_model.num_blocks)
-    return Engine.load(checkpoint, span, weights, kv_budget_bytes=KV_BUDGET)
+    return engine_loader.load_engine(checkpoint, span, weights, kv_budget_bytes=KV_BUDGET)
 
 
 def draw(*shape: int, seed: int = 1) -> Tensor:

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from shoal.kernels.wire_tensors import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.pass_queue import PassJob
+from shoal.peer.engine.steps import StepWork
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.streams.service import Service, ServiceFacts
 from shoal.protocol.errors import ErrorCode, ShoalError

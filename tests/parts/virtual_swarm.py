@@ -21,7 +21,7 @@ from shoal.client.session.session import RemoteSession
 from shoal.client.settings.config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.pushing.parked_streams import ParkedStreams
 from shoal.peer.pushing.reverse_connections import ReverseConnections
@@ -76,7 +76,7 @@ class Scene:
     ) -> AsyncGenerator[Service]:
         """Be a peer, from its announcement to its end; one that is relayed parks streams."""
         checkpoint = Checkpoint.open(self._model)
-        engine = Engine.load(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=2**22)
+        engine = load_engine(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=2**22)
         identity = Identity(host.encode().ljust(32))
         async with HoldingComputeThread(engine) as compute:
             facts = ServiceFacts(identity.peer_id, MODEL_ID, max_sessions, 600.0)

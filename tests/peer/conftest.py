@@ -11,13 +11,14 @@ from service_scene import SPAN
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_models: Any) -> Engine:
     """Two blocks in the middle of the plain tiny Llama."""
     checkpoint = Checkpoint.open(tiny_models.get().directory)
-    return Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**22)
+    return load_engine(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**22)
 
 
 @pytest.fixture(params=["lazy", "paged"])

@@ -12,7 +12,8 @@ from pass_scene import check_close, draw, load_engine
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.peer.engine.adapters.adapters import Adapter
+from shoal.peer.engine.adapters.adapter import Adapter
+from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.peer.engine.steps import StepWork
@@ -37,7 +38,8 @@ def make_adapter(engine: Engine, seed: int, rank: int) -> Adapter:
             matrices[PATH.format(block, name, "A")] = 0.2 * draw(rank, inputs, seed=place)
             matrices[PATH.format(block, name, "B")] = 0.2 * draw(outputs, rank, seed=place + 500)
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": 4}
-    return engine.read_adapter(json.dumps(config).encode(), safetensors.torch.save(matrices))
+    files = json.dumps(config).encode(), safetensors.torch.save(matrices)
+    return read_adapter(*files, engine.spec, engine.span)
 
 
 class Session:
@@ -69,7 +71,7 @@ def step(*works: StepWork, engine: Engine) -> list[Tensor]:
 def test_steps_are_those_of_a_pass(tiny_models: Any, weights: WeightFormat) -> None:
     engine = load_engine(tiny_models.get(), weights)
     adapter, texts = make_adapter(engine, 1, 3), draw(2, 9, HIDDEN)
-    expected = engine.run_forward(
+    expected = engine.passes.run_forward(
         PassWork(engine.span, texts, adapters=(adapter, adapter)), lambda: None
     )
     session = Session(engine, adapter, num_rows=2)
@@ -142,8 +144,11 @@ def test_fused_linears_are_changed_where_peft_changes_them(tiny_models: Any, var
     version = trained.take_version()
     cut = version.cut(engine.span)
     assert cut is not None
-    adapter, texts = engine.read_adapter(cut.config, cut.tensors), draw(1, 9, HIDDEN)
-    expected = engine.run_forward(PassWork(engine.span, texts, adapters=(adapter,)), lambda: None)
+    adapter = read_adapter(cut.config, cut.tensors, engine.spec, engine.span)
+    texts = draw(1, 9, HIDDEN)
+    expected = engine.passes.run_forward(
+        PassWork(engine.span, texts, adapters=(adapter,)), lambda: None
+    )
 
     (found,) = step(Session(engine, adapter).plan(texts), engine=engine)
     check_close(found, expected)

@@ -30,9 +30,11 @@ from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw
 from shoal.peer.accounts import pass_budget
 from shoal.peer.accounts.adapter_shelf import AdapterShelf
 from shoal.peer.accounts.pass_budget import PassBudget
-from shoal.peer.engine.adapters.adapters import Adapter
+from shoal.peer.engine.adapters.adapter import Adapter
+from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.training import adapter_desk
 from shoal.peer.training.adapter_desk import AdapterDesk
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
@@ -55,7 +57,7 @@ async def run_forward(talk: Talk, name: AdapterId, number: int = 1) -> Any:
 
 
 def read(engine: Engine, files: tuple[bytes, bytes]) -> Any:
-    return engine.read_adapter(*files).cut(SPAN)
+    return read_adapter(*files, engine.spec, engine.span).cut(SPAN)
 
 
 def test_rows_have_their_adapters_and_gradients_come_back(engine: Engine) -> None:
@@ -75,8 +77,8 @@ def test_rows_have_their_adapters_and_gradients_come_back(engine: Engine) -> Non
             talk, replace(asked, kind=PassKind.BACKWARD), HIDDEN=texts, GRADIENTS=grads
         )
 
-        output = engine.run_forward(work, lambda: None)
-        expected = engine.run_backward(work, grads, lambda: None)
+        output = engine.passes.run_forward(work, lambda: None)
+        expected = engine.passes.run_backward(work, grads, lambda: None)
         check_close(join(there, Slot.HIDDEN, 5, TOKENS, HIDDEN), output)
         check_close(join(back, Slot.HIDDEN, 5, TOKENS, HIDDEN), expected.hidden_BTH)
         flat = [
@@ -97,7 +99,7 @@ def test_gradients_that_nobody_wants_are_not_answered(engine: Engine) -> None:
         answers = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
 
         work = PassWork(SPAN, TEXTS, adapters=(read(engine, pack()),) * ROWS)
-        expected = engine.run_backward(work, GRADIENTS, lambda: None)
+        expected = engine.passes.run_backward(work, GRADIENTS, lambda: None)
         found = join(answers, Slot.HIDDEN, ROWS, TOKENS, HIDDEN)
         check_close(found, expected.hidden_BTH)
         assert {one.slot for one in answers[:-1]} == {Slot.HIDDEN}
@@ -509,13 +511,12 @@ def test_strangers_files_are_not_read_where_tokens_are_computed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readers: list[threading.Thread] = []
-    read_adapter = Engine.read_adapter
 
-    def watch(self: Engine, config: bytes, tensors: bytes) -> Adapter:
+    def watch(*arguments: Any) -> Adapter:
         readers.append(threading.current_thread())
-        return read_adapter(self, config, tensors)
+        return read_adapter(*arguments)
 
-    monkeypatch.setattr(Engine, "read_adapter", watch)
+    monkeypatch.setattr(adapter_desk, "read_adapter", watch)
 
     async def test(peer: Peer) -> None:
         await keep(await greet(peer), pack())

@@ -8,7 +8,7 @@ import pytest
 
 from shoal.peer.accounts.adapter_budget import choose_adapter_bytes
 from shoal.peer.accounts.adapter_shelf import AdapterShelf
-from shoal.peer.engine.adapters.adapters import Adapter
+from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.spec_reader import read_spec
-from shoal.models.specs.model_spec import ModelSpec
-from shoal.peer.engine.adapters.adapters import Adapter, read_adapter
+from shoal.peer.engine.adapters.adapter import Adapter
+from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 
@@ -43,7 +43,6 @@ def read(
 ) -> Adapter:
     settings = Checkpoint.open(tiny_models.get(variant).directory).config
     spec = read_spec(settings)
-    assert isinstance(spec, ModelSpec)
     data = tensors if isinstance(tensors, bytes) else safetensors.torch.save(
         make_matrices() if tensors is None else tensors
     )  # fmt: skip
@@ -206,8 +205,9 @@ def test_nothing_is_made_of_a_header_larger_than_the_model_needs(tiny_models) ->
 
 
 def test_an_adapter_larger_than_its_quota_is_refused_before_it_is_read(tiny_models) -> None:
-    with pytest.raises(RefusedError, match="and 5000 are allowed") as refusal:
-        read(tiny_models, tensors=b"\x00" * 5000, max_bytes=5000)
+    num_allowed = 5000 + len(json.dumps(CONFIG))
+    with pytest.raises(RefusedError, match=f"and {num_allowed} are allowed") as refusal:
+        read(tiny_models, tensors=b"\x00" * 5001, max_bytes=5000)
     assert refusal.value.code is ErrorCode.OUT_OF_MEMORY
 
 

@@ -22,7 +22,9 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.cache.kv_cache import SessionCache
 from shoal.peer.engine.compute_thread import ComputeThread
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
@@ -175,7 +177,7 @@ def load(tiny_models: Any) -> Callable[[str, WeightFormat], Engine]:
     @cache
     def load_once(variant: str, weights: WeightFormat) -> Engine:
         checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
-        return Engine.load(checkpoint, Span(0, 4), weights, kv_budget_bytes=2**26)
+        return load_engine(checkpoint, Span(0, 4), weights, kv_budget_bytes=2**26)
 
     return load_once
 

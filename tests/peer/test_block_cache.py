@@ -20,8 +20,9 @@ from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.spec_reader import read_spec
 from shoal.models.specs.model_spec import ModelSpec
-from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.loading.block_cache import MIN_ENTRY_BYTES, BlockCache, open_block_cache
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.steps import StepWork
 from shoal.peer.hosting.hosting import HostedModel, Hosting
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.runtime.config import PeerConfig
@@ -378,7 +379,7 @@ def load_and_run(
 ) -> tuple[torch.Tensor, int]:
     """Return what an engine computes, and how many matrices it read."""
     checkpoint = CountingCheckpoint(model)
-    engine = Engine.load(
+    engine = load_engine(
         checkpoint,  # pyright: ignore[reportArgumentType]
         Span(0, 2),
         weights,
@@ -469,7 +470,7 @@ def test_blocks_with_experts_are_kept_expert_by_expert(
 
     def load(cache: BlockCache | None) -> tuple[torch.Tensor, list[str]]:
         checkpoint = CountingCheckpoint(model)
-        engine = Engine.load(
+        engine = load_engine(
             checkpoint,  # pyright: ignore[reportArgumentType]
             Span(0, 1), WeightFormat.INT8, kv_budget_bytes=2**24, cache=cache,
         )  # fmt: skip
@@ -519,6 +520,8 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.loading.block_cache import BlockCache
 from shoal.peer.engine.engine import Engine
 from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.spans import Span
 
 def read_peak_bytes():
@@ -527,7 +530,7 @@ def read_peak_bytes():
 
 checkpoint = Checkpoint.open(sys.argv[1])
 before = read_peak_bytes()
-engine = Engine.load(checkpoint, Span(0, 6), WeightFormat.INT8, kv_budget_bytes=2**20,
+engine = load_engine(checkpoint, Span(0, 6), WeightFormat.INT8, kv_budget_bytes=2**20,
                      num_threads=1, cache=BlockCache(Path(sys.argv[2]), 2**30))
 print(read_peak_bytes() - before - engine.num_weight_bytes, engine.num_parameters // 6)
 """

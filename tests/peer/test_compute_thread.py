@@ -14,10 +14,10 @@ import pytest
 import torch
 from compute_thread_scene import FakeCache, NotingEngine, make_thread, make_work, run
 
-from shoal.peer.engine.engine import StepWork
-from shoal.peer.engine.jobs import ComputedStep
-from shoal.peer.engine.pace import Holder, Pace
-from shoal.peer.engine.scheduler import DECODED_TOKENS, PART_TOKENS
+from shoal.peer.engine.blocks.prompt_parts import PART_TOKENS
+from shoal.peer.engine.compute_thread import ComputedStep
+from shoal.peer.engine.scheduler import DECODED_TOKENS, IterationBudget
+from shoal.peer.engine.steps import StepWork
 
 
 def test_step_is_answered_with_its_own_result() -> None:
@@ -126,7 +126,7 @@ def test_no_step_is_lost_that_comes_while_a_batch_is_chosen() -> None:
     assert [len(batch) for batch in engine.batches] == [1, 1]
 
 
-class PatientPace(Pace):
+class PatientBudget(IterationBudget):
     """Gives way always or never; nobody but the flood crowds."""
 
     def __init__(self, gives_way: bool = True) -> None:
@@ -136,7 +136,7 @@ class PatientPace(Pace):
     def must_give_way(self, now: float) -> bool:
         return self._gives_way
 
-    def find_crowding(self, now: float) -> set[Holder]:
+    def find_crowding(self, now: float) -> set[tuple[str, str]]:
         return {FLOOD}
 
 
@@ -174,14 +174,14 @@ def test_flood_fills_while_others_are_urgent() -> None:
 
 async def compute_while_filling(
     engine: NotingEngine,
-    pace: Pace,
+    budget: IterationBudget,
     filling: Sequence[StepWork],
     arriving: Sequence[StepWork],
     holder: tuple[str, str],
 ) -> list[asyncio.Future[ComputedStep]]:
     """Compute steps of the flood during which others arrive; the latter's futures come last."""
     compute = make_thread(engine)  # not entered: the test is the thread
-    compute._pace = pace
+    compute._budget = budget
     futures = [compute.submit(work, FLOOD) for work in filling]
 
     def arrive() -> None:
@@ -201,8 +201,8 @@ def test_urgent_step_is_computed_in_the_midst_of_a_prompt(gives_way: bool) -> No
     prompt, token = make_work(FakeCache(), 7, PART_TOKENS), make_work(FakeCache(), 3)
 
     async def test() -> None:
-        pace = PatientPace(gives_way)
-        futures = await compute_while_filling(engine, pace, [prompt], [token], ONE)
+        budget = PatientBudget(gives_way)
+        futures = await compute_while_filling(engine, budget, [prompt], [token], ONE)
         for future, work in zip(futures, (prompt, token), strict=True):
             assert torch.equal(future.result().hidden_BTH, work.hidden_BTH + 1)
 
@@ -217,10 +217,10 @@ def test_flood_gives_way_to_others_and_not_to_itself() -> None:
     more, other = make_work(FakeCache(), 5), make_work(FakeCache(), 6)
 
     async def test() -> None:
-        await compute_while_filling(engine, PatientPace(), flood, [more], FLOOD)
+        await compute_while_filling(engine, PatientBudget(), flood, [more], FLOOD)
         assert engine.finished == [flood, [more]]
         engine.batches, engine.finished = [], []
-        await compute_while_filling(engine, PatientPace(), flood, [other], ONE)
+        await compute_while_filling(engine, PatientBudget(), flood, [other], ONE)
         assert engine.finished == [[other], flood]
 
     run(test)
@@ -232,7 +232,7 @@ def test_next_step_of_a_session_waits_for_the_prompt_that_is_running() -> None:
     prompt, token = make_work(cache, 0, PART_TOKENS), make_work(cache, PART_TOKENS)
 
     async def test() -> None:
-        await compute_while_filling(engine, PatientPace(), [prompt], [token], FLOOD)
+        await compute_while_filling(engine, PatientBudget(), [prompt], [token], FLOOD)
 
     run(test)
     assert engine.finished == [[prompt], [token]]
@@ -240,11 +240,11 @@ def test_next_step_of_a_session_waits_for_the_prompt_that_is_running() -> None:
 
 def test_time_of_an_interruption_counts_as_waiting() -> None:
     engine = NotingEngine()
-    pace = PatientPace()
+    budget = PatientBudget()
     prompt, token = make_work(FakeCache(), 0, PART_TOKENS), make_work(FakeCache())
 
     async def test() -> None:
-        interrupted, urgent = await compute_while_filling(engine, pace, [prompt], [token], ONE)
+        interrupted, urgent = await compute_while_filling(engine, budget, [prompt], [token], ONE)
         assert interrupted.result().queue_seconds >= urgent.result().compute_seconds
 
     run(test)

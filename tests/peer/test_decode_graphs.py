@@ -21,10 +21,10 @@ from torch import Tensor
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine import decode_graphs
-from shoal.peer.engine.blocks.capturer import Capturer
-from shoal.peer.engine.blocks.device import PagedDevice
 from shoal.peer.engine.decode_graphs import choose_size
+from shoal.peer.engine.devices.device import Capturer, PagedDevice
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading import engine_loader
 from shoal.peer.hosting.throughput import measure_throughput
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
@@ -128,7 +128,7 @@ def read_states(cache: Any) -> list[Tensor]:
     return [
         states[:, :, : cache.length].clone()
         for block in range(cache.span.start, cache.span.stop)
-        for states in cache.keys_values(block)
+        for states in cache.memory.read_packed(block, cache.length)
     ]
 
 
@@ -168,7 +168,7 @@ def test_steps_of_every_size_that_fits_are_captured_while_a_peer_measures_itself
     tiny_models: Any, capturer: NotingCapturer, budget_bytes: int, num_sizes: int
 ) -> None:
     checkpoint = Checkpoint.open(tiny_models.get().directory)
-    engine = Engine.load(
+    engine = engine_loader.load_engine(
         checkpoint, Span(0, 4), WeightFormat.FP32, device=make_device(capturer=capturer),
         kv_budget_bytes=budget_bytes,
     )  # fmt: skip

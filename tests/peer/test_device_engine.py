@@ -27,9 +27,8 @@ from torch import Tensor
 from shoal.kernels.linear.linear import RowPrecision, make_linear
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat, quantize_int8
 from shoal.kernels.linear.select import choose_paged_attention
-from shoal.peer.engine.blocks.capturer import CallingCapturer
-from shoal.peer.engine.blocks.device import PagedDevice
-from shoal.peer.engine.cache.prefix_copy import PrefixCopy
+from shoal.peer.engine.cache.kv_cache import PrefixCopy
+from shoal.peer.engine.devices.device import CallingCapturer, PagedDevice
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.tensors import KVFormat
 
@@ -190,7 +189,9 @@ def test_replay_of_decoded_tokens_is_exact(
     assert torch.equal(output, expected)
     for block in range(WHOLE.start, WHOLE.stop):
         for (_, *ours), (_, *theirs) in zip(
-            original.cache.read(block, 150), replayed.cache.read(block, 150), strict=True
+            original.cache.memory.read(block, 150),
+            replayed.cache.memory.read(block, 150),
+            strict=True,
         ):
             assert all(map(torch.equal, ours, theirs))
 

@@ -15,8 +15,7 @@ from engine_devices import decode, draw_hidden, execute, load_engine, open_work
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.peer.engine.blocks.capturer import CallingCapturer
-from shoal.peer.engine.blocks.device import PagedDevice
+from shoal.peer.engine.devices.device import CallingCapturer, PagedDevice
 from shoal.protocol.tensors import KVFormat
 
 META = torch.device("meta")

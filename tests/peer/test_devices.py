@@ -11,9 +11,9 @@ from engine_devices import load_engine, make_device
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks.attention_kernels import MAX_PAGED_HEAD_DIM
-from shoal.peer.engine.blocks.cuda_device import choose_device
-from shoal.peer.engine.blocks.device import CPU
-from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.devices.cuda_device import choose_device
+from shoal.peer.engine.devices.device import CPU
+from shoal.peer.engine.loading import engine_loader
 from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
@@ -71,4 +71,4 @@ def test_nf4_is_refused_on_a_cpu_with_advice(tiny_models: Any) -> None:
     checkpoint = Checkpoint.open(tiny_models.get().directory)
 
     with pytest.raises(UsageError, match=r"nf4 needs a CUDA device .* use int8"):
-        Engine.load(checkpoint, Span(0, 1), WeightFormat.NF4, kv_budget_bytes=2**20)
+        engine_loader.load_engine(checkpoint, Span(0, 1), WeightFormat.NF4, kv_budget_bytes=2**20)

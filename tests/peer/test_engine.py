@@ -1,24 +1,29 @@
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
-from typing import cast
+from typing import ClassVar, cast
 
 import pytest
 import torch
 
 from shoal.kernels.attention.native_attention import choose_prompt_instruction_set
 from shoal.kernels.attention.rotary import RotaryTable
+from shoal.kernels.linear.linear import Linear
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.spec_reader import read_spec
 from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.blocks.block import Block
-from shoal.peer.engine.blocks.numerics import Numerics
-from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
+from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.devices.device import Numerics
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading import engine_loader
 from shoal.peer.engine.loading.block_loader import load_block
-from shoal.peer.engine.scheduler import count_part_tokens
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 
@@ -30,7 +35,7 @@ def load_engine(
     tiny_models, weights=WeightFormat.FP32, span=WHOLE, budget=2**26, variant="llama"
 ) -> Engine:
     checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
-    return Engine.load(checkpoint, span, weights, kv_budget_bytes=budget)
+    return engine_loader.load_engine(checkpoint, span, weights, kv_budget_bytes=budget)
 
 
 @pytest.fixture
@@ -173,9 +178,8 @@ def test_int8_replay_of_decoded_tokens_is_exact(tiny_models, num_rows: int) -> N
 
     assert torch.equal(output, torch.cat(expected, dim=1))
     for block in range(4):
-        for ours, theirs in zip(
-            original.cache.keys_values(block), replayed.cache.keys_values(block), strict=True
-        ):
+        states = (work.cache.memory.read_packed(block, 180) for work in (original, replayed))
+        for ours, theirs in zip(*states, strict=True):
             assert torch.equal(ours[:, :, :180], theirs[:, :, :180])
 
 
@@ -208,7 +212,7 @@ def take_snapshot(cache: SessionCache) -> tuple[int, int, list[torch.Tensor]]:
     states = [
         state[:, :, : cache.length].clone()
         for block in range(cache.span.start, cache.span.stop)
-        for state in cache.keys_values(block)
+        for state in cache.memory.read_packed(block, cache.length)
     ]
     return cache.length, cache.committed_bytes, states
 
@@ -254,13 +258,14 @@ class OverflowingBlock:
 
     is_cut_anywhere = False
     attention_kernels = ()
+    linears: ClassVar[Mapping[str, Linear]] = {}
 
     def __init__(self, block: Block) -> None:
         self.num_bytes, self.num_parameters = block.num_bytes, block.num_parameters
         self._block = block
 
-    def __call__(self, hidden_NH: torch.Tensor, segments, ranges) -> torch.Tensor:
-        output_NH = self._block(hidden_NH, segments, ranges)
+    def __call__(self, hidden_NH: torch.Tensor, batch, ranges) -> torch.Tensor:
+        output_NH = self._block(hidden_NH, batch, ranges)
         return output_NH.masked_fill(hidden_NH > 100, float("inf"))
 
 

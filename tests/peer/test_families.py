@@ -10,7 +10,9 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.families.registry import FAMILIES
 from shoal.models.spec_reader import read_spec
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading import engine_loader
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ModelError, RefusedError, UsageError
 from shoal.protocol.spans import Span
 
@@ -21,7 +23,7 @@ KV_BUDGET = 2**26
 def load_engine(tiny_model, start: int = 0, stop: int | None = None) -> Engine:
     span = Span(start, tiny_model.num_blocks if stop is None else stop)
     checkpoint = Checkpoint.open(tiny_model.directory)
-    return Engine.load(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=KV_BUDGET)
+    return engine_loader.load_engine(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=KV_BUDGET)
 
 
 def draw_tokens(tiny_model, num_rows: int, num_tokens: int) -> torch.Tensor:
@@ -310,8 +312,12 @@ def test_wrapped_blocks_need_float_weights(tiny_models) -> None:
     checkpoint = Checkpoint.open(tiny_models.get("wrapped-stablelm").directory)
 
     with pytest.raises(UsageError, match=r"'stablelm' .* needs float weights; use --weights bf16"):
-        Engine.load(checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=KV_BUDGET)
-    engine = Engine.load(checkpoint, Span(0, 1), WeightFormat.BF16, kv_budget_bytes=KV_BUDGET)
+        engine_loader.load_engine(
+            checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=KV_BUDGET
+        )
+    engine = engine_loader.load_engine(
+        checkpoint, Span(0, 1), WeightFormat.BF16, kv_budget_bytes=KV_BUDGET
+    )
     hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
 
     assert run_engines([engine], hidden, cuts=[2]).dtype == torch.bfloat16

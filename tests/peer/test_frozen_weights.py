@@ -13,7 +13,7 @@ from pass_scene import draw, load_engine, stay
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.peer.engine.adapters.adapters import Adapter, AdapterPart
+from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.peer.engine.steps import StepWork
@@ -68,8 +68,8 @@ def test_weights_are_the_same_after_steps_and_training(
 
     hidden, adapter = draw(2, 20, size), make_adapter(size, size)
     work = PassWork(engine.span, hidden, 0.3 * draw(4, 1, 5, size), (adapter, None))
-    engine.run_forward(work, stay)
-    engine.run_backward(work, draw(2, 20, size, seed=2), stay)
+    engine.passes.run_forward(work, stay)
+    engine.passes.run_backward(work, draw(2, 20, size, seed=2), stay)
     cache = engine.open_cache(2, 30, engine.span)
     engine.execute([StepWork(cache, engine.span, 0, hidden)])
 

@@ -15,9 +15,9 @@ import torch
 from engine_devices import attend_slowly
 
 from shoal.peer.accounts.memory import RESERVE_BYTES
-from shoal.peer.engine.blocks.capturer import CallingCapturer, Capturer
-from shoal.peer.engine.blocks.device import CPU, Device, PagedDevice
+from shoal.peer.engine.devices.device import CPU, CallingCapturer, Capturer, Device, PagedDevice
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading import engine_loader
 from shoal.peer.hosting import hosting
 from shoal.peer.hosting.hosting import HostedModel, Hosting, LoadError
 from shoal.peer.pushing.neighbours import Neighbours
@@ -187,14 +187,13 @@ def test_span_whose_steps_find_no_memory_cannot_be_loaded_and_leaves_its_own(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines: list[weakref.ref[Engine]] = []
-    load_engine = Engine.load
 
     def load_and_watch(*arguments: Any, **options: Any) -> Engine:
-        engine = load_engine(*arguments, **options)
+        engine = engine_loader.load_engine(*arguments, **options)
         engines.append(weakref.ref(engine))
         return engine
 
-    monkeypatch.setattr(Engine, "load", load_and_watch)
+    monkeypatch.setattr(hosting, "load_engine", load_and_watch)
 
     async def test(hosting: Hosting) -> None:
         facts = None

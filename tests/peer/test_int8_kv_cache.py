@@ -18,12 +18,14 @@ from shoal.kernels.attention.native_attention import choose_prompt_instruction_s
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks import attention_kernels
-from shoal.peer.engine.cache import kv_layouts
-from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
+from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
+from shoal.peer.engine.cache import kv_memory
+from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
-from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.scheduler import count_part_tokens
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import CacheFullError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.messages.session import Opened
@@ -42,7 +44,7 @@ def load(tiny_models: Any) -> Callable[..., Engine]:
     def load_once(variant: str = "llama", weights: WeightFormat = WeightFormat.INT8) -> Engine:
         if (variant, weights) not in engines:
             checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
-            engines[variant, weights] = Engine.load(
+            engines[variant, weights] = load_engine(
                 checkpoint, WHOLE, weights, kv_budget_bytes=2**26
             )
         return engines[variant, weights]
@@ -223,7 +225,7 @@ def test_replay_of_decoded_tokens_is_exact(
 
     assert torch.equal(output, expected)
     for block in range(WHOLE.start, WHOLE.stop):
-        ours, theirs = original.cache.keys_values(block), replayed.cache.keys_values(block)
+        ours, theirs = (work.cache.memory.read_packed(block, 150) for work in (original, replayed))
         for side in range(2):
             assert torch.equal(ours[side][:, :, :150], theirs[side][:, :, :150])
 
@@ -276,7 +278,7 @@ def test_torch_does_what_c_does(
     for name in ("can_attend", "can_attend_prompts"):
         monkeypatch.setattr(attention_kernels, name, lambda shape: False)
     checkpoint = Checkpoint.open(tiny_models.get("llama").directory)
-    in_torch = Engine.load(checkpoint, WHOLE, WeightFormat.INT8, kv_budget_bytes=2**26)
+    in_torch = load_engine(checkpoint, WHOLE, WeightFormat.INT8, kv_budget_bytes=2**26)
     prompt, tokens = draw_hidden(1, 2, 90), draw_hidden(2, 2, 5)
 
     outputs: list[Tensor] = []
@@ -299,13 +301,13 @@ def test_torch_attends_to_few_heads_at_a_time(
     for name in ("can_attend", "can_attend_prompts"):
         monkeypatch.setattr(attention_kernels, name, lambda shape: False)
     checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
-    engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**26)
+    engine = load_engine(checkpoint, WHOLE, weights, kv_budget_bytes=2**26)
     prompt, tokens = draw_hidden(1, 3, 190), draw_hidden(2, 3, 3)
     head_bytes = 2 * 200 * engine.spec.head_dim * engine.dtype.itemsize
 
     outputs: list[Tensor] = []
     for num_heads in (1000, 3 * engine.spec.num_kv_heads - 1, 1, 0.5):
-        monkeypatch.setattr(kv_layouts, "UNPACKED_BYTES", int(num_heads * head_bytes))
+        monkeypatch.setattr(kv_memory, "UNPACKED_BYTES", int(num_heads * head_bytes))
         work = open_work(engine, prompt)
         first = execute(engine, work)[0]
         with AllocationSizes() as sizes:

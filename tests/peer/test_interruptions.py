@@ -18,8 +18,10 @@ from torch import Tensor
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.compute_thread import ComputeThread
-from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.pace import Pace
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.scheduler import IterationBudget
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
@@ -82,7 +84,7 @@ def assert_equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 def load(tiny_models: Any, weights: WeightFormat) -> Engine:
     checkpoint = Checkpoint.open(tiny_models.get().directory)
-    return Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
+    return load_engine(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
 
 
 @pytest.mark.parametrize("kv_format", KVFormat)
@@ -111,7 +113,7 @@ def test_sessions_go_on_in_the_midst_of_a_batch(
         engine.pool.check_integrity()
 
 
-class YieldingPace(Pace):
+class YieldingBudget(IterationBudget):
     """Lets everything that is urgent interrupt at once, however long it takes."""
 
     def must_give_way(self, now: float) -> bool:
@@ -153,7 +155,7 @@ def test_tokens_that_arrive_before_each_block_of_prompts_are_computed_there(
     async def test() -> None:
         engine: Any = EngineWithArrivals(play.engine)
         compute = ComputeThread(engine)  # not entered: the test is the thread
-        compute._pace = YieldingPace(512, engine.part_tokens, len(WHOLE))
+        compute._budget = YieldingBudget(512, engine.part_tokens, len(WHOLE))
         tokens = play.make_tokens()
         prompts = [compute.submit(work, ("prompts", "")) for work in play.make_prompts()]
         answers: list[Any] = []

@@ -8,7 +8,8 @@ import pytest
 import torch
 from kv_cache_scene import SPAN, PoolMaker, assert_holds, take_step, write_tokens
 
-from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.protocol.errors import (
     CacheFullError,
     ErrorCode,

@@ -19,10 +19,11 @@ from kv_cache_scene import (
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.cache import prefix_copy
-from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
+from shoal.peer.engine.cache import kv_cache
+from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
@@ -141,14 +142,14 @@ def test_copied_tokens_count_in_the_budget_of_their_holder(make_pool: PoolMaker)
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a piece be two tokens of a head."""
-    monkeypatch.setattr(prefix_copy, "PIECE_BYTES", 2 * HEAD_DIM * 4)
+    monkeypatch.setattr(kv_cache, "PIECE_BYTES", 2 * HEAD_DIM * 4)
 
 
 @pytest.mark.parametrize("tokens_in_piece", [2, 7, 16, 1000])
 def test_pieces_are_small_and_together_the_prefix(
     monkeypatch: pytest.MonkeyPatch, tokens_in_piece: int
 ) -> None:
-    monkeypatch.setattr(prefix_copy, "PIECE_BYTES", tokens_in_piece * HEAD_DIM * 4)
+    monkeypatch.setattr(kv_cache, "PIECE_BYTES", tokens_in_piece * HEAD_DIM * 4)
     pool = PoolMaker("lazy")(20)
     parent, fork = pool.open(2, 300, SPAN), pool.open(2, 200, SPAN)
     take_step(parent, 0, count(2, 9))
@@ -237,7 +238,7 @@ def test_fork_computes_to_the_bit_what_the_session_would(
     tiny_models: Any, weights: WeightFormat, kv_format: KVFormat, position: int
 ) -> None:
     checkpoint = Checkpoint.open(tiny_models.get().directory)
-    engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
+    engine = load_engine(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
     generator = torch.Generator().manual_seed(7)
     prompt = torch.randn(2, 9, HIDDEN, generator=generator)
     token = torch.randn(2, 1, HIDDEN, generator=generator)

@@ -4,7 +4,8 @@ import pytest
 import torch
 from kv_cache_scene import SPAN, PoolMaker, assert_holds, take_step, write_tokens
 
-from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.protocol.errors import CacheFullError
 from shoal.protocol.fair_share import Holder

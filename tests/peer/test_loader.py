@@ -12,9 +12,11 @@ from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.spec_reader import read_spec
 from shoal.models.specs.model_spec import BlockTensorNames, ModelSpec
 from shoal.peer.engine.blocks.block import Block
-from shoal.peer.engine.blocks.numerics import Numerics
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.devices.device import Numerics
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading import engine_loader
 from shoal.peer.engine.loading.block_loader import load_block
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.spans import Span
 
@@ -50,7 +52,7 @@ def copy_model(tiny_model, directory: Path, **changed_tensors: torch.Tensor | No
 
 
 def load_engine(directory: Path, weights: WeightFormat, span: Span | None = None, **options):
-    return Engine.load(
+    return engine_loader.load_engine(
         Checkpoint.open(directory),
         span or Span(0, 4),
         weights,
@@ -70,7 +72,7 @@ def run_step(engine: Engine, hidden: torch.Tensor) -> torch.Tensor:
 def test_load_reads_each_tensor_of_the_own_span_once_and_no_other(tiny_models) -> None:
     checkpoint = RecordingCheckpoint(Checkpoint.open(tiny_models.get().directory))
 
-    Engine.load(
+    engine_loader.load_engine(
         checkpoint,  # pyright: ignore[reportArgumentType]
         Span(1, 3),
         WeightFormat.INT8,
@@ -102,7 +104,9 @@ def test_load_touches_only_the_shards_of_the_own_span(tiny_models, tmp_path: Pat
     for file_name in ("shard-0.safetensors", "shard-1.safetensors", "shard-rest.safetensors"):
         (tmp_path / file_name).unlink()
 
-    engine = Engine.load(sharded, Span(2, 4), WeightFormat.FP32, kv_budget_bytes=KV_BUDGET)
+    engine = engine_loader.load_engine(
+        sharded, Span(2, 4), WeightFormat.FP32, kv_budget_bytes=KV_BUDGET
+    )
 
     assert torch.equal(run_step(engine, hidden), expected)
 
@@ -223,7 +227,7 @@ def test_span_beyond_the_model_is_refused_before_reading(tiny_models) -> None:
     checkpoint = RecordingCheckpoint(Checkpoint.open(tiny_models.get().directory))
 
     with pytest.raises(UsageError, match="blocks 0:4, the span 2:5 reaches beyond"):
-        Engine.load(
+        engine_loader.load_engine(
             checkpoint,  # pyright: ignore[reportArgumentType]
             Span(2, 5),
             WeightFormat.FP32,
@@ -240,7 +244,7 @@ def test_unusable_rotary_parameters_are_refused_before_reading(tiny_models, tmp_
     checkpoint = RecordingCheckpoint(Checkpoint.open(directory))
 
     with pytest.raises(ModelError, match="spiral"):
-        Engine.load(
+        engine_loader.load_engine(
             checkpoint,  # pyright: ignore[reportArgumentType]
             Span(0, 1),
             WeightFormat.FP32,

@@ -13,7 +13,7 @@ from shoal.models.spec_reader import read_spec
 from shoal.peer.accounts import memory
 from shoal.peer.accounts.block_sizes import BlockSizes
 from shoal.peer.accounts.memory import RESERVE_BYTES, find_room, read_free_bytes
-from shoal.peer.engine.blocks.numerics import Numerics
+from shoal.peer.engine.devices.device import Numerics
 from shoal.peer.engine.loading.block_loader import load_block
 from shoal.peer.engine.loading.block_tensors import count_block_bytes
 from shoal.peer.engine.loading.loader import load_span

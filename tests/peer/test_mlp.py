@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from shoal.kernels.layers.gate import gate_silu
 from shoal.kernels.linear.linear import RowPrecision, make_linear
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.peer.engine.blocks.batch import TokenRange
 from shoal.peer.engine.blocks.mlp import Activation, GatedMlp
-from shoal.peer.engine.blocks.rows import RowRange
 
 NUM_INNER = 45
 
@@ -16,7 +16,7 @@ def compute_inner(activation: Activation, hidden_NH: torch.Tensor) -> torch.Tens
         make_linear(torch.eye(size), None, WeightFormat.FP32, torch.float32)
         for size in (2 * NUM_INNER, NUM_INNER)
     )
-    ranges = [RowRange(0, len(hidden_NH), RowPrecision.TWO_DIGITS)]
+    ranges = [TokenRange(0, len(hidden_NH), RowPrecision.TWO_DIGITS)]
     return GatedMlp(gate_up, down, activation)(hidden_NH, ranges)
 
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from shoal.kernels.linear.nf4 import Nf4Weight, has_bitsandbytes
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.errors import UsageError
 
@@ -47,11 +47,11 @@ def test_results_are_those_of_what_four_bits_stand_for(
         (rounded, WeightFormat.BF16),
     ):
         device, checkpoint = make_device(device_name), Checkpoint.open(directory)
-        engine = Engine.load(checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25)
+        engine = load_engine(checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25)
         work = open_work(engine, prompt)
         (first,) = execute(engine, work)
         generated = decode(engine, [work], [tokens])
-        gradients = engine.run_backward(PassWork(WHOLE, prompt), grads, bool)
+        gradients = engine.passes.run_backward(PassWork(WHOLE, prompt), grads, bool)
         outputs.append(torch.cat([first, *generated, gradients.hidden_BTH], dim=1).float())
 
     ours, expected = outputs
@@ -60,7 +60,7 @@ def test_results_are_those_of_what_four_bits_stand_for(
 
 def test_weights_take_little_more_than_half_a_byte(tiny_models: Any) -> None:
     checkpoint = Checkpoint.open(tiny_models.get().directory)
-    engine = Engine.load(
+    engine = load_engine(
         checkpoint, WHOLE, WeightFormat.NF4, device=make_device(), kv_budget_bytes=2**20
     )
 
@@ -72,6 +72,6 @@ def test_layers_of_transformers_need_float_weights(tiny_models: Any) -> None:
     checkpoint = Checkpoint.open(tiny_models.get("wrapped-stablelm").directory)
 
     with pytest.raises(UsageError, match="use --weights bf16 or fp32"):
-        Engine.load(
+        load_engine(
             checkpoint, WHOLE, WeightFormat.NF4, device=make_device(), kv_budget_bytes=2**20
         )

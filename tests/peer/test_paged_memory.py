@@ -14,8 +14,9 @@ from kv_cache_scene import (
     take_step,
 )
 
-from shoal.peer.engine.cache import prefix_copy
-from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
+from shoal.peer.engine.cache import kv_cache
+from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache.kv_memory import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS, KVCachePool
 from shoal.peer.engine.cache.paged_memory import PagedMemory, PagedStore
 from shoal.protocol.errors import CacheFullError, LocalProtocolError
@@ -207,7 +208,7 @@ def test_prefix_is_copied_in_pages_of_all_rows(
     monkeypatch: pytest.MonkeyPatch, pages_in_piece: int, num_pieces: int
 ) -> None:
     pool, store = make_pool(200)
-    monkeypatch.setattr(prefix_copy, "PIECE_BYTES", pages_in_piece * store.page_bytes)
+    monkeypatch.setattr(kv_cache, "PIECE_BYTES", pages_in_piece * store.page_bytes)
     parent, fork = (pool.open(2, 400, SPAN) for _ in range(2))
     values = torch.arange(2.0 * 200).view(2, 200)
     take_step(parent, 0, values)

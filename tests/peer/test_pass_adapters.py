@@ -12,8 +12,8 @@ from pass_scene import check_close, draw, embed, load_engine, run_reference, sta
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.models.specs.model_spec import ModelSpec
-from shoal.peer.engine.adapters.adapters import Adapter, read_adapter
+from shoal.peer.engine.adapters.adapter import Adapter
+from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.errors import RefusedError
@@ -53,12 +53,11 @@ def train_adapter(tiny_model: Any, targets: list[str], rank: int, folder: Path) 
 
 
 def read_files(tiny_model: Any, engine: Engine, folder: Path) -> Adapter:
-    assert isinstance(engine.spec, ModelSpec)
     config, tensors = (
         (folder / name).read_bytes()
         for name in ("adapter_config.json", "adapter_model.safetensors")
     )
-    return read_adapter(config, tensors, engine.spec, engine.span, 2**24)
+    return read_adapter(config, tensors, engine.spec, engine.span)
 
 
 def differentiate_peft(
@@ -89,9 +88,9 @@ def test_adapters_equal_those_of_peft(tiny_models, variant: str, tmp_path: Path)
     output, hidden_grads, matrix_grads = differentiate_peft(model, hidden, grads)
 
     work = PassWork(engine.span, hidden, adapters=(adapter, adapter))
-    found = engine.run_backward(work, grads, stay)
+    found = engine.passes.run_backward(work, grads, stay)
 
-    check_close(engine.run_forward(work, stay), output)
+    check_close(engine.passes.run_forward(work, stay), output)
     check_close(found.hidden_BTH, hidden_grads)
     assert found.adapters[adapter].keys() == matrix_grads.keys()
     for name, expected in matrix_grads.items():
@@ -109,12 +108,14 @@ def test_rows_with_different_adapters_share_a_pass(tiny_models, tmp_path: Path) 
     hidden, grads = embed(tiny_model, 5, 70), draw(5, 70, 64, seed=2)
 
     work = PassWork(engine.span, hidden, adapters=(one, None, other, other, one))
-    output = engine.run_forward(work, stay)
-    found = engine.run_backward(work, grads, stay)
+    output = engine.passes.run_forward(work, stay)
+    found = engine.passes.run_backward(work, grads, stay)
 
     plain = PassWork(engine.span, hidden[1:2])
-    check_close(output[1:2], engine.run_forward(plain, stay))
-    check_close(found.hidden_BTH[1:2], engine.run_backward(plain, grads[1:2], stay).hidden_BTH)
+    check_close(output[1:2], engine.passes.run_forward(plain, stay))
+    check_close(
+        found.hidden_BTH[1:2], engine.passes.run_backward(plain, grads[1:2], stay).hidden_BTH
+    )
     for adapter, model, rows in ((one, models[0], [0, 4]), (other, models[1], [2, 3])):
         expected = differentiate_peft(model, hidden[rows], grads[rows])
         check_close(output[rows], expected[0])
@@ -137,9 +138,9 @@ def test_adapters_on_rounded_weights_are_close(
     expected = differentiate_peft(model, hidden, grads)
 
     work = PassWork(engine.span, hidden, adapters=(adapter, adapter))
-    found = engine.run_backward(work, grads, stay)
+    found = engine.passes.run_backward(work, grads, stay)
 
-    check_close(engine.run_forward(work, stay), expected[0], tolerance)
+    check_close(engine.passes.run_forward(work, stay), expected[0], tolerance)
     for name, gradient in expected[2].items():
         assert found.adapters[adapter][name].dtype is torch.float32
         check_close(found.adapters[adapter][name], gradient, tolerance)
@@ -153,6 +154,8 @@ def test_adapters_that_cannot_be_applied_are_refused(tiny_models, tmp_path: Path
     wrapped = load_engine(tiny_models.get("wrapped-stablelm"))
 
     with pytest.raises(RefusedError, match="1 adapters for 2 rows"):
-        engine.run_forward(PassWork(engine.span, draw(2, 5, 64), adapters=(adapter,)), stay)
+        engine.passes.run_forward(PassWork(engine.span, draw(2, 5, 64), adapters=(adapter,)), stay)
     with pytest.raises(RefusedError, match="'stablelm' run through transformers here"):
-        wrapped.run_forward(PassWork(wrapped.span, draw(1, 5, 64), adapters=(adapter,)), stay)
+        wrapped.passes.run_forward(
+            PassWork(wrapped.span, draw(1, 5, 64), adapters=(adapter,)), stay
+        )

@@ -23,10 +23,10 @@ from service_scene import (
 )
 from torch import Tensor
 
+from shoal.kernels.pauses import GiveWay
 from shoal.peer.accounts import pass_budget
 from shoal.peer.accounts.pass_budget import PassBudget
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.pass_queue import GiveWay
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.peer.sessions.answer_queue import AnswerQueue
 from shoal.peer.training.pass_desk import PassDesk
@@ -62,9 +62,9 @@ def test_forward_and_backward_are_those_of_the_engine(engine: Engine) -> None:
             PROMPTS=PROMPTS,
         )
 
-        expected = engine.run_backward(work, GRADIENTS, lambda: None)
+        expected = engine.passes.run_backward(work, GRADIENTS, lambda: None)
         assert expected.prompts_LBPH is not None
-        output = engine.run_forward(work, lambda: None)
+        output = engine.passes.run_forward(work, lambda: None)
         assert torch.equal(join(there, Slot.HIDDEN, ROWS, TOKENS, HIDDEN), output)
         assert torch.equal(join(back, Slot.HIDDEN, ROWS, TOKENS, HIDDEN), expected.hidden_BTH)
         assert torch.equal(join(back, Slot.PROMPTS, 2, 1, 3, HIDDEN), expected.prompts_LBPH)
@@ -201,7 +201,7 @@ def test_pass_that_finds_no_memory_is_told_to_be_cut(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
         asked = make_pass(kind=PassKind.BACKWARD)
-        needed = engine.estimate_pass_bytes(len(SPAN), ROWS, TOKENS, is_backward=True)
+        needed = engine.passes.estimate_bytes(len(SPAN), ROWS, TOKENS, is_backward=True)
         peer.service.read_free_bytes = lambda: needed - 1
         (refusal,) = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
         assert_declined(refusal, ErrorCode.OUT_OF_MEMORY)
@@ -215,7 +215,7 @@ def test_pass_that_finds_no_memory_is_told_to_be_cut(engine: Engine) -> None:
 def test_pass_takes_a_part_of_the_memory_for_training_at_most(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         talk = await peer.greet()
-        needed = engine.estimate_pass_bytes(len(SPAN), ROWS, TOKENS, is_backward=False)
+        needed = engine.passes.estimate_bytes(len(SPAN), ROWS, TOKENS, is_backward=False)
         peer.service.pass_budget = PassBudget(needed * 16 // 5 - 16)
         (refusal,) = await ask(talk, make_pass(), HIDDEN=TEXTS)
         assert_declined(refusal, ErrorCode.OUT_OF_MEMORY)
@@ -235,16 +235,17 @@ def test_peer_that_has_no_memory_for_training_says_so(engine: Engine) -> None:
 
 
 class SlowEngine:
-    """An engine whose passes go on until they are dropped, or let go."""
+    """An engine, and its passes, which go on until they are dropped, or let go."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.passes = self
         self.entered = threading.Event()
         self.leave = threading.Event()
         self.dropped = threading.Event()
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
+        return getattr(self._engine, name, None) or getattr(self._engine.passes, name)
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
         self.entered.set()
@@ -254,7 +255,7 @@ class SlowEngine:
         except BaseException:
             self.dropped.set()
             raise
-        return self._engine.run_forward(work, give_way)
+        return self._engine.passes.run_forward(work, give_way)
 
     async def wait(self, event: Callable[[SlowEngine], threading.Event]) -> None:
         assert await asyncio.to_thread(event(self).wait, 30)

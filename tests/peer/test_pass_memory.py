@@ -62,12 +62,12 @@ def test_a_pass_stays_below_its_estimate_and_not_far_below(
 
     def run() -> object:
         if is_backward:
-            return engine.run_backward(work, grads, stay)
-        return engine.run_forward(work, stay)
+            return engine.passes.run_backward(work, grads, stay)
+        return engine.passes.run_forward(work, stay)
 
     peak = measure_peak(run)
 
-    estimate = engine.estimate_pass_bytes(4, *shape, is_backward=is_backward)
+    estimate = engine.passes.estimate_bytes(4, *shape, is_backward=is_backward)
     assert peak <= estimate <= 4 * peak + 2**20, (peak, estimate)
 
 
@@ -76,7 +76,7 @@ def test_a_block_more_costs_its_input_alone(tiny_models) -> None:
     hidden, grads = draw(4, 200, 64), draw(4, 200, 64, seed=2)
 
     peaks = [
-        measure_peak(lambda stop=stop: engine.run_backward(
+        measure_peak(lambda stop=stop: engine.passes.run_backward(
             PassWork(Span(0, stop), hidden), grads, stay
         ))
         for stop in (2, 4)

@@ -20,7 +20,7 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.kernels.pauses import Pauses
 from shoal.kernels.wire_tensors import encode_tensor
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.training.pass_work import WireWork, run_pass
 from shoal.protocol.ids import ModelId, PassId, SessionId
 from shoal.protocol.messages.passes import Pass, PassKind, Slot, cut_vectors
@@ -106,7 +106,7 @@ def test_two_or_three_pieces_of_work_at_most_lie_between_two_looks(
     num_pieces: int,
     kind: PassKind,
 ) -> None:
-    engine = Engine.load(Checkpoint.open(directory), Span(0, 1), weights, kv_budget_bytes=2**20)
+    engine = load_engine(Checkpoint.open(directory), Span(0, 1), weights, kv_budget_bytes=2**20)
     pass_id = PassId(SessionId(b"\1" * 16))
     asked = Pass(pass_id, kind, ModelId("a" * 32), Span(0, 1), ROWS, TOKENS, WireDtype.FP32)
     texts = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -20,7 +20,8 @@ from compute_thread_scene import (
     run,
 )
 
-from shoal.peer.engine.pass_queue import ComputedPass, GiveWay, Guest, PassJob, PassQueue
+from shoal.kernels.pauses import GiveWay
+from shoal.peer.engine.pass_queue import ComputedPass, Interruption, PassJob, PassQueue
 from shoal.protocol.errors import ErrorCode, RefusedError
 
 
@@ -50,14 +51,14 @@ def with_loop(test: Callable[[], None]) -> None:
 
 
 class Company:
-    """Guests that are always there and take their time; notes when each is let in."""
+    """Interruptions that always wait and take their time; notes when each runs."""
 
     def __init__(self, clock: FakeClock, **seconds: float) -> None:
         self.noted: list[tuple[float, str]] = []
         self._clock = clock
-        self._seconds = {Guest[name]: taken for name, taken in seconds.items()}
+        self._seconds = {Interruption[name]: taken for name, taken in seconds.items()}
 
-    def let_in(self, kinds: Collection[Guest]) -> Guest | None:
+    def interrupt(self, kinds: Collection[Interruption]) -> Interruption | None:
         guest = next((one for one in self._seconds if one in kinds), None)
         if guest is not None:
             self.noted.append((self._clock.seconds, guest.name))
@@ -76,7 +77,7 @@ def run_beside(company: Company, clock: FakeClock, num_seconds: int) -> Computed
         return "done"
 
     def test() -> None:
-        computed.append(PassQueue(clock.now).run(make_job(compute), company.let_in))
+        computed.append(PassQueue(clock.now).run(make_job(compute), company.interrupt))
 
     with_loop(test)
     assert isinstance(computed[0], ComputedPass)
@@ -127,12 +128,12 @@ def test_short_passes_of_others_are_computed_in_the_middle_of_a_long_one() -> No
 
             return compute
 
-        def let_in(kinds: Collection[Guest]) -> Guest | None:
+        def interrupt(kinds: Collection[Interruption]) -> Interruption | None:
             job = queue.choose()
             if job is None:
                 return None
-            queue.run(job, let_in)
-            return Guest.PASS
+            queue.run(job, interrupt)
+            return Interruption.PASS
 
         for name, holder, cost in (
             ("long", "greedy", 100), ("of the same", "greedy", 10), ("short", "modest", 50),
@@ -141,7 +142,7 @@ def test_short_passes_of_others_are_computed_in_the_middle_of_a_long_one() -> No
             queue.append(make_job(note(name), holder, cost))
         longest = queue.choose()
         assert longest is not None
-        queue.run(longest, let_in)
+        queue.run(longest, interrupt)
 
         assert order == [
             "long", "short", "shorter", "end of shorter", "end of short", "end of long",
@@ -208,7 +209,9 @@ def test_cancelled_pass_is_never_begun() -> None:
 
 
 @pytest.mark.parametrize(("max_bytes", "num_guests"), [(9, 0), (10, 1), (14, 1), (15, 2)])
-def test_guests_find_room_in_the_memory_that_is_left(max_bytes: int, num_guests: int) -> None:
+def test_interruptions_find_room_in_the_memory_that_is_left(
+    max_bytes: int, num_guests: int
+) -> None:
     """A pass that is computed faster may need more memory: forward, with many tokens."""
     begun: list[str] = []
 
@@ -216,13 +219,13 @@ def test_guests_find_room_in_the_memory_that_is_left(max_bytes: int, num_guests:
         queue = PassQueue(float)
         queue.max_bytes = max_bytes
 
-        def let_in(kinds: Collection[Guest]) -> Guest | None:
+        def interrupt(kinds: Collection[Interruption]) -> Interruption | None:
             job = queue.choose()
             if job is None:
                 return None
             begun.append(job.holder[0])
-            queue.run(job, let_in)
-            return Guest.PASS
+            queue.run(job, interrupt)
+            return Interruption.PASS
 
         def compute(give_way: GiveWay) -> None:
             give_way()
@@ -233,7 +236,7 @@ def test_guests_find_room_in_the_memory_that_is_left(max_bytes: int, num_guests:
         ]
         for guest in guests:
             queue.append(guest)
-        queue.run(host, let_in)
+        queue.run(host, interrupt)
 
     with_loop(test)
     assert len(begun) == num_guests
@@ -262,13 +265,13 @@ def test_short_pass_is_answered_while_a_long_one_of_another_client_goes_on() -> 
     run(test)
 
 
-def test_pass_that_is_dropped_beneath_a_guest_is_not_released_before_it_ends() -> None:
+def test_pass_that_is_dropped_beneath_another_is_not_released_before_it_ends() -> None:
     async def test() -> None:
         may_end, guest_begun = threading.Event(), asyncio.Event()
         async with make_thread(NotingEngine()) as compute:
             loop = asyncio.get_running_loop()
 
-            def be_a_guest(give_way: GiveWay) -> str:
+            def interrupt(give_way: GiveWay) -> str:
                 loop.call_soon_threadsafe(guest_begun.set)
                 while not may_end.is_set():
                     give_way()
@@ -279,7 +282,7 @@ def test_pass_that_is_dropped_beneath_a_guest_is_not_released_before_it_ends() -
                     give_way()
 
             long = compute.submit_pass(compute_for_ever, 10, ("home", ""))
-            guest = compute.submit_pass(be_a_guest, 5, ("away", ""))
+            guest = compute.submit_pass(interrupt, 5, ("away", ""))
             await guest_begun.wait()
             compute.drop_pass(long)
             await compute.call(bool)

@@ -7,20 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from pass_scene import (
-    check_close,
-    differentiate_reference,
-    draw,
-    embed,
-    load_engine,
-    stay,
-)
+from pass_scene import check_close, differentiate_reference, draw, embed, load_engine, stay
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from shoal.kernels.linear.linear import RowPrecision
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat, dequantize_int8, quantize_int8
-from shoal.peer.engine.blocks import pass_rows
+from shoal.peer.engine.blocks import batch
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import passes
 from shoal.peer.engine.passes.passes import PassWork
@@ -37,8 +30,8 @@ def test_passes_equal_transformers(any_tiny_model, prompt_rows: int | None) -> N
     expected = differentiate_reference(any_tiny_model.decoder, hidden, prompts, grads)
 
     work = PassWork(engine.span, hidden, prompts)
-    output = engine.run_forward(work, stay)
-    found = engine.run_backward(work, grads, stay)
+    output = engine.passes.run_forward(work, stay)
+    found = engine.passes.run_backward(work, grads, stay)
 
     check_close(output, expected[0])
     check_close(found.hidden_BTH, expected[1])
@@ -61,8 +54,8 @@ def test_short_and_long_texts_in_small_pieces_equal_transformers(
 
     work = PassWork(engine.span, hidden)
 
-    check_close(engine.run_forward(work, stay), expected[0])
-    check_close(engine.run_backward(work, grads, stay).hidden_BTH, expected[1])
+    check_close(engine.passes.run_forward(work, stay), expected[0])
+    check_close(engine.passes.run_backward(work, grads, stay).hidden_BTH, expected[1])
 
 
 @pytest.mark.parametrize("num_hops", [2, 4])
@@ -70,7 +63,7 @@ def test_hops_pass_on_what_one_peer_computes(tiny_family, num_hops: int) -> None
     whole = load_engine(tiny_family)
     hidden = embed(tiny_family, 2, 20)
     prompts, grads = 0.3 * draw(4, 1, 3, hidden.shape[-1]), draw(*hidden.shape, seed=2)
-    expected = whole.run_backward(PassWork(whole.span, hidden, prompts), grads, stay)
+    expected = whole.passes.run_backward(PassWork(whole.span, hidden, prompts), grads, stay)
     step = 4 // num_hops
     spans = [Span(start, start + step) for start in range(0, 4, step)]
     # The last hop hosts more than it is asked for.
@@ -79,10 +72,10 @@ def test_hops_pass_on_what_one_peer_computes(tiny_family, num_hops: int) -> None
     works = []
     for engine, span in zip(engines, spans, strict=True):
         works.append(PassWork(span, hidden, prompts[span.start : span.stop]))
-        hidden = engine.run_forward(works[-1], stay)
+        hidden = engine.passes.run_forward(works[-1], stay)
     prompt_grads = []
     for engine, work in reversed(list(zip(engines, works, strict=True))):
-        found = engine.run_backward(work, grads, stay)
+        found = engine.passes.run_backward(work, grads, stay)
         assert found.prompts_LBPH is not None
         grads, prompt_grads = found.hidden_BTH, [found.prompts_LBPH, *prompt_grads]
 
@@ -119,7 +112,7 @@ def test_int8_gradients_are_those_of_the_quantized_weights(
     tolerance: float,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(pass_rows, "PRECISION", precision)
+    monkeypatch.setattr(batch, "PASS_PRECISION", precision)
     tiny_model = tiny_models.get(variant)
     engine = load_engine(tiny_model, WeightFormat.INT8)
     hidden = embed(tiny_model, 2, 40)
@@ -128,9 +121,9 @@ def test_int8_gradients_are_those_of_the_quantized_weights(
     expected = differentiate_reference(decoder, hidden, prompts, grads)
 
     work = PassWork(engine.span, hidden, prompts)
-    found = engine.run_backward(work, grads, stay)
+    found = engine.passes.run_backward(work, grads, stay)
 
-    check_close(engine.run_forward(work, stay), expected[0], tolerance)
+    check_close(engine.passes.run_forward(work, stay), expected[0], tolerance)
     check_close(found.hidden_BTH, expected[1], tolerance)
     check_close(found.prompts_LBPH, expected[2], tolerance)
 
@@ -143,7 +136,7 @@ def test_bfloat16_gradients_are_close(tiny_models, variant: str) -> None:
     prompts, grads = 0.3 * draw(4, 2, 5, hidden.shape[-1]), draw(*hidden.shape, seed=2)
     expected = differentiate_reference(tiny_model.decoder, hidden, prompts, grads)
 
-    found = engine.run_backward(PassWork(engine.span, hidden, prompts), grads, stay)
+    found = engine.passes.run_backward(PassWork(engine.span, hidden, prompts), grads, stay)
 
     assert found.hidden_BTH.dtype is torch.bfloat16
     assert found.prompts_LBPH is not None
@@ -163,9 +156,9 @@ def test_int8_rows_are_the_same_to_the_bit_in_any_microbatch(tiny_models, varian
         for rows in (slice(0, 4), slice(0, 1), slice(1, 4))
     ]
 
-    output, *parts = (engine.run_forward(work, stay) for work in works)
+    output, *parts = (engine.passes.run_forward(work, stay) for work in works)
     whole, first, rest = (
-        engine.run_backward(work, part, stay)
+        engine.passes.run_backward(work, part, stay)
         for work, part in zip(works, (grads, grads[:1], grads[1:]), strict=True)
     )
 
@@ -183,8 +176,8 @@ def test_inputs_of_any_dtype_stay_as_they_were(tiny_models) -> None:
     before = [tensor.clone() for tensor in (work.hidden_BTH, work.prompts_LBPH, grads)]  # type: ignore[union-attr]
 
     with torch.inference_mode():
-        engine.run_forward(work, stay)
-        found = engine.run_backward(work, grads, stay)
+        engine.passes.run_forward(work, stay)
+        found = engine.passes.run_backward(work, grads, stay)
 
     assert not found.hidden_BTH.requires_grad
     for tensor, copied in zip((work.hidden_BTH, work.prompts_LBPH, grads), before, strict=True):
@@ -233,7 +226,7 @@ def test_passes_leave_every_weight_as_it_was(
     hidden, prompts = draw(2, 20, 64), draw(4, 1, 3, 64, seed=2)
 
     for _ in range(3):
-        engine.run_backward(PassWork(engine.span, hidden, prompts), draw(2, 20, 64), stay)
+        engine.passes.run_backward(PassWork(engine.span, hidden, prompts), draw(2, 20, 64), stay)
 
     assert sum(tensor.nbytes for tensor in held) >= engine.num_weight_bytes
     for tensor, copied in zip(held, before, strict=True):

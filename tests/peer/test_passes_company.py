@@ -10,9 +10,10 @@ from pass_scene import draw, load_engine, stay
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes import passes
 from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.engine.steps import StepWork
 
 VARIANTS = ["llama", "qwen3", "gemma2", "qwen3-moe", "falcon-alibi", "wrapped-stablelm"]
 
@@ -69,9 +70,9 @@ def test_steps_in_the_middle_of_a_pass_change_no_bit_of_either(
     company.step()
 
     def run(give_way: Callable[[], object]) -> list[Tensor]:
-        found = engine.run_backward(work, grads, give_way)
+        found = engine.passes.run_backward(work, grads, give_way)
         assert found.prompts_LBPH is not None
-        return [engine.run_forward(work, give_way), found.hidden_BTH, found.prompts_LBPH]
+        return [engine.passes.run_forward(work, give_way), found.hidden_BTH, found.prompts_LBPH]
 
     quiet, disturbed = run(stay), run(company.take_turn)
 
@@ -98,8 +99,8 @@ def test_passes_in_the_middle_of_another_one_change_no_bit_of_either(
     num_pauses = 0
 
     def run_short() -> tuple[Tensor, Tensor]:
-        back = engine.run_backward(short, short_grads, stay)
-        return engine.run_forward(short, stay), back.hidden_BTH
+        back = engine.passes.run_backward(short, short_grads, stay)
+        return engine.passes.run_forward(short, stay), back.hidden_BTH
 
     def have_guests() -> None:
         nonlocal num_pauses
@@ -107,8 +108,8 @@ def test_passes_in_the_middle_of_another_one_change_no_bit_of_either(
         if num_pauses % 7 == 0:
             guests.append(run_short())
 
-    alone, expected = run_short(), engine.run_backward(long, long_grads, stay).hidden_BTH
-    found = engine.run_backward(long, long_grads, have_guests).hidden_BTH
+    alone, expected = run_short(), engine.passes.run_backward(long, long_grads, stay).hidden_BTH
+    found = engine.passes.run_backward(long, long_grads, have_guests).hidden_BTH
 
     assert torch.equal(found, expected)
     assert len(guests) > 10
@@ -122,10 +123,10 @@ def test_the_gradient_pauses_as_often_as_the_way_there(tiny_models) -> None:
     work = PassWork(engine.span, draw(4, 120, 64))
     turns: list[int] = []
 
-    engine.run_forward(work, lambda: turns.append(1))
+    engine.passes.run_forward(work, lambda: turns.append(1))
     forth = len(turns)
     turns.clear()
-    engine.run_backward(work, draw(4, 120, 64), lambda: turns.append(1))
+    engine.passes.run_backward(work, draw(4, 120, 64), lambda: turns.append(1))
 
     assert forth >= 4 * 4 * 120 * 64 * 400 / 2**18 / 4
     # Blocks are computed once more, but for the last, and then with their gradients.
@@ -142,7 +143,7 @@ def test_tensors_are_looked_at_and_copied_in_parts(
     def count(num_numbers: int) -> int:
         monkeypatch.setattr(passes, "_NUMBERS_AT_ONCE", num_numbers)
         turns.clear()
-        engine.run_backward(work, grads, lambda: turns.append(1))
+        engine.passes.run_backward(work, grads, lambda: turns.append(1))
         return len(turns)
 
     # Both are looked at and copied there, and what comes of them is looked at.
@@ -156,6 +157,6 @@ def test_what_fails_in_the_turn_of_others_ends_the_pass_as_it_is(tiny_models) ->
         raise LookupError("somebody else's fault")
 
     with pytest.raises(LookupError, match="somebody else's"):
-        engine.run_backward(PassWork(engine.span, draw(1, 5, 64)), draw(1, 5, 64), fail)
+        engine.passes.run_backward(PassWork(engine.span, draw(1, 5, 64)), draw(1, 5, 64), fail)
     assert not torch.is_inference_mode_enabled()
     assert torch.is_grad_enabled()

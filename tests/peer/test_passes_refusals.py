@@ -85,9 +85,9 @@ def test_unusable_works_are_refused_both_ways(
     engine: Engine, work: PassWork, code: ErrorCode, complaint: str
 ) -> None:
     with pytest.raises(RefusedError, match=complaint) as there:
-        engine.run_forward(work, stay)
+        engine.passes.run_forward(work, stay)
     with pytest.raises(RefusedError, match=complaint) as back:
-        engine.run_backward(work, torch.zeros(work.hidden_BTH.shape), stay)
+        engine.passes.run_backward(work, torch.zeros(work.hidden_BTH.shape), stay)
     assert there.value.code == back.value.code == code
     del there, back
 
@@ -103,7 +103,7 @@ def test_unusable_works_are_refused_both_ways(
 @pytest.mark.usefixtures("no_leaks")
 def test_unusable_gradients_are_refused(engine: Engine, grads: Tensor, complaint: str) -> None:
     with pytest.raises(RefusedError, match=complaint) as refusal:
-        engine.run_backward(PassWork(SPAN, HIDDEN), grads, stay)
+        engine.passes.run_backward(PassWork(SPAN, HIDDEN), grads, stay)
     assert refusal.value.code is ErrorCode.BAD_VALUES
     del refusal
 
@@ -113,12 +113,12 @@ def test_what_overflows_is_refused(engine: Engine) -> None:
     work = PassWork(SPAN, HIDDEN)
 
     with pytest.raises(RefusedError, match="make the blocks overflow") as back:
-        engine.run_backward(work, GRADS.sign() * 3e38, stay)
+        engine.passes.run_backward(work, GRADS.sign() * 3e38, stay)
     with pytest.raises(RefusedError, match="make the blocks overflow") as there:
-        engine.run_forward(PassWork(SPAN, HIDDEN.sign() * 3e38, PROMPTS.sign() * 3e38), stay)
+        engine.passes.run_forward(PassWork(SPAN, HIDDEN.sign() * 3e38, PROMPTS.sign() * 3e38), stay)
 
     assert there.value.code is back.value.code is ErrorCode.BAD_VALUES
-    assert engine.run_forward(work, stay).isfinite().all()
+    assert engine.passes.run_forward(work, stay).isfinite().all()
     del there, back
 
 
@@ -132,7 +132,7 @@ def test_a_lack_of_memory_asks_for_smaller_microbatches(engine: Engine) -> None:
             torch.empty(2**50, dtype=torch.uint8)
 
     with pytest.raises(RefusedError, match="2 x 7 tokens at once; send smaller") as refusal:
-        engine.run_backward(PassWork(SPAN, HIDDEN, PROMPTS), GRADS, lack_memory)
+        engine.passes.run_backward(PassWork(SPAN, HIDDEN, PROMPTS), GRADS, lack_memory)
     assert refusal.value.code is ErrorCode.OUT_OF_MEMORY
     assert refusal.value.__context__ is None
     del refusal

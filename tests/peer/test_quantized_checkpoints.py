@@ -17,10 +17,11 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.spec_reader import read_spec
 from shoal.models.specs.model_spec import ModelSpec
-from shoal.peer.engine.blocks.numerics import Numerics
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.devices.device import Numerics
 from shoal.peer.engine.loading.block_cache import open_block_cache
 from shoal.peer.engine.loading.block_tensors import BlockTensors
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ModelError
 from shoal.protocol.spans import Span
 
@@ -55,7 +56,7 @@ SCHEMES: dict[str, Scheme] = {
 
 def run(directory: Path, hidden: torch.Tensor, weights: WeightFormat, **options: Any) -> Any:
     """Return what the engine makes of hidden states."""
-    engine = Engine.load(
+    engine = load_engine(
         Checkpoint.open(directory), Span(0, 4), weights, kv_budget_bytes=2**24, **options
     )
     session = engine.open_cache(hidden.shape[0], hidden.shape[1], engine.span)
@@ -227,7 +228,7 @@ def test_impossible_parts_are_named(
     save_file(tensors, directory / "model.safetensors")
 
     with pytest.raises(ModelError, match=words) as caught:
-        Engine.load(Checkpoint.open(directory), Span(0, 1), weights, kv_budget_bytes=2**24)
+        load_engine(Checkpoint.open(directory), Span(0, 1), weights, kv_budget_bytes=2**24)
     assert "\n" not in str(caught.value)
 
 

@@ -9,16 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
-from reverse_scene import (
-    FRAME,
-    HOME,
-    PERIOD_SECONDS,
-    PUBLIC,
-    Scene,
-    in_scene,
-    make_welcome,
-    name,
-)
+from reverse_scene import FRAME, HOME, PERIOD_SECONDS, PUBLIC, Scene, in_scene, make_welcome, name
 
 from shoal.peer.pushing.reverse_connections import ReverseConnections, choose_hosts
 from shoal.protocol.endpoints import Endpoint
@@ -27,7 +18,8 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages.offers import Parked
 from shoal.protocol.messages.session import Attach, Hello, Welcome
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.memory.loopback import LoopbackStream, LoopbackTransport
+from shoal.protocol.net.memory.loopback import LoopbackTransport
+from shoal.protocol.net.memory.loopback_wire import LoopbackStream
 from shoal.protocol.net.transport import Lane, Stream
 from shoal.protocol.records.announcements import Announcement, PeerState, shorten
 from shoal.protocol.records.coordinates import Coordinate

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 
+from shoal.peer.engine.blocks.prompt_parts import PART_TOKENS, count_part_tokens
 from shoal.peer.engine.scheduler import (
     DECODED_TOKENS,
     LEAD_TOKENS,
-    PART_TOKENS,
-    Take,
+    ScheduledPart,
     WaitingStep,
     choose_batch,
     choose_urgent,
-    count_part_tokens,
     renew_usage,
 )
 
@@ -139,7 +138,7 @@ def test_usage_follows_what_was_taken() -> None:
     waiting = [token(1, "a/x", num_rows=3), prompt(2, 100, "a/y"), prompt(3, 100, "c")]
     usage = {("a",): 12.0, ("a", "x"): 5.0, ("a", "y"): 7.0}
 
-    renewed = renew_usage(usage, waiting, [Take(0, 1), Take(1, 64)])
+    renewed = renew_usage(usage, waiting, [ScheduledPart(0, 1), ScheduledPart(1, 64)])
 
     assert renewed == {
         ("a",): 12.0 + 3 * DECODED_TOKENS + 64.0,
@@ -165,7 +164,7 @@ def test_client_that_misses_an_iteration_is_still_ahead() -> None:
     usage = renew_usage(use(here=0.0, away=32000.0), waiting, [])
 
     assert usage["away",] == 31000.0
-    assert choose_urgent([*waiting, token(2, "away")], usage, 512) == [Take(0, 1)]
+    assert choose_urgent([*waiting, token(2, "away")], usage, 512) == [ScheduledPart(0, 1)]
 
 
 def test_what_somebody_was_ahead_by_is_forgotten_in_time() -> None:
@@ -184,7 +183,7 @@ def test_names_that_come_and_go_are_forgotten() -> None:
     largest = 0
     for number in range(5000):
         waiting = [token(0, "here"), token(1, f"liar/{number}", num_rows=256)]
-        usage = renew_usage(usage, waiting, [Take(0, 1), Take(1, 1)])
+        usage = renew_usage(usage, waiting, [ScheduledPart(0, 1), ScheduledPart(1, 1)])
         largest = max(largest, len(usage))
 
     assert largest < 600
@@ -261,20 +260,22 @@ class Queue:
 def test_all_that_decodes_is_urgent_but_for_who_crowds() -> None:
     waiting = [token(1, "flood"), token(2, "flood"), token(3, "one"), prompt(4, 9, "flood")]
 
-    assert choose_urgent(waiting, {}, 512, {("flood", "")}) == [Take(2, 1)]
+    assert choose_urgent(waiting, {}, 512, {("flood", "")}) == [ScheduledPart(2, 1)]
     alone = choose_urgent(waiting, {}, 512, ())
     assert sorted(take.index for take in alone) == [0, 1, 2]
 
 
 def test_step_behind_a_running_one_of_its_session_is_not_urgent() -> None:
-    assert choose_urgent([token(1), token(2)], {}, 512, (), [prompt(1, 64)]) == [Take(1, 1)]
+    assert choose_urgent([token(1), token(2)], {}, 512, (), [prompt(1, 64)]) == [
+        ScheduledPart(1, 1)
+    ]
 
 
 def test_who_is_far_ahead_of_one_that_is_running_is_not_urgent() -> None:
     usage = use(ahead=LEAD_TOKENS + 1.0, one=0.0)
 
     assert choose_urgent([token(1, "ahead")], usage, 512, (), [prompt(2, 64, "one")]) == []
-    assert choose_urgent([token(1, "ahead")], usage, 512) == [Take(0, 1)]
+    assert choose_urgent([token(1, "ahead")], usage, 512) == [ScheduledPart(0, 1)]
 
 
 def test_what_fills_shares_a_budget_by_what_it_costs() -> None:
@@ -283,7 +284,7 @@ def test_what_fills_shares_a_budget_by_what_it_costs() -> None:
 
     batch = choose_batch(waiting, {}, 512, 64, 16, {("flood", "")})
 
-    assert batch[0] == Take(8, 1)
+    assert batch[0] == ScheduledPart(8, 1)
     taken = {take.index: take.num_tokens for take in batch[1:]}
     assert taken.pop(9) == 32
     assert set(taken.values()) == {1}

@@ -14,14 +14,14 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from shoal.peer.engine.blocks.prompt_parts import count_part_tokens
 from shoal.peer.engine.scheduler import (
     LEAD_TOKENS,
-    Take,
+    ScheduledPart,
     WaitingStep,
     choose_batch,
     choose_urgent,
     count_cost,
-    count_part_tokens,
     renew_usage,
 )
 
@@ -144,7 +144,7 @@ class Peer:
         holders = sorted({step.holder for step in self.waiting})
         return set(self.dice.sample(holders, self.dice.randint(0, min(2, len(holders)))))
 
-    def go_on(self, batch: Sequence[Take]) -> None:
+    def go_on(self, batch: Sequence[ScheduledPart]) -> None:
         """Compute what was taken; what is left of it goes back to the front."""
         self.usage = renew_usage(self.usage, self.waiting, batch)
         taken = {take.index: take.num_tokens for take in batch}

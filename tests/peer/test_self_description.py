@@ -19,6 +19,7 @@ from shoal.kernels.linear.quantize import Int8Kernel, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.hosting.hosting import Stay
 from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.runtime.config import PeerConfig
@@ -53,7 +54,7 @@ def threads_at_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 def load(tiny_models: Any, weights: WeightFormat, variant: str = "llama", **options: Any) -> Engine:
     checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
-    return Engine.load(checkpoint, SPAN, weights, kv_budget_bytes=2**24, **options)
+    return load_engine(checkpoint, SPAN, weights, kv_budget_bytes=2**24, **options)
 
 
 def test_kernels_are_measured_with_the_threads_of_the_engine(

@@ -28,7 +28,8 @@ from service_scene import (
     run,
 )
 
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.ids import CLIENT_TOKEN_BYTES, ClientToken
 from shoal.protocol.messages.fields import Message

@@ -26,10 +26,9 @@ from service_scene import (
     run,
 )
 
-from shoal.peer.engine.cache import prefix_copy
-from shoal.peer.engine.cache.kv_cache import SessionCache
+from shoal.peer.engine.cache import kv_cache
+from shoal.peer.engine.cache.kv_cache import PrefixCopy, SessionCache
 from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
-from shoal.peer.engine.cache.prefix_copy import PrefixCopy
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import ClientToken
@@ -176,7 +175,7 @@ class PieceGate:
         self.copied: list[SessionCache] = []
         self.let_through = threading.Semaphore(0)
         self.entered = threading.Semaphore(0)
-        monkeypatch.setattr(prefix_copy, "PIECE_BYTES", 256)
+        monkeypatch.setattr(kv_cache, "PIECE_BYTES", 256)
         advance = PrefixCopy.advance
 
         def wait_and_advance(copy: PrefixCopy) -> bool:

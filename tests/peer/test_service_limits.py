@@ -29,6 +29,7 @@ from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.runtime.config import PeerConfig
 from shoal.peer.sessions import answer_queue
 from shoal.peer.streams.service import MAX_PENDING_BYTES
@@ -149,7 +150,7 @@ def test_one_stream_holds_so_many_sessions(engine: Engine) -> None:
 
 def test_session_larger_than_the_kv_budget_is_refused_for_good(tiny_models: Any) -> None:
     checkpoint = Checkpoint.open(tiny_models.get().directory)
-    small = Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**15)
+    small = load_engine(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**15)
 
     async def test(peer: Peer) -> None:
         refusal = assert_declined(
@@ -167,7 +168,7 @@ def test_step_that_outgrows_the_kv_budget_is_refused_and_can_be_tried_again(
     checkpoint = Checkpoint.open(tiny_models.get().directory)
     # Room for three pages of 64 tokens of one row.
     page_bytes = 64 * 2 * len(SPAN) * 2 * 16 * 4
-    small = Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=3 * page_bytes)
+    small = load_engine(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=3 * page_bytes)
     prompt = draw_hidden(1, 1, 128)
     (wanted,) = compute_alone(small, prompt[:, :100])
 

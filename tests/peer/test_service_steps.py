@@ -21,7 +21,8 @@ from service_scene import (
 )
 from torch import Tensor
 
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Declined, Gap, Opened, Output, Step

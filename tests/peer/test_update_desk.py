@@ -15,7 +15,8 @@ from service_scene import Peer, Talk, assert_declined, run
 from torch import Tensor
 
 from shoal.peer.accounts.adapter_shelf import AdapterShelf
-from shoal.peer.engine.adapters.adapters import Adapter, AdapterPart
+from shoal.peer.engine.adapters.adapter import Adapter, AdapterPart
+from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.adapters.trained_adapter import GatheredGradients, TrainedAdapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
@@ -86,9 +87,9 @@ async def fetch(talk: Talk, name: AdapterId) -> tuple[AdapterHead, list[dict[str
 
 
 def compute_gradients(engine: Engine, times: int = 1) -> dict[str, Tensor]:
-    adapter = engine.read_adapter(*pack())
+    adapter = read_adapter(*pack(), engine.spec, engine.span)
     work = PassWork(engine.span, TEXTS, adapters=(adapter,) * ROWS)
-    (found,) = engine.run_backward(work, GRADIENTS, lambda: None).adapters.values()
+    (found,) = engine.passes.run_backward(work, GRADIENTS, lambda: None).adapters.values()
     return {name: times * gradient for name, gradient in found.items()}
 
 
@@ -245,7 +246,9 @@ def test_client_that_goes_in_the_middle_leaves_the_adapter_as_it_was(engine: Eng
 
 
 def make_trained(engine: Engine) -> TrainedAdapter:
-    return TrainedAdapter.begin([engine.read_adapter(*pack())], OptimizerKind.ADAMW, 0)
+    return TrainedAdapter.begin(
+        [read_adapter(*pack(), engine.spec, engine.span)], OptimizerKind.ADAMW, 0
+    )
 
 
 def no_pause() -> None:

@@ -27,7 +27,9 @@ from shoal.client.session.session import RemoteSession
 from shoal.client.settings.config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.peer.engine.engine import Engine, StepWork
+from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
+from shoal.peer.engine.steps import StepWork
 from shoal.peer.local_swarm.loopback import CLIENT_HOST, LoopbackPeer, LoopbackSwarm
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message
@@ -223,7 +225,7 @@ class World:
 def whole_engine(tiny_models: Any) -> Engine:
     """One engine with all blocks of the plain tiny Llama: what a swarm of it must equal."""
     checkpoint = Checkpoint.open(tiny_models.get().directory)
-    return Engine.load(checkpoint, WHOLE, WeightFormat.FP32, kv_budget_bytes=2**24)
+    return load_engine(checkpoint, WHOLE, WeightFormat.FP32, kv_budget_bytes=2**24)
 
 
 RunStory = Callable[..., None]

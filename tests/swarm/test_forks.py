@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.session.inference_session import InferenceSession
-from shoal.peer.engine.engine import StepWork
+from shoal.peer.engine.steps import StepWork
 from shoal.peer.local_swarm.loopback import LoopbackPeer, LoopbackSwarm
 from shoal.protocol.errors import UsageError
 

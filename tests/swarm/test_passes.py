@@ -432,7 +432,7 @@ def test_microbatches_are_halved_until_a_peer_has_memory_for_them(
 ) -> None:
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
         service = swarm.peers[1].service
-        enough = service.engine.estimate_pass_bytes(2, 1, 20, is_backward=True)
+        enough = service.engine.passes.estimate_bytes(2, 1, 20, is_backward=True)
         service.read_free_bytes = lambda: enough
 
         compare(model.transformer.h, tiny_models.get(), prompt_rows, num_rows=4)

@@ -1,4 +1,4 @@
-"""LoRA adapters inside a peer: as uploaded, as applied to rows, and as trained.
+"""LoRA adapters of a peer: as applied to tokens, as read from an upload, and as trained.
 
-Read first: adapters.py.
+Nothing here knows blocks, sessions or passes. Read first: adapter.py.
 """

@@ -1,4 +1,11 @@
-"""The safetensors file of an adapter: what its header says is checked before tensors are made."""
+"""Reads LoRA adapters in the format of PEFT, which come from strangers.
+
+Only `adapter_config.json` and safetensors are read; anything that does not fit the model is refused
+by name. The header of the safetensors file is checked before a tensor is made. Dropout is not
+applied.
+
+Tensor suffixes: R rank, I input and O output features of the linear that PEFT knows.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +19,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ....models.specs.model_spec import FusedOrder, MlpKind, ModelShape, ModelSpec
 from ....protocol.errors import ErrorCode, RefusedError
-from ....protocol.messages.lora_config import DOWN, PREFIX, UP
+from ....protocol.limits import MAX_ADAPTER_BYTES
+from ....protocol.messages.lora_config import DOWN, PREFIX, UP, parse_lora_config
+from ....protocol.spans import Span
+from .adapter import Adapter, AdapterPart, LinearKey
+
+MAX_CONFIG_BYTES = 2**16
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
@@ -23,9 +36,6 @@ _ENTRY_BYTES = 512
 """For a matrix in the header: the longest names of PEFT and its numbers need half of it."""
 
 _METADATA_BYTES = 2**16
-
-Sizes = tuple[int, int]
-"""How many inputs and outputs a linear has."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +48,10 @@ class _Entry:
     start: int
     stop: int
 
-    def check_shape(self, expected: Sizes) -> None:
+    def check_shape(self, expected: tuple[int, int]) -> None:
         if self.shape != expected:
             found = str(self.shape)
-            raise refuse(f"{self.name:.200} has shape {found:.99}, this model needs {expected}")
+            raise _refuse(f"{self.name:.200} has shape {found:.99}, this model needs {expected}")
         if self.stop - self.start != math.prod(expected) * self.dtype.itemsize:
             raise _make_format_error()
 
@@ -49,28 +59,30 @@ class _Entry:
         """Return the matrix; it has memory of its own, so that nothing keeps the whole file."""
         flat = torch.frombuffer(bytearray(data[self.start : self.stop]), dtype=self.dtype)
         if not bool(flat.isfinite().all()):
-            raise refuse(f"{self.name:.200} does not hold finite floats")
+            raise _refuse(f"{self.name:.200} does not hold finite floats")
         return flat.view(self.shape)
 
 
 class AdapterFile:
-    """A stranger's file, whose matrices all fit linears of the model.
+    """The safetensors file of an adapter, whose matrices all fit linears of the model.
 
-    To make a tensor takes microseconds and a kilobyte, however small it is: so nothing is made of
-    what does not belong to the model.
+    Making a tensor takes microseconds and a kilobyte, however small it is: so none is made for a
+    matrix that does not belong to the model.
     """
 
-    def __init__(self, file: bytes, rank: int, linears: Mapping[str, Sizes]) -> None:
+    def __init__(self, file: bytes, rank: int, linears: Mapping[str, tuple[int, int]]) -> None:
         """Check the header; raises RefusedError that says what does not fit.
 
-        `linears` are all that an adapter may change, by what their checkpoint calls them.
+        `linears` are all that an adapter may change, by their names in the checkpoint.
         """
         most_bytes = _METADATA_BYTES + 2 * len(linears) * _ENTRY_BYTES
         header, self._data = _split(file, most_bytes)
         self._modules = _group(header)
         for module, (down, up) in self._modules.items():
             if module not in linears:
-                raise refuse(f"this model has no linear {module:.200} that an adapter could change")
+                raise _refuse(
+                    f"this model has no linear {module:.200} that an adapter could change"
+                )
             num_inputs, num_outputs = linears[module]
             down.check_shape((rank, num_inputs))
             up.check_shape((num_outputs, rank))
@@ -90,7 +102,58 @@ class AdapterFile:
         return down.read(self._data), up.read(self._data)
 
 
-def refuse(detail: str) -> RefusedError:
+@dataclass(frozen=True)
+class _Target:
+    """A linear as the checkpoint knows it, and where it is in ours."""
+
+    key: LinearKey
+    outputs: slice
+    num_inputs: int
+    order_O: Tensor | None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """How many inputs and outputs it has."""
+        return self.num_inputs, self.outputs.stop - self.outputs.start
+
+
+def read_adapter(
+    config: bytes,
+    tensors: bytes,
+    spec: ModelShape,
+    span: Span,
+    max_bytes: int = MAX_ADAPTER_BYTES,
+) -> Adapter:
+    """Return what an adapter has for a span; raises RefusedError that says what does not fit.
+
+    `max_bytes` bounds the tensors before they are looked into. Reading takes a while, and any
+    thread may do it; the engine needs the adapter on its device.
+    """
+    if not isinstance(spec, ModelSpec):
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            f"models of type {spec.family!r} run through transformers here, where "
+            "adapters are not applied",
+        )
+    if len(config) > MAX_CONFIG_BYTES or len(tensors) > max_bytes:
+        raise RefusedError(
+            ErrorCode.OUT_OF_MEMORY,
+            f"the adapter has {len(config) + len(tensors)} bytes, and "
+            f"{max_bytes + len(config)} are allowed",
+        )
+    rank, scale = _read_config(config)
+    known = _list_targets(spec)
+    file = AdapterFile(tensors, rank, {name: target.sizes for name, target in known.items()})
+    parts: dict[LinearKey, list[AdapterPart]] = {}
+    for module in file:
+        target, (down_RI, up_OR) = known[module], file.read(module)
+        if target.key[0] in span:
+            part = AdapterPart(module, target.outputs, down_RI, up_OR, scale, target.order_O)
+            parts.setdefault(target.key, []).append(part)
+    return Adapter(rank, {key: tuple(found) for key, found in parts.items()})
+
+
+def _refuse(detail: str) -> RefusedError:
     """Return the refusal of an adapter."""
     return RefusedError(ErrorCode.BAD_VALUES, f"the adapter cannot be used: {detail}")
 
@@ -102,7 +165,7 @@ def _split(file: bytes, most_bytes: int) -> tuple[dict[str, Any], memoryview]:
     if not num_bytes or end > len(file):
         raise _make_format_error()
     if num_bytes > most_bytes:
-        raise refuse(
+        raise _refuse(
             f"the header of its weights has {num_bytes} bytes, and {most_bytes} are enough for "
             "all linears of this model"
         )
@@ -123,14 +186,14 @@ def _group(header: Mapping[str, Any]) -> dict[str, tuple[_Entry, _Entry]]:
             continue
         ending = next((end for end in (DOWN, UP) if name.endswith(end)), None)
         if ending is None or not name.startswith(PREFIX):
-            raise refuse(f"{name:.200} is not a name that PEFT gives to LoRA matrices")
+            raise _refuse(f"{name:.200} is not a name that PEFT gives to LoRA matrices")
         module = name[len(PREFIX) : -len(ending)]
         modules.setdefault(module, {})[ending] = _read_entry(name, fields)
     for module, found in modules.items():
         if len(found) != 2:
-            raise refuse(f"{module:.200} has only one of lora_A and lora_B")
+            raise _refuse(f"{module:.200} has only one of lora_A and lora_B")
     if not modules:
-        raise refuse("it has no matrices")
+        raise _refuse("it has no matrices")
     return {module: (found[DOWN], found[UP]) for module, found in modules.items()}
 
 
@@ -142,7 +205,7 @@ def _read_entry(name: str, fields: Any) -> _Entry:
             "data_offsets": [int(start), int(stop)],
         }:
             if dtype not in _DTYPES:
-                raise refuse(f"{name:.200} does not hold finite floats")
+                raise _refuse(f"{name:.200} does not hold finite floats")
             # JSON's `true` is a number to Python, but no size to torch.
             return _Entry(name, _DTYPES[dtype], (int(rows), int(columns)), start, stop)
         case _:
@@ -150,4 +213,68 @@ def _read_entry(name: str, fields: Any) -> _Entry:
 
 
 def _make_format_error() -> RefusedError:
-    return refuse("its weights are not a safetensors file")
+    return _refuse("its weights are not a safetensors file")
+
+
+def _read_config(config: bytes) -> tuple[int, float]:
+    """Return the rank and what the product of both matrices is multiplied by."""
+    try:
+        known, _ = parse_lora_config(config)
+    except ValueError as error:
+        raise _refuse(str(error)) from None
+    return known.rank, known.scale
+
+
+def _list_targets(spec: ModelSpec) -> dict[str, _Target]:
+    """Return every linear of the model's blocks by what its checkpoint may call it."""
+    targets: dict[str, _Target] = {}
+    for block in range(spec.num_blocks):
+        shapes = spec.tensor_shapes(block)
+        for slot, members in _list_slots(spec).items():
+            if not all(member in shapes for member in members):
+                continue  # experts
+            start, num_shared_inputs = 0, shapes[members[0]][1]
+            is_fused = len(members) > 1 and slot in spec.tensors.names
+            for member in members:
+                num_outputs, num_inputs = shapes[member]
+                stop = start + num_outputs
+                if not is_fused:
+                    target = _Target((block, slot), slice(start, stop), num_inputs, None)
+                    _add(targets, spec, block, member, target)
+                start = stop
+            if is_fused:
+                order_O = _find_order(spec) if slot == "query_key_value" else None
+                target = _Target((block, slot), slice(0, start), num_shared_inputs, order_O)
+                _add(targets, spec, block, slot, target)
+    return targets
+
+
+def _add(
+    targets: dict[str, _Target], spec: ModelSpec, block: int, name: str, target: _Target
+) -> None:
+    for stored in spec.tensors.list_stored(block, name):
+        targets[stored.removesuffix(".weight")] = target
+
+
+def _list_slots(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return our linears with the block-local names of what is stacked in each."""
+    slots: dict[str, tuple[str, ...]] = {
+        "query_key_value": ("query", "key", "value"),
+        "output": ("output",),
+        "down": ("down",),
+    }
+    if spec.mlp is MlpKind.GATED:
+        return slots | {"gate_up": ("gate", "up")}
+    return slots | {"up": ("up",)}
+
+
+def _find_order(spec: ModelSpec) -> Tensor | None:
+    """Return where each of our outputs is among those that are stored head by head."""
+    if spec.tensors.fused_order is not FusedOrder.BY_GROUP:
+        return None
+    group_size = spec.num_heads // spec.num_kv_heads + 2
+    indexes_GXD = torch.arange(spec.query_size + 2 * spec.kv_size).view(
+        spec.num_kv_heads, group_size, spec.head_dim
+    )
+    parts = indexes_GXD[:, :-2], indexes_GXD[:, -2], indexes_GXD[:, -1]
+    return torch.cat([part.reshape(-1) for part in parts])

@@ -1,8 +1,7 @@
-"""An adapter that is trained where it lies: its optimizer's moments, and the gradients for it.
+"""An adapter that is trained at the peer: its optimizer's moments and accumulated gradients.
 
-All numbers are float32. Whatever changes here does so on the compute thread. An update makes a new
-adapter and leaves the old one as it was, so that one that fails, or that nobody waits for any more,
-has changed nothing.
+All numbers are float32. Everything here changes on the compute thread only. An update makes a new
+adapter and leaves the old one as it was, so an update that fails or is cancelled changes nothing.
 """
 
 from __future__ import annotations
@@ -14,20 +13,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ....kernels.pauses import GiveWay
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.limits import MAX_GRADIENT_PARTS
 from ....protocol.messages.adapters import GradientSum, OptimizerKind, OptimizerSettings
 from ....protocol.messages.passes import GatherOrder
-from .adapters import Adapter, AdapterPart
-
-GiveWay = Callable[[], object]
+from .adapter import Adapter, AdapterPart
 
 _NUMBERS_AT_ONCE = 2**18
 """An update goes through six tensors: so many numbers of each take about a millisecond."""
 
 
 class GatheredGradients:
-    """The gradients of an adapter as far as backward passes have added them, each as a part."""
+    """The sum of an adapter's gradients; each backward pass adds its own as one part."""
 
     def __init__(self) -> None:
         self._number = 0
@@ -237,7 +235,7 @@ def _map(adapter: Adapter, make: Callable[[Tensor], Tensor]) -> Adapter:
     def change(part: AdapterPart) -> AdapterPart:
         return replace(part, down_RI=make(part.down_RI), up_OR=make(part.up_OR))
 
-    parts = {place: tuple(map(change, parts)) for place, parts in adapter.parts.items()}
+    parts = {key: tuple(map(change, parts)) for key, parts in adapter.parts.items()}
     return Adapter(adapter.rank, parts)
 
 

@@ -1,4 +1,5 @@
-"""Decoder blocks: attention, MLP and rows of a batch, on CPU and CUDA devices.
+"""Decoder blocks: attention and MLP for the tokens of a batch, on any device.
 
-Read first: block.py.
+Nothing here knows the engine, its queue or how blocks are loaded. batch.py is what goes in,
+hosted_block.py what every block can do. Read first: block.py.
 """

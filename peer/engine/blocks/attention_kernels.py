@@ -1,55 +1,154 @@
-"""What attends faster than torch: kernels in C on the CPU, one over pages on other devices.
+"""Attention that is faster than torch's: kernels in C on the CPU, one over pages on other devices.
 
-Each takes the rows of a batch that are its own, and leaves the others alone.
+Each kernel takes its own tokens of a batch, in a form that is laid out here, and leaves the others
+alone.
 
-Tensor suffixes: N rows of all segments, or those that a kernel takes, O query, key and value heads
-side by side, or the query heads that are attended with; X heads, D head size, G key-value heads,
-J query and key heads.
+Tensor suffixes: N tokens of a batch, or those that a kernel takes, O query, key and value heads
+side by side, or the query heads; X heads, D head size, G key-value heads, J query and key heads,
+M pages of a row.
 """
 
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
 from ....kernels.attention.native_attention import (
     PromptAttention,
     TokenAttention,
+    TokenBatch,
+    TokenSegment,
     TokenShape,
     can_attend,
     can_attend_prompts,
 )
-from .attention_options import AttentionOptions, QueryKeyTurn
-from .rows import Segments
-
-PagedAttention = Callable[..., torch.Tensor]
-"""Called like `kernels.triton_attention.paged_attention`."""
-
+from ....kernels.attention.rotary import RotaryTable, Rotation
+from ..cache.kv_memory import Layout, count_pages
+from ..cache.lazy_memory import LazyMemory
+from ..cache.paged_memory import PagedAttention, PagedMemory, PagedStore, write_tokens
+from .attention_options import AttentionOptions, QueryKeyTransform
+from .batch import BatchedStep, StepBatch
 
 MAX_PAGED_HEAD_DIM = 256
 """`triton_attention.MAX_HEAD_DIM`, without importing Triton."""
 
 
-class AttentionKernel(Protocol):
-    """Attention of some of a batch's rows."""
+@dataclass(frozen=True)
+class PagedTokenBatch:
+    """Generated tokens over caches of one format in pages; its tensors are where the pages are.
 
-    @property
-    def name(self) -> str:
-        """What computes it, for people."""
-        ...
+    `tokens` says which tokens of the batch they are. Token `n` is at `positions_N[n]` of its row
+    and sees the first `lengths_N[n]` keys of it: 0 if it is padding.
+    """
 
-    def __call__(
-        self, fused_NO: torch.Tensor, segments: Segments, attended_NO: torch.Tensor
-    ) -> None:
-        """Write its rows of `attended_NO`, and their keys and values into the caches."""
-        ...
+    tokens: slice | torch.Tensor
+    store: PagedStore
+    layout: Layout
+    positions_N: torch.Tensor
+    tables_NM: torch.Tensor
+    lengths_N: torch.Tensor
+    rotations: tuple[Rotation, ...]
+
+    def pages(self, block: int) -> torch.Tensor:
+        """Return the memory of a block, `pages_PCGSW`."""
+        return self.store.pages(block, self.layout.dtype)
+
+    def write(self, block: int, keys_NGD: torch.Tensor, values_NGD: torch.Tensor) -> None:
+        """Write the tokens' keys and values of a block."""
+        pages_PCGSW = self.pages(block)
+        page_tokens = pages_PCGSW.shape[3]
+        columns_N1 = (self.positions_N // page_tokens)[:, None]
+        pages_N = self.tables_NM.long().gather(1, columns_N1)[:, 0]
+        write_tokens(
+            pages_PCGSW, pages_N, self.positions_N % page_tokens,
+            self.layout.pack(keys_NGD), self.layout.pack(values_NGD),
+        )  # fmt: skip
 
 
-class AttentionKernels(NamedTuple):
-    """What attends for generated tokens, and what for prompts; None where torch does."""
+def lay_out_decoded(batch: StepBatch) -> list[TokenBatch]:
+    """Return the generated tokens as the kernel in C takes them: one form for each rope."""
+    return _lay_out(batch.decoded)
 
-    tokens: AttentionKernel | None
-    prompts: AttentionKernel | None
+
+def lay_out_prompts(batch: StepBatch) -> list[TokenBatch]:
+    """Return the prompts as the kernel in C takes them: one form for each rope."""
+    return _lay_out(batch.prompts)
+
+
+def _lay_out(steps: Sequence[BatchedStep]) -> list[TokenBatch]:
+    return [
+        TokenBatch([_address(step, rope) for step in steps])
+        for rope in range(len(steps[0].rotations))
+    ]
+
+
+def _address(step: BatchedStep, rope: int) -> TokenSegment:
+    memory, rotation = step.memory, step.rotations[rope]
+    assert isinstance(memory, LazyMemory)
+    return TokenSegment(
+        memory.states_LCBGSD, memory.span.start, step.start, step.position, *rotation
+    )
+
+
+def lay_out_in_pages(batch: StepBatch) -> list[PagedTokenBatch]:
+    """Return the generated tokens over pages: one form for each layout of caches."""
+    steps = batch.decoded
+    layouts = list({id(step.memory.layout): step.memory.layout for step in steps}.values())
+    return [
+        _lay_out_pages(
+            [step for step in steps if step.memory.layout is layout], batch.rotary, len(layouts)
+        )
+        for layout in layouts
+    ]
+
+
+def _lay_out_pages(
+    steps: Sequence[BatchedStep], rotary: Sequence[RotaryTable], num_layouts: int
+) -> PagedTokenBatch:
+    memories: list[PagedMemory] = []
+    for step in steps:
+        memory = step.memory
+        assert isinstance(memory, PagedMemory)
+        memories.append(memory)
+    store, layout = memories[0].store, memories[0].layout
+    positions_N = np.concatenate([_list_positions(step) for step in steps])
+    num_pages = count_pages(int(positions_N.max()) + 1, memories[0].page_tokens)
+    tables_NM = np.full((len(positions_N), num_pages), store.nobodys_page, dtype=np.int32)
+    first = 0
+    for step, memory in zip(steps, memories, strict=True):
+        taken_BM = memory.taken_BM[:, :num_pages]
+        stop = first + step.num_rows * step.num_tokens
+        tables_NM[first:stop, : taken_BM.shape[1]] = taken_BM.repeat(step.num_tokens, axis=0)
+        first = stop
+    device = store.device
+    positions_on_device_N = torch.from_numpy(positions_N).to(device)
+    return PagedTokenBatch(
+        _find_tokens(steps, num_layouts, device),
+        store,
+        layout,
+        positions_on_device_N,
+        torch.from_numpy(tables_NM).to(device),
+        (positions_on_device_N + 1).to(torch.int32),
+        tuple(table.select(positions_on_device_N) for table in rotary),
+    )
+
+
+def _list_positions(step: BatchedStep) -> np.ndarray:
+    positions_T = np.arange(step.position, step.position + step.num_tokens)
+    return np.tile(positions_T, step.num_rows)
+
+
+def _find_tokens(
+    steps: Sequence[BatchedStep], num_layouts: int, device: torch.device
+) -> slice | torch.Tensor:
+    """Return which tokens these are; if all have one layout, they lie side by side."""
+    if num_layouts == 1:
+        return slice(steps[0].start, steps[-1].stop)
+    tokens = [np.arange(step.start, step.stop) for step in steps]
+    return torch.from_numpy(np.concatenate(tokens)).to(device)
 
 
 class NativeTokens:
@@ -60,79 +159,80 @@ class NativeTokens:
         self._rope = rope
         self._attend = attend
 
-    def __call__(
-        self, fused_NO: torch.Tensor, segments: Segments, attended_NO: torch.Tensor
-    ) -> None:
-        if segments.decoded:
-            self._attend(fused_NO, segments.token_batches[self._rope], attended_NO)
+    def __call__(self, fused_NO: torch.Tensor, batch: StepBatch, attended_NO: torch.Tensor) -> None:
+        if batch.decoded:
+            self._attend(fused_NO, batch.in_form(lay_out_decoded)[self._rope], attended_NO)
 
 
 class NativePrompts(NativeTokens):
     """Prompts in C."""
 
-    def __call__(
-        self, fused_NO: torch.Tensor, segments: Segments, attended_NO: torch.Tensor
-    ) -> None:
-        if segments.prompts:
-            self._attend(fused_NO, segments.prompt_batches[self._rope], attended_NO)
+    def __call__(self, fused_NO: torch.Tensor, batch: StepBatch, attended_NO: torch.Tensor) -> None:
+        if batch.prompts:
+            self._attend(fused_NO, batch.in_form(lay_out_prompts)[self._rope], attended_NO)
 
 
 class PagedTokens:
-    """Generated tokens over caches in pages: torch norms, rotates and writes, a program attends."""
+    """Generated tokens over caches in pages: torch norms, rotates and writes, a kernel attends."""
 
     name = "triton"
 
     def __init__(
-        self, block: int, options: AttentionOptions, turn: QueryKeyTurn, attend: PagedAttention
+        self,
+        block: int,
+        options: AttentionOptions,
+        transform: QueryKeyTransform,
+        attend: PagedAttention,
     ) -> None:
         self._block = block
         self._options = options
-        self._turn = turn
+        self._transform = transform
         self._attend = attend
 
-    def __call__(
-        self, fused_NO: torch.Tensor, segments: Segments, attended_NO: torch.Tensor
-    ) -> None:
+    def __call__(self, fused_NO: torch.Tensor, batch: StepBatch, attended_NO: torch.Tensor) -> None:
         options = self._options
-        for rows in segments.paged_rows:
-            # The turn takes them for the tokens of one row, each at its own position.
-            fused_1NXD = fused_NO[rows.places].unflatten(-1, (-1, options.head_dim))[None]
+        for paged in batch.in_form(lay_out_in_pages):
+            # To the transform they are the tokens of one row, each at its own position.
+            fused_1NXD = fused_NO[paged.tokens].unflatten(-1, (-1, options.head_dim))[None]
             query_key_1NJD, values_1NGD = fused_1NXD.tensor_split([-options.num_kv_heads], dim=2)
-            query_key_NJD = self._turn(query_key_1NJD, rows.rotations)[0].transpose(0, 1)
+            query_key_NJD = self._transform(query_key_1NJD, paged.rotations)[0].transpose(0, 1)
             queries_NHD, keys_NGD = query_key_NJD.tensor_split([options.num_heads], dim=1)
-            rows.write(self._block, keys_NGD, values_1NGD[0])
+            paged.write(self._block, keys_NGD, values_1NGD[0])
             attended_NHD = self._attend(
-                queries_NHD, rows.pages(self._block), rows.tables_NM, rows.lengths_N,
+                queries_NHD, paged.pages(self._block), paged.tables_NM, paged.lengths_N,
                 scale=options.scale, sliding_window=options.sliding_window,
                 softcap=options.softcap,
             )  # fmt: skip
-            attended_NO[rows.places] = attended_NHD.flatten(1)
+            attended_NO[paged.tokens] = attended_NHD.flatten(1)
 
 
-def choose_native(block: int, options: AttentionOptions, turn: QueryKeyTurn) -> AttentionKernels:
-    """Return what there is in C for a block."""
+def choose_kernels(
+    block: int,
+    options: AttentionOptions,
+    transform: QueryKeyTransform,
+    paged_attention: PagedAttention | None,
+) -> tuple[NativeTokens | PagedTokens | None, NativePrompts | None]:
+    """Return the kernels for a block's generated tokens and for its prompts.
+
+    On a device with caches in pages they read these; otherwise they are those in C.
+    """
+    if paged_attention is not None:
+        if options.alibi is not None or options.head_dim > MAX_PAGED_HEAD_DIM:
+            return None, None
+        return PagedTokens(block, options, transform, paged_attention), None
     shape, rope = _find_plain_shape(options), options.rope
     if shape is None or rope is None:
-        return AttentionKernels(None, None)
+        return None, None
     tokens = prompts = None
     if can_attend(shape):
-        tokens = NativeTokens(rope, TokenAttention(block, shape, turn.norm_JD))
+        tokens = NativeTokens(rope, TokenAttention(block, shape, transform.norm_JD))
     if can_attend_prompts(shape):
-        prompts = NativePrompts(rope, PromptAttention(block, shape, turn.norm_JD))
-    return AttentionKernels(tokens, prompts)
-
-
-def choose_paged(
-    block: int, options: AttentionOptions, turn: QueryKeyTurn, attend: PagedAttention
-) -> AttentionKernels:
-    """Return what there is for a block whose caches lie in pages."""
-    if options.alibi is not None or options.head_dim > MAX_PAGED_HEAD_DIM:
-        return AttentionKernels(None, None)
-    return AttentionKernels(PagedTokens(block, options, turn, attend), None)
+        prompts = NativePrompts(rope, PromptAttention(block, shape, transform.norm_JD))
+    return tokens, prompts
 
 
 def _find_plain_shape(options: AttentionOptions) -> TokenShape | None:
-    """Return what the kernels in C have to know, None where a block does what they cannot."""
+    """Return the shape for the kernels in C; None if the block does what they cannot."""
     is_plain = (
         options.dtype is torch.float32
         and options.rope is not None

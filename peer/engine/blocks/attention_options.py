@@ -1,4 +1,4 @@
-"""What the attention of a block does with queries and keys, whoever computes it.
+"""What the attention of a block does with queries and keys, on any device.
 
 Tensor suffixes: B rows and T tokens, J query and key heads together, D head size.
 """
@@ -8,17 +8,16 @@ from dataclasses import dataclass
 import torch
 
 from ....kernels.attention.alibi import Alibi
-from ....kernels.attention.rotary import apply_rotary
+from ....kernels.attention.rotary import Rotation, apply_rotary
 from ....kernels.layers.norm import rms_norm
 from ....models.specs.model_spec import ModelSpec
-from .rows import Rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionOptions:
-    """Everything that the attention of one block may do differently from that of another.
+    """Everything in which the attention of one block may differ from that of another.
 
-    `rope` says which of a segment's rotations turns queries and keys, None that none does.
+    `rope` is the index of the rotation for queries and keys; None if they are not rotated.
     """
 
     num_heads: int
@@ -54,8 +53,8 @@ class AttentionOptions:
         )
 
 
-class QueryKeyTurn:
-    """Norms and rotates queries and keys, as far as a block does.
+class QueryKeyTransform:
+    """Norms and rotates queries and keys, as far as the block does.
 
     `norm_JD` holds the query norm once per query head, then the key norm once per key head, or is
     None for families without.

@@ -1,6 +1,6 @@
 """One decoder block: norms, attention and MLP, in the order that its spec says.
 
-Tensor suffixes: N rows of all segments (batch times tokens), H hidden.
+Tensor suffixes: N tokens of a batch, H hidden, O output features.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,18 +11,13 @@ import torch
 from ....kernels.layers.norm import Norm
 from ....models.specs.model_spec import Residual
 from .attention import Attention
+from .batch import PassBatch, StepBatch, TokenRange, differentiate
+from .hosted_block import HostedBlock
 from .mlp import Mlp
-from .pass_rows import PassRows, differentiate
-from .rows import RowRange, Segments
 
 
-class Block:
-    """One decoder block; `norms` are those that the spec names, and the others do nothing.
-
-    `is_cut_anywhere`: where a prompt is cut into parts makes no difference to its attention, which
-    `attention_kernels` compute. `has_fixed_shapes`: what is done for generated tokens follows from
-    how many there are.
-    """
+class Block(HostedBlock):
+    """One decoder block of ours; `norms` are those that the spec names, the others do nothing."""
 
     def __init__(
         self, residual: Residual, norms: Mapping[str, Norm], attention: Attention, mlp: Mlp
@@ -38,38 +33,35 @@ class Block:
         self._norms = norms
         self._attention = attention
         self._mlp = mlp
-        # Experts choose their rows among all, so that each expert's weights are taken once.
+        # Experts choose their tokens among all, so that each expert's weights are read once.
         self._is_whole = not mlp.has_fixed_shapes
 
     def __call__(
-        self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
+        self, hidden_NH: torch.Tensor, batch: StepBatch, ranges: Sequence[TokenRange]
     ) -> torch.Tensor:
-        """Return the block's output; writes the new keys and values into the segments' caches."""
         normed_NH = self._norm("attention_norm", hidden_NH)
         fused_NO = self._attention.project(normed_NH, ranges)
-        attended_NO = self._attention.attend(fused_NO, segments)
+        attended_NO = self._attention.attend(fused_NO, batch)
         return self._add_up(hidden_NH, normed_NH, attended_NO, ranges)
 
-    def run_pass(self, hidden_NH: torch.Tensor, rows: PassRows) -> torch.Tensor:
-        """Return the block's output for texts that need no cache."""
-        pieces = rows.cut(is_whole=self._is_whole)
+    def run_pass(self, hidden_NH: torch.Tensor, batch: PassBatch) -> torch.Tensor:
+        pieces = batch.cut(is_whole=self._is_whole)
         attended_NO = self._attention.attend_without_cache(
-            self._project_all(hidden_NH, pieces), rows
+            self._project_all(hidden_NH, pieces), batch
         )
         return torch.cat(
             [self._finish(hidden_NH[piece], attended_NO[piece], ranges) for piece, ranges in pieces]
         )
 
     def run_pass_back(
-        self, hidden_NH: torch.Tensor, grads_NH: torch.Tensor, rows: PassRows
+        self, hidden_NH: torch.Tensor, grads_NH: torch.Tensor, batch: PassBatch
     ) -> torch.Tensor:
-        """Return the gradients of the block's input, given those of its output."""
-        # Its output is added to the block's, which nobody reads on the way back.
+        # Its output is added to the block's output, which the backward pass does not need.
         last = None if "mlp_output_norm" in self._norms else self._mlp.last
-        pieces = rows.cut(is_whole=self._is_whole, unread=last)
+        pieces = batch.cut(is_whole=self._is_whole, unread=last)
         fused_NO = self._project_all(hidden_NH, pieces).requires_grad_()
         with torch.enable_grad():
-            attended_NO = self._attention.attend_without_cache(fused_NO, rows)
+            attended_NO = self._attention.attend_without_cache(fused_NO, batch)
         hidden_grads_NH, attended_grads_NO = (
             torch.empty_like(hidden_NH),
             torch.empty_like(attended_NO),
@@ -81,7 +73,7 @@ class Block:
                 grads_NH[piece],
             )
         (fused_grads_NO,) = torch.autograd.grad(attended_NO, fused_NO, attended_grads_NO)
-        for piece, ranges in rows.cut(is_whole=self._is_whole, unread=self._attention.first):
+        for piece, ranges in batch.cut(is_whole=self._is_whole, unread=self._attention.first):
             (more_NH,) = differentiate(
                 partial(self._project, ranges=ranges), (hidden_NH[piece],), fused_grads_NO[piece]
             )
@@ -89,18 +81,18 @@ class Block:
         return hidden_grads_NH
 
     def _project_all(
-        self, hidden_NH: torch.Tensor, pieces: Sequence[tuple[slice, Sequence[RowRange]]]
+        self, hidden_NH: torch.Tensor, pieces: Sequence[tuple[slice, Sequence[TokenRange]]]
     ) -> torch.Tensor:
         return torch.cat([self._project(hidden_NH[piece], ranges) for piece, ranges in pieces])
 
-    def _project(self, hidden_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
-        """Return queries, keys and values: what rows compute before they attend."""
+    def _project(self, hidden_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
+        """Return queries, keys and values of some tokens."""
         return self._attention.project(self._norm("attention_norm", hidden_NH), ranges)
 
     def _finish(
-        self, hidden_NH: torch.Tensor, attended_NO: torch.Tensor, ranges: Sequence[RowRange]
+        self, hidden_NH: torch.Tensor, attended_NO: torch.Tensor, ranges: Sequence[TokenRange]
     ) -> torch.Tensor:
-        """Return the output of rows that have attended."""
+        """Return the output of tokens that have attended."""
         is_normed_once = self._residual is Residual.PARALLEL and "mlp_norm" not in self._norms
         normed_NH = self._norm("attention_norm", hidden_NH) if is_normed_once else hidden_NH
         return self._add_up(hidden_NH, normed_NH, attended_NO, ranges)
@@ -110,7 +102,7 @@ class Block:
         hidden_NH: torch.Tensor,
         normed_NH: torch.Tensor,
         attended_NO: torch.Tensor,
-        ranges: Sequence[RowRange],
+        ranges: Sequence[TokenRange],
     ) -> torch.Tensor:
         attended_NH = self._attention.finish(attended_NO, ranges)
         attended_NH = self._norm("attention_output_norm", attended_NH)

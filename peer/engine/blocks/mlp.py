@@ -1,7 +1,7 @@
 """The half of a block that computes each token for itself: one MLP, or a mixture of experts.
 
-Tensor suffixes: N rows of all segments (batch times tokens), H hidden, O inner features,
-K chosen experts of a row.
+Tensor suffixes: N tokens of a batch, H hidden, O inner features,
+K chosen experts of a token.
 """
 
 from abc import ABC, abstractmethod
@@ -16,26 +16,26 @@ from ....kernels.layers.gate import gate_silu
 from ....kernels.layers.routing import Router
 from ....kernels.linear.linear import Linear
 from ....models.specs.model_spec import ExpertsSpec
-from .rows import RowRange, apply_linear
+from .batch import TokenRange, apply_linear
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Mlp(ABC):
-    """What a block adds to each row from that row alone."""
+    """What a block adds to each token from that token alone."""
 
     num_bytes: int
     num_parameters: int
     has_fixed_shapes = True
-    """Whether what is done follows from the number of rows alone."""
+    """Whether its work follows from the number of tokens alone."""
     last: Linear | None = None
-    """The linear whose output is that of the MLP, if it is one."""
+    """The linear whose output is that of the MLP, if there is one."""
     linears: Mapping[str, Linear] = MappingProxyType({})
-    """Those that adapters may change, by the names that adapters have for their places."""
+    """Those that adapters may change, by our names for them."""
 
     @abstractmethod
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
-        """Return what is added to the hidden states; `ranges` covers all rows."""
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
+        """Return the output, which is added to the hidden states; `ranges` covers all tokens."""
 
 
 class GatedMlp(Mlp):
@@ -49,7 +49,7 @@ class GatedMlp(Mlp):
         self._down = self.last = down
         self._activation = activation
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
         fused_NO = apply_linear(self._gate_up, normed_NH, ranges)
         if self._activation is F.silu:
             return apply_linear(self._down, gate_silu(fused_NO), ranges)
@@ -68,13 +68,13 @@ class PlainMlp(Mlp):
         self._down = self.last = down
         self._activation = activation
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
         inner_NO = self._activation(apply_linear(self._up, normed_NH, ranges))
         return apply_linear(self._down, inner_NO, ranges)
 
 
 class Experts(Mlp):
-    """A router and many MLPs; each row is computed by the few that the router chooses for it."""
+    """A router and many MLPs; each token is computed by the few that the router chooses for it."""
 
     has_fixed_shapes = False
 
@@ -87,15 +87,15 @@ class Experts(Mlp):
         self._router = router
         self._experts = experts
 
-    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[RowRange]) -> torch.Tensor:
+    def __call__(self, normed_NH: torch.Tensor, ranges: Sequence[TokenRange]) -> torch.Tensor:
         return torch.cat(
             [self._compute(normed_NH[part.start : part.stop], part) for part in ranges]
         )
 
-    def _compute(self, normed_NH: torch.Tensor, part: RowRange) -> torch.Tensor:
-        """Let each chosen expert compute its rows together.
+    def _compute(self, normed_NH: torch.Tensor, part: TokenRange) -> torch.Tensor:
+        """Let each chosen expert compute its tokens together.
 
-        A row's results are added in the order of its experts, whichever rows are beside it.
+        A token's results are added in the order of its experts, whatever other tokens there are.
         """
         experts_NK, shares_NK = self._router(
             normed_NH, self._spec.num_chosen, is_normalized=self._spec.is_normalized
@@ -103,9 +103,9 @@ class Experts(Mlp):
         shares_NK = shares_NK.to(normed_NH.dtype)
         output_NH = torch.zeros_like(normed_NH)
         for expert in experts_NK.unique().tolist():
-            rows, places = torch.where(experts_NK == expert)
+            tokens, choices = torch.where(experts_NK == expert)
             computed_NH = self._experts[expert](
-                normed_NH[rows], [replace(part, start=0, stop=len(rows))]
+                normed_NH[tokens], [replace(part, start=0, stop=len(tokens))]
             )
-            output_NH.index_add_(0, rows, computed_NH * shares_NK[rows, places, None])
+            output_NH.index_add_(0, tokens, computed_NH * shares_NK[tokens, choices, None])
         return output_NH

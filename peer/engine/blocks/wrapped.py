@@ -4,8 +4,7 @@ Slower than ours, and with float weights only: every session's step is computed 
 each block draws its masks and rotations anew. Imported only for such a family, because
 transformers takes seconds to import.
 
-Tensor suffixes: N rows of all segments (batch times tokens), B rows and T tokens of one segment,
-H hidden.
+Tensor suffixes: N tokens of a batch, B rows and T tokens of one step, H hidden.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,13 +21,13 @@ from ....models.checkpoints.conversion import ConvertedCheckpoint
 from ....models.shells.shell_opening import open_shell
 from ....models.shells.step_cache import KeptShape, StepCache
 from ....models.shells.tables import count_table_bytes
-from ..scheduler import count_part_tokens
-from .numerics import Numerics
-from .pass_rows import PassRows, differentiate
-from .rows import RowRange, Segment, Segments
+from ..devices.device import Numerics
+from .batch import BatchedStep, PassBatch, StepBatch, TokenRange, differentiate
+from .hosted_block import HostedBlock
+from .prompt_parts import count_part_tokens
 
 
-class WrappedBlock:
+class WrappedBlock(HostedBlock):
     """One decoder layer of transformers, with the memory of a session as its cache."""
 
     is_cut_anywhere = False
@@ -47,45 +46,41 @@ class WrappedBlock:
         self._kept = kept
 
     def __call__(
-        self, hidden_NH: torch.Tensor, segments: Segments, ranges: Sequence[RowRange]
+        self, hidden_NH: torch.Tensor, batch: StepBatch, ranges: Sequence[TokenRange]
     ) -> torch.Tensor:
-        """Return the block's output; writes the new keys and values into the segments' caches."""
-        return torch.cat([self._compute(hidden_NH, segment) for segment in segments.all])
+        return torch.cat([self._compute(hidden_NH, step) for step in batch.steps])
 
-    def run_pass(self, hidden_NH: torch.Tensor, rows: PassRows) -> torch.Tensor:
-        """Return the block's output for texts that need no cache."""
-        parts = hidden_NH.split(rows.num_tokens)
-        return torch.cat([self._run_row(part, rows) for part in parts])
+    def run_pass(self, hidden_NH: torch.Tensor, batch: PassBatch) -> torch.Tensor:
+        parts = hidden_NH.split(batch.num_tokens)
+        return torch.cat([self._run_row(part, batch) for part in parts])
 
     def run_pass_back(
-        self, hidden_NH: torch.Tensor, grads_NH: torch.Tensor, rows: PassRows
+        self, hidden_NH: torch.Tensor, grads_NH: torch.Tensor, batch: PassBatch
     ) -> torch.Tensor:
-        """Return the gradients of the block's input, given those of its output."""
-        run = partial(self._run_row, rows=rows)
-        parts = zip(hidden_NH.split(rows.num_tokens), grads_NH.split(rows.num_tokens), strict=True)
+        run = partial(self._run_row, batch=batch)
+        num_tokens = batch.num_tokens
+        parts = zip(hidden_NH.split(num_tokens), grads_NH.split(num_tokens), strict=True)
         return torch.cat([differentiate(run, (part,), grads)[0] for part, grads in parts])
 
-    def _run_row(self, hidden_TH: torch.Tensor, rows: PassRows) -> torch.Tensor:
-        rows.pauses.give_way()
+    def _run_row(self, hidden_TH: torch.Tensor, batch: PassBatch) -> torch.Tensor:
+        batch.pauses.give_way()
         cache = StepCache(0)
         output = self._decoder(inputs_embeds=hidden_TH[None], past_key_values=cache, use_cache=True)
         return output.last_hidden_state[0]
 
-    def _compute(self, hidden_NH: torch.Tensor, segment: Segment) -> torch.Tensor:
-        hidden_BTH = hidden_NH[segment.start : segment.stop].view(
-            segment.num_rows, segment.num_tokens, -1
-        )
-        put = partial(segment.cache.put, self._index)
+    def _compute(self, hidden_NH: torch.Tensor, step: BatchedStep) -> torch.Tensor:
+        hidden_BTH = hidden_NH[step.start : step.stop].view(step.num_rows, step.num_tokens, -1)
+        put = partial(step.memory.put, self._index)
         # As in our own attention: the stride follows from the step alone, so that a replay
         # computes what was computed.
-        stride = 1 if segment.is_decoded else count_part_tokens(segment.num_rows)
+        stride = 1 if step.is_decoded else count_part_tokens(step.num_rows)
         parts = [
             self._decoder(
                 inputs_embeds=hidden_BTH[:, first : first + stride],
-                past_key_values=StepCache(segment.position + first, put, self._kept),
+                past_key_values=StepCache(step.position + first, put, self._kept),
                 use_cache=True,
             ).last_hidden_state
-            for first in range(0, segment.num_tokens, stride)
+            for first in range(0, step.num_tokens, stride)
         ]
         return torch.cat(parts, dim=1).flatten(0, 1)
 

@@ -1,4 +1,4 @@
-"""KV caches: pages, pools, layouts, and copies of common prefixes.
+"""KV caches: the cache of a session, the pool that shares out memory, and the memory itself.
 
-Read first: kv_cache.py.
+Nothing here knows blocks or what writes keys and values. Read first: kv_cache.py.
 """

@@ -1,59 +1,75 @@
 """Keys and values of one session, in memory that is committed as the session grows.
 
-The budget of `kv_pool` counts what is really committed, in pages of `PAGE_TOKENS` tokens, and no
-session pays for its maximum length. What these pages are says `kv_memory`.
+The budget of `kv_pool` counts what is committed, in pages of `PAGE_TOKENS` tokens: no session pays
+for its maximum length. `kv_memory` says what these pages are.
 
-Tensor suffixes: B rows of the session, G key-value heads, S tokens, T tokens of a step, D head size
-(or, in memory, whatever `kv_layouts` keeps of that many numbers).
+Tensor suffixes: B rows of the session, L blocks, P positions, H hidden.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from __future__ import annotations
 
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
 import torch
 
 from ....protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
 from ....protocol.fair_share import Holder
-from ....protocol.spans import Span
-from .common_prefixes import CommonPrefixes
-from .kv_layouts import Heads
 from .kv_memory import PAGE_TOKENS, SessionMemory, count_pages
-from .prefix_copy import PrefixCopy
 
-if TYPE_CHECKING:
-    from .kv_pool import KVCachePool
+PIECE_BYTES = 2**21
+"""A prefix is copied in pieces of so many bytes. Every waiting step waits for one: about a
+millisecond on the machine of the benchmarks, an eighth of a token's time there in 8 blocks."""
+
+
+class KVAccount(Protocol):
+    """The account of a peer's KV memory, as far as the cache of one session needs it."""
+
+    now: Callable[[], float]
+
+    def grow(
+        self, cache: SessionCache, num_tokens: int, num_bytes: int, largest_bytes: int
+    ) -> None:
+        """Reserve tokens in the memory of a cache, which takes so many bytes more; CacheFullError.
+
+        Trying again only helps if `largest_bytes`, all that the session needs, fits at all.
+        """
+        ...
+
+    def give_back(self, num_bytes: int) -> None:
+        """Strike `num_bytes` of a cache from the account."""
+        ...
+
+    def forget(self, cache: SessionCache) -> None:
+        """Drop a closed cache."""
+        ...
 
 
 class SessionCache:
     """One session's lease: keys and values of its rows in every block of its span.
 
-    The first `length` tokens are valid. A step is `prepare`, then writing and reading, block by
-    block or in `memory` itself, then `commit`; without the commit the length stays where `prepare`
-    put it.
-    At the first positions `prompts_LBPH` are added to the inputs of its blocks.
-    `used_at` is when a step last came in; whoever takes one in may set it, on any thread.
+    The first `length` tokens are valid. A step is `prepare`, then writing and reading the `memory`
+    block by block, then `commit`; without the commit the length stays where `prepare` put it.
+
+    `prompts_LBPH` are added to the inputs of the blocks at the first positions. `used_at` is when
+    the last step arrived; any thread may set it.
     """
 
-    def __init__(
-        self,
-        pool: "KVCachePool",
-        span: Span,
-        max_tokens: int,
-        memory: SessionMemory,
-        holder: Holder | None,
-    ) -> None:
-        self.span = span
+    def __init__(self, account: KVAccount, memory: SessionMemory, holder: Holder | None) -> None:
+        self.span = memory.span
         self.holder = holder
-        self.max_tokens = max_tokens
+        self.max_tokens = memory.max_tokens
         self.num_rows = memory.num_rows
         self.length = 0
         self.is_open = True
         self.prompts_LBPH: torch.Tensor | None = None
-        self._pool = pool
-        self.used_at = pool.now()
+        self._account = account
+        self.used_at = account.now()
         self._memory: SessionMemory | None = memory
         self._layout = memory.layout
-        self._page_bytes = PAGE_TOKENS * self.num_rows * len(span) * self._layout.token_bytes
+        self._page_bytes = PAGE_TOKENS * self.num_rows * len(self.span) * self._layout.token_bytes
         self._capacity = memory.capacity
         self._num_pages = 0
         # Tokens that must stay addressable: the length, and the step being computed.
@@ -73,7 +89,7 @@ class SessionCache:
 
     @property
     def committed_bytes(self) -> int:
-        """Bytes that this lease has taken from the budget."""
+        """Bytes that this lease takes from the budget."""
         return self._num_pages * self._page_bytes
 
     @property
@@ -102,7 +118,7 @@ class SessionCache:
         if row_map is not None and list(row_map) != list(range(self.num_rows)):
             self._reorder(row_map)
 
-    def begin_with(self, parent: "SessionCache", num_tokens: int) -> PrefixCopy:
+    def begin_with(self, parent: SessionCache, num_tokens: int) -> PrefixCopy:
         """Begin to copy the first tokens of another cache; `advance` the copy until it is done.
 
         Takes the pages for all of them. Raises RefusedError, before anything is changed, when
@@ -132,13 +148,13 @@ class SessionCache:
         return self._copy
 
     def end_copy(self) -> None:
-        """Owe the parent nothing any more: its prefix is here, or not wanted."""
+        """End the copy from the parent: its prefix is here, or no longer wanted."""
         if self._copy is not None:
             self._copy.parent._copies_of_us.discard(self._copy)
             self._copy = None
 
     def check_is_open(self, name: str = "the session") -> None:
-        """Raise RefusedError if this was closed; say so of `name`."""
+        """Raise RefusedError if this was closed; `name` is its name in the message."""
         if not self.is_open:
             detail = (
                 f"{name} was closed: by its client, or, when idle, for others who needed memory"
@@ -147,53 +163,13 @@ class SessionCache:
 
     def touch(self) -> None:
         """Note that the session is in use; its pages stay."""
-        self.used_at = self._pool.now()
+        self.used_at = self._account.now()
 
     @property
     def memory(self) -> SessionMemory:
         """Where the keys and values are; only reserved tokens may be touched."""
         assert self._memory is not None
         return self._memory
-
-    def keys_values(self, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return all that is reserved of a block, as it is kept; not to be changed."""
-        return self.memory.read(block - self.span.start, self._num_reserved_tokens)
-
-    def write(
-        self, block: int, position: int, keys_BGTD: torch.Tensor, values_BGTD: torch.Tensor
-    ) -> None:
-        """Write keys and values of a block from `position` on."""
-        pack = self._layout.pack
-        self.memory.write(block - self.span.start, position, pack(keys_BGTD), pack(values_BGTD))
-
-    def read(self, block: int, stop: int) -> Iterator[tuple[Heads, torch.Tensor, torch.Tensor]]:
-        """Yield keys and values of a block up to `stop`, of some heads after others.
-
-        What comes back is what was kept, also of the newest tokens: so it does not matter when
-        they are read.
-        """
-        keys_BGSD, values_BGSD = self.memory.read(block - self.span.start, stop)
-        for heads in self._layout.cut(self.num_rows, self.max_tokens):
-            yield (
-                heads,
-                self._layout.unpack(keys_BGSD[*heads, :stop]),
-                self._layout.unpack(values_BGSD[*heads, :stop]),
-            )
-
-    def put(
-        self, block: int, position: int, keys_BGTD: torch.Tensor, values_BGTD: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write keys and values; return all up to them, as `read` does, but in one piece.
-
-        Of integers that makes floats of a whole block, beside the budget.
-        """
-        self.write(block, position, keys_BGTD, values_BGTD)
-        stop = position + keys_BGTD.shape[2]
-        keys_BGSD, values_BGSD = (
-            self._layout.unpack(states[:, :, :stop])
-            for states in self.memory.read(block - self.span.start, stop)
-        )
-        return keys_BGSD, values_BGSD
 
     def commit(self, num_tokens: int) -> None:
         """Count the tokens that were written at `length` as valid."""
@@ -208,8 +184,8 @@ class SessionCache:
     def fall_back(self, position: int) -> None:
         """Forget the tokens from `position` on, and what was prepared: a step was refused.
 
-        Its session's later steps stand on tokens that never came. They find a gap now, where they
-        would have taken the old tokens, which the refused step was to replace, for its own.
+        Later steps of the session build on tokens that were never computed. They find a gap now;
+        otherwise they would continue the old tokens that the refused step was to replace.
         """
         self._truncate(min(self.length, position))
         self.abandon()
@@ -221,8 +197,8 @@ class SessionCache:
         self.is_open = False
         self.end_copy()
         self.memory.release()
-        self._pool.give_back(self.committed_bytes)
-        self._pool.forget(self)
+        self._account.give_back(self.committed_bytes)
+        self._account.forget(self)
         self._num_pages = self._num_reserved_tokens = self.length = 0
         self._memory = None
 
@@ -232,7 +208,7 @@ class SessionCache:
             return
         num_pages = count_pages(self._num_reserved_tokens)
         self._memory.release_above(num_pages * PAGE_TOKENS)
-        self._pool.give_back(self.spare_bytes)
+        self._account.give_back(self.spare_bytes)
         self._num_pages = num_pages
 
     def check_integrity(self) -> None:
@@ -274,12 +250,10 @@ class SessionCache:
             self._num_reserved_tokens, before = num_tokens, self._num_reserved_tokens
             try:
                 largest_bytes = num_pages * self._page_bytes
-                self._pool.make_room(self.holder, missing_bytes, largest_bytes)
-                self._pool.reserve(self, num_pages * PAGE_TOKENS, missing_bytes)
+                self._account.grow(self, num_pages * PAGE_TOKENS, missing_bytes, largest_bytes)
             except CacheFullError:
                 self._num_reserved_tokens = before
                 raise
-            self._pool.take(missing_bytes)
             self._num_pages = num_pages
         self._num_reserved_tokens = num_tokens
 
@@ -303,3 +277,91 @@ class SessionCache:
     def _note_change(self, position: int) -> None:
         for copy in self._copies_of_us:
             copy.note_change(position)
+
+
+class PrefixCopy:
+    """Copies the first tokens of a parent's cache into one that is empty, piece by piece.
+
+    The parent may take steps in between. If it drops any of these tokens, or moves them between
+    its rows, the copy fails: the result is the prefix as it was at the beginning, or nothing.
+    """
+
+    def __init__(self, parent: SessionCache, cache: SessionCache, num_tokens: int) -> None:
+        self.parent = parent
+        self._cache = cache
+        self._num_tokens = num_tokens
+        self._is_intact = True
+        self._pieces = deque(cache.memory.cut_prefix(num_tokens, PIECE_BYTES))
+
+    def __repr__(self) -> str:
+        return f"<PrefixCopy of {self._num_tokens} tokens of {self.parent!r}>"
+
+    def note_change(self, position: int) -> None:
+        """Note that the parent's tokens from `position` on are no longer what they were."""
+        if position < self._num_tokens:
+            self._is_intact = False
+
+    def advance(self) -> bool:
+        """Copy one more piece; return whether it was the last one, and the tokens count.
+
+        Raises RefusedError when there is nothing to copy from any more, or into.
+        """
+        self.parent.check_is_open("the parent")
+        self._cache.check_is_open("the fork")
+        if not self._is_intact:
+            raise RefusedError(
+                ErrorCode.BAD_VALUES,
+                f"the first {self._num_tokens} tokens of the parent changed before they were "
+                "copied: it was rolled back, or its rows were moved; fork it before or after that",
+            )
+        # Both are in use, or they might have to make room.
+        self.parent.touch()
+        self._cache.touch()
+        self._cache.memory.copy_piece(self.parent.memory, self._pieces.popleft())
+        if self._pieces:
+            return False
+        self._cache.commit(self._num_tokens)
+        self._cache.end_copy()
+        return True
+
+
+class CommonPrefixes:
+    """For every two rows of a session, how many of their first tokens are known to be the same.
+
+    Beam search copies rows all the time, and copies differ in their newest tokens only: the tokens
+    before these need not be copied. Rows that never were copies of each other have none.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._lengths_BB = np.zeros((num_rows, num_rows), dtype=np.int32)
+
+    def copy(self, length: int) -> CommonPrefixes:
+        """Return the same for copies of the first `length` tokens of these rows."""
+        twin = CommonPrefixes(len(self._lengths_BB))
+        twin._lengths_BB = np.minimum(self._lengths_BB, length)
+        return twin
+
+    def truncate(self, length: int) -> None:
+        """Note that all rows end at `length`; what follows may differ."""
+        np.minimum(self._lengths_BB, length, out=self._lengths_BB)
+
+    def find_first_difference(self, row_map: Sequence[int]) -> int:
+        """Return from which token on a row may differ from the one whose place it takes.
+
+        >>> prefixes = CommonPrefixes(2)
+        >>> prefixes.find_first_difference([0, 0])
+        0
+        >>> prefixes.reorder([0, 0], length=100)
+        >>> prefixes.find_first_difference([1, 0])
+        100
+        """
+        moved = [row for row, source in enumerate(row_map) if row != source]
+        sources = [row_map[row] for row in moved]
+        return int(self._lengths_BB[moved, sources].min(initial=np.iinfo(np.int32).max))
+
+    def reorder(self, row_map: Sequence[int], length: int) -> None:
+        """Note that new row i is a copy of old row `row_map[i]`, each of `length` tokens."""
+        sources = np.asarray(row_map)
+        lengths_BB = np.minimum(self._lengths_BB, length)[np.ix_(sources, sources)]
+        lengths_BB[sources[:, None] == sources[None, :]] = length
+        self._lengths_BB = lengths_BB

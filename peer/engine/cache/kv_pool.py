@@ -20,7 +20,7 @@ from ....protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
 from .kv_cache import SessionCache
-from .kv_memory import PAGE_TOKENS, KVStore, count_pages
+from .kv_memory import PAGE_TOKENS, KVStore, Layout, count_pages
 
 TIMES_FREE = 6
 """How many times as much as stays free one address may hold, and one client of what its address
@@ -98,11 +98,11 @@ class KVCachePool:
             )
         layout = self._store.layouts[kv_format]
         page_bytes = PAGE_TOKENS * num_rows * len(span) * layout.token_bytes
-        self.make_room(holder, page_bytes, largest_bytes=page_bytes)
+        self._make_room(holder, page_bytes, largest_bytes=page_bytes)
         # No session can outgrow the budget, so neither need the memory that it may address.
         num_pages = min(count_pages(max_tokens), self.budget_bytes // page_bytes)
-        memory = self._store.open(span, num_rows, num_pages, kv_format)
-        cache = SessionCache(self, span, max_tokens, memory, holder)
+        memory = self._store.open(span, num_rows, max_tokens, num_pages, kv_format)
+        cache = SessionCache(self, memory, holder)
         self._caches.add(cache)
         return cache
 
@@ -153,12 +153,28 @@ class KVCachePool:
             cache.check_integrity()
         self._store.check_integrity()
 
-    def make_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
-        """See to it that so many bytes are free, if need be by closing sessions that are idle.
+    def grow(
+        self, cache: SessionCache, num_tokens: int, num_bytes: int, largest_bytes: int
+    ) -> None:
+        """Reserve tokens in the memory of a cache, which takes so many bytes more.
 
-        Raises CacheFullError where they cannot be. Trying again only helps if `largest_bytes`, all
-        that the session needs, fits at all.
+        Idle sessions are closed for them if need be. Raises CacheFullError where that does not
+        help. Trying again only helps if `largest_bytes`, all that the session needs, fits at all.
         """
+        self._make_room(cache.holder, num_bytes, largest_bytes)
+        self._reserve(cache, num_tokens, num_bytes)
+        self.used_bytes += num_bytes
+
+    def give_back(self, num_bytes: int) -> None:
+        """Strike `num_bytes` of a cache from the account."""
+        self.used_bytes -= num_bytes
+
+    def forget(self, cache: SessionCache) -> None:
+        """Drop a closed cache."""
+        self._caches.discard(cache)
+
+    def _make_room(self, holder: Holder | None, num_bytes: int, largest_bytes: int) -> None:
+        """Free so many bytes, if need be by closing idle sessions; CacheFullError if impossible."""
         while True:
             try:
                 self._check_room(holder, num_bytes, largest_bytes)
@@ -173,11 +189,11 @@ class KVCachePool:
                 return
             cache.return_spare_pages()
 
-    def reserve(self, cache: SessionCache, num_tokens: int, num_bytes: int) -> None:
-        """Reserve tokens in the memory of a cache, which needs so many bytes more for them.
+    def _reserve(self, cache: SessionCache, num_tokens: int, num_bytes: int) -> None:
+        """Reserve tokens in the memory of a cache, for whose bytes there is room.
 
-        Room was made for these. Where they do not lie together in the blocks of the cache, others
-        give way as in `make_room`. Raises CacheFullError where that does not help.
+        If the free pages are not the same ones in all blocks of the cache, idle sessions are closed
+        as in `_make_room`.
         """
         while True:
             try:
@@ -189,18 +205,6 @@ class KVCachePool:
                     if idle is None:
                         raise
                     idle.close()
-
-    def take(self, num_bytes: int) -> None:
-        """Enter `num_bytes` more of a cache into the account, for which room was made."""
-        self.used_bytes += num_bytes
-
-    def give_back(self, num_bytes: int) -> None:
-        """Strike `num_bytes` of a cache from the account."""
-        self.used_bytes -= num_bytes
-
-    def forget(self, cache: SessionCache) -> None:
-        """Drop a closed cache."""
-        self._caches.discard(cache)
 
     @property
     def _row_page_bytes(self) -> int:
@@ -269,3 +273,14 @@ class KVCachePool:
                 f"the KV cache has {free_bytes} bytes free, {num_bytes} more are needed",
                 RETRY_AFTER_SECONDS if can_ever_fit else None,
             )
+
+
+def check_kv_budget(budget_bytes: int, span: Span, layouts: Mapping[KVFormat, Layout]) -> None:
+    """Raise UsageError when not even one page of one session fits into the budget."""
+    needed_bytes = PAGE_TOKENS * len(span) * layouts[KVFormat.FLOAT].token_bytes
+    if budget_bytes < needed_bytes:
+        raise UsageError(
+            f"{budget_bytes} bytes of KV memory hold no session: {len(span)} blocks of this model "
+            f"need {needed_bytes} bytes at least, and as much again for each {PAGE_TOKENS} tokens "
+            "(--kv-memory)"
+        )

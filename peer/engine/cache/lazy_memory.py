@@ -1,4 +1,4 @@
-"""Memory that costs nothing before it is touched, for KV caches on the CPU.
+"""KV memory on the CPU: the operating system commits it when it is first touched.
 
 Tensor suffixes: L blocks, C keys and values, B rows of a session, G key-value heads, S tokens,
 D head size, N heads of all rows, keys and values of all blocks, T and W as in `kv_memory`.
@@ -13,14 +13,13 @@ import torch
 from ....protocol.errors import CacheFullError
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
-from .kv_layouts import LAYOUTS, Layout
-from .kv_memory import PAGE_TOKENS, KVStore, Piece, SessionMemory
+from .kv_memory import LAYOUTS, PAGE_TOKENS, KVStore, Layout, PrefixPiece, SessionMemory
 
 _RETRY_AFTER_SECONDS = 2.0
 
 
 class LazyStore(KVStore):
-    """Gives every session a memory of its own, which the operating system commits."""
+    """Gives every session a mapping of its own."""
 
     def __init__(
         self, num_blocks: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -29,11 +28,12 @@ class LazyStore(KVStore):
         super().__init__(num_blocks, dtype, layouts)
         self._num_kv_heads = num_kv_heads
 
-    def open(self, span: Span, num_rows: int, num_pages: int, kv_format: KVFormat) -> SessionMemory:
+    def open(
+        self, span: Span, num_rows: int, max_tokens: int, num_pages: int, kv_format: KVFormat
+    ) -> SessionMemory:
         layout = self.layouts[kv_format]
         capacity = num_pages * PAGE_TOKENS
-        shape = (len(span), 2, num_rows, self._num_kv_heads, capacity, layout.width)
-        return LazyMemory(shape, layout)
+        return LazyMemory(layout, span, num_rows, max_tokens, capacity, self._num_kv_heads)
 
     def check_integrity(self) -> None:
         """Nothing is shared."""
@@ -48,8 +48,17 @@ class LazyMemory(SessionMemory):
     first tokens of every head would commit megabytes, and freed memory could stay allocated.
     """
 
-    def __init__(self, shape: tuple[int, ...], layout: Layout) -> None:
-        super().__init__(layout, num_rows=shape[2], capacity=shape[4])
+    def __init__(
+        self,
+        layout: Layout,
+        span: Span,
+        num_rows: int,
+        max_tokens: int,
+        capacity: int,
+        num_kv_heads: int,
+    ) -> None:
+        super().__init__(layout, span, num_rows, max_tokens, capacity)
+        shape = (len(span), 2, num_rows, num_kv_heads, capacity, layout.width)
         try:
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._mapping = mmap.mmap(-1, prod(shape) * layout.dtype.itemsize, flags=flags)
@@ -64,10 +73,10 @@ class LazyMemory(SessionMemory):
         self._keys_values = [(states[0], states[1]) for states in self.states_LCBGSD]
 
     def reserve(self, num_tokens: int) -> None:
-        """The system does, with the first touch."""
+        """The system commits pages when they are first touched."""
 
     def release_above(self, num_tokens: int) -> None:
-        """Let the operating system have every head's memory above `num_tokens` tokens back."""
+        """Return every head's memory above `num_tokens` tokens to the operating system."""
         *_, capacity, head_dim = self.states_LCBGSD.shape
         token_bytes = head_dim * self.states_LCBGSD.itemsize
         head_bytes = capacity * token_bytes
@@ -79,18 +88,18 @@ class LazyMemory(SessionMemory):
                 self._mapping.madvise(mmap.MADV_DONTNEED, start, stop - start)
 
     def release(self) -> None:
-        """The mapping goes with its last tensor."""
+        """The mapping is freed with its last tensor."""
 
-    def write(
+    def write_packed(
         self, block: int, position: int, keys_BGTW: torch.Tensor, values_BGTW: torch.Tensor
     ) -> None:
-        keys_BGSD, values_BGSD = self._keys_values[block]
+        keys_BGSD, values_BGSD = self._keys_values[block - self.span.start]
         stop = position + keys_BGTW.shape[2]
         keys_BGSD[:, :, position:stop] = keys_BGTW
         values_BGSD[:, :, position:stop] = values_BGTW
 
-    def read(self, block: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._keys_values[block]
+    def read_packed(self, block: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._keys_values[block - self.span.start]
 
     def move_rows(self, rows: Sequence[int], sources: Sequence[int], start: int, stop: int) -> None:
         sources_B = torch.tensor(sources)
@@ -99,7 +108,7 @@ class LazyMemory(SessionMemory):
         for tail_CBGSD in tail_LCBGSD:
             tail_CBGSD[:, rows] = tail_CBGSD.index_select(1, sources_B)
 
-    def cut_prefix(self, num_tokens: int, piece_bytes: int) -> Iterator[Piece]:
+    def cut_prefix(self, num_tokens: int, piece_bytes: int) -> Iterator[PrefixPiece]:
         """Yield the heads and tokens of each piece: many short heads, or a part of a long one."""
         token_bytes = self.layout.width * self.states_LCBGSD.itemsize
         num_heads = prod(self.states_LCBGSD.shape[:4])
@@ -110,9 +119,9 @@ class LazyMemory(SessionMemory):
                 stop = min(token + tokens_at_once, num_tokens)
                 yield slice(head, head + heads_at_once), slice(token, stop)
 
-    def copy_piece(self, parent: SessionMemory, piece: Piece) -> None:
+    def copy_piece(self, parent: SessionMemory, piece: PrefixPiece) -> None:
         assert isinstance(parent, LazyMemory)
         self.states_LCBGSD.flatten(0, 3)[piece].copy_(parent.states_LCBGSD.flatten(0, 3)[piece])
 
     def check_integrity(self, num_tokens: int) -> None:
-        """What the system has committed only the system knows."""
+        """Only the system knows what it has committed."""

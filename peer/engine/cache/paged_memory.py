@@ -8,7 +8,7 @@ Tensor suffixes: L blocks, C keys and values, P pages, M pages of a row, N token
 pages, G, B, T, S and W as in `kv_memory`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -17,10 +17,21 @@ from ....kernels.attention.int8_states import count_record_bytes
 from ....protocol.errors import CacheFullError, LocalProtocolError
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
-from .kv_layouts import FloatLayout, Int8Layout, Layout
-from .kv_memory import PAGE_TOKENS, KVStore, Piece, SessionMemory, count_pages
+from .kv_memory import (
+    PAGE_TOKENS,
+    FloatLayout,
+    Int8Layout,
+    KVStore,
+    Layout,
+    PrefixPiece,
+    SessionMemory,
+    count_pages,
+)
 
 _RETRY_AFTER_SECONDS = 2.0
+
+PagedAttention = Callable[..., torch.Tensor]
+"""Attention over these pages, called like `kernels.attention.triton_attention.paged_attention`."""
 
 
 def make_paged_layouts(
@@ -75,9 +86,11 @@ class PagedStore(KVStore):
         self._is_used_LP = np.zeros((len(span), self.num_pages), dtype=bool)
         self._memories: set[PagedMemory] = set()
 
-    def open(self, span: Span, num_rows: int, num_pages: int, kv_format: KVFormat) -> SessionMemory:
-        layout = self.layouts[kv_format]
-        memory = PagedMemory(self, span, layout, num_rows, num_pages * PAGE_TOKENS)
+    def open(
+        self, span: Span, num_rows: int, max_tokens: int, num_pages: int, kv_format: KVFormat
+    ) -> SessionMemory:
+        layout, capacity = self.layouts[kv_format], num_pages * PAGE_TOKENS
+        memory = PagedMemory(self, layout, span, num_rows, max_tokens, capacity)
         self._memories.add(memory)
         return memory
 
@@ -127,11 +140,16 @@ class PagedMemory(SessionMemory):
     """The pages of one session, the same ones in every block of its span."""
 
     def __init__(
-        self, store: PagedStore, span: Span, layout: Layout, num_rows: int, capacity: int
+        self,
+        store: PagedStore,
+        layout: Layout,
+        span: Span,
+        num_rows: int,
+        max_tokens: int,
+        capacity: int,
     ) -> None:
-        super().__init__(layout, num_rows, capacity)
+        super().__init__(layout, span, num_rows, max_tokens, capacity)
         self.store = store
-        self.span = span
         self._pages = [store.pages(block, layout.dtype) for block in range(span.start, span.stop)]
         self.page_tokens = PAGE_TOKENS // layout.dtype.itemsize
         """Tokens of a row in each page."""
@@ -156,7 +174,7 @@ class PagedMemory(SessionMemory):
         self.release_above(0)
         self.store.forget(self)
 
-    def write(
+    def write_packed(
         self, block: int, position: int, keys_BGTW: torch.Tensor, values_BGTW: torch.Tensor
     ) -> None:
         tables_BM = self._tables()
@@ -164,13 +182,13 @@ class PagedMemory(SessionMemory):
         positions_T = torch.arange(position, stop, device=tables_BM.device)
         pages_BT = tables_BM[:, positions_T // self.page_tokens]
         write_tokens(
-            self._pages[block], pages_BT, positions_T % self.page_tokens,
+            self._pages[block - self.span.start], pages_BT, positions_T % self.page_tokens,
             keys_BGTW.transpose(1, 2), values_BGTW.transpose(1, 2),
         )  # fmt: skip
 
-    def read(self, block: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read_packed(self, block: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Gather them: a copy, in one piece for each head."""
-        pages_PCGSW = self._pages[block]
+        pages_PCGSW = self._pages[block - self.span.start]
         num_pages, _, num_groups, page_tokens, width = pages_PCGSW.shape
         states_HX = pages_PCGSW.view(num_pages * 2 * num_groups, page_tokens * width)
         tables_BM = self._tables()[:, : count_pages(stop, page_tokens)]
@@ -190,7 +208,7 @@ class PagedMemory(SessionMemory):
         for pages_PCGSW in self._pages:
             pages_PCGSW[pages_BM] = pages_PCGSW[sources_BM]
 
-    def cut_prefix(self, num_tokens: int, piece_bytes: int) -> Iterator[Piece]:
+    def cut_prefix(self, num_tokens: int, piece_bytes: int) -> Iterator[PrefixPiece]:
         """Yield the block and the places in all rows' tables of each piece."""
         num_pages = count_pages(num_tokens, self.page_tokens)
         pages_at_once = max(1, piece_bytes // (self.num_rows * self.store.page_bytes))
@@ -199,7 +217,7 @@ class PagedMemory(SessionMemory):
                 stop = min(first + pages_at_once, num_pages)
                 yield slice(block, block + 1), slice(first, stop)
 
-    def copy_piece(self, parent: SessionMemory, piece: Piece) -> None:
+    def copy_piece(self, parent: SessionMemory, piece: PrefixPiece) -> None:
         assert isinstance(parent, PagedMemory)
         blocks, places = piece
         ours_BM, theirs_BM = self._tables()[:, places], parent._tables()[:, places]

@@ -8,10 +8,11 @@ from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.specs.model_spec import ACTIVATIONS, ExpertsSpec, MlpKind, ModelSpec
 from ....protocol.ids import make_model_id
 from ..blocks.attention import Attention
-from ..blocks.attention_options import AttentionOptions, QueryKeyTurn
+from ..blocks.attention_kernels import choose_kernels
+from ..blocks.attention_options import AttentionOptions, QueryKeyTransform
 from ..blocks.block import Block
 from ..blocks.mlp import Experts, GatedMlp, Mlp, PlainMlp
-from ..blocks.numerics import Numerics
+from ..devices.device import Numerics
 from .block_cache import BlockCache, name_entry
 from .block_tensors import BlockTensors, count_block_bytes
 
@@ -43,9 +44,9 @@ def _build_block(tensors: BlockTensors, spec: ModelSpec, index: int, numerics: N
     options = AttentionOptions.of(spec, index, numerics.dtype, device.place)
     query_key_value = tensors.load_linear(("query", "key", "value"), spec.has_qkv_bias)
     output = tensors.load_linear(("output",), spec.has_output_bias)
-    turn = QueryKeyTurn(options, _load_query_key_norm(tensors, spec))
-    kernels = device.choose_attention(index, options, turn)
-    attention = Attention(index, options, query_key_value, output, turn, kernels)
+    transform = QueryKeyTransform(options, _load_query_key_norm(tensors, spec))
+    kernels = choose_kernels(index, options, transform, device.paged_attention)
+    attention = Attention(index, options, query_key_value, output, transform, kernels)
     norms = {name: tensors.load_norm(name) for name in spec.norms}
     if spec.experts is not None and spec.has_experts(index):
         mlp = _load_experts(tensors, spec, spec.experts)

@@ -18,7 +18,7 @@ from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.checkpoints.quantized import read_quantization
 from ....models.specs.model_spec import FusedOrder, ModelSpec
 from ....protocol.errors import ModelError
-from ..blocks.numerics import Numerics
+from ..devices.device import Numerics
 
 _LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WEIGHT = "weight"

@@ -1,27 +1,19 @@
 """Loads the blocks of a span, ours or transformers' own, and checks first that it can."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Union
 
 from ....kernels.linear.quantize import ON_CPUS, WeightFormat
 from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.specs.model_spec import ModelShape, ModelSpec
 from ....protocol.errors import UsageError
 from ....protocol.spans import Span
-from ..blocks.block import Block
-from ..blocks.device import CpuDevice
-from ..blocks.device_names import NO_NF4
-from ..blocks.numerics import Numerics
+from ..blocks.hosted_block import HostedBlock
+from ..devices.device import CpuDevice, Numerics
+from ..devices.device_names import NO_NF4
 from .block_cache import BlockCache
 from .block_loader import load_block
 
-if TYPE_CHECKING:
-    from ..blocks.wrapped import WrappedBlock
-
 ReportProgress = Callable[[int, int], None]
-
-HostedBlock = Union[Block, "WrappedBlock"]
-"""A block of ours, or one that transformers computes."""
 
 
 def load_span(

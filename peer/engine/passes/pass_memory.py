@@ -1,11 +1,12 @@
 """How much memory a pass needs, known before it begins."""
 
+import torch
+
 from ....kernels.linear.quantize import WeightFormat
 from ....models.specs.model_spec import ModelShape, ModelSpec, WrappedShape
-from ..blocks.numerics import COMPUTE_DTYPES
 
 _PIECE_BYTES = 2**25
-"""For the scores of a piece of attention, and what products keep meanwhile."""
+"""For the scores of a piece of attention, and the buffers of products."""
 
 _TRANSPOSED_ITEM_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2}
 """Bytes of each weight in the copy that gradients are multiplied with."""
@@ -14,6 +15,7 @@ _TRANSPOSED_ITEM_BYTES = {WeightFormat.INT8: 1, WeightFormat.BF16: 2}
 def estimate_pass_bytes(
     spec: ModelShape,
     weights: WeightFormat,
+    dtype: torch.dtype,
     num_blocks: int,
     num_rows: int,
     num_tokens: int,
@@ -23,8 +25,8 @@ def estimate_pass_bytes(
 ) -> int:
     """Return about the most bytes that a pass through so many blocks holds at a time.
 
-    Rather too many than too few. Counted in numbers of the compute dtype for each token: those of
-    all tokens, and those of the `tokens_at_once` that are computed together.
+    Rather too many than too few. Counted in numbers of `dtype` for each token: those of all tokens,
+    and those of the `tokens_at_once` that are computed together.
     """
     num_all = num_rows * num_tokens
     for_all = 4 * spec.hidden_size
@@ -34,14 +36,14 @@ def estimate_pass_bytes(
         for_some = 4 * _count_inner(spec) + 6 * spec.hidden_size
         for_all += 2 * fused + 2 * spec.query_size
         at_once = num_all if spec.experts is not None else tokens_at_once
-        # What attends in a row, in several forms.
+        # Queries, keys and values of a row, in several forms.
         for_row = 8 * fused
         if is_backward:
             for_all += 4 * fused + 2 * spec.query_size
             for_some *= 2
             fixed_bytes += _count_transposed_bytes(spec, weights)
     else:
-        # One row at a time; on the way back with everything that autograd keeps of a block.
+        # One row at a time; backward with everything that autograd keeps of a block.
         num_kept = 4 if is_backward else 1
         for_some, at_once, for_row = 0, 0, num_kept * _count_width(spec)
         num_scores = num_tokens * num_tokens * _count_heads(spec)
@@ -49,7 +51,7 @@ def estimate_pass_bytes(
     if is_backward:
         for_all += (num_blocks + 2) * spec.hidden_size
     numbers = num_all * for_all + min(at_once, num_all) * for_some + num_tokens * for_row
-    return numbers * COMPUTE_DTYPES[weights].itemsize + fixed_bytes
+    return numbers * dtype.itemsize + fixed_bytes
 
 
 def _count_inner(spec: ModelSpec) -> int:

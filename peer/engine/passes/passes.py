@@ -1,17 +1,18 @@
-"""Passes through the blocks of an engine: texts from their beginning, without a KV cache, and back.
+"""Forward and backward passes of batches through the blocks of an engine, without a KV cache.
 
-Weights are frozen: gradients are those of the hidden states that go in, of the deep prompts that
-are added to them, and of adapters. Nothing is kept between two passes, so that any peer can run
-either.
+Weights are frozen: there are gradients of the hidden states that go in, of the deep prompts that
+are added to them, and of adapters. A backward pass relies on nothing that a forward pass left, so
+any peer can run either.
 
 Tensor suffixes: B rows and T tokens of a pass, N rows times tokens, L blocks of a span, P tokens
-of a prompt, H hidden.
+of a deep prompt, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import TypeVar
 
 import torch
@@ -19,20 +20,18 @@ from torch import Tensor
 
 from ....kernels.attention.rotary import RotaryTable
 from ....kernels.linear.quantize import WeightFormat
-from ....kernels.pauses import NO_PAUSES, Pauses
+from ....kernels.pauses import NO_PAUSES, GiveWay, Pauses
 from ....kernels.wire_tensors import has_only_finite
 from ....models.specs.model_spec import ModelShape, WrappedShape
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.spans import Span
-from ..adapters.adapters import Adapter
-from ..blocks.numerics import Numerics
-from ..blocks.pass_rows import PassRows
-from ..loading.loader import HostedBlock
-from .kept_inputs import KeptInputs, make_key
-from .pass_adapters import PassAdapters
+from ..adapters.adapter import Adapter
+from ..blocks.batch import AdaptedTokens, PassBatch
+from ..blocks.hosted_block import HostedBlock
+from ..devices.device import Numerics
+from .activation_cache import ActivationCache, make_pass_key
 from .pass_memory import estimate_pass_bytes
 
-GiveWay = Callable[[], object]
 Result = TypeVar("Result")
 
 _COST_BETWEEN_PAUSES = 2**29
@@ -49,12 +48,11 @@ _NUMBERS_AT_ONCE = 2**20
 
 @dataclass(frozen=True)
 class PassWork:
-    """Texts of equal length on their way through some hosted blocks.
+    """Rows of equal length on their way through some hosted blocks.
 
     `prompts_LBPH[l]` is added to the first P tokens of the input of block `l` of the span; a B of
-    one stands for all rows. Tensors may be of any float dtype. `adapters` has one for each row, or
-    None, or is empty for rows without; what their matrices' gradients are is computed if
-    `wants_adapters`.
+    one stands for all rows. Tensors may be of any float dtype. `adapters` has one or None for each
+    row, or is empty; a backward pass computes their gradients if `wants_adapters`.
     """
 
     span: Span
@@ -66,9 +64,9 @@ class PassWork:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Of the hidden states and the prompts of a pass, in their shapes.
+    """The gradients of the hidden states and the prompts of a pass, in their shapes.
 
-    Those of each adapter's matrices are in float32, by the names that PEFT stores them by.
+    Those of each adapter's matrices are in float32, by their names in PEFT.
     """
 
     hidden_BTH: Tensor
@@ -79,13 +77,14 @@ class Gradients:
 class Passes:
     """Runs passes through the blocks of a span.
 
-    A pass needs one tensor of the size of its hidden states, or one for each block on its way
-    back, and what a single block needs at once: its queries, keys and values for all tokens, and
-    the rest for some hundred tokens. It computes a block once on its way forth; on its way back
+    A forward pass needs one tensor of the size of its hidden states, a backward pass one for each
+    block. To that comes what a single block needs at once: queries, keys and values of all tokens,
+    and the rest for some hundred tokens. A forward pass computes a block once; a backward pass
     twice, and then the gradient, which is as much again.
 
     `give_way` may execute steps of sessions. It is called between blocks, and on the CPU after
-    every few milliseconds; never with a tensor of the pass half written.
+    every few milliseconds; never with a tensor of the pass half written. `activations` keep the
+    inputs of blocks for backward passes, in as much memory as they are given.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Passes:
         self._device = numerics.device
         self._dtype = numerics.dtype
         self._weights = numerics.weights
-        self.kept_inputs = KeptInputs()
+        self.activations = ActivationCache()
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
         """Return the hidden states behind the last block of the work's span, [B, T, H]."""
@@ -111,7 +110,7 @@ class Passes:
         return self._guard(work, lambda: self._run_forward(work, give_way))
 
     def run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
-        """Return the gradients of what went in, given those of what `run_forward` returns."""
+        """Return the gradients of the inputs, given those of the output of `run_forward`."""
         self._check(work, give_way)
         if grads_BTH.shape != work.hidden_BTH.shape:
             raise _make_refusal(
@@ -126,7 +125,7 @@ class Passes:
     ) -> int:
         """Return about the most memory that a pass of this size takes."""
         return estimate_pass_bytes(
-            self._spec, self._weights, num_blocks, num_rows, num_tokens,
+            self._spec, self._weights, self._dtype, num_blocks, num_rows, num_tokens,
             tokens_at_once=self._tokens_at_once, is_backward=is_backward,
         )  # fmt: skip
 
@@ -158,7 +157,7 @@ class Passes:
             _check_floats(work.prompts_LBPH, "the prompts", give_way)
 
     def _guard(self, work: PassWork, run: Callable[[], Result]) -> Result:
-        """Run in the modes that a pass needs; a lack of memory is a refusal."""
+        """Run in the modes that a pass needs; refuse if memory runs out."""
         try:
             # The caller may be in inference mode, whose tensors have no gradients.
             with torch.inference_mode(False), torch.no_grad(), self._device.running():
@@ -175,82 +174,92 @@ class Passes:
         )
 
     def _run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor:
-        rows = self._lay_out(work, give_way)
-        adapted = self._bind(work, self._open_adapters(work, has_gradients=False), rows)
+        batches = self._bind(work, self._open_adapters(work, has_gradients=False), give_way)
         blocks = self._find_blocks(work)
-        # Who comes for gradients needs the inputs again: training goes both ways.
+        # A backward pass that follows needs the inputs again.
         num_bytes = work.hidden_BTH.numel() * self._dtype.itemsize * len(blocks)
-        inputs: list[Tensor] | None = [] if self.kept_inputs.make_room(num_bytes) else None
-        hidden_NH = self._run_blocks(work, adapted, len(blocks), inputs, give_way)
+        inputs: list[Tensor] | None = [] if self.activations.make_room(num_bytes) else None
+        hidden_NH = self._run_blocks(work, batches, len(blocks), inputs, give_way)
         output_BTH = self._fetch(hidden_NH, work.hidden_BTH.shape, give_way)
         if inputs is not None:
-            self.kept_inputs.keep(_make_key(work), inputs)
+            self.activations.keep(_make_key(work), inputs)
         return output_BTH
 
     def _run_blocks(
         self,
         work: PassWork,
-        adapted: Sequence[PassRows],
+        batches: Sequence[PassBatch],
         num_outputs: int,
         inputs: list[Tensor] | None,
         give_way: GiveWay,
     ) -> Tensor:
         """Return the output of the first `num_outputs` blocks; note the input of every one."""
         hidden_NH, prompts_LBPH = self._bring(work.hidden_BTH, give_way), self._bring_prompts(work)
-        for place, (block, rows) in enumerate(zip(self._find_blocks(work), adapted, strict=True)):
+        for index, (block, batch) in enumerate(zip(self._find_blocks(work), batches, strict=True)):
             give_way()
-            hidden_NH = _add_prompt(hidden_NH, prompts_LBPH, place, rows)
+            hidden_NH = _add_prompt(hidden_NH, prompts_LBPH, index, batch)
             if inputs is not None:
                 inputs.append(hidden_NH)
-            if place < num_outputs:
-                hidden_NH = block.run_pass(hidden_NH, rows)
+            if index < num_outputs:
+                hidden_NH = block.run_pass(hidden_NH, batch)
         return hidden_NH
 
     def _run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients:
         adapters = self._open_adapters(work, has_gradients=work.wants_adapters)
-        adapted = self._bind(work, adapters, self._lay_out(work, give_way))
+        batches = self._bind(work, adapters, give_way)
         blocks = self._find_blocks(work)
-        inputs = self.kept_inputs.take(_make_key(work))
+        inputs = self.activations.take(_make_key(work))
         if inputs is None:
             inputs = []
-            self._run_blocks(work, adapted, len(blocks) - 1, inputs, give_way)
+            self._run_blocks(work, batches, len(blocks) - 1, inputs, give_way)
         grads_NH, prompts_LBPH = self._bring(grads_BTH, give_way), self._bring_prompts(work)
         prompt_grads_LBPH = None if prompts_LBPH is None else torch.empty_like(prompts_LBPH)
-        for place, block in reversed(list(enumerate(blocks))):
+        for index, block in reversed(list(enumerate(blocks))):
             give_way()
-            grads_NH = block.run_pass_back(inputs.pop(), grads_NH, adapted[place])
+            grads_NH = block.run_pass_back(inputs.pop(), grads_NH, batches[index])
             if prompt_grads_LBPH is not None:
-                _take_prompt(grads_NH, prompt_grads_LBPH[place], adapted[place])
+                _take_prompt(grads_NH, prompt_grads_LBPH[index], batches[index])
         hidden_grads_BTH = self._fetch(grads_NH, grads_BTH.shape, give_way)
         if prompt_grads_LBPH is not None:
             shape = prompt_grads_LBPH.shape
             prompt_grads_LBPH = self._fetch(prompt_grads_LBPH, shape, give_way)
         adapter_grads = {
             adapter: {name: _fetch_matrix(name, grad) for name, grad in grads.items()}
-            for adapter, grads in (adapters.collect() if work.wants_adapters else {}).items()
+            for adapter, grads in (_collect(adapters) if work.wants_adapters else {}).items()
         }
         return Gradients(hidden_grads_BTH, prompt_grads_LBPH, adapter_grads)
 
-    def _bind(self, work: PassWork, adapters: PassAdapters, rows: PassRows) -> list[PassRows]:
-        """Return the rows as each block computes them, with the adapters for its linears."""
+    def _bind(
+        self, work: PassWork, adapters: Mapping[Adapter, Adapter], give_way: GiveWay
+    ) -> list[PassBatch]:
+        """Return the batch as each block computes it, with the adapters for its linears."""
+        num_rows, num_tokens, _ = work.hidden_BTH.shape
+        rotations = tuple(table.rows(0, num_tokens) for table in self._rotary)
+        # On other devices the pieces of a block are queued at once, so pauses bring nothing.
+        pauses = Pauses(give_way, _COST_BETWEEN_PAUSES) if self._is_on_cpu else NO_PAUSES
+        batch = PassBatch(num_rows, num_tokens, rotations, pauses, self._tokens_at_once)
+        ranges = _find_adapted(work)
         return [
-            replace(rows, adapters=adapters.bind(index, block.linears))
+            replace(
+                batch,
+                adapters=tuple(
+                    AdaptedTokens(tokens, adapters[adapter].bind(index, block.linears))
+                    for tokens, adapter in ranges
+                ),
+            )
             for index, block in enumerate(self._find_blocks(work), work.span.start)
         ]
 
-    def _open_adapters(self, work: PassWork, *, has_gradients: bool) -> PassAdapters:
-        num_tokens, place = work.hidden_BTH.shape[1], self._device.place
-        return PassAdapters(work.adapters, num_tokens, place, has_gradients=has_gradients)
+    def _open_adapters(self, work: PassWork, *, has_gradients: bool) -> dict[Adapter, Adapter]:
+        """Return the adapters of a pass on the device; for gradients, copies that gather them."""
+        return {
+            adapter: adapter.open(self._device.place, has_gradients)
+            for adapter in dict.fromkeys(work.adapters)
+            if adapter is not None
+        }
 
     def _find_blocks(self, work: PassWork) -> Sequence[HostedBlock]:
         return self._blocks[work.span.start - self._span.start :][: len(work.span)]
-
-    def _lay_out(self, work: PassWork, give_way: GiveWay) -> PassRows:
-        num_rows, num_tokens, _ = work.hidden_BTH.shape
-        rotations = tuple(table.rows(0, num_tokens) for table in self._rotary)
-        # On other devices nobody waits for less than a block: its pieces are queued at once.
-        pauses = Pauses(give_way, _COST_BETWEEN_PAUSES) if self._is_on_cpu else NO_PAUSES
-        return PassRows(num_rows, num_tokens, rotations, pauses, self._tokens_at_once)
 
     @property
     def _is_on_cpu(self) -> bool:
@@ -282,6 +291,30 @@ class Passes:
         return result.view(shape).cpu()
 
 
+def _find_adapted(work: PassWork) -> list[tuple[slice, Adapter]]:
+    """Return the tokens of neighbouring rows with the same adapter, and the adapter."""
+    num_tokens = work.hidden_BTH.shape[1]
+    found: list[tuple[slice, Adapter]] = []
+    for adapter, group in groupby(enumerate(work.adapters), key=lambda item: item[1]):
+        rows = [row for row, _ in group]
+        if adapter is not None:
+            found.append((slice(rows[0] * num_tokens, (rows[-1] + 1) * num_tokens), adapter))
+    return found
+
+
+def _collect(adapters: Mapping[Adapter, Adapter]) -> dict[Adapter, dict[str, Tensor]]:
+    """Return the gradients of each adapter's matrices, in float32, by their names in PEFT."""
+    return {
+        adapter: {
+            name: torch.zeros_like(matrix) if matrix.grad is None else matrix.grad
+            for parts in copy.parts.values()
+            for part in parts
+            for name, matrix in part.named_matrices()
+        }
+        for adapter, copy in adapters.items()
+    }
+
+
 def _fetch_matrix(name: str, grads: Tensor) -> Tensor:
     if not has_only_finite(grads):
         raise _make_refusal(f"the gradients of {name} are not finite")
@@ -289,7 +322,7 @@ def _fetch_matrix(name: str, grads: Tensor) -> Tensor:
 
 
 def _make_key(work: PassWork) -> Hashable:
-    return make_key(work.span, (work.hidden_BTH, work.prompts_LBPH), work.adapters)
+    return make_pass_key(work.span, (work.hidden_BTH, work.prompts_LBPH), work.adapters)
 
 
 def _make_refusal(detail: str) -> RefusedError:
@@ -329,25 +362,25 @@ def _check_prompts(prompts_LBPH: Tensor, work: PassWork) -> None:
 
 
 def _add_prompt(
-    hidden_NH: Tensor, prompts_LBPH: Tensor | None, place: int, rows: PassRows
+    hidden_NH: Tensor, prompts_LBPH: Tensor | None, index: int, batch: PassBatch
 ) -> Tensor:
     """Add a block's prompt to its input, in place."""
     if prompts_LBPH is not None:
-        hidden_BTH = hidden_NH.unflatten(0, (rows.num_rows, rows.num_tokens))
-        hidden_BTH[:, : prompts_LBPH.shape[2]] += prompts_LBPH[place]
+        hidden_BTH = hidden_NH.unflatten(0, (batch.num_rows, batch.num_tokens))
+        hidden_BTH[:, : prompts_LBPH.shape[2]] += prompts_LBPH[index]
     return hidden_NH
 
 
-def _take_prompt(grads_NH: Tensor, prompt_grads_BPH: Tensor, rows: PassRows) -> None:
-    """Note the gradients of a prompt, which are those of what it was added to."""
+def _take_prompt(grads_NH: Tensor, prompt_grads_BPH: Tensor, batch: PassBatch) -> None:
+    """Write the gradients of a prompt: those of the hidden states that it was added to."""
     num_prompt_rows, num_prompt_tokens, _ = prompt_grads_BPH.shape
-    grads_BPH = grads_NH.unflatten(0, (rows.num_rows, rows.num_tokens))[:, :num_prompt_tokens]
-    if num_prompt_rows < rows.num_rows:
+    grads_BPH = grads_NH.unflatten(0, (batch.num_rows, batch.num_tokens))[:, :num_prompt_tokens]
+    if num_prompt_rows < batch.num_rows:
         grads_BPH = grads_BPH.sum(dim=0, keepdim=True, dtype=torch.float32)
     prompt_grads_BPH.copy_(grads_BPH)
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Return whether memory was lacking: torch has a type of error for devices alone."""
+    """Return whether memory ran out: torch has a type of error for devices only."""
     is_allocator = "DefaultCPUAllocator" in str(error)
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or is_allocator

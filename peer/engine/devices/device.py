@@ -1,32 +1,68 @@
 """Where an engine computes. All that differs between the CPU and other devices is chosen here.
 
-Tensor suffixes: N rows of a step, H hidden.
+Tensor suffixes: N tokens of a step, H hidden.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
 
+from ....kernels.linear.quantize import WeightFormat
 from ....protocol.spans import Span
 from ....protocol.tensors import KVFormat
-from ..cache.kv_layouts import LAYOUTS, Layout
-from ..cache.kv_memory import KVStore
+from ..cache.kv_memory import LAYOUTS, KVStore, Layout
 from ..cache.lazy_memory import LazyStore
-from ..cache.paged_memory import PagedStore, make_paged_layouts
-from .attention_kernels import AttentionKernels, PagedAttention, choose_native, choose_paged
-from .attention_options import AttentionOptions, QueryKeyTurn
-from .capturer import Capturer
+from ..cache.paged_memory import PagedAttention, PagedStore, make_paged_layouts
+
+COMPUTE_DTYPES = {
+    WeightFormat.FP32: torch.float32,
+    WeightFormat.BF16: torch.bfloat16,
+    WeightFormat.NF4: torch.bfloat16,
+    # Precision is spent on the weights, where it buys speed. Exact activations let a replay
+    # after a failure reproduce the same tokens.
+    WeightFormat.INT8: torch.float32,
+}
+"""The dtype of activations and KV cache."""
+
+
+class Capturer(ABC):
+    """Captures the work of a function on a device, to repeat it without calling the function.
+
+    The function reads and writes the same tensors each time, and its work follows from their
+    shapes, not from their contents.
+    """
+
+    @abstractmethod
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Return what repeats the work on the present contents. May call the function."""
+
+
+class CallingCapturer(Capturer):
+    """Calls the function again. It stands in for a device where there is none."""
+
+    def capture(self, function: Callable[[], None]) -> Callable[[], None]:
+        return function
 
 
 class Device(ABC):
-    """A processor with memory of its own: `place` is what torch calls it."""
+    """A processor with memory of its own: `place` is its name in torch.
 
-    def __init__(self, place: torch.device, capturer: Capturer | None) -> None:
+    `paged_attention` attends over caches in pages, on devices that keep them so. `capturer`
+    captures steps of generated tokens; it is None where that brings nothing.
+    """
+
+    def __init__(
+        self,
+        place: torch.device,
+        paged_attention: PagedAttention | None,
+        capturer: Capturer | None,
+    ) -> None:
         self.place = place
+        self.paged_attention = paged_attention
         self.capturer = capturer
-        """What captures steps of generated tokens; None where that brings nothing."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.place}>"
@@ -44,12 +80,6 @@ class Device(ABC):
         """Return memory for the caches of sessions that use blocks of a span."""
 
     @abstractmethod
-    def choose_attention(
-        self, block: int, options: AttentionOptions, turn: QueryKeyTurn
-    ) -> AttentionKernels:
-        """Return what attends in a block, over the caches of such a store."""
-
-    @abstractmethod
     def bring(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         """Return hidden states of several steps, [N, H] each on the CPU, on this device."""
 
@@ -58,19 +88,19 @@ class Device(ABC):
         """Return them on the CPU; waits until they are computed."""
 
     def read_free_bytes(self) -> int | None:
-        """Return the memory that is left for weights and caches; None if it is the machine's."""
+        """Return the memory left for weights and caches; None if it is the machine's."""
         return None
 
     def running(self) -> AbstractContextManager[object]:
-        """Return what a thread has to be in while it computes here."""
+        """Return the context that a thread needs while it computes here."""
         return nullcontext()
 
 
 class CpuDevice(Device):
-    """The processor of the machine, with kernels in C where a compiler was."""
+    """The processor of the machine, with kernels in C if they could be compiled."""
 
     def __init__(self) -> None:
-        super().__init__(torch.device("cpu"), None)
+        super().__init__(torch.device("cpu"), None, None)
 
     def make_layouts(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -81,11 +111,6 @@ class CpuDevice(Device):
         self, budget_bytes: int, span: Span, num_kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> KVStore:
         return LazyStore(len(span), num_kv_heads, head_dim, dtype)
-
-    def choose_attention(
-        self, block: int, options: AttentionOptions, turn: QueryKeyTurn
-    ) -> AttentionKernels:
-        return choose_native(block, options, turn)
 
     def bring(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         return hidden
@@ -98,16 +123,10 @@ CPU = CpuDevice()
 
 
 class PagedDevice(Device):
-    """A device whose caches lie in pages, which `attend` reads through tables.
+    """A device whose caches lie in pages, which its attention reads through tables.
 
-    Tests make one of the CPU, so that all but the device itself is tested without one.
+    Tests make one of the CPU, so that everything but the device itself is tested without one.
     """
-
-    def __init__(
-        self, place: torch.device, attend: PagedAttention, capturer: Capturer | None
-    ) -> None:
-        super().__init__(place, capturer)
-        self._attend = attend
 
     def make_layouts(
         self, num_kv_heads: int, head_dim: int, dtype: torch.dtype
@@ -119,11 +138,6 @@ class PagedDevice(Device):
     ) -> KVStore:
         return PagedStore(budget_bytes, span, num_kv_heads, head_dim, dtype, self.place)
 
-    def choose_attention(
-        self, block: int, options: AttentionOptions, turn: QueryKeyTurn
-    ) -> AttentionKernels:
-        return choose_paged(block, options, turn, self._attend)
-
     def bring(self, hidden: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         if not hidden:
             return hidden
@@ -133,3 +147,21 @@ class PagedDevice(Device):
         if not hidden:
             return hidden
         return torch.cat(list(hidden)).cpu().split([len(part) for part in hidden])
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The format of weights, and the device and the dtype in which they are multiplied."""
+
+    weights: WeightFormat
+    device: Device = CPU
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of activations and KV cache."""
+        return COMPUTE_DTYPES[self.weights]
+
+    @property
+    def has_float32_weights(self) -> bool:
+        """Whether linears round the last digit by how many tokens they multiply, in float32."""
+        return self.weights is WeightFormat.FP32

@@ -1,4 +1,4 @@
-"""What went into each block of recent passes, so that who comes back need not compute it again."""
+"""The inputs of blocks in recent forward passes, kept for their backward passes."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from torch import Tensor
 from ....protocol.spans import Span
 
 
-class KeptInputs:
-    """Keeps as much as fits, the newest, until it is taken. Nobody may rely on it.
+class ActivationCache:
+    """Keeps the newest inputs that fit, until they are taken. Nothing may rely on them.
 
-    What is kept is found by its contents, so that it is what computing would make of them.
+    A pass is found by its contents, so its inputs are those that computing would give again.
     """
 
     def __init__(self) -> None:
@@ -23,15 +23,15 @@ class KeptInputs:
         self._num_bytes = 0
 
     def __repr__(self) -> str:
-        return f"<KeptInputs of {len(self._kept)} passes, {self._num_bytes:,} bytes>"
+        return f"<ActivationCache of {len(self._kept)} passes, {self._num_bytes:,} bytes>"
 
     @property
     def num_bytes(self) -> int:
-        """How much is kept."""
+        """Memory of everything kept."""
         return self._num_bytes
 
     def limit(self, budget_bytes: int) -> None:
-        """Keep at most so much from now on."""
+        """Keep at most so many bytes from now on."""
         self._budget_bytes = budget_bytes
         self.make_room(0)
 
@@ -59,8 +59,10 @@ class KeptInputs:
         return inputs
 
 
-def make_key(span: Span, tensors: Iterable[Tensor | None], others: Sequence[Hashable]) -> Hashable:
-    """Return what tells a pass from any other: its blocks, its tensors on the CPU, and others."""
+def make_pass_key(
+    span: Span, tensors: Iterable[Tensor | None], others: Sequence[Hashable]
+) -> Hashable:
+    """Return a key of a pass: its blocks, a digest of its tensors on the CPU, and others."""
     digest = hashlib.blake2b(digest_size=32)
     shapes: list[Hashable] = []
     for tensor in tensors:

@@ -1,4 +1,4 @@
-"""The names of devices, for whoever has not loaded torch yet."""
+"""The names of devices, for programs that have not loaded torch yet."""
 
 import re
 
@@ -8,7 +8,7 @@ NO_NF4 = (
     "nf4 needs a CUDA device (shoal serve --device cuda): on a CPU it would be about twenty times "
     "slower than int8; use int8"
 )
-"""What there is to say about weights in four bits that no device is there for."""
+"""The error for weights in four bits on a CPU."""
 
 _NAME = re.compile(r"cpu|auto|cuda(:(?P<number>[0-9]{1,3}))?")
 

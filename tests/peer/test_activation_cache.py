@@ -10,7 +10,7 @@ from pass_scene import draw, load_engine, stay
 
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.blocks.block import Block
-from shoal.peer.engine.passes.kept_inputs import KeptInputs
+from shoal.peer.engine.passes.activation_cache import ActivationCache
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.spans import Span
 
@@ -43,14 +43,14 @@ def test_gradients_are_the_same_to_the_bit_and_nothing_is_computed_twice(
 ) -> None:
     engine = load_engine(tiny_models.get(), weights)
     work, grads = make_work(1, prompt_seed=prompt_seed), draw(2, 7, HIDDEN, seed=9)
-    expected = engine.run_backward(work, grads, stay)
-    engine.keep_pass_inputs(2**20)
-    engine.run_forward(work, stay)
+    expected = engine.passes.run_backward(work, grads, stay)
+    engine.passes.activations.limit(2**20)
+    engine.passes.run_forward(work, stay)
     forwards.clear()
 
-    found = engine.run_backward(work, grads, stay)
+    found = engine.passes.run_backward(work, grads, stay)
     assert forwards == []
-    again = engine.run_backward(work, grads, stay)  # they were taken
+    again = engine.passes.run_backward(work, grads, stay)  # they were taken
     assert len(forwards) == 3
     for one in (found, again):
         assert torch.equal(one.hidden_BTH, expected.hidden_BTH)
@@ -67,33 +67,33 @@ def test_other_passes_find_nothing(
     tiny_models: Any, forwards: list[Block], other: PassWork
 ) -> None:
     engine = load_engine(tiny_models.get())
-    engine.keep_pass_inputs(2**20)
-    engine.run_forward(make_work(1), stay)
+    engine.passes.activations.limit(2**20)
+    engine.passes.run_forward(make_work(1), stay)
     forwards.clear()
-    engine.run_backward(other, draw(2, 7, HIDDEN), stay)
+    engine.passes.run_backward(other, draw(2, 7, HIDDEN), stay)
 
     assert len(forwards) == len(other.span) - 1
 
 
 def test_oldest_make_room_for_the_newest(tiny_models: Any, forwards: list[Block]) -> None:
     engine = load_engine(tiny_models.get())
-    engine.keep_pass_inputs(2 * PASS_BYTES)
+    engine.passes.activations.limit(2 * PASS_BYTES)
     for seed in (1, 2, 3):
-        engine.run_forward(make_work(seed), stay)
-    assert engine._passes.kept_inputs.num_bytes == 2 * PASS_BYTES
+        engine.passes.run_forward(make_work(seed), stay)
+    assert engine.passes.activations.num_bytes == 2 * PASS_BYTES
     forwards.clear()
     for seed, num_computed in ((3, 0), (2, 0), (1, 3)):
-        engine.run_backward(make_work(seed), draw(2, 7, HIDDEN), stay)
+        engine.passes.run_backward(make_work(seed), draw(2, 7, HIDDEN), stay)
         assert len(forwards) == num_computed
-    assert engine._passes.kept_inputs.num_bytes == 0
+    assert engine.passes.activations.num_bytes == 0
 
 
 def test_what_is_larger_than_everything_is_not_kept() -> None:
-    kept = KeptInputs()
+    kept = ActivationCache()
     kept.limit(100)
     kept.keep("small", [torch.zeros(20)])
     kept.keep("large", [torch.zeros(20), torch.zeros(20)])
 
-    assert repr(kept) == "<KeptInputs of 1 passes, 80 bytes>"
+    assert repr(kept) == "<ActivationCache of 1 passes, 80 bytes>"
     kept.limit(0)
     assert kept.num_bytes == 0

@@ -1,4 +1,4 @@
-"""CUDA devices: which there are, and what computes on them."""
+"""CUDA devices: which of them can be used, and how steps are captured on them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,8 +8,7 @@ import torch
 
 from ....kernels.linear.select import choose_paged_attention
 from ....protocol.errors import UsageError
-from .capturer import Capturer
-from .device import CPU, Device, PagedDevice
+from .device import CPU, Capturer, Device, PagedDevice
 from .device_names import parse_cuda_number
 
 _LEAST_CAPABILITY = (8, 0)
@@ -48,7 +47,7 @@ def _find_fault(index: int) -> str | None:
 
 
 class CudaDevice(PagedDevice):
-    """A CUDA device that can be used; int8 linears and attention of tokens are in Triton."""
+    """A usable CUDA device; int8 linears and the attention of tokens are in Triton."""
 
     def __init__(self, index: int) -> None:
         place = torch.device("cuda", index)
@@ -75,7 +74,7 @@ class _GraphCapturer(Capturer):
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        # What is compiled with the first call cannot be captured.
+        # The first call compiles kernels, which cannot be captured.
         stream = torch.cuda.Stream(self._place)
         stream.wait_stream(torch.cuda.current_stream(self._place))
         with torch.cuda.stream(stream):

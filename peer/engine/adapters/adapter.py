@@ -1,0 +1,125 @@
+"""LoRA adapters as they are applied: matrices beside the linears of our blocks.
+
+Tensor suffixes: N tokens, R rank, I input and O output features of the linear that PEFT knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ....kernels.linear.linear import Linear
+from ....protocol.messages.lora_config import DOWN, PREFIX, UP
+from ....protocol.spans import Span
+
+_NUMBERS_AT_ONCE = 2**18
+"""As many as stay in a core's cache."""
+
+LinearKey = tuple[int, str]
+"""A block, and the name of one of our linears in it: "query_key_value", "gate_up", …"""
+
+
+@dataclass(frozen=True)
+class AdapterPart:
+    """The matrices of one linear, which add `up_OR @ (down_RI @ input) * scale` to its outputs.
+
+    `module` is the name that the checkpoint has for the linear that PEFT knows. Its outputs are
+    those in `outputs` of our linear, in the order `order_O` if that differs.
+    """
+
+    module: str
+    outputs: slice
+    down_RI: Tensor
+    up_OR: Tensor
+    scale: float
+    order_O: Tensor | None
+
+    def compute(self, hidden_NI: Tensor) -> Tensor:
+        """Return what is added for these tokens."""
+        up_OR = self.up_OR if self.order_O is None else self.up_OR[self.order_O]
+        down_RI, up_OR = self.down_RI.to(hidden_NI.dtype), up_OR.to(hidden_NI.dtype)
+        return (hidden_NI @ down_RI.t()) @ up_OR.t() * self.scale
+
+    def compute_apart(self, hidden_NI: Tensor) -> Tensor:
+        """Return the same for each token to the bit, whatever other tokens there are.
+
+        On the CPU the last digit of a matrix product depends on how many rows it has, and on where
+        they lie in memory.
+        """
+        if hidden_NI.device.type != "cpu":
+            return self.compute(hidden_NI)
+        up_OR = self.up_OR if self.order_O is None else self.up_OR[self.order_O]
+        hidden_NR = _multiply_apart(hidden_NI.float(), self.down_RI.float())
+        return (_multiply_apart(hidden_NR, up_OR.float()) * self.scale).to(hidden_NI.dtype)
+
+    def open(self, place: torch.device, has_gradients: bool) -> AdapterPart:
+        """Return the part on a device; with gradients, as float32 copies that gather them."""
+        if not has_gradients:
+            return replace(self, down_RI=self.down_RI.to(place), up_OR=self.up_OR.to(place))
+        down_RI, up_OR = (
+            matrix.to(place, torch.float32, copy=True).requires_grad_()
+            for matrix in (self.down_RI, self.up_OR)
+        )
+        return replace(self, down_RI=down_RI, up_OR=up_OR)
+
+    def named_matrices(self) -> tuple[tuple[str, Tensor], tuple[str, Tensor]]:
+        """Return both matrices with their names in PEFT."""
+        name = PREFIX + self.module
+        return (name + DOWN, self.down_RI), (name + UP, self.up_OR)
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """The part of an adapter that belongs to the blocks of a span."""
+
+    rank: int
+    parts: Mapping[LinearKey, tuple[AdapterPart, ...]]
+
+    def move_to(self, place: torch.device) -> Adapter:
+        """Return the adapter on a device."""
+        return self.open(place, has_gradients=False)
+
+    def open(self, place: torch.device, has_gradients: bool) -> Adapter:
+        """Return the adapter on a device; with gradients, as float32 copies that gather them."""
+        opened = {
+            key: tuple(part.open(place, has_gradients) for part in parts)
+            for key, parts in self.parts.items()
+        }
+        return Adapter(self.rank, opened)
+
+    def cut(self, span: Span) -> Adapter:
+        """Return the part for some of the blocks."""
+        return Adapter(
+            self.rank, {key: parts for key, parts in self.parts.items() if key[0] in span}
+        )
+
+    def bind(
+        self, block: int, linears: Mapping[str, Linear]
+    ) -> dict[Linear, tuple[AdapterPart, ...]]:
+        """Return the parts for each of a block's linears, which are given by name."""
+        return {linear: self.parts.get((block, name), ()) for name, linear in linears.items()}
+
+    @property
+    def num_numbers(self) -> int:
+        """How many numbers its matrices have."""
+        parts = [part for parts in self.parts.values() for part in parts]
+        return sum(part.down_RI.numel() + part.up_OR.numel() for part in parts)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of its matrices."""
+        parts = [part for parts in self.parts.values() for part in parts]
+        return sum(part.down_RI.nbytes + part.up_OR.nbytes for part in parts)
+
+
+def _multiply_apart(rows_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """Return the product with each sum taken by itself, in the same order for each row."""
+    step = max(1, _NUMBERS_AT_ONCE // weight_OI.numel())
+    products = [
+        (rows_NI[start : start + step, None] * weight_OI).sum(-1)
+        for start in range(0, len(rows_NI), step)
+    ]
+    return products[0] if len(products) == 1 else torch.cat(products)

@@ -1,0 +1,213 @@
+"""The tokens of a batch: which session or pass each belongs to, and how linears treat them.
+
+A block computes either a `StepBatch`, steps of sessions over their KV caches, or a `PassBatch`,
+rows that are computed from their beginning and leave nothing behind. Both are one tensor of tokens
+to linears, which take it in ranges::
+
+    tokens    0 ............ 34 .. 36 ........... 100
+    steps     [ prompt of A )[ B  )[ prompt of C   )
+    ranges    [ one digit   )[two )[ one digit     )     with the adapters of A, B and C
+
+Tensor suffixes: N tokens of all rows in the batch, I input and O output features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar, cast
+
+import torch
+
+from ....kernels.attention.rotary import RotaryTable, Rotation
+from ....kernels.linear.linear import GradientLinears, Linear, RowPrecision
+from ....kernels.pauses import Pauses
+from ..adapters.adapter import AdapterPart
+from ..cache.kv_memory import SessionMemory
+
+PASS_PRECISION = RowPrecision.ONE_DIGIT
+"""To int8 weights the tokens of a pass are those of a prompt."""
+
+Form = TypeVar("Form")
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedTokens:
+    """Some tokens, and the adapter matrices for each linear that are applied to them."""
+
+    tokens: slice
+    parts: Mapping[Linear, Sequence[AdapterPart]]
+
+
+def cut_adapted(
+    adapted: Iterable[AdaptedTokens], start: int, stop: int
+) -> tuple[AdaptedTokens, ...]:
+    """Return what lies in a range of tokens, counted from its start."""
+    return tuple(
+        AdaptedTokens(
+            slice(max(one.tokens.start, start) - start, min(one.tokens.stop, stop) - start),
+            one.parts,
+        )
+        for one in adapted
+        if one.tokens.start < stop and start < one.tokens.stop
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class TokenRange:
+    """The tokens `[start, stop)` of N, which linears take in one precision.
+
+    Those of a pass are computed by its `linears`. Slices of `adapters` count from `start`.
+    """
+
+    start: int
+    stop: int
+    precision: RowPrecision
+    linears: GradientLinears | None = None
+    adapters: tuple[AdaptedTokens, ...] = ()
+
+    def apply(self, linear: Linear, tokens_NI: torch.Tensor) -> torch.Tensor:
+        """Return the linear's output for these tokens."""
+        if self.linears is None:
+            return self._adapt_in_place(linear, tokens_NI, linear(tokens_NI, self.precision))
+        tokens_NO = self.linears(linear, tokens_NI, self.precision)
+        changes = [
+            (adapted.tokens, part)
+            for adapted in self.adapters
+            for part in adapted.parts.get(linear, ())
+        ]
+        if not changes:
+            return tokens_NO
+        added_NO = torch.zeros_like(tokens_NO)
+        for tokens, part in changes:
+            added_NO[tokens, part.outputs] += part.compute(tokens_NI[tokens])
+        return tokens_NO + added_NO
+
+    def _adapt_in_place(
+        self, linear: Linear, tokens_NI: torch.Tensor, tokens_NO: torch.Tensor
+    ) -> torch.Tensor:
+        for adapted in self.adapters:
+            for part in adapted.parts.get(linear, ()):
+                change_NO = part.compute_apart(tokens_NI[adapted.tokens])
+                tokens_NO[adapted.tokens, part.outputs] += change_NO
+        return tokens_NO
+
+
+def apply_linear(
+    linear: Linear, hidden_NI: torch.Tensor, ranges: Sequence[TokenRange]
+) -> torch.Tensor:
+    """Return the linear's `hidden_NO`, each range of tokens in its precision."""
+    if len(ranges) == 1:
+        return ranges[0].apply(linear, hidden_NI)
+    return torch.cat([part.apply(linear, hidden_NI[part.start : part.stop]) for part in ranges])
+
+
+@dataclass(frozen=True, slots=True)
+class BatchedStep:
+    """One session's step in a batch: the tokens `[start, stop)` of N.
+
+    `stop - start == num_rows * num_tokens`; the tokens of a row are consecutive. Tokens with
+    `is_decoded` attend one by one, as they were or would be computed. `rotations` are those of
+    their positions, in the order of the model's ropes.
+    """
+
+    start: int
+    stop: int
+    num_rows: int
+    num_tokens: int
+    position: int
+    is_decoded: bool
+    memory: SessionMemory
+    rotations: tuple[Rotation, ...]
+
+
+class StepBatch:
+    """Steps of several sessions in the order of their tokens, and the tables of the model's ropes.
+
+    Kernels take them in other forms, each of which is made once for all blocks.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[BatchedStep],
+        rotary: Sequence[RotaryTable],
+        forms: Mapping[Callable[[StepBatch], object], object] | None = None,
+    ) -> None:
+        self.steps = steps
+        self.rotary = rotary
+        self._forms: dict[Callable[[StepBatch], object], object] = dict(forms or {})
+
+    @cached_property
+    def prompts(self) -> list[BatchedStep]:
+        """Those whose tokens attend together."""
+        return [step for step in self.steps if not step.is_decoded]
+
+    @cached_property
+    def decoded(self) -> list[BatchedStep]:
+        """The others."""
+        return [step for step in self.steps if step.is_decoded]
+
+    def in_form(self, make: Callable[[StepBatch], Form]) -> Form:
+        """Return the form that `make` gives the batch, made at the first call."""
+        if make not in self._forms:
+            self._forms[make] = make(self)
+        return cast(Form, self._forms[make])
+
+
+@dataclass(frozen=True)
+class PassBatch:
+    """Rows that all have `num_tokens` tokens, which attend to those before them in their row.
+
+    `rotations` are those of the tokens' positions, in the order of the model's ropes. The parts of
+    a block that treat each token alone take `tokens_at_once` of them, which saves memory.
+    """
+
+    num_rows: int
+    num_tokens: int
+    rotations: tuple[Rotation, ...]
+    pauses: Pauses
+    tokens_at_once: int
+    adapters: tuple[AdaptedTokens, ...] = ()
+    """Those of the block that computes the batch."""
+
+    def cut(
+        self, *, is_whole: bool = False, unread: Linear | None = None
+    ) -> list[tuple[slice, list[TokenRange]]]:
+        """Return pieces of N with their range for linears; or one piece of all N.
+
+        The output of a linear that is `unread` need not be computed.
+        """
+        linears = GradientLinears(self.pauses, is_keeping=not is_whole, unread=unread)
+        num_all = self.num_rows * self.num_tokens
+        step = num_all if is_whole else self.tokens_at_once
+        pieces = [slice(start, min(start + step, num_all)) for start in range(0, num_all, step)]
+        return [
+            (
+                piece,
+                [
+                    TokenRange(
+                        0,
+                        piece.stop - piece.start,
+                        PASS_PRECISION,
+                        linears,
+                        cut_adapted(self.adapters, piece.start, piece.stop),
+                    )
+                ],
+            )
+            for piece in pieces
+        ]
+
+
+def differentiate(
+    function: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor], grads: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of a function's inputs, given those of its output.
+
+    Those of adapters accumulate in their matrices.
+    """
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with torch.enable_grad():
+        output = function(*leaves)
+    torch.autograd.backward(output, grads)
+    return tuple(leaf.grad for leaf in leaves if leaf.grad is not None)
