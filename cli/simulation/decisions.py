@@ -4,7 +4,8 @@ import random
 import time
 from dataclasses import dataclass, replace
 
-from ...client.routing.router import Ends, RoutingCosts, plan_route
+from ...client.routing.route import Ends
+from ...client.routing.router import RoutingCosts, plan_route
 from ...peer.announcing.delays import MAX_TOLD
 from ...protocol.ids import PeerId
 from ...protocol.records.announcements import Announcement

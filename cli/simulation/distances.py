@@ -9,7 +9,8 @@ from statistics import median
 import numpy as np
 
 from ...client.routing.chain_search import Edges, Leg, Offers, find_cheapest_chain
-from ...client.routing.router import Ends, RoutingCosts, plan_route
+from ...client.routing.route import Ends
+from ...client.routing.router import RoutingCosts, plan_route
 from ...peer.announcing.delays import MAX_TOLD, choose_measured, is_likely_neighbour
 from ...protocol.ids import PeerId
 from ...protocol.records.announcements import Announcement, PeerState

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ...client.routing.router import Route, RoutingCosts, plan_route
+from ...client.routing.route import Route
+from ...client.routing.router import RoutingCosts, plan_route
 from ...protocol.ids import PeerId
 from ...protocol.records.announcements import PeerState
 from ...protocol.records.swarm_view import SwarmView

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...client.routing.router import Route, RoutingCosts, plan_route
+from ...client.routing.route import Route
+from ...client.routing.router import RoutingCosts, plan_route
 from ...protocol.ids import PeerId
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span

@@ -37,7 +37,7 @@ from ..passes.microbatches import TextGradients, Texts
 from ..passes.pass_asking import PassAsker
 from ..passes.pass_link import make_pass_id
 from ..passes.pass_trouble import Trouble
-from ..routing.router import Hop
+from ..routing.route import Hop
 from .home_segments import Applied, LoggedPass, Segment
 
 _PATIENCE_SECONDS = 60.0

@@ -39,14 +39,12 @@ from ...protocol.messages.session import (
     Slot,
 )
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import dial, greet, receive
+from ...protocol.net.dialling import check_welcome, dial, greet, receive
 from ...protocol.net.transport import Lane, Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireCodec, WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..routing.deadlines import WakefulTimeout
-from ..routing.router import Hop
-from ..session.hop_link import check_welcome
 
 _SILENCE_SECONDS = 4.0
 """A peer that waits or computes says so every second; without a word for so long it is given up."""
@@ -96,7 +94,7 @@ class PassLink:
                 link = cls(clock, peer, stream)
                 try:
                     welcome, _ = await greet(stream, link._name, clock, client)
-                    check_welcome(welcome, Hop(peer, peer.span), peer.model_id)
+                    check_welcome(welcome, peer.peer_id, peer.span, peer.model_id)
                 except BaseException:
                     await stream.close()
                     raise

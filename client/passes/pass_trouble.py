@@ -11,7 +11,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ...protocol.versions import PASS_VERSION
-from ..routing.blame import LostHopError, Refusals
+from ..routing.peer_book import LostHopError, Refusals
 
 _Failure = UnavailableError | RemoteProtocolError | RefusedError
 

@@ -20,7 +20,7 @@ from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
 from ..passes.pass_asking import PassAsker
 from ..passes.session_adapter import SessionAdapter
-from ..routing.router import Route
+from ..routing.route import Route
 from ..routing.swarm import Swarm
 from ..session.farewells import Farewells
 from ..session.inference_session import InferenceSession
@@ -162,7 +162,7 @@ class Client:
         def open_remote() -> RemoteSession:
             facts = SessionFacts(
                 SessionId(secrets.token_bytes(16)),
-                self._swarm.view.model_id,
+                self._swarm.book.view.model_id,
                 span,
                 self._hidden_size,
                 max_length,
@@ -195,17 +195,17 @@ class Client:
     @property
     def view(self) -> SwarmView:
         """Who serves what, as far as was heard last; asks nobody."""
-        return self._swarm.view
+        return self._swarm.book.view
 
     @property
     def avoided_peers(self) -> frozenset[PeerId]:
         """Peers that failed and are not used for a while unless there is nobody else."""
-        return self._swarm.avoided
+        return self._swarm.book.avoided
 
     @property
     def missing_blocks(self) -> tuple[Span, ...]:
         """The blocks that nobody serves, as far as was heard last; asks nobody."""
-        return self._swarm.view.gaps
+        return self._swarm.book.view.gaps
 
     def plan_route(self, span: Span, needed_kv_tokens: float = 0.0) -> Route:
         """Read the directory and return a route that a session might take now.

@@ -12,9 +12,9 @@ from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, U
 from ...protocol.ids import PeerId
 from ...protocol.messages.session import Output, Step
 from ...protocol.net.clock import Clock
-from ..routing.blame import LostHopError, blame
 from ..routing.deadlines import FLOOR_SECONDS
-from ..routing.router import Hop
+from ..routing.peer_book import LostHopError
+from ..routing.route import Hop
 from ..routing.swarm import Swarm
 from ..trace.trace import Kind, QuestionWatch, choose_kind
 from .chain import Chain, ChainFault, choose_probe_seconds
@@ -112,7 +112,7 @@ class Asking:
         except asyncio.CancelledError:
             await self.hang_up(live)  # a late answer would be taken for that of the next question
             raise
-        self._swarm.note_answer(live.hop, num_tokens, self._clock.now() - asked_at)
+        self._swarm.book.note_answer(live.hop, num_tokens, self._clock.now() - asked_at)
         return output_BTH
 
     async def _exchange(
@@ -120,7 +120,7 @@ class Asking:
     ) -> Tensor:
         """Return the checked answer to a step; the timeout is for what the peer does."""
         num_bytes = _count_bytes(step)
-        line = self._swarm.line
+        line = self._swarm.book.bandwidth
         asked_at = self._clock.now()
         try:
             with line.carry(num_bytes) as carrying_seconds:
@@ -144,9 +144,11 @@ class Asking:
         step = self._make_step(link, question)
         carrying = ExitStack()
         self.forget(question)
-        carrying_seconds = carrying.enter_context(self._swarm.line.carry(_count_bytes(step)))
+        carrying_seconds = carrying.enter_context(
+            self._swarm.book.bandwidth.carry(_count_bytes(step))
+        )
         pushing_seconds = carrying.enter_context(
-            self._swarm.links.carry(_list_peers(segment), len(step.hidden.data))
+            self._swarm.book.links.carry(_list_peers(segment), len(step.hidden.data))
         )
         asked = _Asked(step, self._clock.now(), watch, carrying_seconds, pushing_seconds, carrying)
         self._asked[question.sequence] = asked
@@ -217,7 +219,9 @@ class Asking:
 
         How fast the links are, that does not tell: much may have arrived before anybody waits.
         """
-        return self._swarm.links.carry(_list_peers(segment), self._opener.count_bytes(num_tokens))
+        return self._swarm.book.links.carry(
+            _list_peers(segment), self._opener.count_bytes(num_tokens)
+        )
 
     async def hang_up(self, *lives: LiveHop) -> None:
         """Drop the links of hops, all of them before the first wait; their logs stay.
@@ -236,7 +240,7 @@ class Asking:
     ) -> LostHopError:
         """Hang up on a hop and blame its peer; return what to raise."""
         await self.hang_up(live)
-        lost = blame(self._swarm, live.hop, error, self._opener.forgiven)
+        lost = self._swarm.book.blame(live.hop, error, self._opener.forgiven)
         lost.__cause__ = error
         return lost
 
@@ -255,7 +259,7 @@ class Asking:
 
     def _chain(self, segment: Sequence[LiveHop]) -> Chain:
         links = [_get_link(live) for live in segment]
-        rtts = [self._swarm.rtt_seconds(live.hop.peer.peer_id) or 0.0 for live in segment]
+        rtts = [self._swarm.book.rtt_seconds(live.hop.peer.peer_id) or 0.0 for live in segment]
         probe_seconds = choose_probe_seconds(max(rtts))
         return Chain(links, self._opener.mailbox, self._clock, probe_seconds)
 
@@ -276,9 +280,9 @@ class Asking:
         if asked.is_disturbed:
             return
         carried_seconds = now - asked.asked_at
-        self._swarm.line.note_answer(_count_bytes(asked.step), carried_seconds)
+        self._swarm.book.bandwidth.note_answer(_count_bytes(asked.step), carried_seconds)
         num_bytes = len(asked.step.hidden.data)
-        self._swarm.links.note_answer(_list_peers(segment), num_bytes, carried_seconds)
+        self._swarm.book.links.note_answer(_list_peers(segment), num_bytes, carried_seconds)
         seconds = now - began_at
         told = [sum(times) for times in output.before]
         told.append(output.queue_seconds + output.compute_seconds)
@@ -286,7 +290,7 @@ class Asking:
             way_seconds = max(0.0, seconds - sum(told)) / len(segment)
             for live, own_seconds in zip(segment, told, strict=True):
                 hop_seconds = min(own_seconds, seconds) + way_seconds
-                self._swarm.note_answer(
+                self._swarm.book.note_answer(
                     live.hop, num_tokens, hop_seconds, sum(expected_seconds) / len(segment)
                 )
 
@@ -303,12 +307,12 @@ class Asking:
         for live in segment:
             peer = live.hop.peer
             seconds -= FLOOR_SECONDS  # what a busy machine gets in any case, but once
-            seconds += self._swarm.times(peer.peer_id).choose_timeout_seconds(
+            seconds += self._swarm.book.times(peer.peer_id).choose_timeout_seconds(
                 num_tokens,
                 invert(peer.decode_steps_per_second),
                 invert(peer.prefill_tokens_per_second),
                 peer.queue_seconds,
-                self._swarm.times_of_others(peer.peer_id),
+                self._swarm.book.times_of_others(peer.peer_id),
             )
         return seconds
 

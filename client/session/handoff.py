@@ -15,8 +15,8 @@ from weakref import WeakSet
 
 from ...protocol.errors import RouteError, ShoalError, UnavailableError
 from ...protocol.ids import PeerId
-from ..routing.blame import LostHopError
-from ..routing.router import Hop
+from ..routing.peer_book import LostHopError
+from ..routing.route import Hop
 from ..trace.trace import Move
 from .asking import BrokenSegmentError
 from .live_hops import LiveHops

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 
-from ...protocol import versions
 from ...protocol.errors import (
     LocalProtocolError,
     RemoteProtocolError,
@@ -13,7 +12,7 @@ from ...protocol.errors import (
     SilentError,
     UnavailableError,
 )
-from ...protocol.ids import NO_CAPABILITY, ClientToken, ModelId
+from ...protocol.ids import NO_CAPABILITY, ClientToken
 from ...protocol.limits import MAX_FRAME_BYTES
 from ...protocol.messages.session import (
     Attach,
@@ -27,12 +26,11 @@ from ...protocol.messages.session import (
     PassPiece,
     Queued,
     Step,
-    Welcome,
 )
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import (
-    StaleAnnouncementError,
     check_answer,
+    check_welcome,
     choose_lane,
     dial,
     greet,
@@ -41,7 +39,7 @@ from ...protocol.net.dialling import (
 from ...protocol.net.transport import Lane, Stream, Transport
 from ...protocol.wire.codec import decode_frame, encode_frame
 from ..routing.deadlines import WakefulTimeout
-from ..routing.router import Hop
+from ..routing.route import Hop
 from ..trace.trace import QuestionWatch
 from .mailbox import Mailbox
 
@@ -112,7 +110,7 @@ class HopLink:
                     undo.push_async_callback(stream.close)
                     link = cls(transport, clock, hop, opening, client, stream)
                     welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
-                    check_welcome(welcome, hop, opening.model_id)
+                    check_welcome(welcome, hop.peer.peer_id, hop.span, opening.model_id)
                     for piece in prompts:
                         await stream.send(encode_frame(piece))
                     opened = await receive(stream, link.name, opening.session)
@@ -246,7 +244,8 @@ class HopLink:
         if self._bulk is None:
             self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
             welcome, _ = await greet(self._bulk, self.name, self._clock, self._client)
-            check_welcome(welcome, self.hop, self._opening.model_id)
+            peer_id, span = self.hop.peer.peer_id, self.hop.span
+            check_welcome(welcome, peer_id, span, self._opening.model_id)
         if self._bulk_capability != self.capability:
             attach = Attach(self.session, self._opening.epoch, self.capability)
             await self._bulk.send(encode_frame(attach))
@@ -277,17 +276,3 @@ def _do_nothing() -> None:
 
 def _ignore(num_bytes: int) -> None:
     """Be told of a frame while nobody watches."""
-
-
-def check_welcome(welcome: Welcome, hop: Hop, model_id: ModelId) -> None:
-    """Raise StaleAnnouncementError or RemoteProtocolError unless the peer is what it announced."""
-    if welcome.peer_id != hop.peer.peer_id:
-        raise StaleAnnouncementError(f"another peer answers for …{hop.peer.peer_id[-6:]}")
-    if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
-        raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} chose a version of its own")
-    if welcome.model_id == model_id and not welcome.span.covers(hop.span):
-        raise StaleAnnouncementError(
-            f"peer …{hop.peer.peer_id[-6:]} announced blocks {hop.span} and serves {welcome.span}"
-        )
-    if welcome.model_id != model_id:
-        raise StaleAnnouncementError(f"peer …{hop.peer.peer_id[-6:]} serves another model by now")

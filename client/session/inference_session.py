@@ -11,7 +11,7 @@ from torch import Tensor
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
 from ..concurrency.portal import Portal
-from ..routing.router import Hop
+from ..routing.route import Hop
 from ..settings.config import make_whole
 from ..trace.trace import Recorder
 from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts

@@ -19,9 +19,9 @@ from ...protocol.net.transport import Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, compute_num_bytes
-from ..routing.blame import LostHopError, Refusals
-from ..routing.router import Ends, Hop, Route
-from ..routing.swarm import Fault, Swarm
+from ..routing.peer_book import Fault, LostHopError, Refusals
+from ..routing.route import Ends, Hop, Route
+from ..routing.swarm import Swarm
 from ..settings.config import ClientConfig
 from ..trace.trace import Recorder
 from .asking import Asking, BrokenSegmentError, Question
@@ -168,7 +168,7 @@ class LiveHops:
             peer.span.covers(hop.span)
             and peer.weights == hop.peer.weights
             and peer.peer_id not in others
-            for peer in self._swarm.view.online
+            for peer in self._swarm.book.view.online
         )
 
     def make_deadline(self) -> float:
@@ -177,7 +177,7 @@ class LiveHops:
 
     def rtt_seconds(self, peer_id: PeerId) -> float:
         """Return the round trip to a peer of a route, as last measured."""
-        return self._swarm.rtt_seconds(peer_id) or 0.0
+        return self._swarm.book.rtt_seconds(peer_id) or 0.0
 
     def max_piece_tokens(self, num_rows: int) -> int:
         """Return how many tokens per row one frame should carry."""
@@ -198,7 +198,7 @@ class LiveHops:
     def accuse(self, refusals: Refusals) -> None:
         """Avoid the peers that declined what another one has taken by now."""
         for hop in refusals.contradicted:
-            self._swarm.quarantine(hop.peer, Fault.BROKEN)
+            self._swarm.book.quarantine(hop.peer, Fault.BROKEN)
 
     def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
         """Round hidden states to what travels, so that a log holds exactly what was sent.

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from ...protocol.errors import UnavailableError
 from ...protocol.spans import Span
-from ..routing.blame import WAS_LOST
-from ..routing.router import Hop
+from ..routing.peer_book import WAS_LOST
+from ..routing.route import Hop
 from ..trace.trace import Replacement
 from .asking import BrokenSegmentError
 from .live_hops import LiveHops, Place

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from ..routing.blame import Refusals
+from ..routing.peer_book import Refusals
 from .asking import BrokenSegmentError, Question
 from .live_hops import LiveHops
 from .route_opening import LiveHop

@@ -36,9 +36,9 @@ from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat, WireDtype, compute_num_bytes
 from ...protocol.versions import INT8_VERSION, PASS_VERSION
 from ..passes.session_adapter import SessionAdapter
-from ..routing.blame import LostHopError, blame
 from ..routing.deadlines import choose_open_timeout_seconds
-from ..routing.router import Hop, Route
+from ..routing.peer_book import LostHopError
+from ..routing.route import Hop, Route
 from ..routing.swarm import Swarm
 from ..settings.config import ClientConfig
 from ..trace.trace import Recorder
@@ -246,7 +246,7 @@ class RouteOpener:
         try:
             if adapter is not None:
                 await adapter.bring(hop)
-            with self._swarm.line.carry(_count_bytes(pieces)) as carrying_seconds:
+            with self._swarm.book.bandwidth.carry(_count_bytes(pieces)) as carrying_seconds:
                 live.link, facts = await HopLink.open(
                     self._transport,
                     self._clock,
@@ -260,13 +260,13 @@ class RouteOpener:
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
             if adapter is not None:
                 adapter.note_failure(hop, error)
-            raise blame(self._swarm, hop, error, self.forgiven) from error
+            raise self._swarm.book.blame(hop, error, self.forgiven) from error
         finally:
             if self.waiting is not None and self.waiting.hop is hop:
                 self.waiting = None  # not that of another hop
         live.link.on_leaving = self.on_leaving
         live.link.listen(self.mailbox if live.capability else None)
-        self._swarm.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
+        self._swarm.book.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
     async def _make_opening(
         self,
@@ -318,7 +318,7 @@ class RouteOpener:
 
     def _choose_timeout_seconds(self, hop: Hop, deadline: float, is_first_look: bool) -> float:
         longest_seconds = self._config.connect_timeout_seconds
-        if is_first_look and not self._swarm.times(hop.peer.peer_id).has_answered:
+        if is_first_look and not self._swarm.book.times(hop.peer.peer_id).has_answered:
             longest_seconds *= _FIRST_LOOK_FRACTION
         return choose_open_timeout_seconds(
             hop.peer.queue_seconds,

@@ -20,8 +20,8 @@ from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
-from ..routing.blame import Refusals
-from ..routing.router import Hop
+from ..routing.peer_book import Refusals
+from ..routing.route import Hop
 from ..trace.trace import Recorder, choose_kind
 from .asking import Question
 from .handoff import Handoff, Mover

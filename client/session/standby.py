@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 from ...protocol.errors import RouteError, ShoalError, UnavailableError
 from ...protocol.ids import PeerId
-from ..routing.blame import LostHopError
 from ..routing.deadlines import WakefulTimeout
+from ..routing.peer_book import LostHopError
 from .asking import BrokenSegmentError
 from .live_hops import LiveHops, Place
 from .route_opening import LiveHop

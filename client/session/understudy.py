@@ -16,9 +16,9 @@ from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableErr
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.messages.session import NextHop
 from ...protocol.versions import HANDOFF_VERSION
-from ..routing.blame import LostHopError
 from ..routing.deadlines import WakefulTimeout
-from ..routing.router import Ends
+from ..routing.peer_book import LostHopError
+from ..routing.route import Ends
 from .asking import Question
 from .live_hops import LiveHops
 from .replay import merge_pieces

@@ -11,10 +11,10 @@ from ...protocol.ids import NO_CAPABILITY
 from ...protocol.messages.session import Admit, Mirror, NextHop, Redirect, Status
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.versions import CHAIN_VERSION
-from ..routing.blame import LostHopError
-from ..routing.router import Hop
+from ..routing.distances import can_push
+from ..routing.peer_book import LostHopError
+from ..routing.route import Hop
 from ..routing.swarm import Swarm
-from ..routing.ways import can_push
 from ..settings.config import ClientConfig
 from .asking import Asking, BrokenSegmentError
 from .chain import ask_status, choose_probe_seconds
@@ -53,7 +53,7 @@ class Wiring:
 
     def note_cut(self, before: LiveHop, after: LiveHop) -> None:
         """Remember for a while that a peer cannot push to another one."""
-        self._swarm.links.note_cut(before.hop.peer.peer_id, after.hop.peer.peer_id)
+        self._swarm.book.links.note_cut(before.hop.peer.peer_id, after.hop.peer.peer_id)
 
     def plan(self, hops: Sequence[LiveHop], place: Place) -> None:
         """Settle who pushes to whom among hops that are about to be opened at a place.
@@ -190,7 +190,7 @@ class Wiring:
         return (
             self._config.delivery == "chain"
             and can_push(hop.peer, following.peer)
-            and not self._swarm.links.is_cut(hop.peer.peer_id, following.peer.peer_id)
+            and not self._swarm.book.links.is_cut(hop.peer.peer_id, following.peer.peer_id)
         )
 
     def _is_in_chain(self, hop: Hop) -> bool:
@@ -247,7 +247,7 @@ class Wiring:
             raise BrokenSegmentError([await self._asking.lose(live, error)]) from error
 
     def _choose_probe_seconds(self, live: LiveHop) -> float:
-        return choose_probe_seconds(self._swarm.rtt_seconds(live.hop.peer.peer_id) or 0.0)
+        return choose_probe_seconds(self._swarm.book.rtt_seconds(live.hop.peer.peer_id) or 0.0)
 
 
 def _begin_segment(live: LiveHop, place: Place) -> None:

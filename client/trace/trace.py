@@ -14,7 +14,7 @@ from itertools import chain, takewhile
 from ...protocol.messages.session import HopSeconds, Output
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
-from ..routing.router import Hop
+from ..routing.route import Hop
 from .intervals import measure_covered
 
 

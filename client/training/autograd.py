@@ -20,7 +20,7 @@ from ..concurrency.portal import Portal
 from ..homes.adapter_homes import AdapterHomes
 from ..passes.microbatches import TextGradients, Texts
 from ..passes.pass_failovers import PassFailover
-from ..routing.router import Hop
+from ..routing.route import Hop
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
 from .reentrant import check_same_adapters, make_lost_adapters_error
 from .remote_passes import RemotePasses, Trail

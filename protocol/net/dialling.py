@@ -11,24 +11,19 @@ from ..errors import (
     ErrorCode,
     RefusedError,
     RemoteProtocolError,
+    StaleAnnouncementError,
     UnavailableError,
     UsageError,
 )
-from ..ids import NO_CLIENT, ClientToken, PeerId, SessionId
+from ..ids import NO_CLIENT, ClientToken, ModelId, PeerId, SessionId
 from ..messages.session import Declined, Hello, Message, Step, Welcome
+from ..spans import Span
 from ..wire.codec import decode_frame, encode_frame
 from .clock import Clock
 from .transport import Lane, Stream, Transport
 
 BULK_FRAME_BYTES = 256 * 2**10
 """Larger steps go over the second connection, so that they never delay a token."""
-
-
-class StaleAnnouncementError(UnavailableError):
-    """What a peer announced is not, or no longer, what is found there.
-
-    That need not be its fault: it was restarted with other blocks, or its port went to another.
-    """
 
 
 def choose_lane(step: Step, num_bytes: int) -> Lane:
@@ -81,6 +76,20 @@ async def greet(
     if not isinstance(answer, Welcome):
         raise RemoteProtocolError(f"{name} answered Hello with {type(answer).__name__}")
     return answer, clock.now() - asked_at
+
+
+def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: ModelId) -> None:
+    """Raise StaleAnnouncementError or RemoteProtocolError unless the peer is what it announced."""
+    if welcome.peer_id != peer_id:
+        raise StaleAnnouncementError(f"another peer answers for …{peer_id[-6:]}")
+    if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
+        raise RemoteProtocolError(f"peer …{peer_id[-6:]} chose a version of its own")
+    if welcome.model_id == model_id and not welcome.span.covers(span):
+        raise StaleAnnouncementError(
+            f"peer …{peer_id[-6:]} announced blocks {span} and serves {welcome.span}"
+        )
+    if welcome.model_id != model_id:
+        raise StaleAnnouncementError(f"peer …{peer_id[-6:]} serves another model by now")
 
 
 @contextlib.asynccontextmanager

@@ -35,12 +35,13 @@ from shoal.protocol.errors import (
     RefusedError,
     RemoteProtocolError,
     SilentError,
+    StaleAnnouncementError,
     UnavailableError,
 )
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_HIDDEN_SIZE
 from shoal.protocol.messages.session import Close, Gap, Hello, Open, Opened, Step
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
+from shoal.protocol.net.dialling import BULK_FRAME_BYTES
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.tensors import WireDtype

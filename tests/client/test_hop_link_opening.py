@@ -29,7 +29,7 @@ from hop_scene import (
     run,
 )
 
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
     CacheFullError,
@@ -37,13 +37,14 @@ from shoal.protocol.errors import (
     RefusedError,
     RemoteProtocolError,
     SilentError,
+    StaleAnnouncementError,
     UnavailableError,
     UsageError,
 )
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.session import Hello, Message, Open, Opened, Queued
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
+from shoal.protocol.net.dialling import BULK_FRAME_BYTES
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Lane
 

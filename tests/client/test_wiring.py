@@ -10,8 +10,7 @@ from typing import Any, cast
 import pytest
 from announcements import describe_peer
 
-from shoal.client.routing.links import Links
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.client.routing.swarm import Swarm
 from shoal.client.session.live_hops import Place
 from shoal.client.session.route_opening import LiveHop, RouteOpener, SessionFacts
@@ -19,7 +18,7 @@ from shoal.client.session.wiring import StartOverError, Wiring, cut_segments
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import NO_CAPABILITY, ModelId, PeerId, SessionId
+from shoal.protocol.ids import NO_CAPABILITY, ModelId, SessionId
 from shoal.protocol.records.announcements import shorten
 from shoal.protocol.session.recovery_log import RecoveryLog
 from shoal.protocol.spans import Span
@@ -163,63 +162,6 @@ def test_link_that_failed_is_left_alone_for_a_while_and_longer_the_next_time() -
         assert can_push() == [False, True, False]
         clock.seconds += 0.2
         assert can_push() == [True, True, False]
-
-
-def test_link_that_works_again_is_left_alone_as_briefly_as_the_first_time() -> None:
-    hops, clock = make_hops(), HandClock()
-    links = Links(clock)
-    first, second = (live.hop.peer.peer_id for live in hops[:2])
-    links.note_cut(first, second)
-    clock.seconds += 31.0
-    links.note_answer([first, second], 1000, 0.1)
-
-    links.note_cut(first, second)
-
-    clock.seconds += 31.0
-    assert links.cuts == frozenset()
-
-
-def test_failure_that_many_sessions_tell_of_counts_once() -> None:
-    clock = HandClock()
-    links = Links(clock)
-    for _ in range(5):
-        links.note_cut(PeerId("a"), PeerId("b"))
-
-    assert links.cuts == {(PeerId("a"), PeerId("b"))}
-    clock.seconds += 31.0
-    assert links.cuts == frozenset()
-
-
-def test_bytes_take_their_time_on_every_link_that_they_pass() -> None:
-    links = Links(HandClock())
-    peer_ids = [PeerId(name) for name in "abc"]
-    links.note_answer(peer_ids[:2], 2**20, 1.0)
-    links.note_answer(peer_ids[1:], 2**20, 4.0)
-
-    with links.carry(peer_ids, 2**20) as seconds, links.carry(peer_ids[:2], 2**20) as behind:
-        assert seconds == pytest.approx(1.0 + 4.0)
-        assert behind == pytest.approx(2.0)
-    with links.carry(peer_ids[:1], 2**20) as seconds:
-        assert seconds == 0.0
-
-
-def test_link_that_failed_is_given_longer_for_what_it_carries() -> None:
-    links = Links(HandClock())
-    peer_ids = [PeerId(name) for name in "ab"]
-    with links.carry(peer_ids, 2**20) as before:
-        links.note_cut(*peer_ids)
-    with links.carry(peer_ids, 2**20) as after:
-        assert after == 2 * before
-
-
-def test_links_of_peers_that_left_are_forgotten() -> None:
-    links = Links(HandClock())
-    links.note_cut(PeerId("a"), PeerId("b"))
-    links.note_cut(PeerId("c"), PeerId("d"))
-
-    links.forget([PeerId("b")])
-
-    assert links.cuts == {(PeerId("c"), PeerId("d"))}
 
 
 def test_hop_before_that_cannot_push_to_the_new_ones_is_of_no_use() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from announcements import describe_peer
 
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.client.session.hop_link import HopLink, LinkFacts
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode

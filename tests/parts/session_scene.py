@@ -216,7 +216,11 @@ class Scene:
 
     @property
     def quarantined(self) -> list[str]:
-        found = {peer.peer_id for peer in self.swarm.view.peers if self.swarm.is_quarantined(peer)}
+        found = {
+            peer.peer_id
+            for peer in self.swarm.book.view.peers
+            if self.swarm.book.is_quarantined(peer)
+        }
         return [name for name, peer in self.peers.items() if peer.identity.peer_id in found]
 
 

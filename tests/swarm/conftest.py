@@ -170,7 +170,7 @@ class World:
 
     def open(self, max_tokens: int = 128) -> RemoteSession:
         number = len(self._sessions).to_bytes(2, "big")
-        view = self.swarm.view
+        view = self.swarm.book.view
         facts = SessionFacts(
             SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
         )
@@ -188,7 +188,7 @@ class World:
 
     @property
     def quarantined_hosts(self) -> set[str]:
-        quarantined = filter(self.swarm.is_quarantined, self.swarm.view.peers)
+        quarantined = filter(self.swarm.book.is_quarantined, self.swarm.book.view.peers)
         return {self.loopback.find(peer.peer_id).host for peer in quarantined}
 
     def break_links(self, *hosts: str) -> None:

@@ -440,7 +440,7 @@ def test_pieces_stay_small_however_far_the_hops_are(run_story: Any) -> None:
         await world.take_all(session, world.make_turns())
 
         for hop in session.hops:
-            world.swarm.note_rtt(hop.peer.peer_id, 9.0)
+            world.swarm.book.note_rtt(hop.peer.peer_id, 9.0)
 
         assert session.choose_piece_tokens() == 128
 
