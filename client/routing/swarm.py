@@ -8,6 +8,7 @@ from ...protocol.errors import DirectoryError, RouteError
 from ...protocol.ids import ModelId, PeerId
 from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
+from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
@@ -15,6 +16,9 @@ from .peer_book import NO_DOUBT, Fault, PeerBook
 from .position import Position
 from .route import Ends, Hop, Route
 from .router import RoutingCosts, expect_way_seconds, plan_route
+
+_LOOK_AGAIN = Backoff(0.1, 1.0)
+"""Between two looks into the directory for peers that are missing."""
 
 _SHORT_SECONDS = 0.5
 """What the directory gets to answer even when time is up: a look is worth that much."""
@@ -84,11 +88,11 @@ class Swarm:
         Raises RouteError with the missing blocks once the deadline has passed, or DirectoryError
         when that is what hides the peers.
         """
-        pause_seconds = 0.1
+        retry = Retry(_LOOK_AGAIN, self._clock, deadline)
         while True:
             unread: DirectoryError | None = None
             try:
-                async with asyncio.timeout(max(deadline - self._clock.now(), _SHORT_SECONDS)):
+                async with asyncio.timeout(max(retry.remaining_seconds, _SHORT_SECONDS)):
                     await self.refresh(max_age_seconds)
             except DirectoryError as error:
                 unread = error
@@ -97,11 +101,10 @@ class Swarm:
             try:
                 return self._plan(span, weights, exclude, needed_kv_tokens, ends)
             except RouteError as missing:
-                remaining_seconds = deadline - self._clock.now()
-                if remaining_seconds <= 0:
+                if retry.remaining_seconds <= 0:
                     raise (unread or missing) from None
-            await asyncio.sleep(min(pause_seconds, remaining_seconds))
-            pause_seconds = min(2 * pause_seconds, 1.0)
+            retry.note_failure()
+            await retry.pause()
             max_age_seconds = 0.0
 
     def _plan(
