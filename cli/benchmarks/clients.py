@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...client.routing.swarm import Swarm
-from ...client.runtime.client import connect_over_network
-from ...client.session.farewells import Farewells
-from ...client.session.live_hops import LiveHops, SessionFacts
+from ...client.runtime.client import connect_over_network, open_remote_session
+from ...client.session.hop_link import LinkCloser
 from ...client.session.session import RemoteSession
+from ...client.session.state import SessionFacts, SessionState
 from ...client.settings.config import ClientConfig
 from ...peer.local_swarm.swarm import LocalSwarm
 from ...protocol.errors import UnavailableError
@@ -51,7 +51,7 @@ class Clients:
         self._config = config
         self._swarm = swarm
         self._transport = transport
-        self._farewells = Farewells()
+        self._closer = LinkCloser()
         self._sessions: list[RemoteSession] = []
 
     def open(
@@ -70,10 +70,8 @@ class Clients:
             max_tokens,
             hashlib.sha256(client.encode()).digest()[:16],
         )
-        hops = LiveHops(
-            facts, self._swarm, self._transport, SystemClock(), self._config, self._farewells
-        )
-        session = kind(hops)
+        state = SessionState(facts, self._swarm, SystemClock(), self._config)
+        session = open_remote_session(state, self._transport, self._closer, kind)
         self._sessions.append(session)
         return session
 
@@ -81,7 +79,7 @@ class Clients:
         """Close every session that was opened so far."""
         sessions, self._sessions = self._sessions, []
         await asyncio.gather(*(session.close() for session in sessions))
-        await self._farewells.finish()
+        await self._closer.finish()
 
     def check_nothing_was_lost(self) -> None:
         """Raise UnavailableError when a session had to change its peer: its times are no good."""

@@ -22,11 +22,15 @@ from ..passes.pass_asking import PassAsker
 from ..passes.session_adapter import SessionAdapter
 from ..routing.route import Route
 from ..routing.swarm import Swarm
-from ..session.farewells import Farewells
+from ..session.exchange import Exchange
+from ..session.handoff import Mover, Parts
+from ..session.hop_link import LinkCloser, Mailbox
+from ..session.hops import Hops
 from ..session.inference_session import InferenceSession
-from ..session.live_hops import LiveHops
-from ..session.route_opening import SessionFacts
+from ..session.push_plan import PushPlan
 from ..session.session import RemoteSession
+from ..session.standby import Standbys
+from ..session.state import SessionFacts, SessionState
 from ..settings.config import ClientConfig, make_whole, read_kv_format
 from ..training.autograd import PassRunner
 from ..training.remote_passes import RemotePasses
@@ -59,6 +63,26 @@ async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directo
     return ChoosingTransport(direct, directory.make_transport()), directory
 
 
+def open_remote_session(
+    state: SessionState,
+    transport: Transport,
+    closer: LinkCloser,
+    kind: type[RemoteSession] = RemoteSession,
+) -> RemoteSession:
+    """Return a session with everything that works beside its steps; hops come with the first."""
+    mailbox = Mailbox()
+    finder, exchange = Hops(state, transport, mailbox), Exchange(state, mailbox, closer)
+    plan = PushPlan(state, exchange, mailbox)
+    session = kind(state, finder, exchange, plan, mailbox)
+    parts = Parts(session, finder, exchange, plan, mailbox)
+    state.observers.append(Mover(parts))
+    if state.config.standby:
+        standbys = Standbys(parts)
+        state.observers.append(standbys)
+        session.rely_on(standbys)
+    return session
+
+
 class Client:
     """A member of one model's swarm that only uses it. Close it, or use it in a `with` block.
 
@@ -75,7 +99,7 @@ class Client:
         self._directory = directory
         self._hidden_size = hidden_size
         self._config = config
-        self._farewells = Farewells()
+        self._closer = LinkCloser()
         self._secret = secrets.token_bytes(16)
         self._asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
         self._passes = RemotePasses(self._asker, SystemClock())
@@ -170,15 +194,8 @@ class Client:
                 known_format,
                 sent,
             )
-            hops = LiveHops(
-                facts,
-                self._swarm,
-                self._transport,
-                SystemClock(),
-                self._config,
-                self._farewells,
-            )
-            return RemoteSession(hops)
+            state = SessionState(facts, self._swarm, SystemClock(), self._config)
+            return open_remote_session(state, self._transport, self._closer)
 
         return InferenceSession(open_remote, self._portal)
 
@@ -233,7 +250,7 @@ class Client:
 
     async def _leave(self) -> None:
         try:
-            await self._farewells.finish()
+            await self._closer.finish()
             await self._passes.close()
             await self._transport.close()
         finally:

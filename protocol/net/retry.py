@@ -17,6 +17,9 @@ from .clock import Clock
 
 Key = TypeVar("Key", bound=Hashable)
 
+_MOST_DOUBLINGS = 64
+"""Beyond that a float has had enough."""
+
 
 @dataclass(frozen=True)
 class Backoff:
@@ -39,7 +42,7 @@ class Backoff:
         """
         if num_failures < 1:
             return 0.0
-        doublings = min(num_failures - 1, 64)  # beyond that a float has had enough
+        doublings = min(num_failures - 1, _MOST_DOUBLINGS)
         seconds = min(self.first_seconds * 2.0**doublings, self.longest_seconds)
         if rng is not None:
             seconds *= 1.0 - self.jitter_fraction * rng.random()
@@ -73,6 +76,10 @@ class Retry:
     def note_failure(self) -> None:
         """Wait longer from now on."""
         self.num_failures += 1
+
+    def wait_longest(self) -> None:
+        """Wait as long as the backoff ever does: what failed will not do for some time."""
+        self.num_failures = max(self.num_failures, _MOST_DOUBLINGS)
 
     def reset(self) -> None:
         """Begin anew: an attempt has succeeded."""

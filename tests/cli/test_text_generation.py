@@ -20,7 +20,7 @@ from shoal.cli.terminal.text_generation import (
     failover_facts,
 )
 from shoal.client.routing.route import Hop
-from shoal.client.session.mending import Failover
+from shoal.client.trace.trace import Failover
 from shoal.protocol.errors import ModelError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId

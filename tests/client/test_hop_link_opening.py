@@ -21,6 +21,7 @@ from hop_scene import (
     Scene,
     Script,
     answer_honestly,
+    ask,
     change,
     decline,
     make_announcement,
@@ -66,7 +67,7 @@ def test_every_stream_says_under_which_name_it_counts() -> None:
     async def test(scene: Scene) -> None:
         link, _ = await scene.open()
         large = BULK_FRAME_BYTES // (4 * WIDTH) // 4 + 1
-        await link.step(replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH)), TIMEOUT)
+        await ask(link, replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH)), TIMEOUT)
 
         hellos = [heard[0] for heard in scene.heard]
         assert [hello.client for hello in hellos if isinstance(hello, Hello)] == [CLIENT, CLIENT]

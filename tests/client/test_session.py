@@ -25,8 +25,8 @@ from session_scene import (
     run,
 )
 
-from shoal.client.session.route_opening import SessionFacts
-from shoal.client.session.tensors import from_wire
+from shoal.client.session.hop_link import from_wire
+from shoal.client.session.state import SessionFacts
 from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.session import Message

@@ -114,6 +114,13 @@ class Scene:
         )
 
 
+async def ask(link: HopLink, step: Step, seconds: float = TIMEOUT, carrying: float = 0.0) -> Output:
+    """Return the checked answer to a step."""
+    await link.send(step, seconds + carrying)
+    answer = await link.receive(seconds + carrying)
+    return link.check_output(step, answer.output)
+
+
 def make_announcement(endpoints: tuple[Endpoint, ...], peer_id: PeerId = PEER_ID) -> Announcement:
     return describe_peer(
         peer_id=peer_id,

@@ -17,11 +17,10 @@ from announcements import describe_peer
 from torch import Tensor
 
 from shoal.client.routing.swarm import Swarm
-from shoal.client.session.farewells import Farewells
-from shoal.client.session.live_hops import LiveHops
-from shoal.client.session.route_opening import SessionFacts
+from shoal.client.runtime.client import open_remote_session
+from shoal.client.session.hop_link import LinkCloser, from_wire, to_wire
 from shoal.client.session.session import RemoteSession
-from shoal.client.session.tensors import from_wire, to_wire
+from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
@@ -164,7 +163,7 @@ class Scene:
         self.client = LoopbackTransport(self.network, "client")
         self.transports: list[LoopbackTransport] = [self.client]
         self.swarm = self.make_swarm()
-        self.farewells = Farewells()
+        self.closer = LinkCloser()
         self.sessions: list[RemoteSession] = []
 
     def make_swarm(self) -> Swarm:
@@ -201,9 +200,8 @@ class Scene:
 
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:
         facts = SessionFacts(secret, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens)
-        session = RemoteSession(
-            LiveHops(facts, self.swarm, self.client, VirtualClock(), self.config, self.farewells)
-        )
+        state = SessionState(facts, self.swarm, VirtualClock(), self.config)
+        session = open_remote_session(state, self.client, self.closer)
         self.sessions.append(session)
         return session
 

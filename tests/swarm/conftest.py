@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from shoal.client.routing.swarm import Swarm
-from shoal.client.session.farewells import Farewells
-from shoal.client.session.live_hops import LiveHops
-from shoal.client.session.route_opening import SessionFacts
+from shoal.client.runtime.client import open_remote_session
+from shoal.client.session.hop_link import LinkCloser
 from shoal.client.session.session import RemoteSession
+from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.engine import Engine, StepWork
@@ -174,9 +174,8 @@ class World:
         facts = SessionFacts(
             SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
         )
-        session = RemoteSession(
-            LiveHops(facts, self.swarm, self.transport, SystemClock(), self.config, Farewells())
-        )
+        state = SessionState(facts, self.swarm, SystemClock(), self.config)
+        session = open_remote_session(state, self.transport, LinkCloser())
         self._sessions.append(session)
         return session
 
