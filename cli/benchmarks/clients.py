@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ...client.concurrency.tasks import Closer
 from ...client.routing.swarm import Swarm
 from ...client.runtime.client import connect_over_network, open_remote_session
-from ...client.session.hop_link import LinkCloser
 from ...client.session.session import RemoteSession
 from ...client.session.state import SessionFacts, SessionState
 from ...client.settings.config import ClientConfig
@@ -51,7 +51,7 @@ class Clients:
         self._config = config
         self._swarm = swarm
         self._transport = transport
-        self._closer = LinkCloser()
+        self._closer = Closer()
         self._sessions: list[RemoteSession] = []
 
     def open(

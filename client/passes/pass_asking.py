@@ -50,7 +50,7 @@ from .pass_failovers import PassFailovers
 from .pass_link import PassAnswer, PassLink, make_pass_id
 from .pass_links import NotWantedError, PassLinks
 from .pass_speeds import PassSpeeds, Times
-from .pass_trouble import Trouble, make_route_error
+from .pass_trouble import PassTrouble, make_route_error
 
 _Failure = UnavailableError | RemoteProtocolError | RefusedError
 
@@ -147,7 +147,7 @@ class PassAsker:
             if answer is not None:
                 return TextGradients.read(answer.tensors, texts, span).multiply(1 / scale)
 
-    async def choose_home(self, span: Span, trouble: Trouble, weights: str | None) -> Hop:
+    async def choose_home(self, span: Span, trouble: PassTrouble, weights: str | None) -> Hop:
         """Return who is to train the first blocks of a span; raises what `ask_forward` does."""
         trouble.least_version = OPTIMIZER_VERSION
         hosts = await self._wait_for_hosts(span, trouble, weights)
@@ -183,7 +183,7 @@ class PassAsker:
             self.failovers.note_reached(hop.peer.peer_id)
             yield link, self._speeds.find_bandwidth(hop.peer.peer_id)
 
-    def blame_home(self, hop: Hop, error: _Failure, trouble: Trouble) -> None:
+    def blame_home(self, hop: Hop, error: _Failure, trouble: PassTrouble) -> None:
         """Note what became of a peer that was asked alone."""
         trouble.note(error)
         if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, trouble):
@@ -230,7 +230,7 @@ class PassAsker:
         await self._links.close()
 
     async def _try(
-        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: Trouble
+        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: PassTrouble
     ) -> PassAnswer | None:
         """Ask one peer; None when it failed, for which it is blamed."""
         try:
@@ -259,7 +259,11 @@ class PassAsker:
         return answer
 
     def _may_ask_others(
-        self, error: RefusedError, hop: Hop, trouble: Trouble, adapters: Sequence[SentAdapter] = ()
+        self,
+        error: RefusedError,
+        hop: Hop,
+        trouble: PassTrouble,
+        adapters: Sequence[SentAdapter] = (),
     ) -> bool:
         """Note a refusal that is neither the peer's fault nor that of the texts."""
         peer_id = hop.peer.peer_id
@@ -282,9 +286,9 @@ class PassAsker:
         trouble.too_small.add(peer_id)
         return True
 
-    def make_trouble(self, span: Span) -> Trouble:
+    def make_trouble(self, span: Span) -> PassTrouble:
         """Return what to note failures in, of passes through a span."""
-        return Trouble(span, self._clock, self._config.failover_timeout_seconds)
+        return PassTrouble(span, self._clock, self._config.failover_timeout_seconds)
 
     async def _ask(
         self,
@@ -325,7 +329,7 @@ class PassAsker:
         self._speeds.note(hop, num_tokens, asked.kind, times)
         return answer
 
-    def _is_wanted(self, hop: Hop, trouble: Trouble) -> bool:
+    def _is_wanted(self, hop: Hop, trouble: PassTrouble) -> bool:
         hosts = self._find_hosts(hop.span.start, trouble, hop.peer.weights)
         return any(peer.peer_id == hop.peer.peer_id for peer in hosts)
 
@@ -355,7 +359,7 @@ class PassAsker:
         return WireDtype.FP32 if peer.weights == "fp32" else WireDtype.BF16
 
     async def _wait_for_hosts(
-        self, span: Span, trouble: Trouble, weights: str | None
+        self, span: Span, trouble: PassTrouble, weights: str | None
     ) -> list[Announcement]:
         """Return the least doubtful peers that take passes through the first block of a span."""
         weights = weights or self._config.weights
@@ -385,7 +389,9 @@ class PassAsker:
                 _logger.debug("the last view has to do: %r", error)
         self._speeds.forget_others({peer.peer_id for peer in self._swarm.book.view.peers})
 
-    def _find_hosts(self, block: int, trouble: Trouble, weights: str | None) -> list[Announcement]:
+    def _find_hosts(
+        self, block: int, trouble: PassTrouble, weights: str | None
+    ) -> list[Announcement]:
         others = {
             peer.peer_id
             for peer in self._swarm.book.view.serving(block)

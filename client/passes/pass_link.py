@@ -39,7 +39,7 @@ from ...protocol.messages.session import (
     Slot,
 )
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import check_welcome, dial, greet, receive
+from ...protocol.net.dialling import open_greeted, receive
 from ...protocol.net.transport import Lane, Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireCodec, WireTensor
@@ -90,17 +90,12 @@ class PassLink:
         """Dial a peer. Raises UnavailableError, RefusedError or RemoteProtocolError."""
         try:
             async with WakefulTimeout(timeout_seconds):
-                stream = await dial(transport, peer.peer_id, peer.doors, Lane.BULK, timeout_seconds)
-                link = cls(clock, peer, stream)
-                try:
-                    welcome, _ = await greet(stream, link._name, clock, client)
-                    check_welcome(welcome, peer.peer_id, peer.span, peer.model_id)
-                except BaseException:
-                    await stream.close()
-                    raise
+                stream, _ = await open_greeted(
+                    transport, clock, peer, peer.span, Lane.BULK, timeout_seconds, client
+                )
         except TimeoutError as error:
             raise SilentError(f"peer …{peer.peer_id[-6:]} did not answer in time") from error
-        return link
+        return cls(clock, peer, stream)
 
     async def ask(
         self,

@@ -17,6 +17,7 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import Clock
+from ...protocol.net.retry import Retry
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.swarm_view import SwarmView
 from .bandwidth import Bandwidth, PeerLinks
@@ -121,6 +122,16 @@ class Refusals:
             return
         if refusal.code in _QUESTION_CODES or _is_hopeless(refusal):
             self._lost[lost.hop.peer.peer_id] = lost.hop, refusal
+
+
+class Trouble:
+    """What went wrong with one step or pass at one place so far: who declined it for good, and how
+    long to go on with others.
+    """
+
+    def __init__(self, retry: Retry) -> None:
+        self.refusals = Refusals()
+        self.retry = retry
 
 
 @dataclass

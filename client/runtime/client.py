@@ -18,13 +18,14 @@ from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
+from ..concurrency.tasks import Closer
 from ..passes.pass_asking import PassAsker
 from ..passes.session_adapter import SessionAdapter
 from ..routing.route import Route
 from ..routing.swarm import Swarm
 from ..session.exchange import Exchange
 from ..session.handoff import Mover, Parts
-from ..session.hop_link import LinkCloser, Mailbox
+from ..session.hop_link import Mailbox
 from ..session.hops import Hops
 from ..session.inference_session import InferenceSession
 from ..session.push_plan import PushPlan
@@ -66,7 +67,7 @@ async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directo
 def open_remote_session(
     state: SessionState,
     transport: Transport,
-    closer: LinkCloser,
+    closer: Closer,
     kind: type[RemoteSession] = RemoteSession,
 ) -> RemoteSession:
     """Return a session with everything that works beside its steps; hops come with the first."""
@@ -99,7 +100,7 @@ class Client:
         self._directory = directory
         self._hidden_size = hidden_size
         self._config = config
-        self._closer = LinkCloser()
+        self._closer = Closer()
         self._secret = secrets.token_bytes(16)
         self._asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
         self._passes = RemotePasses(self._asker, SystemClock())

@@ -27,6 +27,7 @@ from ...protocol.errors import (
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.messages.session import Admit, Mirror, Output, Probe, Redirect, Status, Step
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
+from ..concurrency.tasks import Closer
 from ..routing.deadlines import FLOOR_SECONDS, WakefulTimeout
 from ..routing.peer_book import LostHopError
 from ..trace.trace import Kind, QuestionWatch, choose_kind
@@ -34,7 +35,6 @@ from .hop_link import (
     Arrived,
     BrokenSegmentError,
     GapError,
-    LinkCloser,
     LiveHop,
     Mailbox,
     Question,
@@ -85,7 +85,7 @@ class _Asked:
 class Exchange:
     """Asks the hops of one session, and blames the peers of those that do not answer."""
 
-    def __init__(self, state: SessionState, mailbox: Mailbox, closer: LinkCloser) -> None:
+    def __init__(self, state: SessionState, mailbox: Mailbox, closer: Closer) -> None:
         self._state = state
         self._book = state.book
         self._clock = state.clock
@@ -230,7 +230,7 @@ class Exchange:
             live.link = None
         for link in links:
             self._mailbox.forget(link.session)
-        await self._closer.hang_up(links)
+        await self._closer.close(*links)
 
     async def lose(
         self, live: LiveHop, error: UnavailableError | RemoteProtocolError | RefusedError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 
@@ -40,11 +40,9 @@ from ...protocol.messages.session import (
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import (
     check_answer,
-    check_welcome,
     choose_lane,
-    dial,
-    greet,
     make_refusal,
+    open_greeted,
     receive,
 )
 from ...protocol.net.transport import Lane, Stream, Transport
@@ -243,11 +241,12 @@ class HopLink:
         async with AsyncExitStack() as undo:
             try:
                 async with WakefulTimeout(timeout_seconds) as timeout:
-                    stream = await _dial(transport, hop, Lane.INTERACTIVE, timeout_seconds)
+                    stream, rtt_seconds = await open_greeted(
+                        transport, clock, hop.peer, hop.span, Lane.INTERACTIVE, timeout_seconds,
+                        client, opening,
+                    )  # fmt: skip
                     undo.push_async_callback(stream.close)
                     link = cls(transport, clock, hop, opening, client, stream)
-                    welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
-                    check_welcome(welcome, hop.peer.peer_id, hop.span, opening.model_id)
                     for piece in prompts:
                         await stream.send(encode_frame(piece))
                     opened = await receive(stream, link.name, opening.session)
@@ -368,10 +367,10 @@ class HopLink:
         if lane is Lane.INTERACTIVE:
             return self._interactive
         if self._bulk is None:
-            self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
-            welcome, _ = await greet(self._bulk, self.name, self._clock, self._client)
-            peer_id, span = self.hop.peer.peer_id, self.hop.span
-            check_welcome(welcome, peer_id, span, self._opening.model_id)
+            peer, span = self.hop.peer, self.hop.span
+            self._bulk, _ = await open_greeted(
+                self._transport, self._clock, peer, span, Lane.BULK, 5.0, self._client
+            )
         if self._bulk_capability != self.capability:
             attach = Attach(self.session, self._opening.epoch, self.capability)
             await self._bulk.send(encode_frame(attach))
@@ -391,37 +390,8 @@ class HopLink:
         return output
 
 
-async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: float) -> Stream:
-    return await dial(transport, hop.peer.peer_id, hop.peer.doors, lane, timeout_seconds)
-
-
 def _do_nothing() -> None:
     """Be told of a peer that leaves while nobody minds."""
-
-
-class LinkCloser:
-    """Closes links in tasks of their own. Owned by a client, which waits for the last ones.
-
-    Whoever hangs up may be cancelled at any moment; by then nobody else holds the link, and its
-    peer would keep the session and its cache.
-    """
-
-    def __init__(self) -> None:
-        self._closing: set[asyncio.Task[None]] = set()
-
-    async def hang_up(self, links: Iterable[HopLink]) -> None:
-        """Close links and wait for that; they are closed even when the wait is cancelled."""
-        tasks = [asyncio.create_task(link.close()) for link in links]
-        self._closing.update(tasks)
-        for task in tasks:
-            task.add_done_callback(self._closing.discard)
-        if tasks:
-            await asyncio.shield(asyncio.gather(*tasks))
-
-    async def finish(self) -> None:
-        """Wait for what is still being closed; each link takes about a second at the most."""
-        if self._closing:
-            await asyncio.wait(self._closing)
 
 
 @dataclass(frozen=True)

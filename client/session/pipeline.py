@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.spans import Span
-from ..routing.peer_book import Fault, Refusals
+from ..routing.peer_book import Fault, Trouble
 from .hop_link import BrokenSegmentError, LiveHop, Place, Question, StartOverError, cut_segments
 from .state import SessionState
 
@@ -66,14 +66,6 @@ class Asked(Protocol):
         ...
 
 
-class Trouble:
-    """What one place of a pipeline has seen since it last got a piece through."""
-
-    def __init__(self, state: SessionState) -> None:
-        self.refusals = Refusals()
-        self.retry = Retry(_AGAIN, state.clock, state.make_deadline(), state.rng)
-
-
 @dataclass(eq=False)
 class Stretch:
     """A segment's part of a pipeline: the pieces that wait for it, how many of them were sent
@@ -108,6 +100,13 @@ class Stretch:
         """Return whether a piece of several tokens was sent of which one is wanted in the end."""
         sent = itertools.islice(self.waiting, self.num_sent)
         return any(piece.last_token_only and piece.hidden_BTH.shape[1] > 1 for piece in sent)
+
+    def note_trouble(self, state: SessionState) -> Trouble:
+        """Return what is noted of hops that are lost here; time for others runs from the first."""
+        if self.trouble is None:
+            retry = Retry(_AGAIN, state.clock, state.make_deadline(), state.rng)
+            self.trouble = Trouble(retry)
+        return self.trouble
 
     def find_place(self, start: int, stop: int) -> Place:
         """Return the place of hops, by a half-open range of indices, or one between two of them."""

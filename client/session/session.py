@@ -23,7 +23,7 @@ from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
-from ..routing.peer_book import WAS_LOST, LostHopError, Refusals
+from ..routing.peer_book import WAS_LOST, LostHopError, Refusals, Trouble
 from ..routing.route import Hop
 from ..trace.trace import Failover, Handoff, choose_kind
 from .exchange import Exchange, merge_pieces
@@ -38,7 +38,7 @@ from .hop_link import (
     cut_segments,
 )
 from .hops import Hops
-from .pipeline import Pipeline, Stretch, Trouble, choose_piece_tokens
+from .pipeline import Pipeline, Stretch, choose_piece_tokens
 from .push_plan import PushPlan
 from .state import SessionState
 
@@ -257,7 +257,7 @@ class RemoteSession:
 
     async def _mend(self, pipeline: Pipeline, stretch: Stretch, error: BrokenSegmentError) -> None:
         """Put other hops, with the same cache, into the place of lost ones."""
-        trouble = stretch.trouble = stretch.trouble or Trouble(self.state)
+        trouble = stretch.note_trouble(self.state)
         while True:
             for lost in error.lost:
                 trouble.refusals.note(lost)

@@ -17,6 +17,7 @@ from ..errors import (
 )
 from ..ids import NO_CLIENT, ClientToken, ModelId, PeerId, SessionId
 from ..messages.session import Declined, Hello, Message, Step, Welcome
+from ..records.announcements import Announcement
 from ..spans import Span
 from ..wire.codec import decode_frame, encode_frame
 from .clock import Clock
@@ -76,6 +77,32 @@ async def greet(
     if not isinstance(answer, Welcome):
         raise RemoteProtocolError(f"{name} answered Hello with {type(answer).__name__}")
     return answer, clock.now() - asked_at
+
+
+async def open_greeted(
+    transport: Transport,
+    clock: Clock,
+    peer: Announcement,
+    span: Span,
+    lane: Lane,
+    timeout_seconds: float,
+    client: ClientToken = NO_CLIENT,
+    *more: Message,
+) -> tuple[Stream, float]:
+    """Dial a peer that serves a span, say Hello (`more` right behind it), and check who answers.
+
+    Returns the stream and the round-trip seconds. Raises what `dial`, `greet` and `check_welcome`
+    do; nothing is left open then.
+    """
+    stream = await dial(transport, peer.peer_id, peer.doors, lane, timeout_seconds)
+    try:
+        name = f"peer …{peer.peer_id[-6:]} (blocks {span})"
+        welcome, rtt_seconds = await greet(stream, name, clock, client, *more)
+        check_welcome(welcome, peer.peer_id, span, peer.model_id)
+    except BaseException:
+        await stream.close()
+        raise
+    return stream, rtt_seconds
 
 
 def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: ModelId) -> None:

@@ -16,9 +16,10 @@ import torch
 from announcements import describe_peer
 from torch import Tensor
 
+from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
 from shoal.client.runtime.client import open_remote_session
-from shoal.client.session.hop_link import LinkCloser, from_wire, to_wire
+from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
@@ -163,7 +164,7 @@ class Scene:
         self.client = LoopbackTransport(self.network, "client")
         self.transports: list[LoopbackTransport] = [self.client]
         self.swarm = self.make_swarm()
-        self.closer = LinkCloser()
+        self.closer = Closer()
         self.sessions: list[RemoteSession] = []
 
     def make_swarm(self) -> Swarm:

@@ -13,9 +13,9 @@ import torch
 from service_scene import HoldingComputeThread
 from torch import Tensor
 
+from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
 from shoal.client.runtime.client import open_remote_session
-from shoal.client.session.hop_link import LinkCloser
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
@@ -162,7 +162,7 @@ class Scene:
             SessionId(name), MODEL_ID, WHOLE, HIDDEN, max_length, client_secret=client or name
         )
         state = SessionState(facts, swarm, VirtualClock(), self._config)
-        return open_remote_session(state, transport, LinkCloser())
+        return open_remote_session(state, transport, Closer())
 
 
 def draw(seed: int, num_tokens: int) -> Tensor:

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
 from shoal.client.runtime.client import open_remote_session
-from shoal.client.session.hop_link import LinkCloser
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
@@ -175,7 +175,7 @@ class World:
             SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
         )
         state = SessionState(facts, self.swarm, SystemClock(), self.config)
-        session = open_remote_session(state, self.transport, LinkCloser())
+        session = open_remote_session(state, self.transport, Closer())
         self._sessions.append(session)
         return session
 
