@@ -327,7 +327,10 @@ class PeerBook:
 
     def times(self, peer_id: PeerId) -> AnswerTimes:
         """Return the record of a peer's answer times."""
-        return self._times.setdefault(peer_id, AnswerTimes())
+        times = self._times.get(peer_id)
+        if times is None:
+            times = self._times[peer_id] = AnswerTimes()
+        return times
 
     def times_of_others(self, peer_id: PeerId) -> list[AnswerTimes]:
         """Return the records of all peers but one."""

@@ -26,7 +26,7 @@ from ..routing.swarm import Swarm
 from ..session.exchange import Exchange
 from ..session.handoff import Mover, Parts
 from ..session.hop_link import Mailbox
-from ..session.hops import Hops
+from ..session.hops import HopFinder
 from ..session.inference_session import InferenceSession
 from ..session.push_plan import PushPlan
 from ..session.session import RemoteSession
@@ -72,7 +72,7 @@ def open_remote_session(
 ) -> RemoteSession:
     """Return a session with everything that works beside its steps; hops come with the first."""
     mailbox = Mailbox()
-    finder, exchange = Hops(state, transport, mailbox), Exchange(state, mailbox, closer)
+    finder, exchange = HopFinder(state, transport, mailbox), Exchange(state, mailbox, closer)
     plan = PushPlan(state, exchange, mailbox)
     session = kind(state, finder, exchange, plan, mailbox)
     parts = Parts(session, finder, exchange, plan, mailbox)

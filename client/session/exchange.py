@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -78,6 +78,8 @@ class _Asked:
     pushing_seconds: float
     """What the links between the hops need, one after the other."""
     carrying: ExitStack
+    timeout_seconds: float
+    """How long the first hop may take, without what is carried."""
     is_disturbed: bool = False
     """Hops were lost meanwhile: the time until the answer says nothing of those that answer."""
 
@@ -133,17 +135,20 @@ class Exchange:
             self._clock.now(),
             watch,
             carrying.enter_context(self._book.bandwidth.carry(_count_bytes(step))),
-            carrying.enter_context(
+            0.0
+            if len(segment) == 1
+            else carrying.enter_context(
                 self._book.links.carry(_list_peers(segment), len(step.hidden.data))
             ),
             carrying,
+            self.choose_timeout_seconds(segment[:1], question.num_tokens),
         )
         self._asked[first, question.sequence] = asked
-        timeout_seconds = self.choose_timeout_seconds(segment[:1], question.num_tokens)
+        timeout_seconds = asked.timeout_seconds + asked.carrying_seconds
         if first.capability:
             self._mailbox.expect(last.session, step.sequence)
         try:
-            num_bytes = await first.open_link.send(step, timeout_seconds + asked.carrying_seconds)
+            num_bytes = await first.open_link.send(step, timeout_seconds)
         except _BROKEN as error:
             raise await self._break(segment, _Fault({0: error}), asked) from error
         except asyncio.CancelledError:
@@ -156,18 +161,20 @@ class Exchange:
         """Return the checked answer to a question that was sent. Raises BrokenSegmentError."""
         self.check_links(segment)
         asked, last = self._asked[segment[0], question.sequence], segment[-1].open_link
-        timeout_seconds = self.choose_timeout_seconds(segment, question.num_tokens)
+        is_chain, timeout_seconds = bool(segment[0].capability), asked.timeout_seconds
+        if is_chain:  # others may have answered meanwhile
+            timeout_seconds = self.choose_timeout_seconds(segment, question.num_tokens)
         timeout_seconds += asked.carrying_seconds
         try:
             try:
-                if segment[0].capability:
+                if is_chain:
                     sequence, pushing_seconds = question.sequence, asked.pushing_seconds
                     arrived = await self._hear(segment, sequence, timeout_seconds, pushing_seconds)
                 else:
                     arrived = await last.receive(timeout_seconds)
                 if asked.watch is not None:
                     asked.watch.note_arrived(arrived.num_bytes)
-                last.check_output(replace(asked.step, session=last.session), arrived.output)
+                last.check_output(asked.step, arrived.output)
                 output_BTH = _read(arrived.output, last.name)
             except _BROKEN as error:
                 raise _Fault({len(segment) - 1: error}) from error

@@ -33,7 +33,7 @@ from ..routing.route import Ends
 from ..trace.trace import Handoff, Observer
 from .exchange import Exchange, merge_pieces
 from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Question, StartOverError
-from .hops import Hops
+from .hops import HopFinder
 from .push_plan import PushPlan
 from .state import SessionState
 
@@ -79,7 +79,7 @@ class Parts:
     """A session, and what its hops are found, asked and linked with."""
 
     session: SteppedSession
-    finder: Hops
+    finder: HopFinder
     exchange: Exchange
     plan: PushPlan
     mailbox: Mailbox

@@ -382,7 +382,7 @@ class HopLink:
         num_tokens = 1 if step.last_token_only else step.hidden.tokens
         expected = (step.hidden.rows, num_tokens, step.hidden.width)
         if (
-            (output.session, output.sequence) != (step.session, step.sequence)
+            (output.session, output.sequence) != (self.session, step.sequence)
             or output.hidden.shape != expected
             or output.hidden.dtype is not self._opening.dtype
         ):

@@ -52,7 +52,7 @@ BringUp = Callable[[list[LiveHop], Place, float, float], Awaitable[None]]
 to the state of its log. Raises LostHopError for one that has to be replaced; none is open then."""
 
 
-class Hops:
+class HopFinder:
     """Finds and opens the hops of one session."""
 
     def __init__(self, state: SessionState, transport: Transport, mailbox: Mailbox) -> None:
@@ -60,9 +60,9 @@ class Hops:
         self._transport = transport
         self._mailbox = mailbox
 
-    def make_twin(self, state: SessionState, mailbox: Mailbox) -> Hops:
+    def make_twin(self, state: SessionState, mailbox: Mailbox) -> HopFinder:
         """Return what opens hops beside the session, which goes on meanwhile."""
-        return Hops(state, self._transport, mailbox)
+        return HopFinder(state, self._transport, mailbox)
 
     async def cover(
         self,
@@ -310,7 +310,8 @@ class Hops:
         return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
 
     def _tell_leaving(self) -> None:
-        self._state.tell(lambda observer: observer.note_leaving())
+        for observer in self._state.observers:
+            observer.note_leaving()
 
 
 def _count_bytes(pieces: Sequence[PassPiece]) -> int:

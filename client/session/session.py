@@ -37,7 +37,7 @@ from .hop_link import (
     StartOverError,
     cut_segments,
 )
-from .hops import Hops
+from .hops import HopFinder
 from .pipeline import Pipeline, Stretch, choose_piece_tokens
 from .push_plan import PushPlan
 from .state import SessionState
@@ -78,7 +78,7 @@ class RemoteSession:
     def __init__(
         self,
         state: SessionState,
-        finder: Hops,
+        finder: HopFinder,
         exchange: Exchange,
         plan: PushPlan,
         mailbox: Mailbox,
@@ -344,7 +344,7 @@ class RemoteSession:
     async def _cover(
         self, place: Place, deadline: float, refusals: Refusals, preferred: str | None = None
     ) -> list[LiveHop]:
-        """Return new hops for a place, opened and with what its log tells; see `Hops.cover`.
+        """Return new hops for a place, opened and with what its log tells; see `HopFinder.cover`.
 
         BrokenSegmentError says that a hop before or after is lost, too, and StartOverError that no
         log will do.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -155,11 +155,6 @@ class SessionState:
         others = [observer for observer in self.observers if observer is not self.recorder]
         self.observers = others if recorder is None else [*others, recorder]
         self.recorder = recorder
-
-    def tell(self, note: Callable[[Observer], None]) -> None:
-        """Let every observer note something."""
-        for observer in self.observers:
-            note(observer)
 
     def make_twin(self) -> SessionState:
         """Return the state of another session, with other secrets, whose hops are to be used here.
