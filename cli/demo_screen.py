@@ -12,7 +12,7 @@ from .terminal.terminal import Terminal, WordWrapper
 from .terminal.text_generation import Generation, failover_facts, route_facts
 
 if TYPE_CHECKING:
-    from ..client.session.mending import Failover
+    from ..client.trace.trace import Failover
 
 _INDENT = "  "
 _MARGIN_COLUMNS = 4

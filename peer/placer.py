@@ -10,6 +10,7 @@ from ..protocol.errors import DirectoryError, UsageError
 from ..protocol.ids import ModelId, PeerId
 from ..protocol.net.clock import Clock
 from ..protocol.net.directory import Directory
+from ..protocol.net.retry import Backoff, Backoffs
 from ..protocol.records.announcements import PeerState
 from ..protocol.records.swarm_view import SwarmView
 from .announcing.announcer import Announcer
@@ -26,10 +27,13 @@ from .placement.placement import (
     decide_placement,
 )
 from .placement.room import Room
-from .placement.setbacks import Setbacks
 from .placement.supply import Supply
 
 _logger = logging.getLogger(__name__)
+
+_UNLOADABLE = Backoff(600.0, 24 * 3600.0)
+"""How long a peer keeps away from a block that it could not load: the first time as long as a peer
+stays anywhere."""
 
 _MAX_JOINING_SECONDS = 3600.0
 """Who says for so long that he is about to serve is no longer believed: others may be needed."""
@@ -75,7 +79,7 @@ class Placer:
         self._description = description
         self._clock = clock
         self._rng = random.Random()
-        self._setbacks = Setbacks()
+        self._unloadable = Backoffs[int](_UNLOADABLE, clock)
         self._has_moved = False
         self._joining_since: dict[PeerId, float] = {}
 
@@ -103,7 +107,8 @@ class Placer:
 
     def avoid(self, blocks: Collection[int]) -> None:
         """Keep away for a while from blocks that could not be loaded."""
-        self._setbacks.note(blocks, self._clock.now())
+        for block in blocks:
+            self._unloadable.note_failure(block)
 
     async def wait_for_move(self, stay: Stay) -> Decision:
         """Watch the swarm; return as soon as the peer should be somewhere else, and has said so."""
@@ -161,7 +166,7 @@ class Placer:
             span=None if stay is None else stay.engine.span,
             residency_seconds=0.0 if stay is None else self._clock.now() - stay.began_at,
             has_moved=self._has_moved,
-            avoided=self._setbacks.list_avoided(self._clock.now()),
+            avoided=self._unloadable.resting,
             intent=intent,
         )
         return decide_placement(supply, candidate, self._rng)

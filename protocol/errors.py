@@ -111,6 +111,13 @@ class SilentError(UnavailableError):
     """A peer did not answer before the deadline; it may be dead, paused or only slow."""
 
 
+class StaleAnnouncementError(UnavailableError):
+    """What a peer announced is not, or no longer, what is found there.
+
+    That need not be its fault: it was restarted with other blocks, or its port went to another.
+    """
+
+
 class DirectoryError(UnavailableError):
     """The directory cannot be joined, read or written."""
 

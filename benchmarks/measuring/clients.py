@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from measuring.benchmark_model import BenchmarkModel
+from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.client import connect_over_network
-from shoal.client.session.farewells import Farewells
-from shoal.client.session.live_hops import LiveHops
-from shoal.client.session.route_opening import SessionFacts
+from shoal.client.runtime.client import connect_over_network, open_remote_session
 from shoal.client.session.session import RemoteSession
+from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import UnavailableError
@@ -53,7 +52,7 @@ class Clients:
         self._config = config
         self._swarm = swarm
         self._transport = transport
-        self._farewells = Farewells()
+        self._closer = Closer()
         self._sessions: list[RemoteSession] = []
 
     def open(
@@ -72,10 +71,8 @@ class Clients:
             max_tokens,
             hashlib.sha256(client.encode()).digest()[:16],
         )
-        hops = LiveHops(
-            facts, self._swarm, self._transport, SystemClock(), self._config, self._farewells
-        )
-        session = kind(hops)
+        state = SessionState(facts, self._swarm, SystemClock(), self._config)
+        session = open_remote_session(state, self._transport, self._closer, kind)
         self._sessions.append(session)
         return session
 
@@ -83,7 +80,7 @@ class Clients:
         """Close every session that was opened so far."""
         sessions, self._sessions = self._sessions, []
         await asyncio.gather(*(session.close() for session in sessions))
-        await self._farewells.finish()
+        await self._closer.finish()
 
     def check_nothing_was_lost(self) -> None:
         """Raise UnavailableError when a session had to change its peer: its times are no good."""

@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from shoal.client.routing.router import Route, RoutingCosts, plan_route
+from shoal.client.routing.route import Route
+from shoal.client.routing.router import RoutingCosts, plan_route
 from shoal.protocol.ids import PeerId
 from shoal.protocol.records.announcements import PeerState
 from shoal.protocol.records.swarm_view import SwarmView

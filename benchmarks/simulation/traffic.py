@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shoal.client.routing.router import Route, RoutingCosts, plan_route
+from shoal.client.routing.route import Route
+from shoal.client.routing.router import RoutingCosts, plan_route
 from shoal.protocol.ids import PeerId
 from shoal.protocol.records.swarm_view import SwarmView
 from shoal.protocol.spans import Span

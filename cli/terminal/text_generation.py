@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
     from ...client.model.model import DistributedCausalLM
     from ...client.passes.pass_failovers import PassFailover
-    from ...client.routing.router import Hop
+    from ...client.routing.route import Hop
     from ...client.session.inference_session import InferenceSession
-    from ...client.session.mending import Failover
+    from ...client.trace.trace import Failover
 
 # How many tokens before a new one its text may depend on: a letter of several bytes has up to
 # four tokens, and some tokenizers drop the space in front of a first word.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
 
@@ -54,3 +54,40 @@ class Background:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _logger.error("a task in the background failed", exc_info=error)
+
+
+class Closable(Protocol):
+    """What is to be closed, which never raises."""
+
+    async def close(self) -> None:
+        """End it."""
+        ...
+
+
+class Closer:
+    """Closes streams in tasks of their own. Owned by a client, which waits for the last ones.
+
+    A caller that hangs up may be cancelled at any moment; by then nobody else holds the stream, and
+    its peer would keep what belongs to it.
+    """
+
+    def __init__(self) -> None:
+        self._closing: set[asyncio.Task[None]] = set()
+
+    def begin(self, *streams: Closable) -> list[asyncio.Task[None]]:
+        """Close streams in the background."""
+        tasks = [asyncio.create_task(stream.close()) for stream in streams]
+        self._closing.update(tasks)
+        for task in tasks:
+            task.add_done_callback(self._closing.discard)
+        return tasks
+
+    async def close(self, *streams: Closable) -> None:
+        """Close streams and wait for that; they are closed even when the wait is cancelled."""
+        if tasks := self.begin(*streams):
+            await asyncio.shield(asyncio.gather(*tasks))
+
+    async def finish(self) -> None:
+        """Wait for what is still being closed; each takes about a second at the most."""
+        if self._closing:
+            await asyncio.wait(self._closing)

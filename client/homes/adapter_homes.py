@@ -28,7 +28,7 @@ from ..adapters.learned_states import LearnedState
 from ..concurrency.tasks import run_all
 from ..passes.microbatches import TextGradients, Texts, halve
 from ..passes.pass_asking import Passage, PassAsker
-from ..passes.pass_trouble import Trouble
+from ..passes.pass_trouble import PassTrouble
 from .home_calls import HomeCalls, LostHomeError
 from .home_segments import Applied, LoggedPass, LoggedUpdate, Segment, list_stages
 
@@ -193,7 +193,7 @@ class AdapterHomes:
                 "before step()"
             )
 
-    async def _find(self, block: int, trouble: Trouble) -> Segment | None:
+    async def _find(self, block: int, trouble: PassTrouble) -> Segment | None:
         """Return the segment of a block, which has a home then; None for a block without."""
         async with self._lock:
             while True:
@@ -202,7 +202,7 @@ class AdapterHomes:
                     return found[0] if found else None
                 await self._house(found[0], trouble)
 
-    async def _house(self, lost: Segment, trouble: Trouble) -> None:
+    async def _house(self, lost: Segment, trouble: PassTrouble) -> None:
         """Find a home for a segment, or several, and have them do what was done before."""
         fresh: list[Segment] = []
         start = lost.span.start
@@ -229,7 +229,9 @@ class AdapterHomes:
         hops = [segment.home for segment in fresh]
         self._asker.failovers.note(trouble.take_lost(lost.span), hops)
 
-    async def _replay(self, fresh: Sequence[Segment], logged: LoggedPass, trouble: Trouble) -> None:
+    async def _replay(
+        self, fresh: Sequence[Segment], logged: LoggedPass, trouble: PassTrouble
+    ) -> None:
         """Have gradients gathered again, now perhaps by several homes in a row."""
         stages: list[tuple[Segment, Span, Texts]] = []
         rest = logged.texts
@@ -248,12 +250,12 @@ class AdapterHomes:
             grads_BTH = await self._halving(run, texts, grads_BTH)
 
     async def _forward_rows(
-        self, segment: Segment, span: Span, trouble: Trouble, texts: Texts, _: Tensor
+        self, segment: Segment, span: Span, trouble: PassTrouble, texts: Texts, _: Tensor
     ) -> Tensor:
         return await self._calls.run_forward(segment, span, texts, trouble)
 
     async def _backward_rows(
-        self, segment: Segment, span: Span, trouble: Trouble, texts: Texts, grads_BTH: Tensor
+        self, segment: Segment, span: Span, trouble: PassTrouble, texts: Texts, grads_BTH: Tensor
     ) -> Tensor:
         found = await self._calls.run_backward(segment, span, texts, grads_BTH, trouble)
         return found.hidden_BTH
@@ -278,7 +280,7 @@ class AdapterHomes:
 
     async def _for_all(
         self,
-        work: Callable[[Segment, Trouble], Awaitable[None]],
+        work: Callable[[Segment, PassTrouble], Awaitable[None]],
         is_pending: Callable[[Segment], bool],
     ) -> None:
         """Do something at the home of each segment for which it is not done yet."""

@@ -36,8 +36,8 @@ from ..adapters.learned_states import LearnedState
 from ..passes.microbatches import TextGradients, Texts
 from ..passes.pass_asking import PassAsker
 from ..passes.pass_link import make_pass_id
-from ..passes.pass_trouble import Trouble
-from ..routing.router import Hop
+from ..passes.pass_trouble import PassTrouble
+from ..routing.route import Hop
 from .home_segments import Applied, LoggedPass, Segment
 
 _PATIENCE_SECONDS = 60.0
@@ -71,7 +71,7 @@ class HomeCalls:
         self._asker = asker
         self._parts = itertools.count(1)
 
-    async def bring(self, segment: Segment, trouble: Trouble) -> None:
+    async def bring(self, segment: Segment, trouble: PassTrouble) -> None:
         """Have the home train what was saved of a segment."""
         if segment.is_empty:
             return
@@ -86,7 +86,7 @@ class HomeCalls:
         segment.name = head.adapter
 
     async def run_forward(
-        self, segment: Segment, span: Span, texts: Texts, trouble: Trouble
+        self, segment: Segment, span: Span, texts: Texts, trouble: PassTrouble
     ) -> Tensor:
         """Take texts through blocks."""
         hop, named = segment.make_hop(span), segment.name_rows(texts)
@@ -99,7 +99,7 @@ class HomeCalls:
         span: Span,
         texts: Texts,
         grads_BTH: Tensor,
-        trouble: Trouble,
+        trouble: PassTrouble,
         is_known: Callable[[], bool] = lambda: True,
     ) -> TextGradients:
         """Take gradients back through blocks, whose home gathers those of the adapter."""
@@ -116,20 +116,20 @@ class HomeCalls:
             segment.note_pass(LoggedPass(span, texts, grads_BTH, part))
         return gradients
 
-    async def measure(self, segment: Segment, trouble: Trouble) -> None:
+    async def measure(self, segment: Segment, trouble: PassTrouble) -> None:
         """Note how large what was gathered is."""
         asked, hop = AdapterMeasure(make_pass_id(), segment.gradients), segment.home
         measured = await self._try(segment, trouble, lambda: self._ask_square_sum(hop, asked))
         segment.square_sum = measured
 
-    async def apply(self, segment: Segment, applied: Applied, trouble: Trouble) -> None:
+    async def apply(self, segment: Segment, applied: Applied, trouble: PassTrouble) -> None:
         """Have an update made."""
         hop = segment.home
         asked = AdapterUpdate(make_pass_id(), segment.gradients, applied.settings, applied.factor)
         await self._try(segment, trouble, lambda: self._ask_update(hop, asked))
         segment.note_update(applied, make_updated_id(asked))
 
-    async def fetch(self, segment: Segment, trouble: Trouble) -> None:
+    async def fetch(self, segment: Segment, trouble: PassTrouble) -> None:
         """Note what is there now, to go on from."""
         asked, hop = AdapterFetch(make_pass_id(), segment.name), segment.home
 
@@ -140,7 +140,7 @@ class HomeCalls:
         segment.note_saved(await self._try(segment, trouble, read))
 
     async def _try(
-        self, segment: Segment, trouble: Trouble, ask: Callable[[], Awaitable[Result]]
+        self, segment: Segment, trouble: PassTrouble, ask: Callable[[], Awaitable[Result]]
     ) -> Result:
         """Ask a home, and once more if the answer is lost: what was done is not done again.
 

@@ -13,7 +13,7 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import PublishedAdapter
 from ..adapters.learned_states import LearnedState
 from ..passes.microbatches import Texts
-from ..routing.router import Hop
+from ..routing.route import Hop
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
 from ...protocol.spans import Span
 from ..passes.pass_failovers import PassFailover
-from ..routing.router import Hop
+from ..routing.route import Hop
 from ..runtime.client import Client
 from ..session.deep_prompts import check_prompts
 from ..session.inference_session import InferenceSession, check_is_session

@@ -23,7 +23,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, SentAdapter
 from ..concurrency.lanes import Lanes
-from ..routing.line import Line
+from ..routing.bandwidth import Bandwidth
 from .pass_link import PassLink
 
 _LEAST_PATIENCE_SECONDS = 20.0
@@ -53,9 +53,9 @@ class AdapterCourier:
     What a peer has forgotten it says when it is asked for it (`forget`), and gets it again.
     """
 
-    def __init__(self, clock: Clock, line: Line) -> None:
+    def __init__(self, clock: Clock, bandwidth: Bandwidth) -> None:
         self._clock = clock
-        self._line = line
+        self._bandwidth = bandwidth
         self._kept: dict[PeerId, dict[AdapterId, _Kept]] = defaultdict(dict)
         self._newest: dict[tuple[PeerId, str, Span], tuple[int, AdapterId]] = {}
         self._lanes = Lanes[PeerId]()
@@ -65,7 +65,7 @@ class AdapterCourier:
         link: PassLink,
         adapters: Iterable[SentAdapter],
         span: Span,
-        way: Line,
+        way: Bandwidth,
         is_trained: bool,
     ) -> None:
         """See that a peer has all of some adapters for some blocks; raises what the link does.
@@ -85,7 +85,7 @@ class AdapterCourier:
         and whether it arrives tells of the peer, not of the line of this client.
         """
         head, tensors = _make_head(adapter, span, is_published=True)
-        expected_seconds = self._line.expect_seconds(self._line.num_bytes + len(tensors))
+        expected_seconds = self._bandwidth.expect_seconds(self._bandwidth.num_bytes + len(tensors))
         num_held_back = min(len(tensors), _PIECES_UNDER_WAY * PIECE_BYTES)
         carrying_seconds = max(
             min(expected_seconds, STALL_SECONDS), num_held_back / SLOWEST_BYTES_PER_SECOND
@@ -110,9 +110,9 @@ class AdapterCourier:
                 raise SilentError("the peer takes the adapter too slowly")
             pace.note_piece(num_bytes, now)
             piece = ExitStack()
-            piece.enter_context(self._line.carry(num_bytes))
+            piece.enter_context(self._bandwidth.carry(num_bytes))
             newest.append(piece)
-            loop.call_later(self._line.expect_seconds(self._line.num_bytes), piece.close)
+            loop.call_later(self._bandwidth.expect_seconds(self._bandwidth.num_bytes), piece.close)
             if len(newest) > _PIECES_UNDER_WAY:
                 newest.popleft().close()
 
@@ -128,7 +128,7 @@ class AdapterCourier:
         Raises what `PassLink.bring_head` does.
         """
         head, _ = _make_head(adapter, span, is_published=True)
-        with self._line.carry(len(head.config)) as carrying_seconds:
+        with self._bandwidth.carry(len(head.config)) as carrying_seconds:
             return await link.bring_head(head, min(carrying_seconds, _HEAD_SECONDS))
 
     def forget(self, peer_id: PeerId) -> None:
@@ -151,7 +151,7 @@ class AdapterCourier:
         }
 
     async def _bring(
-        self, link: PassLink, adapter: AdapterVersion, span: Span, way: Line, is_trained: bool
+        self, link: PassLink, adapter: AdapterVersion, span: Span, way: Bandwidth, is_trained: bool
     ) -> None:
         cut, peer_id = adapter.cut(span), link.peer.peer_id
         if cut is None:
@@ -175,16 +175,18 @@ class AdapterCourier:
         if number <= adapter.number:
             self._newest[place] = adapter.number, cut.name
 
-    async def send(self, link: PassLink, head: AdapterHead, tensors: bytes, way: Line) -> float:
+    async def send(
+        self, link: PassLink, head: AdapterHead, tensors: bytes, way: Bandwidth
+    ) -> float:
         """Give a peer an adapter; return how long it is kept unused."""
-        line = self._line
-        with line.carry(len(tensors)) as carrying_seconds:
-            carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
+        bandwidth = self._bandwidth
+        with bandwidth.carry(len(tensors)) as carrying_seconds:
+            carrying_seconds = min(carrying_seconds, way.expect_seconds(bandwidth.num_bytes))
             patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * carrying_seconds
             try:
                 return await link.bring(head, tensors, carrying_seconds, patience_seconds)
             except SilentError:
-                line.note_silence(len(tensors))
+                bandwidth.note_silence(len(tensors))
                 way.note_silence(len(tensors))
                 raise
 

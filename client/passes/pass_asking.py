@@ -44,10 +44,10 @@ from ..adapters.adapter_versions import (
     list_adapter_rows,
     list_adapters,
 )
-from ..routing.blame import blame
-from ..routing.line import Line
-from ..routing.router import Hop
-from ..routing.swarm import Fault, Swarm
+from ..routing.bandwidth import Bandwidth
+from ..routing.peer_book import Fault
+from ..routing.route import Hop
+from ..routing.swarm import Swarm
 from ..settings.config import ClientConfig
 from .adapter_courier import AdapterCourier
 from .microbatches import TextGradients, Texts, choose_scale
@@ -55,7 +55,7 @@ from .pass_failovers import PassFailovers
 from .pass_link import PassAnswer, PassLink, make_pass_id
 from .pass_links import NotWantedError, PassLinks
 from .pass_speeds import PassSpeeds, Times
-from .pass_trouble import Trouble, make_route_error
+from .pass_trouble import PassTrouble, make_route_error
 
 _Failure = UnavailableError | RemoteProtocolError | RefusedError
 
@@ -93,7 +93,7 @@ class PassAsker:
         self._config = config
         self._speeds = PassSpeeds(random.Random(config.seed))
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
-        self.courier = AdapterCourier(clock, swarm.line)
+        self.courier = AdapterCourier(clock, swarm.book.bandwidth)
         self.failovers = PassFailovers()
         self._forgiven: set[PeerId] = set()
         self._refreshing = asyncio.Lock()
@@ -102,18 +102,18 @@ class PassAsker:
         return f"<PassAsker, {self._links!r}>"
 
     @property
-    def line(self) -> Line:
+    def line(self) -> Bandwidth:
         """The line of this client to all peers."""
-        return self._swarm.line
+        return self._swarm.book.bandwidth
 
     def guess_num_hops(self, span: Span) -> int:
         """Return how many hops a way through a span has at least."""
-        longest = max((len(peer.span) for peer in self._swarm.view.online), default=len(span))
+        longest = max((len(peer.span) for peer in self._swarm.book.view.online), default=len(span))
         return -(-len(span) // longest)
 
     def has_host(self, block: int) -> bool:
         """Return whether somebody takes passes through a block, as far as was heard last."""
-        hosts = self._swarm.view.serving(block)
+        hosts = self._swarm.book.view.serving(block)
         return any(_takes_passes(peer, self._config.weights) for peer in hosts)
 
     async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
@@ -152,7 +152,7 @@ class PassAsker:
             if answer is not None:
                 return TextGradients.read(answer.tensors, texts, span).multiply(1 / scale)
 
-    async def choose_home(self, span: Span, trouble: Trouble, weights: str | None) -> Hop:
+    async def choose_home(self, span: Span, trouble: PassTrouble, weights: str | None) -> Hop:
         """Return who is to train the first blocks of a span; raises what `ask_forward` does."""
         trouble.least_version = OPTIMIZER_VERSION
         hosts = await self._wait_for_hosts(span, trouble, weights)
@@ -182,17 +182,17 @@ class PassAsker:
     @asynccontextmanager
     async def lend(
         self, hop: Hop, takes_place: bool = True
-    ) -> AsyncIterator[tuple[PassLink, Line]]:
+    ) -> AsyncIterator[tuple[PassLink, Bandwidth]]:
         """Lend a stream to one peer, with its line as far as it has shown."""
         async with self._links.lend(hop.peer, lambda: True, takes_place) as link:
             self.failovers.note_reached(hop.peer.peer_id)
-            yield link, self._speeds.find_line(hop.peer.peer_id)
+            yield link, self._speeds.find_bandwidth(hop.peer.peer_id)
 
-    def blame_home(self, hop: Hop, error: _Failure, trouble: Trouble) -> None:
+    def blame_home(self, hop: Hop, error: _Failure, trouble: PassTrouble) -> None:
         """Note what became of a peer that was asked alone."""
         trouble.note(error)
         if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, trouble):
-            lost = blame(self._swarm, hop, error, self._forgiven)
+            lost = self._swarm.book.blame(hop, error, self._forgiven)
             lost.__cause__ = error
             trouble.note_lost(lost)
 
@@ -209,16 +209,18 @@ class PassAsker:
     async def list_peers(self) -> list[Announcement]:
         """Return who serves blocks now and understands adapters, least in doubt first; no liars."""
         await self._refresh(0.0)
-        return [peer for peer in self._swarm.list_by_doubt() if peer.max_version >= PASS_VERSION]
+        return [
+            peer for peer in self._swarm.book.list_by_doubt() if peer.max_version >= PASS_VERSION
+        ]
 
     def find_peer(self, peer_id: PeerId) -> Announcement | None:
         """Return what a peer announced, as far as was heard last; None once it has left."""
-        peer = self._swarm.view.find(peer_id)
+        peer = self._swarm.book.view.find(peer_id)
         return None if peer is None or peer.state is PeerState.OFFLINE else peer
 
     def make_route_error(self, span: Span) -> RouteError:
         """Return what to say where nobody serves blocks for fine-tuning."""
-        return make_route_error(span, self._swarm.view, None)
+        return make_route_error(span, self._swarm.book.view, None)
 
     def forget_adapters(self, hop: Hop) -> None:
         """Note that a peer does not have what it was brought."""
@@ -229,7 +231,7 @@ class PassAsker:
         await self._links.close()
 
     async def _try(
-        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: Trouble
+        self, hop: Hop, texts: Texts, grads_BTH: Tensor | None, trouble: PassTrouble
     ) -> PassAnswer | None:
         """Ask one peer; None when it failed, for which it is blamed."""
         try:
@@ -245,20 +247,24 @@ class PassAsker:
             ):
                 trouble.note(error)
                 return None
-            lost = blame(self._swarm, hop, error, self._forgiven)
+            lost = self._swarm.book.blame(hop, error, self._forgiven)
             lost.__cause__ = error
             trouble.note_lost(lost)
             trouble.note(error)
             return None
         for liar in trouble.refusals.contradicted:
-            self._swarm.quarantine(liar.peer, Fault.BROKEN)
+            self._swarm.book.quarantine(liar.peer, Fault.BROKEN)
         self.failovers.note(trouble.take_lost(hop.span), (hop,))
-        self._swarm.note_pass(hop.peer.peer_id)
+        self._swarm.book.note_pass(hop.peer.peer_id)
         self.failovers.note_answer(hop)
         return answer
 
     def _may_ask_others(
-        self, error: RefusedError, hop: Hop, trouble: Trouble, adapters: Sequence[SentAdapter] = ()
+        self,
+        error: RefusedError,
+        hop: Hop,
+        trouble: PassTrouble,
+        adapters: Sequence[SentAdapter] = (),
     ) -> bool:
         """Note a refusal that is neither the peer's fault nor that of the texts."""
         peer_id = hop.peer.peer_id
@@ -281,9 +287,9 @@ class PassAsker:
         trouble.too_small.add(peer_id)
         return True
 
-    def make_trouble(self, span: Span) -> Trouble:
+    def make_trouble(self, span: Span) -> PassTrouble:
         """Return what to note failures in, of passes through a span."""
-        return Trouble(span, self._clock, self._config.failover_timeout_seconds)
+        return PassTrouble(span, self._clock, self._config.failover_timeout_seconds)
 
     async def _ask(
         self,
@@ -299,8 +305,8 @@ class PassAsker:
         slots = (*list_question_slots(asked).values(), *list_answer_slots(asked).values())
         width = texts.hidden_BTH.shape[-1]
         num_bytes = compute_num_bytes(asked.dtype, 1, sum(slots), width)
-        line, num_tokens = self._swarm.line, texts.num_tokens
-        way = self._speeds.find_line(hop.peer.peer_id)
+        bandwidth, num_tokens = self._swarm.book.bandwidth, texts.num_tokens
+        way = self._speeds.find_bandwidth(hop.peer.peer_id)
         patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * self._speeds.expect_seconds(
             hop, num_tokens, asked.kind
         )
@@ -310,19 +316,21 @@ class PassAsker:
                 adapters = list_adapters(texts.adapters)
                 await self.courier.bring(link, adapters, hop.span, way, texts.trains_adapters)
                 asked_at = self._clock.now()
-                with line.carry(num_bytes) as carrying_seconds:
-                    carrying_seconds = min(carrying_seconds, way.expect_seconds(line.num_bytes))
+                with bandwidth.carry(num_bytes) as carrying_seconds:
+                    carrying_seconds = min(
+                        carrying_seconds, way.expect_seconds(bandwidth.num_bytes)
+                    )
                     answer = await link.ask(
                         asked, tensors, carrying_seconds, patience_seconds + carrying_seconds
                     )
         # What the peer could lie about counts for its own line only.
-        line.note_answer(num_bytes, self._clock.now() - asked_at)
+        bandwidth.note_answer(num_bytes, self._clock.now() - asked_at)
         way.note_answer(num_bytes, answer.way_seconds)
         times = Times(asked_at, self._clock.now(), answer.way_seconds)
         self._speeds.note(hop, num_tokens, asked.kind, times)
         return answer
 
-    def _is_wanted(self, hop: Hop, trouble: Trouble) -> bool:
+    def _is_wanted(self, hop: Hop, trouble: PassTrouble) -> bool:
         hosts = self._find_hosts(hop.span.start, trouble, hop.peer.weights)
         return any(peer.peer_id == hop.peer.peer_id for peer in hosts)
 
@@ -352,7 +360,7 @@ class PassAsker:
         return WireDtype.FP32 if peer.weights == "fp32" else WireDtype.BF16
 
     async def _wait_for_hosts(
-        self, span: Span, trouble: Trouble, weights: str | None
+        self, span: Span, trouble: PassTrouble, weights: str | None
     ) -> list[Announcement]:
         """Return the least doubtful peers that take passes through the first block of a span."""
         weights = weights or self._config.weights
@@ -370,7 +378,7 @@ class PassAsker:
             hosts = self._find_hosts(span.start, trouble, weights)
             if hosts:
                 return hosts
-            trouble.note(make_route_error(span, self._swarm.view, weights))
+            trouble.note(make_route_error(span, self._swarm.book.view, weights))
 
     async def _refresh(self, max_age_seconds: float) -> None:
         """Read the directory, one for all that ask; where that fails, the last view has to do."""
@@ -380,15 +388,17 @@ class PassAsker:
                     await self._swarm.refresh(max_age_seconds)
             except (DirectoryError, TimeoutError) as error:
                 _logger.debug("the last view has to do: %r", error)
-        self._speeds.forget_others({peer.peer_id for peer in self._swarm.view.peers})
+        self._speeds.forget_others({peer.peer_id for peer in self._swarm.book.view.peers})
 
-    def _find_hosts(self, block: int, trouble: Trouble, weights: str | None) -> list[Announcement]:
+    def _find_hosts(
+        self, block: int, trouble: PassTrouble, weights: str | None
+    ) -> list[Announcement]:
         others = {
             peer.peer_id
-            for peer in self._swarm.view.serving(block)
+            for peer in self._swarm.book.view.serving(block)
             if not _takes_passes(peer, weights) or peer.max_version < trouble.least_version
         }
-        return self._swarm.find_hosts(
+        return self._swarm.book.find_hosts(
             block, {*others, *trouble.refusals.peer_ids, *trouble.too_small, *trouble.full}
         )
 

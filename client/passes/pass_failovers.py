@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...protocol.ids import PeerId
-from ..routing.blame import LostHopError
-from ..routing.router import Hop
+from ..routing.peer_book import LostHopError
+from ..routing.route import Hop
 
 _MOST_UNSEEN = 256
 """Nobody may be watching."""

@@ -39,14 +39,12 @@ from ...protocol.messages.passes import (
 )
 from ...protocol.messages.session import Queued
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import dial, greet, receive
+from ...protocol.net.dialling import open_greeted, receive
 from ...protocol.net.transport import Lane, Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..routing.deadlines import WakefulTimeout
-from ..routing.router import Hop
-from ..session.hop_link import check_welcome
 
 _SILENCE_SECONDS = 4.0
 """A peer that waits or computes says so every second; without a word for so long it is given up."""
@@ -92,17 +90,12 @@ class PassLink:
         """Dial a peer. Raises UnavailableError, RefusedError or RemoteProtocolError."""
         try:
             async with WakefulTimeout(timeout_seconds):
-                stream = await dial(transport, peer.peer_id, peer.doors, Lane.BULK, timeout_seconds)
-                link = cls(clock, peer, stream)
-                try:
-                    welcome, _ = await greet(stream, link._name, clock, client)
-                    check_welcome(welcome, Hop(peer, peer.span), peer.model_id)
-                except BaseException:
-                    await stream.close()
-                    raise
+                stream, _ = await open_greeted(
+                    transport, clock, peer, peer.span, Lane.BULK, timeout_seconds, client
+                )
         except TimeoutError as error:
             raise SilentError(f"peer …{peer.peer_id[-6:]} did not answer in time") from error
-        return link
+        return cls(clock, peer, stream)
 
     async def ask(
         self,

@@ -9,6 +9,7 @@ from ...protocol.ids import PeerId, make_client_token
 from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
+from ..concurrency.tasks import Closer
 from .pass_link import PassLink
 
 MAX_IN_FLIGHT = 2
@@ -47,7 +48,7 @@ class PassLinks:
         self._places: dict[PeerId, _Places] = {}
         self._lent: set[PassLink] = set()
         self._sweep: asyncio.TimerHandle | None = None
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closer = Closer()
 
     def __repr__(self) -> str:
         num_idle = sum(map(len, self._idle.values()))
@@ -72,7 +73,7 @@ class PassLinks:
             try:
                 yield link
             except BaseException:
-                self._hang_up(link)
+                self._closer.begin(link)
                 raise
             finally:
                 self._lent.discard(link)
@@ -85,10 +86,8 @@ class PassLinks:
             self._sweep.cancel()
         links = [*self._lent, *(link for idle in self._idle.values() for link in idle)]
         self._idle.clear()
-        for link in links:
-            self._hang_up(link)
-        if self._closing:
-            await asyncio.wait(self._closing)
+        self._closer.begin(*links)
+        await self._closer.finish()
 
     @asynccontextmanager
     async def _take_place(self, peer_id: PeerId) -> AsyncIterator[None]:
@@ -112,7 +111,7 @@ class PassLinks:
         for peer_id, idle in list(self._idle.items()):
             for link in [link for link in idle if not self._is_fresh(link)]:
                 idle.remove(link)
-                self._hang_up(link)
+                self._closer.begin(link)
             if not idle:
                 del self._idle[peer_id]
         if self._idle:
@@ -128,12 +127,6 @@ class PassLinks:
             is_same = link.peer.span == peer.span and link.peer.endpoints == peer.endpoints
             if is_same and self._is_fresh(link):
                 return link
-            self._hang_up(link)
+            self._closer.begin(link)
         token = make_client_token(self._secret, peer.peer_id)
         return await PassLink.open(self._transport, self._clock, peer, token, self._timeout_seconds)
-
-    def _hang_up(self, link: PassLink) -> None:
-        """Close a link in a task of its own: whoever used it may be cancelled at any moment."""
-        closing = asyncio.create_task(link.close())
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)

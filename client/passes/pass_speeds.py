@@ -14,8 +14,8 @@ from ...protocol.ids import PeerId
 from ...protocol.messages.passes import PassKind
 from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
-from ..routing.line import Line
-from ..routing.router import Hop
+from ..routing.bandwidth import Bandwidth
+from ..routing.route import Hop
 
 _UNKNOWN_TOKENS_PER_SECOND = 500.0
 """Of a peer that neither says how fast it is nor has shown it."""
@@ -43,7 +43,7 @@ class Times:
 class _Speed:
     """What one peer has shown."""
 
-    line: Line = field(default_factory=Line)
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
     answered_at: float = -math.inf
     """When its newest answer came."""
     block_token_seconds: dict[PassKind, float] = field(default_factory=dict)
@@ -114,9 +114,9 @@ class PassSpeeds:
         known = speed.network_token_seconds
         speed.network_token_seconds = known + _SMOOTHING * (shown - known)
 
-    def find_line(self, peer_id: PeerId) -> Line:
+    def find_bandwidth(self, peer_id: PeerId) -> Bandwidth:
         """Return what the line to a peer has shown."""
-        return self._find(peer_id).line
+        return self._find(peer_id).bandwidth
 
     def forget_others(self, peer_ids: Collection[PeerId]) -> None:
         """Forget all peers but these."""

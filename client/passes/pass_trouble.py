@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import math
 
 from ...protocol.errors import RefusedError, RemoteProtocolError, RouteError, UnavailableError
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import Clock
+from ...protocol.net.retry import Backoff, Retry
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ...protocol.versions import PASS_VERSION
-from ..routing.blame import LostHopError, Refusals
+from ..routing.peer_book import LostHopError, Trouble
 
 _Failure = UnavailableError | RemoteProtocolError | RefusedError
 
-_PAUSE_SECONDS = 0.1
+_AGAIN = Backoff(0.1, 1.6)
 
 
-class Trouble:
+class PassTrouble(Trouble):
     """What went wrong with one pass so far: there is a deadline from the first failure on."""
 
     def __init__(self, span: Span, clock: Clock, timeout_seconds: float) -> None:
-        self.refusals = Refusals()
+        super().__init__(Retry(_AGAIN, clock))
         self.too_small: set[PeerId] = set()
         """Peers that have no memory for it."""
         self.brought_again: set[PeerId] = set()
@@ -34,8 +34,6 @@ class Trouble:
         self._span = span
         self._clock = clock
         self._timeout_seconds = timeout_seconds
-        self._deadline = math.inf
-        self._num_failures = 0
         self._error: _Failure | None = None
 
     @property
@@ -47,13 +45,14 @@ class Trouble:
     @property
     def is_known(self) -> bool:
         """Whether anything went wrong."""
-        return self._num_failures > 0
+        return self._error is not None
 
     def note(self, error: _Failure) -> None:
         """Note a failure."""
-        if not self.is_known:
-            self._deadline = self._clock.now() + self._timeout_seconds
-        self._num_failures += 1
+        if self.is_known:
+            self.retry.note_failure()  # the second try comes at once
+        else:
+            self.retry.deadline = self._clock.now() + self._timeout_seconds
         self._error = error
 
     def note_lost(self, lost: LostHopError) -> None:
@@ -77,7 +76,7 @@ class Trouble:
 
     async def wait_for_room(self) -> None:
         """Wait until one of those that were full may be asked again, or the time is up."""
-        until = min(self._deadline, *(self._full_until[peer_id] for peer_id in self.full))
+        until = min(self.retry.deadline, *(self._full_until[peer_id] for peer_id in self.full))
         await asyncio.sleep(max(0.0, until - self._clock.now()))
 
     def raise_refusal(self) -> None:
@@ -92,15 +91,12 @@ class Trouble:
 
         Raises what to say when the time is up: the newest refusal, or RouteError.
         """
-        seconds = self._deadline - self._clock.now()
-        if self._error is not None and seconds <= 0:
+        if self._error is not None and self.retry.remaining_seconds <= 0:
             if isinstance(self._error, RefusedError | RouteError):
                 raise self._error
             detail = f"no peer accepts passes for blocks {self._span}: {self._error}"
             raise RouteError(detail, [self._span]) from self._error
-        if self._num_failures > 1:
-            pause_seconds = _PAUSE_SECONDS * 2.0 ** min(self._num_failures - 2, 4)
-            await asyncio.sleep(min(pause_seconds, seconds))
+        await self.retry.pause()
 
 
 def make_route_error(span: Span, view: SwarmView, weights: str | None) -> RouteError:

@@ -8,7 +8,7 @@ from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.ids import NO_ADAPTER, AdapterId
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter, cut_apart
-from ..routing.router import Hop
+from ..routing.route import Hop
 from .pass_asking import PassAsker
 
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
+from ...protocol.errors import (
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    StaleAnnouncementError,
+    UnavailableError,
+)
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import StaleAnnouncementError
 from ...protocol.records.announcements import Announcement
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..adapters.adapter_versions import AdapterVersion
 from ..passes.pass_asking import PassAsker
 from ..passes.pass_link import PassLink
 from ..routing.deadlines import WakefulTimeout
-from ..routing.router import Hop
+from ..routing.route import Hop
 from .publication import Publication
 
 _RENEWAL_SECONDS = 10.0

@@ -13,10 +13,10 @@ from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableErr
 from ...protocol.ids import AdapterId, PeerId
 from ...protocol.messages.adapter_contents import KEEP_SECONDS
 from ...protocol.net.clock import Clock
+from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.records.announcements import Announcement
 from ..concurrency.lanes import Lanes
 from ..concurrency.tasks import Background
-from .backoffs import Backoffs
 from .keeper_calls import KeeperCalls, knows_publications
 from .publication import KeeperError, Publication
 from .upload_places import UploadPlaces
@@ -32,10 +32,10 @@ _RENEWALS_AT_ONCE = 32
 _MAX_KEEPERS = 1000
 """So many peers are remembered for having kept something."""
 
-_FIRST_BACKOFF_SECONDS = 0.9 * RENEWAL_SECONDS
+_FAILING = Backoff(0.9 * RENEWAL_SECONDS, 3600.0)
 """Not tried again before the next renewal, then the one after the next, and so on."""
 
-_BROUGHT_BACKOFF_SECONDS = 10.0
+_BROUGHT = Backoff(10.0, 3600.0)
 """Who was brought one may be restarted at once, and need it again."""
 
 
@@ -65,10 +65,10 @@ class KeeperTasks:
         self._renewals: dict[PeerId, asyncio.Task[None]] = {}
         self._deliveries: dict[PeerId, asyncio.Task[None]] = {}
         self._owed: dict[PeerId, list[Publication]] = defaultdict(list)
-        self._failing = Backoffs[PeerId](clock, _FIRST_BACKOFF_SECONDS)
+        self._failing = Backoffs[PeerId](_FAILING, clock)
         # Who has kept something, and how fast it took that; who did so last is the last.
         self._keepers: dict[PeerId, float] = {}
-        self._brought = Backoffs[tuple[PeerId, AdapterId]](clock, _BROUGHT_BACKOFF_SECONDS)
+        self._brought = Backoffs[tuple[PeerId, AdapterId]](_BROUGHT, clock)
 
     def begin(
         self, publication: Publication, peer: Announcement

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...protocol.spans import Span
-from .ways import Column, Table
+from .distances import Column, Table
 
 MOST_COMPARED = 256
 """How many peers are compared with each other, edge by edge; with more, a choice is made before."""

@@ -20,7 +20,8 @@ from ...protocol.records.coordinates import Coordinate
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span, find_gaps
 from .chain_search import Edges, Offers, choose_compared, find_cheapest_chain
-from .ways import Column, Places, estimate_rtts, measure_edges, read_places
+from .distances import Column, Places, estimate_rtts, measure_edges, read_places
+from .route import Ends, Hop, Route
 
 _MOST_SPEEDUP = 4.0
 """How many times faster than others a peer is believed to be that has not shown it."""
@@ -32,24 +33,6 @@ is no filter: sessions seldom grow to their limit, and what was announced may be
 _PASSING_SECONDS = 0.001
 """What it takes two processes to pass a step along that share a machine: where hops cost nothing, a
 chain would have one for every block."""
-
-
-@dataclass(frozen=True)
-class Hop:
-    """A peer and the span used on it."""
-
-    peer: Announcement
-    span: Span
-
-
-@dataclass(frozen=True)
-class Route:
-    """Hops that cover a span once, in order."""
-
-    hops: tuple[Hop, ...]
-
-    def __str__(self) -> str:
-        return " → ".join(f"{hop.peer.peer_id[-6:]}[{hop.span}]" for hop in self.hops)
 
 
 @dataclass(frozen=True)
@@ -77,21 +60,6 @@ class RoutingCosts:
         """Return what to expect of a peer that was never measured."""
         known = self.rtt_seconds.values()
         return median(known) if known else self.unknown_rtt_seconds
-
-
-@dataclass(frozen=True)
-class Ends:
-    """Who pushes to the first hop of a chain, and to whom the last one does: the client (None), or
-    hops of a route of which only a part is planned.
-    """
-
-    before: Announcement | None = None
-    after: Announcement | None = None
-
-    @property
-    def known(self) -> list[Announcement]:
-        """The peers on both sides."""
-        return [peer for peer in (self.before, self.after) if peer is not None]
 
 
 def plan_route(

@@ -18,15 +18,20 @@ from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
+from ..concurrency.tasks import Closer
 from ..passes.pass_asking import PassAsker
 from ..passes.session_adapter import SessionAdapter
-from ..routing.router import Route
+from ..routing.route import Route
 from ..routing.swarm import Swarm
-from ..session.farewells import Farewells
+from ..session.exchange import Exchange
+from ..session.handoff import Mover, Parts
+from ..session.hop_link import Mailbox
+from ..session.hops import HopFinder
 from ..session.inference_session import InferenceSession
-from ..session.live_hops import LiveHops
-from ..session.route_opening import SessionFacts
+from ..session.push_plan import PushPlan
 from ..session.session import RemoteSession
+from ..session.standby import Standbys
+from ..session.state import SessionFacts, SessionState
 from ..settings.config import ClientConfig, make_whole, read_kv_format
 from ..training.autograd import PassRunner
 from ..training.remote_passes import RemotePasses
@@ -59,6 +64,26 @@ async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directo
     return ChoosingTransport(direct, directory.make_transport()), directory
 
 
+def open_remote_session(
+    state: SessionState,
+    transport: Transport,
+    closer: Closer,
+    kind: type[RemoteSession] = RemoteSession,
+) -> RemoteSession:
+    """Return a session with everything that works beside its steps; hops come with the first."""
+    mailbox = Mailbox()
+    finder, exchange = HopFinder(state, transport, mailbox), Exchange(state, mailbox, closer)
+    plan = PushPlan(state, exchange, mailbox)
+    session = kind(state, finder, exchange, plan, mailbox)
+    parts = Parts(session, finder, exchange, plan, mailbox)
+    state.observers.append(Mover(parts))
+    if state.config.standby:
+        standbys = Standbys(parts)
+        state.observers.append(standbys)
+        session.rely_on(standbys)
+    return session
+
+
 class Client:
     """A member of one model's swarm that does not serve. Close it, or use it in a `with` block.
 
@@ -75,7 +100,7 @@ class Client:
         self._directory = directory
         self._hidden_size = hidden_size
         self._config = config
-        self._farewells = Farewells()
+        self._closer = Closer()
         self._secret = secrets.token_bytes(16)
         self._asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
         self._passes = RemotePasses(self._asker, SystemClock())
@@ -162,7 +187,7 @@ class Client:
         def open_remote() -> RemoteSession:
             facts = SessionFacts(
                 SessionId(secrets.token_bytes(16)),
-                self._swarm.view.model_id,
+                self._swarm.book.view.model_id,
                 span,
                 self._hidden_size,
                 max_length,
@@ -170,15 +195,8 @@ class Client:
                 known_format,
                 sent,
             )
-            hops = LiveHops(
-                facts,
-                self._swarm,
-                self._transport,
-                SystemClock(),
-                self._config,
-                self._farewells,
-            )
-            return RemoteSession(hops)
+            state = SessionState(facts, self._swarm, SystemClock(), self._config)
+            return open_remote_session(state, self._transport, self._closer)
 
         return InferenceSession(open_remote, self._portal)
 
@@ -195,17 +213,17 @@ class Client:
     @property
     def view(self) -> SwarmView:
         """The newest known announcements; sends no request."""
-        return self._swarm.view
+        return self._swarm.book.view
 
     @property
     def avoided_peers(self) -> frozenset[PeerId]:
         """Peers in quarantine after a failure; they are used only if there are no others."""
-        return self._swarm.avoided
+        return self._swarm.book.avoided
 
     @property
     def missing_blocks(self) -> tuple[Span, ...]:
         """The blocks that no peer serves, by the newest known announcements; sends no request."""
-        return self._swarm.view.gaps
+        return self._swarm.book.view.gaps
 
     def plan_route(self, span: Span, needed_kv_tokens: float = 0.0) -> Route:
         """Read the directory and return a route that a session might take now.
@@ -233,7 +251,7 @@ class Client:
 
     async def _leave(self) -> None:
         try:
-            await self._farewells.finish()
+            await self._closer.finish()
             await self._passes.close()
             await self._transport.close()
         finally:

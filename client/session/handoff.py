@@ -1,78 +1,390 @@
 """Moves hops of a session to other peers while those that are leaving still serve it.
 
-An understudy is brought to the state of the hop in the background, and takes its place between two
-steps.
+An understudy is another peer that is brought to the state of a hop in use, beside it, while tokens
+go on. It gets what the hop got from the log of the hop before, which then pushes to both, or from
+the client's log where the client sends to the hop itself. Between two steps it takes the place of
+the hop. A hot standby is an understudy that stays; see `standby.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, replace
+from typing import Protocol
 from weakref import WeakSet
 
-from ...protocol.errors import RouteError, ShoalError, UnavailableError
-from ...protocol.ids import PeerId
-from ..routing.blame import LostHopError
-from ..routing.router import Hop
-from ..trace.trace import Move
-from .asking import BrokenSegmentError
-from .live_hops import LiveHops
-from .route_opening import LiveHop
-from .understudy import CannotMoveError, Understudy, read_failure
-from .wiring import StartOverError
-
-if TYPE_CHECKING:
-    from .session import RemoteSession
+from ...protocol.errors import (
+    RefusedError,
+    RemoteProtocolError,
+    RouteError,
+    ShoalError,
+    UnavailableError,
+)
+from ...protocol.ids import PeerId, SessionId
+from ...protocol.messages.session import Mirror, NextHop, Status
+from ...protocol.net.retry import Backoff, Retry
+from ...protocol.versions import HANDOFF_VERSION
+from ..routing.deadlines import WakefulTimeout
+from ..routing.peer_book import LostHopError
+from ..routing.route import Ends
+from ..trace.trace import Handoff, Observer
+from .exchange import Exchange, merge_pieces
+from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Question, StartOverError
+from .hops import HopFinder
+from .push_plan import PushPlan
+from .state import SessionState
 
 _logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 2.0
+_AGAIN = Backoff(0.1, 2.0)
 """Between attempts to move: there may be no replica with room, and peers must not be stormed."""
+
+_LAST_STEP_SECONDS = 0.25
+"""How long a step may be held up for an understudy that lacks the newest one. The hop before pushed
+that to both, so it is about to be done."""
+
+_NEVER = 2**63
+"""A sequence that no step reaches: an understudy pushes nothing."""
+
+
+class SteppedSession(Protocol):
+    """What is done beside the steps of a session; see `RemoteSession`."""
+
+    state: SessionState
+
+    @property
+    def position(self) -> int:
+        """Index of the next token."""
+        ...
+
+    @property
+    def live_hops(self) -> Sequence[LiveHop]:
+        """The hops in use with their links and logs."""
+        ...
+
+    def between_steps(self) -> AbstractAsyncContextManager[list[LiveHop]]:
+        """Hold up the next step; gives the hops, and those that are in it afterwards are used."""
+        ...
+
+    def note_handoff(self, handoff: Handoff, started_at: float) -> None:
+        """Note that a hop was moved to another peer, between two steps."""
+        ...
 
 
 @dataclass(frozen=True)
-class Handoff:
-    """One planned change of hop, for whoever watches.
+class Parts:
+    """A session, and what its hops are found, asked and linked with."""
 
-    `seconds` runs from the beginning of the move to its end; for `stall_seconds` of them the
-    session could take no step.
+    session: SteppedSession
+    finder: HopFinder
+    exchange: Exchange
+    plan: PushPlan
+    mailbox: Mailbox
+
+
+class CannotMoveError(UnavailableError):
+    """Nobody can be brought to the state of a hop."""
+
+
+class Understudy:
+    """A hop that is not in use yet, `new`, and the hop `live` whose place it is to take.
+
+    `before` pushes to both, or None where the client sends to them itself; the live hop pushes to
+    `after`. Made anew for each attempt; `end` has to be called, and a `new` that is not used is to
+    be hung up on.
     """
 
-    left: Hop
-    replacement: Hop
-    position: int
-    seconds: float
-    stall_seconds: float
+    def __init__(self, parts: Parts, live: LiveHop) -> None:
+        self.live = live
+        self.new = LiveHop(live.hop, None, live.log, is_log_whole=live.is_log_whole)
+        self.before: LiveHop | None = None
+        self.after: LiveHop | None = None
+        self.following: NextHop | None = None
+        """How the hop before knows the new one."""
+        self._parts = parts
+        self._state = parts.session.state  # of the session; that of the new hop is another one
+        self._twin = self._state.make_twin()
+        self._mailbox = Mailbox()
+        self._finder = parts.finder.make_twin(self._twin, self._mailbox)
+        self._exchange = parts.exchange.make_twin(self._twin, self._mailbox)
+        self._tail: list[Question] = []  # what the live hop was sent and the new one was not
+        self._mirrored_sequence = 0  # the hop before pushes to both what is behind this step
+        self._num_replayed = 0
+
+    def survey(self, hops: Sequence[LiveHop]) -> None:
+        """See who is around the hop and has what it was sent; call it between two steps.
+
+        Raises CannotMoveError where nobody has, UnavailableError where hops are lost.
+        """
+        live = self.live
+        self._mirrored_sequence = self._state.last_sequence
+        self.before, self.after = self.find_neighbours(hops)
+        if self.before is None:
+            if not live.is_log_whole:
+                raise CannotMoveError("what it was sent is in no log")
+        elif self.before.hop.peer.max_version < HANDOFF_VERSION:
+            raise CannotMoveError("the peer before it pushes to one other only")
+        live.tails.append(self._tail)
+        self.new.log = live.log.copy()
+
+    def find_neighbours(self, hops: Sequence[LiveHop]) -> tuple[LiveHop | None, LiveHop | None]:
+        """Return who pushes to the hop, and to whom it pushes. Raises UnavailableError."""
+        if self.live not in hops:
+            raise UnavailableError("the hop was replaced meanwhile")
+        index = hops.index(self.live)
+        before = hops[index - 1] if index > 0 and hops[index - 1].feeds else None
+        after = hops[index + 1] if self.live.feeds else None
+        if any(live is not None and live.link is None for live in (before, self.live, after)):
+            raise UnavailableError("a hop was lost meanwhile")
+        return before, after
+
+    def fits(self, hops: Sequence[LiveHop]) -> bool:
+        """Return whether who pushes where around the live hop is as it was surveyed.
+
+        Another hop behind it makes no difference, none, or one for the first time, does.
+        """
+        try:
+            before, after = self.find_neighbours(hops)
+        except UnavailableError:
+            return True  # a step will find replacements
+        return before is self.before and (after is None) == (self.after is None)
+
+    async def prepare(self, exclude: Collection[PeerId]) -> None:
+        """Open a session at another peer and bring it to about the state of the live hop.
+
+        Raises CannotMoveError where it never will work, RouteError where nobody else is there, and
+        LostHopError or BrokenSegmentError where it did not work with that peer, `new.hop.peer`.
+        """
+        self.new.hop = await self._finder.find_replica(self.live.hop, exclude, self._ends)
+        self._plan()
+        await self._finder.open_link(self.new, self._state.make_deadline())
+        await self._rehearse()
+
+    @property
+    def _ends(self) -> Ends | None:
+        """Who is around the hop in a chain; None in a star."""
+        if not self.live.capability:
+            return None
+        before, after = (live and live.hop.peer for live in (self.before, self.after))
+        return Ends(before, after)
+
+    def end(self) -> None:
+        """Take down nothing more of what the live hop is sent."""
+        tails = self.live.tails
+        self.live.tails = [tail for tail in tails if tail is not self._tail]
+
+    def _plan(self) -> None:
+        """Settle who is to push to whom. Raises LostHopError where they cannot."""
+        new, before, after = self.new, self.before, self.after
+        if not self.live.capability:
+            return
+        can_feed = self._parts.plan.can_feed
+        if (
+            new.hop.peer.max_version < HANDOFF_VERSION
+            or (before is not None and not can_feed(before.hop, new.hop))
+            or (after is not None and not can_feed(new.hop, after.hop))
+        ):
+            raise LostHopError(new.hop, "the peer cannot stand between the hops around")
+        new.capability = self._twin.make_capability(new.hop.span)
+        if after is not None:
+            new.feeds, new.next = True, self._name(after, _NEVER)
+
+    def _name(self, live: LiveHop, first_sequence: int = 0) -> NextHop:
+        if live.link is None:
+            raise UnavailableError("a hop was lost meanwhile")
+        peer, capability = live.hop.peer, self._twin.make_capability(live.hop.span)
+        return NextHop(
+            peer.peer_id,
+            peer.endpoints,
+            live.link.session,
+            self._twin.epoch,
+            capability,
+            first_sequence,
+        )
+
+    async def _rehearse(self) -> None:
+        """Bring the new hop to about the state of the old one, while tokens go on."""
+        if self.before is None:
+            await self._replay()
+            while self._has_much_to_follow:
+                await self._follow()
+            return
+        self._mailbox.expect_replay(self.session_id)
+        self.following = self._name(self.new)
+        status = await self._mirror(self.before, self.following)
+        if status.num_replayed == 0:
+            raise CannotMoveError("the peer before it has not kept what it pushed")
+        self._mirrored_sequence = max(self._mirrored_sequence, status.done_sequence)
+        self._num_replayed = status.num_replayed
+        await self.wait_for(self._num_replayed)
+
+    @property
+    def session_id(self) -> SessionId:
+        """The id of the session at the new hop."""
+        assert self.new.link is not None
+        return self.new.link.session
+
+    @property
+    def _has_much_to_follow(self) -> bool:
+        """Whether what the new hop lacks is more than one token, which it may be given when the
+        next step is held up for it: a piece of a prompt takes long.
+        """
+        return sum(question.hidden_BTH.shape[1] for question in self._tail) > 1
+
+    async def _replay(self) -> None:
+        pieces = self.new.log.plan_replay()
+        for question in merge_pieces(pieces, self._state.max_piece_tokens):
+            await self._exchange.ask([self.new], question, is_replay=True)
+
+    async def _mirror(self, before: LiveHop, following: NextHop) -> Status:
+        """Have the hop before push to the new one as well; it is not lost when that fails."""
+        if before.link is None:
+            raise UnavailableError("a hop was lost meanwhile")
+        message = Mirror(before.link.session, self._state.epoch, following)
+        return await self._parts.exchange.ask_status(before, message)
+
+    async def _follow(self) -> None:
+        """Have the new hop take the oldest step that only the live one has taken."""
+        question = self._tail[0]
+        await self._exchange.ask([self.new], replace(question, last_token_only=True, is_piece=True))
+        hidden_BTH = question.hidden_BTH
+        self.new.log.append(
+            question.position,
+            hidden_BTH.shape[1],
+            hidden_BTH,
+            question.row_map,
+            question.is_decoded,
+        )
+        self._tail.pop(0)
+
+    async def follow_all(self) -> None:
+        """Have the new hop take every step that only the live one has taken."""
+        while self._tail:
+            await self._follow()
+
+    async def wait_for(self, sequence: int) -> None:
+        """Wait until the new hop has done a step that the hop before pushed to it.
+
+        Raises LostHopError. Nobody is blamed where nothing comes: it may be any of the two, and the
+        hop before is in use.
+        """
+        num_tokens = self._state.num_rows * self._parts.session.position
+        seconds = self._exchange.choose_timeout_seconds([self.new], num_tokens)
+        pushing = [] if self.before is None else [self.before, self.new]
+        try:
+            with self._exchange.pushing(pushing, num_tokens) as pushing_seconds:
+                seconds += pushing_seconds
+                async with WakefulTimeout(seconds):
+                    await self._hear(sequence)
+        except TimeoutError:
+            detail = f"no replay arrived within {seconds:.1f} s"
+            raise LostHopError(self.new.hop, detail) from None
+
+    async def _hear(self, sequence: int) -> None:
+        while self._mailbox.take_output(self.session_id, sequence) is None:
+            await self.check()
+            await self._mailbox.wait()
+
+    async def check(self) -> None:
+        """Raise LostHopError where the new hop has said that something is wrong."""
+        error = self._mailbox.trouble(self.session_id)
+        if isinstance(error, UnavailableError | RemoteProtocolError | RefusedError):
+            raise await self._exchange.lose(self.new, error) from error
+
+    async def catch_up(self) -> None:
+        """Wait until the new hop lacks no more than the step under way, while tokens go on."""
+        if self.before is None:
+            return
+        while (last_done := self._state.last_sequence - 1) > self._mirrored_sequence:
+            await self.wait_for(last_done)
+            if last_done == self._state.last_sequence - 1:
+                return
+
+    @property
+    def newest_sequence(self) -> int:
+        """The number under which the new hop does the newest step, or the end of its replay."""
+        newest = self._state.last_sequence
+        return newest if newest > self._mirrored_sequence else self._num_replayed
+
+    async def is_ready(self) -> bool:
+        """Have the new hop do what is left; return whether it has all that the live one has.
+
+        Call it between two steps.
+        """
+        if self.before is None:
+            await self.follow_all()
+            return True
+        try:
+            async with WakefulTimeout(_LAST_STEP_SECONDS):
+                await self._hear(self.newest_sequence)
+        except TimeoutError:
+            return False
+        return True
+
+    def check_stays(self) -> None:
+        """Raise LostHopError where the peer of the new hop is about to stop."""
+        assert self.new.link is not None
+        if self.new.link.is_leaving:
+            raise LostHopError(self.new.hop, "its peer will stop soon")
+
+    async def take_over(self, after: LiveHop | None, sequence: int) -> bool:
+        """Put the new hop into the place of a lost one, with a step under way.
+
+        Returns False where it is lost itself, or the hop before has stopped pushing to it. Raises
+        BrokenSegmentError when one of the others is lost. The link of the new hop is hung up then.
+        """
+        parts, new = self._parts, self.new
+        if new.link is None or self._mailbox.trouble(self.session_id) is not None:
+            return False
+        if not new.capability:
+            return True
+        new.link.listen(parts.mailbox)
+        has_taken = False
+        try:
+            if after is None:
+                parts.mailbox.expect(self.session_id, sequence)
+                # It may have answered already: to nobody, until now.
+                newest = self._mailbox.take_output(self.session_id, sequence)
+                if newest is not None:
+                    parts.mailbox.put(self.session_id, newest.output, newest.num_bytes)
+            has_taken = await parts.plan.promote(new, self.before, self.following, after, sequence)
+        finally:
+            if not has_taken:
+                await parts.exchange.hang_up(new)
+        return has_taken
 
 
-class Mover:
+def read_failure(task: asyncio.Task[None]) -> None:
+    """Say what ended a task in the background that nobody expected."""
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _logger.error("%s has failed", task.get_name(), exc_info=error)
+
+
+class Mover(Observer):
     """Moves the hops of one session whose peers are leaving, one at a time.
 
-    Owned by the session: `look` begins a task where there is something to do, `stop` ends it.
+    It begins a task when a peer says that it leaves, and after each step while one still does.
     """
 
-    def __init__(self, driver: LiveHops, session: RemoteSession) -> None:
-        self._driver = driver
-        self._session = session
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._moving: asyncio.Task[None] | None = None
         self._is_stopped = False
         # Weak: a hop that the session drops takes its log with it.
         self._rooted = WeakSet[LiveHop]()  # those that cannot be moved
         self._tried = WeakSet[LiveHop]()  # those that could not yet: others come before them
         self._left: set[PeerId] = set()  # who ever said that it leaves
-        self.handoffs: list[Handoff] = []
-        driver.notify(self._begin)
 
-    def look(self, hops: Sequence[LiveHop]) -> None:
+    def note_step(self) -> None:
         """Begin to move those of the hops that have to leave, unless that is under way."""
-        if any(_is_leaving(live) for live in hops):
-            self._begin()
+        if any(_is_leaving(live) for live in self._parts.session.live_hops):
+            self.note_leaving()
 
-    def _begin(self) -> None:
+    def note_leaving(self) -> None:
+        """Begin to move the hops whose peers leave, unless that is under way."""
         if not self._is_stopped and (self._moving is None or self._moving.done()):
             self._moving = asyncio.create_task(self._move_all(), name="moving hops")
             self._moving.add_done_callback(read_failure)
@@ -86,11 +398,11 @@ class Mover:
 
     async def _move_all(self) -> None:
         tried: set[PeerId] = set()
-        pause_seconds = _FIRST_PAUSE_SECONDS
+        retry = Retry(_AGAIN, self._parts.session.state.clock)
         while (move := await self._plan_move()) is not None:
             span = move.live.hop.span
             try:
-                self.handoffs.append(await move.run(tried))
+                await move.run(tried)
             except CannotMoveError as error:
                 _logger.info("blocks %s stay where they are: %s", span, error)
                 self._rooted.add(move.live)
@@ -99,16 +411,16 @@ class Mover:
                 self._tried.add(move.live)
                 if isinstance(error, RouteError):
                     tried.clear()  # one of them may have room by now
-                await asyncio.sleep(pause_seconds)
-                pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                retry.note_failure()
+                await retry.pause()
             else:
                 _logger.info("moved blocks %s", span)
                 tried.clear()
-                pause_seconds = _FIRST_PAUSE_SECONDS
+                retry.reset()
 
     async def _plan_move(self) -> _Move | None:
         """Return the move of the first hop that has to leave and can."""
-        async with self._session.between_steps() as hops:
+        async with self._parts.session.between_steps() as hops:
             leaving = [live for live in hops if _is_leaving(live)]
             movable = [live for live in leaving if live not in self._rooted]
             if not movable:
@@ -118,32 +430,30 @@ class Mover:
             fresh = [live for live in movable if live not in self._tried]
             if not fresh:
                 self._tried.clear()
-            return _Move(self._driver, self._session, (fresh or movable)[0], self._left)
+            return _Move(self._parts, (fresh or movable)[0], self._left)
 
 
 class _Move:
     """One attempt to move one hop."""
 
-    def __init__(
-        self, driver: LiveHops, session: RemoteSession, live: LiveHop, leaving: set[PeerId]
-    ) -> None:
+    def __init__(self, parts: Parts, live: LiveHop, leaving: set[PeerId]) -> None:
         self.live = live
-        self._driver = driver
-        self._session = session
+        self._parts = parts
         self._leaving = leaving
-        self._understudy = Understudy(driver, session, live)
+        self._understudy = Understudy(parts, live)
 
-    async def run(self, tried: set[PeerId]) -> Handoff:
+    async def run(self, tried: set[PeerId]) -> None:
         """Put another hop into the place of this one.
 
         Adds to `tried` the other peer where it did not work with that one. Raises CannotMoveError
         where it never will, RouteError where nobody else is there, and else what went wrong.
         """
-        clock, live, understudy = self._driver.clock, self.live, self._understudy
+        session, live, understudy = self._parts.session, self.live, self._understudy
+        clock = session.state.clock
         started_at = clock.now()
         has_moved = False
         try:
-            async with self._session.between_steps() as hops:
+            async with self._parts.session.between_steps() as hops:
                 understudy.survey(hops)
             await understudy.prepare(self._leaving | tried)
             position, stall_seconds = await self._switch()
@@ -154,16 +464,14 @@ class _Move:
             raise
         finally:
             understudy.end()
-            await self._driver.hang_up(live if has_moved else understudy.new)
-        new = understudy.new.hop
-        if (recorder := self._driver.recorder) is not None:
-            step = recorder.step
-            recorder.add(Move(step, started_at, ended_at, new, live.hop, position, stall_seconds))
-        return Handoff(live.hop, new, position, ended_at - started_at, stall_seconds)
+            await self._parts.exchange.hang_up(live if has_moved else understudy.new)
+        seconds, new = ended_at - started_at, understudy.new.hop
+        session.note_handoff(Handoff(live.hop, new, position, seconds, stall_seconds), started_at)
 
     async def _switch(self) -> tuple[int, float]:
         """Put the new hop into place between two steps; return where, and how long that took."""
-        clock, session, understudy = self._driver.clock, self._session, self._understudy
+        session, understudy = self._parts.session, self._understudy
+        clock = session.state.clock
         while True:
             await understudy.catch_up()
             async with session.between_steps() as hops:
@@ -178,23 +486,23 @@ class _Move:
             await understudy.wait_for(newest)
 
     async def _take_place(self) -> None:
-        driver, understudy = self._driver, self._understudy
+        parts, understudy = self._parts, self._understudy
         new = understudy.new
         assert new.link is not None
         if not new.capability:
             return
-        new.link.listen(driver.mailbox)
+        new.link.listen(parts.mailbox)
         try:
-            await driver.wiring.hand_over(
+            await parts.plan.hand_over(
                 new,
                 understudy.before,
                 understudy.following,
                 understudy.after,
-                driver.last_sequence + 1,
+                parts.session.state.last_sequence + 1,
             )
         except BaseException:
             # Who pushes where is not known any more: the next step begins with a failover.
-            await driver.hang_up(self.live)
+            await parts.exchange.hang_up(self.live)
             raise
 
 

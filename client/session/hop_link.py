@@ -1,11 +1,17 @@
-"""One hop of one session on the wire: open it, ask one step at a time, check what comes back."""
+"""One hop of a session: its streams, what its peer has said, and the log of what it was sent."""
+
+from __future__ import annotations
 
 import asyncio
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from ...protocol import versions
+from torch import Tensor
+
+from ...kernels.wire_tensors import decode_as, encode_as
 from ...protocol.errors import (
     LocalProtocolError,
     RemoteProtocolError,
@@ -13,44 +19,164 @@ from ...protocol.errors import (
     SilentError,
     UnavailableError,
 )
-from ...protocol.ids import NO_CAPABILITY, ClientToken, ModelId
+from ...protocol.ids import NO_CAPABILITY, Capability, ClientToken, SessionId
 from ...protocol.limits import MAX_FRAME_BYTES
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import (
     Attach,
     Close,
+    Declined,
     Gap,
     Leaving,
+    NextHop,
     Open,
     Opened,
     Output,
     Queued,
+    Status,
     Step,
-    Welcome,
 )
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import (
-    StaleAnnouncementError,
-    check_answer,
-    choose_lane,
-    dial,
-    greet,
-    receive,
-)
+from ...protocol.net.dialling import check_answer, choose_lane, make_refusal, open_greeted, receive
 from ...protocol.net.transport import Lane, Stream, Transport
+from ...protocol.session.recovery_log import RecoveryLog
+from ...protocol.spans import Span
+from ...protocol.tensors import WireDtype, WireTensor
 from ...protocol.wire.codec import decode_frame, encode_frame
 from ..routing.deadlines import WakefulTimeout
-from ..routing.router import Hop
-from ..trace.trace import QuestionWatch
-from .mailbox import Mailbox
+from ..routing.peer_book import LostHopError
+from ..routing.route import Ends, Hop
 
 _GOODBYE_SECONDS = 1.0
 """How long saying Close may take: a stream that is stuck is hung up on without."""
 
-
 _MAX_UNREAD = 16
 """Messages of a peer that nobody has read yet. It is asked one question at a time."""
+
+_MAX_STATUSES = 8
+"""Answers of one hop that are kept: nobody waits any more for those before."""
+
+
+class GapError(UnavailableError):
+    """A hop has not got what stands before a step."""
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """An output, and the size of the frame that brought it."""
+
+    output: Output
+    num_bytes: int
+
+
+class Mailbox:
+    """Filled by the links of a session, read by whoever waits for one of its hops."""
+
+    def __init__(self) -> None:
+        self._expected: set[tuple[SessionId, int]] = set()
+        self._replays: dict[SessionId, Arrived | None] = {}
+        self._outputs: dict[tuple[SessionId, int], Arrived] = {}
+        self._statuses: dict[tuple[SessionId, int], Status] = {}
+        self._num_asked: Counter[SessionId] = Counter()
+        self._num_told: Counter[SessionId] = Counter()
+        self._troubles: dict[SessionId, ShoalError] = {}
+        self._news: asyncio.Event = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Mailbox: {len(self._outputs)} outputs, {len(self._troubles)} troubles>"
+
+    def expect(self, session: SessionId, sequence: int) -> None:
+        """Keep the output of a step when it comes; others are dropped."""
+        self._expected.add((session, sequence))
+
+    def newest_expected(self, session: SessionId) -> int:
+        """Return the number of the newest step whose output is expected; 0 where there is none."""
+        return max((number for known, number in self._expected if known == session), default=0)
+
+    def expect_replay(self, session: SessionId) -> None:
+        """Keep the newest output of a new hop until its replay is over: its length is not known."""
+        self._replays[session] = None
+
+    def end_replay(self, session: SessionId) -> None:
+        """Drop what came of a replay: its end was all that counts."""
+        self._replays.pop(session, None)
+
+    def take_output(self, session: SessionId, sequence: int) -> Arrived | None:
+        """Return the output of a step if it is here."""
+        arrived = self._outputs.pop((session, sequence), None)
+        if arrived is not None:
+            self._expected.discard((session, sequence))
+            return arrived
+        newest = self._replays.get(session)
+        return newest if newest is not None and newest.output.sequence >= sequence else None
+
+    def expect_status(self, session: SessionId) -> int:
+        """Note that a hop is asked how it is; return the number of that question."""
+        self._num_asked[session] += 1
+        return self._num_asked[session]
+
+    def find_status(self, session: SessionId, number: int) -> Status | None:
+        """Return what a hop answered to a question, once it has."""
+        return self._statuses.pop((session, number), None)
+
+    def trouble(self, session: SessionId) -> ShoalError | None:
+        """Return what is wrong at a hop, the first that was heard of it."""
+        return self._troubles.get(session)
+
+    def forgive(self, *sessions: SessionId) -> None:
+        """Forget what was wrong: it has been seen to."""
+        for session in sessions:
+            self._troubles.pop(session, None)
+
+    def forget(self, session: SessionId) -> None:
+        """Drop everything of a hop that is no longer part of the session."""
+        self.forgive(session)
+        self._replays.pop(session, None)
+        for known in (self._num_asked, self._num_told):
+            known.pop(session, None)
+        self._statuses = {key: value for key, value in self._statuses.items() if key[0] != session}
+        self._expected = {key for key in self._expected if key[0] != session}
+        self._outputs = {key: value for key, value in self._outputs.items() if key[0] != session}
+
+    def forget_steps(self) -> None:
+        """Expect nothing more: the step under way is over."""
+        self._expected.clear()
+        self._outputs.clear()
+
+    def put(self, session: SessionId, message: Message, num_bytes: int) -> None:
+        """Take in what a hop has said."""
+        if isinstance(message, Declined):
+            self.put_trouble(session, make_refusal(message))
+        elif isinstance(message, Gap) and message.session == session:
+            self.put_trouble(session, GapError(f"the prefix ends at token {message.length}"))
+        elif isinstance(message, Status) and message.session == session:
+            self._num_told[session] += 1
+            number = self._num_told[session]
+            self._statuses[session, number] = message
+            self._statuses.pop((session, number - _MAX_STATUSES), None)
+        elif isinstance(message, Output) and message.session == session:
+            key = session, message.sequence
+            if key in self._expected:
+                self._outputs[key] = Arrived(message, num_bytes)
+            elif session in self._replays:
+                self._replays[session] = Arrived(message, num_bytes)
+        else:
+            name = type(message).__name__
+            self.put_trouble(session, RemoteProtocolError(f"a hop said {name} unasked"))
+        self._news.set()
+
+    def put_trouble(self, session: SessionId, error: ShoalError) -> None:
+        """Note what is wrong at a hop; the first counts, the rest follows from it."""
+        self._troubles.setdefault(session, error)
+        self._news.set()
+
+    async def wait(self) -> None:
+        """Wait until there is something new since the last wait of anybody."""
+        news = self._news
+        await news.wait()
+        if news is self._news:
+            self._news = asyncio.Event()
 
 
 @dataclass(frozen=True)
@@ -74,6 +200,7 @@ class HopLink:
         self._opening = opening
         self._client = client
         self._interactive = stream
+        self._answering = stream  # the one on which the newest step is answered
         self._bulk: Stream | None = None
         self._bulk_capability = NO_CAPABILITY  # the one that was shown there
         self._listening: asyncio.Task[None] | None = None
@@ -96,7 +223,7 @@ class HopLink:
         cls, transport: Transport, clock: Clock, hop: Hop, opening: Open, client: ClientToken,
         timeout_seconds: float, on_queued: Callable[[float], None] = lambda seconds: None,
         prompts: Sequence[PassPiece] = (),
-    ) -> tuple["HopLink", LinkFacts]:  # fmt: skip
+    ) -> tuple[HopLink, LinkFacts]:  # fmt: skip
         """Dial a peer and open a session for the hop's span, under the name of `client`.
 
         Its deep `prompts` follow. A peer without room may take as long as `opening` allows;
@@ -108,11 +235,12 @@ class HopLink:
         async with AsyncExitStack() as undo:
             try:
                 async with WakefulTimeout(timeout_seconds) as timeout:
-                    stream = await _dial(transport, hop, Lane.INTERACTIVE, timeout_seconds)
+                    stream, rtt_seconds = await open_greeted(
+                        transport, clock, hop.peer, hop.span, Lane.INTERACTIVE, timeout_seconds,
+                        client, opening,
+                    )  # fmt: skip
                     undo.push_async_callback(stream.close)
                     link = cls(transport, clock, hop, opening, client, stream)
-                    welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
-                    check_welcome(welcome, hop, opening.model_id)
                     for piece in prompts:
                         await stream.send(encode_frame(piece))
                     opened = await receive(stream, link.name, opening.session)
@@ -128,43 +256,11 @@ class HopLink:
             undo.pop_all()
             return link, LinkFacts(rtt_seconds, opened.queue_seconds, opened.free_kv_tokens)
 
-    async def step(
-        self,
-        step: Step,
-        timeout_seconds: float,
-        carrying_seconds: float = 0.0,
-        watch: QuestionWatch | None = None,
-    ) -> Output:
-        """Ask one step and return its checked answer; `watch` hears when the frames go and come.
-
-        The timeout begins when the transport has taken the step; what it has still to carry then,
-        and the answer, may take `carrying_seconds` more. Raises SilentError after that,
-        UnavailableError when the stream broke or the peer lost the prefix, RefusedError when the
-        peer declined, RemoteProtocolError when its answer does not fit the question.
-        """
-        frame = encode_frame(step)
-        if watch is not None:
-            watch.note_encoded(len(frame))
-        try:
-            async with WakefulTimeout(timeout_seconds + carrying_seconds) as timeout:
-                stream = await self._choose_stream(choose_lane(step, len(frame)))
-                await stream.send(frame)
-                timeout.restart(timeout_seconds + carrying_seconds)
-                on_frame = _ignore if watch is None else watch.note_arrived
-                answer = await self._receive_answer(stream, on_frame)
-        except TimeoutError as error:
-            raise SilentError(
-                f"{self.name} did not answer within {timeout_seconds + carrying_seconds:.1f} s"
-            ) from error
-        if isinstance(answer, Gap):
-            raise UnavailableError(f"{self.name} lost the prefix of the session")
-        return self.check_output(step, answer)
-
     def listen(self, mailbox: Mailbox | None = None) -> None:
         """Hear everything that the peer says from now on, until `close`, also between questions.
 
         It goes into a mailbox, from now on into another one if there was one; where there is none,
-        `step` finds its answers.
+        `receive` finds the answers.
         """
         self._mailbox = mailbox
         if self._listening is None:
@@ -196,33 +292,54 @@ class HopLink:
                 raise RemoteProtocolError(f"{self.name} says more than it was asked")
             self._answers.put_nowait((message, num_bytes))
 
-    async def _receive_answer(self, stream: Stream, on_frame: Callable[[int], None]) -> Message:
-        if self._listening is None or stream is not self._interactive:
-            return await receive(stream, self.name, self.session, on_frame)
-        answer = await self._answers.get()
-        if isinstance(answer, ShoalError):
-            raise answer
-        message, num_bytes = answer
-        self._unread_bytes -= num_bytes
-        on_frame(num_bytes)
-        return check_answer(message, self.name, self.session)
-
-    async def send(self, message: Message, timeout_seconds: float, carrying: float = 0.0) -> int:
+    async def send(self, message: Message, timeout_seconds: float) -> int:
         """Say something without waiting for an answer; return the bytes of its frame.
 
         Raises SilentError when the peer does not take it in time, UnavailableError when the
-        stream is broken.
+        stream is broken, and what dialling another one raises.
         """
         frame = encode_frame(message)
         is_step = isinstance(message, Step)
         lane = choose_lane(message, len(frame)) if is_step else Lane.INTERACTIVE
         try:
-            async with asyncio.timeout(timeout_seconds + carrying), self._sending:
+            async with WakefulTimeout(timeout_seconds), self._sending:
                 stream = await self._choose_stream(lane)
                 await stream.send(frame)
         except TimeoutError as error:
             raise SilentError(f"{self.name} does not read what is sent") from error
+        self._answering = stream
         return len(frame)
+
+    async def receive(self, timeout_seconds: float) -> Arrived:
+        """Return the output of the step that was sent last, where it goes into no mailbox.
+
+        Raises SilentError, UnavailableError when the stream broke or the peer lost the prefix,
+        RefusedError when the peer declined, RemoteProtocolError for anything but an output.
+        """
+        try:
+            async with WakefulTimeout(timeout_seconds):
+                answer, num_bytes = await self._receive()
+        except TimeoutError as error:
+            raise SilentError(
+                f"{self.name} did not answer within {timeout_seconds:.1f} s"
+            ) from error
+        if isinstance(answer, Gap):
+            raise UnavailableError(f"{self.name} lost the prefix of the session")
+        if not isinstance(answer, Output):
+            raise RemoteProtocolError(f"{self.name} answered a step with something else")
+        return Arrived(answer, num_bytes)
+
+    async def _receive(self) -> tuple[Message, int]:
+        if self._listening is None or self._answering is not self._interactive:
+            sizes: list[int] = []
+            message = await receive(self._answering, self.name, self.session, sizes.append)
+            return message, sizes[0]
+        answer = await self._answers.get()
+        if isinstance(answer, ShoalError):
+            raise answer
+        message, num_bytes = answer
+        self._unread_bytes -= num_bytes
+        return check_answer(message, self.name, self.session), num_bytes
 
     async def close(self) -> None:
         """Tell the peer that the session is over and hang up. Never raises."""
@@ -244,50 +361,138 @@ class HopLink:
         if lane is Lane.INTERACTIVE:
             return self._interactive
         if self._bulk is None:
-            self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
-            welcome, _ = await greet(self._bulk, self.name, self._clock, self._client)
-            check_welcome(welcome, self.hop, self._opening.model_id)
+            peer, span = self.hop.peer, self.hop.span
+            self._bulk, _ = await open_greeted(
+                self._transport, self._clock, peer, span, Lane.BULK, 5.0, self._client
+            )
         if self._bulk_capability != self.capability:
             attach = Attach(self.session, self._opening.epoch, self.capability)
             await self._bulk.send(encode_frame(attach))
             self._bulk_capability = self.capability
         return self._bulk
 
-    def check_output(self, step: Step, answer: Message) -> Output:
+    def check_output(self, step: Step, output: Output) -> Output:
         """Return the answer to a step; raises RemoteProtocolError if it is none."""
         num_tokens = 1 if step.last_token_only else step.hidden.tokens
         expected = (step.hidden.rows, num_tokens, step.hidden.width)
         if (
-            not isinstance(answer, Output)
-            or (answer.session, answer.sequence) != (step.session, step.sequence)
-            or answer.hidden.shape != expected
-            or answer.hidden.dtype is not self._opening.dtype
+            (output.session, output.sequence) != (self.session, step.sequence)
+            or output.hidden.shape != expected
+            or output.hidden.dtype is not self._opening.dtype
         ):
             raise RemoteProtocolError(f"{self.name} answered a step with something else")
-        return answer
-
-
-async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: float) -> Stream:
-    return await dial(transport, hop.peer.peer_id, hop.peer.doors, lane, timeout_seconds)
+        return output
 
 
 def _do_nothing() -> None:
     """Be told of a peer that leaves while nobody minds."""
 
 
-def _ignore(num_bytes: int) -> None:
-    """Be told of a frame while nobody watches."""
+@dataclass(frozen=True)
+class Question:
+    """What a segment is asked; see `messages.Step` for the fields."""
+
+    hidden_BTH: Tensor
+    position: int
+    row_map: tuple[int, ...] | None = None
+    is_decoded: bool = False
+    last_token_only: bool = False
+    is_piece: bool = False
+    sequence: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows times tokens."""
+        return self.hidden_BTH.shape[0] * self.hidden_BTH.shape[1]
 
 
-def check_welcome(welcome: Welcome, hop: Hop, model_id: ModelId) -> None:
-    """Raise StaleAnnouncementError or RemoteProtocolError unless the peer is what it announced."""
-    if welcome.peer_id != hop.peer.peer_id:
-        raise StaleAnnouncementError(f"another peer answers for …{hop.peer.peer_id[-6:]}")
-    if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
-        raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} chose an unsupported version")
-    if welcome.model_id == model_id and not welcome.span.covers(hop.span):
-        raise StaleAnnouncementError(
-            f"peer …{hop.peer.peer_id[-6:]} announced blocks {hop.span} and serves {welcome.span}"
-        )
-    if welcome.model_id != model_id:
-        raise StaleAnnouncementError(f"peer …{hop.peer.peer_id[-6:]} now serves another model")
+@dataclass(eq=False)
+class LiveHop:
+    """A hop in use: its link, None once lost, and a log of everything that was sent to it.
+
+    Hops of which each `feeds` the next are a segment of the route; in a star every hop is one of
+    its own. The log of the first of them is complete, unless `is_log_whole` says otherwise; the
+    others were sent nothing from here. Without a `capability` nobody may push to the hop.
+    While others are being brought to its state, `tails` hold what was sent to it since.
+    `answered_at`, of the last of a segment, is in seconds of the client's clock.
+    """
+
+    hop: Hop
+    link: HopLink | None
+    log: RecoveryLog[Tensor]
+    feeds: bool = False
+    is_log_whole: bool = True
+    capability: Capability = NO_CAPABILITY
+    next: NextHop | None = None
+    tails: list[list[Question]] = field(default_factory=list)
+    answered_at: float = -math.inf
+
+    @property
+    def open_link(self) -> HopLink:
+        """The link of a hop that was not lost."""
+        assert self.link is not None
+        return self.link
+
+
+@dataclass(frozen=True)
+class Place:
+    """Blocks of a session that need hops, and what is there around them.
+
+    The hop `before` has pushed what the lost ones got, or, without one, the client's `log` tells.
+    Steps with the sequences `pending` are under way; those of them that are missing are pushed to
+    the hop `after`, which has all that is older, and nothing newer than `newest_sequence`.
+    """
+
+    span: Span
+    log: RecoveryLog[Tensor]
+    pending: tuple[int, ...]
+    position: int = 0
+    before: LiveHop | None = None
+    after: LiveHop | None = None
+    newest_sequence: int = 0
+
+    @property
+    def ends(self) -> Ends:
+        """The peers on both sides."""
+        before, after = (live and live.hop.peer for live in (self.before, self.after))
+        return Ends(before, after)
+
+    @property
+    def neighbours(self) -> list[LiveHop]:
+        """The hops on both sides."""
+        return [live for live in (self.before, self.after) if live is not None]
+
+
+class BrokenSegmentError(Exception):
+    """Hops of a segment were lost, or the link behind the one at index `cut`."""
+
+    def __init__(self, lost: Sequence[LostHopError], cut: int | None = None) -> None:
+        super().__init__(str(lost[0]) if lost else "a link between two peers does not work")
+        self.lost = lost
+        self.cut = cut
+
+
+class StartOverError(Exception):
+    """Nobody has kept what lost hops had got: everything is sent through all hops again."""
+
+
+def cut_segments(hops: Sequence[LiveHop]) -> list[list[LiveHop]]:
+    """Return the hops of a route in runs, of which each pushes to the next."""
+    segments: list[list[LiveHop]] = [[]]
+    for live in hops:
+        segments[-1].append(live)
+        if not live.feeds:
+            segments.append([])
+    return [segment for segment in segments if segment]
+
+
+def to_wire(hidden_BTH: Tensor, dtype: WireDtype) -> WireTensor:
+    """Return hidden states as they travel, converted to the wire's dtype."""
+    rows, tokens, width = hidden_BTH.shape
+    data = encode_as(dtype.name, hidden_BTH)
+    return WireTensor(dtype, rows, tokens, width, data)
+
+
+def from_wire(tensor: WireTensor) -> Tensor:
+    """Return the hidden states of a wire tensor, in its dtype; in float32 where that is int8."""
+    return decode_as(tensor.dtype.name, tensor.data, tensor.shape)

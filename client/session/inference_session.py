@@ -11,14 +11,12 @@ from torch import Tensor
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
 from ..concurrency.portal import Portal
-from ..routing.router import Hop
+from ..routing.route import Hop
 from ..settings.config import make_whole
-from ..trace.trace import Recorder
+from ..trace.trace import Failover, Handoff, Recorder
 from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
-from .handoff import Handoff
-from .mending import Failover
-from .route_opening import Waiting
 from .session import RemoteSession
+from .state import Waiting
 
 
 class InferenceSession:
@@ -67,7 +65,7 @@ class InferenceSession:
     @property
     def max_length(self) -> int:
         """Maximum number of tokens per row."""
-        return self._remote.max_tokens
+        return self._remote.state.facts.max_tokens
 
     @property
     def position(self) -> int:
@@ -115,7 +113,7 @@ class InferenceSession:
             self.check_is_idle()
             at = self.position if position is None else make_whole("position", position)
             twin = InferenceSession(self._open_remote, self._portal)
-            twin._remote.prompts_LBPH = self._remote.prompts_LBPH
+            twin._remote.state.prompts_LBPH = self._remote.state.prompts_LBPH
             try:
                 self._portal.run(self._remote.fork_into(twin._remote, at))
             except BaseException:
@@ -152,17 +150,17 @@ class InferenceSession:
     @property
     def num_blocks(self) -> int:
         """Number of blocks that the session runs through."""
-        return len(self._remote.span)
+        return len(self._remote.state.facts.span)
 
     @property
     def waiting(self) -> Waiting | None:
         """The peer in whose queue the session waits, with the estimated time, or None."""
-        return self._remote.waiting
+        return self._remote.state.waiting
 
     @property
     def sought(self) -> Span | None:
         """The blocks whose peer was lost and not yet replaced, or None."""
-        return self._remote.sought
+        return self._remote.state.sought
 
     @property
     def spans_without_replica(self) -> tuple[Span, ...]:
@@ -195,7 +193,7 @@ class InferenceSession:
     def record(self, recorder: Recorder | None) -> None:
         """Record everything that the session does from now on; None stops recording."""
         self._recorder = recorder
-        self._remote.record(recorder)
+        self._remote.state.record(recorder)
 
     @contextmanager
     def claim(self) -> Iterator[None]:
@@ -277,7 +275,7 @@ class InferenceSession:
             self._make_rows(hidden_BTH.shape[0])
             self._take_prompts(prompts, hidden_BTH)
         row_map = self._compose(hypo_ids)
-        check_rows_stay(self._remote.prompts_LBPH, row_map)
+        check_rows_stay(self._remote.state.prompts_LBPH, row_map)
         if hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 0:
             self._remote.check_rows(hidden_BTH.shape[0], row_map)
             self._row_map = row_map
@@ -305,7 +303,7 @@ class InferenceSession:
     def _take_prompts(self, prompts: Tensor | None, hidden_BTH: Tensor) -> None:
         """Let the text that begins with this step have deep prompts: peers get them with `Open`."""
         if prompts is not None:
-            check_prompts(prompts, len(self._remote.span), hidden_BTH)
+            check_prompts(prompts, len(self._remote.state.facts.span), hidden_BTH)
             if self.position > 0:
                 raise UsageError(
                     f"deep prompts belong to the beginning of a text, and {self.position} tokens "
@@ -314,12 +312,12 @@ class InferenceSession:
         if self.position > 0 or hidden_BTH.shape[1] == 0:
             return
         shared = None if prompts is None else share_prompts(prompts)
-        if are_same(shared, self._remote.prompts_LBPH):
+        if are_same(shared, self._remote.state.prompts_LBPH):
             return
         if self.hops:
             with self.beginning_anew():
                 self._num_rows = hidden_BTH.shape[0]
-        self._remote.prompts_LBPH = shared
+        self._remote.state.prompts_LBPH = shared
 
     @contextmanager
     def beginning_anew(self) -> Iterator[None]:
@@ -331,7 +329,7 @@ class InferenceSession:
         with self._closing_lock:
             self._check_open()
             self._remote, self._num_rows, self._row_map = self._open_remote(), None, None
-            self._remote.record(self._recorder)
+            self._remote.state.record(self._recorder)
         used = before[0]
         try:
             yield

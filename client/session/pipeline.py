@@ -7,14 +7,19 @@ import itertools
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from torch import Tensor
 
-from ..routing.blame import Refusals
-from .asking import BrokenSegmentError, Question
-from .live_hops import LiveHops
-from .route_opening import LiveHop
-from .wiring import StartOverError, cut_segments
+from ...protocol.net.retry import Backoff, Retry
+from ...protocol.spans import Span
+from ..routing.peer_book import Fault, Trouble
+from .hop_link import BrokenSegmentError, LiveHop, Place, Question, StartOverError, cut_segments
+from .state import SessionState
+
+_AGAIN = Backoff(0.05, 1.0, jitter_fraction=0.25)
+"""Between replacements of one hop, of which the first is looked for at once: peers that open and
+then fail must not be stormed."""
 
 _LEAST_PIECE_TOKENS = 128
 """Rows times tokens below which a piece is not worth its frame."""
@@ -45,13 +50,20 @@ def choose_piece_tokens(
     return 2 ** (max(most_tokens, 1).bit_length() - 1)
 
 
-@dataclass
-class Trouble:
-    """What one place of a pipeline has seen since it last got a piece through."""
+class Asked(Protocol):
+    """How a pipeline asks segments; see `Exchange`."""
 
-    refusals: Refusals = field(default_factory=Refusals)
-    deadline: float | None = None
-    pause_seconds: float = 0.0
+    def check_links(self, segment: Sequence[LiveHop]) -> None:
+        """Raise BrokenSegmentError for the hops that were lost before."""
+        ...
+
+    async def send(self, segment: Sequence[LiveHop], question: Question) -> None:
+        """Send a question into a segment. Raises BrokenSegmentError."""
+        ...
+
+    async def receive(self, segment: Sequence[LiveHop], question: Question) -> Tensor:
+        """Return the answer to a question that was sent. Raises BrokenSegmentError."""
+        ...
 
 
 @dataclass(eq=False)
@@ -66,7 +78,7 @@ class Stretch:
     num_sent: int = 0
     newest_sent: int = 0
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    trouble: Trouble = field(default_factory=Trouble)
+    trouble: Trouble | None = None
 
     @property
     def pending(self) -> tuple[int, ...]:
@@ -89,6 +101,28 @@ class Stretch:
         sent = itertools.islice(self.waiting, self.num_sent)
         return any(piece.last_token_only and piece.hidden_BTH.shape[1] > 1 for piece in sent)
 
+    def note_trouble(self, state: SessionState) -> Trouble:
+        """Return what is noted of hops that are lost here; time for others runs from the first."""
+        if self.trouble is None:
+            retry = Retry(_AGAIN, state.clock, state.make_deadline(), state.rng)
+            self.trouble = Trouble(retry)
+        return self.trouble
+
+    def find_place(self, start: int, stop: int) -> Place:
+        """Return the place of hops, by a half-open range of indices, or one between two of them."""
+        before = self.hops[start - 1] if start else None
+        after = self.hops[stop] if stop < len(self.hops) else None
+        first, last = self.hops[start], self.hops[max(start, stop - 1)]
+        return Place(
+            Span(first.hop.span.start, last.hop.span.stop),
+            first.log,
+            self.pending,
+            self.position,
+            before,
+            after,
+            self.newest_sequence,
+        )
+
     def find_lost(self) -> tuple[int, int] | None:
         """Return the last run of lost hops, as a half-open range of indices."""
         lost = [index for index, live in enumerate(self.hops) if live.link is None]
@@ -108,9 +142,14 @@ class Pipeline:
     """
 
     def __init__(
-        self, driver: LiveHops, hops: Sequence[LiveHop], pieces: Sequence[Question]
+        self,
+        state: SessionState,
+        exchange: Asked,
+        hops: Sequence[LiveHop],
+        pieces: Sequence[Question],
     ) -> None:
-        self._driver = driver
+        self._state = state
+        self._exchange = exchange
         self._stretches = [Stretch(segment, deque(), len(pieces)) for segment in cut_segments(hops)]
         self._stretches[0].waiting.extend(pieces)
         self._broken: list[tuple[Stretch, BrokenSegmentError]] = []
@@ -189,8 +228,10 @@ class Pipeline:
             for other in self._stretches:
                 other.ready.set()
             return False
-        self._driver.accuse(stretch.trouble.refusals)
-        stretch.trouble = Trouble()
+        if stretch.trouble is not None:
+            for hop in stretch.trouble.refusals.contradicted:
+                self._state.book.quarantine(hop.peer, Fault.BROKEN)
+            stretch.trouble = None
         stretch.waiting.popleft()
         stretch.num_left -= 1
         first, num_tokens = stretch.hops[0], piece.hidden_BTH.shape[1]
@@ -210,30 +251,28 @@ class Pipeline:
 
     async def _ask(self, stretch: Stretch, is_last: bool) -> Tensor:
         """Return the output of the next piece; into a chain, send some more behind it."""
-
-        def prepare(piece: Question) -> Question:
-            return replace(piece, last_token_only=piece.last_token_only and is_last)
-
-        asking, waiting = self._driver.asking, stretch.waiting
-        if not stretch.hops[0].capability:
-            return await asking.ask(stretch.hops, prepare(waiting[0]))
+        waiting = stretch.waiting
         num_ahead = self._count_ahead(stretch)
         while stretch.num_sent < min(len(waiting), num_ahead):
-            asking.check_links(stretch.hops)
+            self._exchange.check_links(stretch.hops)
             piece = waiting[stretch.num_sent]
             stretch.newest_sent = max(stretch.newest_sent, piece.sequence)
-            await asking.send(stretch.hops, prepare(piece))
+            if piece.last_token_only and not is_last:
+                piece = replace(piece, last_token_only=False)
+            await self._exchange.send(stretch.hops, piece)
             stretch.num_sent += 1
-        output_BTH = await asking.receive(stretch.hops, prepare(waiting[0]))
+        output_BTH = await self._exchange.receive(stretch.hops, waiting[0])
         stretch.num_sent -= 1
         return output_BTH
 
     def _count_ahead(self, stretch: Stretch) -> int:
-        """Return how many pieces may be on their way through a chain.
+        """Return how many pieces may be on their way through a segment.
 
-        One for each hop and one between them will do where hops are near. Far away, many more fit
-        on the lines; together as much as one step may have, so that peers hold no more than that.
+        One where a hop is asked alone. In a chain one for each hop and one between them will do if
+        hops are near. Far away, many more fit on the lines; together as much as one step may have,
+        so that peers hold no more than that.
         """
-        num_rows, num_tokens, _ = stretch.waiting[0].hidden_BTH.shape
-        fitting = self._driver.max_piece_tokens(num_rows) // num_tokens
+        if not stretch.hops[0].capability:
+            return 1
+        fitting = self._state.max_piece_tokens // stretch.waiting[0].hidden_BTH.shape[1]
         return max(len(stretch.hops) + 1, fitting)

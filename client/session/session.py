@@ -1,16 +1,19 @@
-"""Drives one session over a route, in chains or a star, and survives the loss of any hop.
+"""One generation over a route of hops, in chains or a star, that survives the loss of any of them.
 
 The client keeps what it sent to every hop. When a hop is lost, only its span is routed anew: the
 new peer gets the logged prefix in one replay, every other hop keeps its cache, and the step that
 failed goes on where it stopped.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,17 +23,24 @@ from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
-from ..routing.blame import Refusals
-from ..routing.router import Hop
-from ..trace.trace import Recorder, choose_kind
-from .asking import Question
-from .handoff import Handoff, Mover
-from .live_hops import LiveHops, Place
-from .mending import Failover, Mender
-from .pipeline import Pipeline, choose_piece_tokens
-from .route_opening import LiveHop, Waiting
-from .standby import Standbys
-from .wiring import StartOverError
+from ..routing.peer_book import WAS_LOST, LostHopError, Refusals, Trouble
+from ..routing.route import Hop
+from ..trace.trace import Failover, Handoff, choose_kind
+from .exchange import Exchange, merge_pieces
+from .hop_link import (
+    BrokenSegmentError,
+    HopLink,
+    LiveHop,
+    Mailbox,
+    Place,
+    Question,
+    StartOverError,
+    cut_segments,
+)
+from .hops import HopFinder
+from .pipeline import Pipeline, Stretch, choose_piece_tokens
+from .push_plan import PushPlan
+from .state import SessionState
 
 _logger = logging.getLogger(__name__)
 
@@ -38,28 +48,62 @@ _UNKNOWN_SPEED = 1000.0
 """Tokens of a prompt per second, for a peer that does not announce it."""
 
 
+class Reserve(Protocol):
+    """Hops that can take the place of others at once; see `Standbys`."""
+
+    @property
+    def ready(self) -> list[LiveHop]:
+        """The hops that one is there for."""
+        ...
+
+    async def take_over(self, live: LiveHop, place: Place) -> LiveHop | None:
+        """Return what takes the place of a lost hop, None where nothing can.
+
+        Raises BrokenSegmentError when a hop before or after is lost as well.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Give all of them up: what they have is not what the hops will have."""
+        ...
+
+
 class RemoteSession:
     """One generation over the swarm: hidden states of the next tokens in, those behind the last
     block out. Owned by the client's loop; one step at a time.
+
+    What happens besides is told to the observers of its `state`.
     """
 
-    def __init__(self, driver: LiveHops) -> None:
-        self._driver = driver
-        self._facts = driver.facts
-        self._clock = driver.clock
+    def __init__(
+        self,
+        state: SessionState,
+        finder: HopFinder,
+        exchange: Exchange,
+        plan: PushPlan,
+        mailbox: Mailbox,
+    ) -> None:
+        self.state = state
+        self._finder = finder
+        self._exchange = exchange
+        self._plan = plan
+        self._mailbox = mailbox
         self._hops: list[LiveHop] = []
         self._position = 0
-        self._num_rows = 0
         self._is_closed = False
         self._in_use = asyncio.Lock()
         self._cutoff: asyncio.Timeout | None = None  # of the step under way
-        self._mover = Mover(driver, self)
-        self._standbys = Standbys(driver, self) if driver.wants_standbys else None
+        self._reserve: Reserve | None = None
         self.failovers: list[Failover] = []
+        self.handoffs: list[Handoff] = []
 
     def __repr__(self) -> str:
         spans = ", ".join(str(live.hop.span) for live in self._hops) or "not opened"
-        return f"<RemoteSession at {self._position} of {self._facts.max_tokens}, hops {spans}>"
+        return f"<RemoteSession at {self._position} of {self.state.facts.max_tokens}, hops {spans}>"
+
+    def rely_on(self, reserve: Reserve) -> None:
+        """Take lost hops' replacements from a reserve, as far as it has some."""
+        self._reserve = reserve
 
     @property
     def position(self) -> int:
@@ -67,39 +111,9 @@ class RemoteSession:
         return self._position
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens per row that the session may hold."""
-        return self._facts.max_tokens
-
-    @property
-    def span(self) -> Span:
-        """The blocks that it goes through."""
-        return self._facts.span
-
-    @property
-    def prompts_LBPH(self) -> Tensor | None:
-        """What peers add to the inputs of blocks at the first P positions; set before the hops."""
-        return self._driver.prompts_LBPH
-
-    @prompts_LBPH.setter
-    def prompts_LBPH(self, prompts_LBPH: Tensor | None) -> None:
-        self._driver.prompts_LBPH = prompts_LBPH
-
-    @property
-    def waiting(self) -> Waiting | None:
-        """The peer that has no room for the session yet, and how long it expects that to last."""
-        return self._driver.waiting
-
-    @property
-    def sought(self) -> Span | None:
-        """The blocks that were lost and that no peer has taken over yet."""
-        return self._driver.sought
-
-    @property
-    def spans_without_replica(self) -> tuple[Span, ...]:
-        """The blocks for which a hop cannot have a standby."""
-        used = {hop.peer.peer_id for hop in self.hops}
-        return tuple(hop.span for hop in self.hops if not self._driver.has_replica(hop, used))
+    def live_hops(self) -> Sequence[LiveHop]:
+        """The hops in use with their links and logs."""
+        return self._hops
 
     @property
     def hops(self) -> tuple[Hop, ...]:
@@ -107,18 +121,15 @@ class RemoteSession:
         return tuple(live.hop for live in self._hops)
 
     @property
-    def handoffs(self) -> list[Handoff]:
-        """Every planned change of hop so far."""
-        return self._mover.handoffs
-
-    @property
     def standbys(self) -> list[Hop]:
         """The hops for which a hot standby is ready to take over."""
-        return [] if self._standbys is None else [live.hop for live in self._standbys.ready]
+        return [] if self._reserve is None else [live.hop for live in self._reserve.ready]
 
-    def record(self, recorder: Recorder | None) -> None:
-        """Have everything taken down that the session does from now on; None: nothing more."""
-        self._driver.recorder = recorder
+    @property
+    def spans_without_replica(self) -> tuple[Span, ...]:
+        """The blocks for which a hop cannot have a standby."""
+        used = {hop.peer.peer_id for hop in self.hops}
+        return tuple(hop.span for hop in self.hops if not self._finder.has_replica(hop, used))
 
     def rollback(self, position: int) -> None:
         """Forget the tokens from `position` on; the peers hear of it with the next step."""
@@ -127,23 +138,6 @@ class RemoteSession:
                 f"cannot go to position {position}: the session is at {self._position}"
             )
         self._position = position
-
-    async def fork_into(self, twin: "RemoteSession", position: int) -> None:
-        """Let a session that has not begun begin with the first `position` tokens of this one.
-
-        Its hops are those of this one, where the peers copy what they hold; where one does not,
-        the first step replays the log. Raises UsageError when there are fewer tokens, and when this
-        session is closed, or is meanwhile.
-        """
-        async with self._until_closed():
-            if not 0 <= position <= self._position:
-                raise UsageError(
-                    f"cannot fork at token {position}: the session is at {self._position}"
-                )
-            if position == 0:
-                return
-            twin._hops = await twin._driver.fork(self._driver, self._hops, position, self._num_rows)
-            twin._num_rows, twin._position = self._num_rows, position
 
     async def step(
         self,
@@ -156,18 +150,330 @@ class RemoteSession:
 
         Lost hops are replaced on the way. Raises UsageError when the input cannot be part of the
         session, RefusedError when the peers decline, RouteError when nobody serves their blocks in
-        time, or what the last of many peers did
-        that were found and lost again. After an error the session is where it was and the same
-        step may be tried again. UsageError, too, when the session is closed meanwhile.
+        time, or what the last of many peers did that were found and lost again. After an error the
+        session is where it was and the same step may be tried again. UsageError, too, when the
+        session is closed meanwhile.
         """
         self._check_input(hidden_BTH, row_map)
+        moves = None if row_map is None else tuple(row_map)
         async with self._until_closed():
-            recorder = self._driver.recorder
-            if recorder is None:
-                return await self._step(hidden_BTH, row_map, is_decoded, last_token_only)
-            kind, num_tokens = choose_kind(is_decoded), hidden_BTH.shape[1]
-            with recorder.taking_step(kind, self._position, num_tokens):
-                return await self._step(hidden_BTH, row_map, is_decoded, last_token_only)
+            question = Question(hidden_BTH, self._position, moves, is_decoded, last_token_only)
+            with self._recording(question):
+                await self._open(hidden_BTH.shape[0])
+                outputs = await self._take(question)
+            self._position += hidden_BTH.shape[1]
+        if len(outputs) == 1 or last_token_only:
+            return outputs[-1]
+        return torch.cat(outputs, dim=1)
+
+    def _recording(self, question: Question) -> AbstractContextManager[None]:
+        if self.state.recorder is None:
+            return nullcontext()
+        kind, num_tokens = choose_kind(question.is_decoded), question.hidden_BTH.shape[1]
+        return self.state.recorder.taking_step(kind, question.position, num_tokens)
+
+    async def _open(self, num_rows: int) -> None:
+        """Choose the hops and open the session there, with the first step."""
+        if self._hops:
+            return
+        self.state.num_rows = num_rows
+        place = Place(self.state.facts.span, RecoveryLog(), ())
+        try:
+            self._hops = await self._cover(place, self.state.make_deadline(), Refusals())
+        except BaseException:
+            self.state.num_rows = 0
+            raise
+
+    async def _take(self, question: Question) -> list[Tensor]:
+        """Take a step over all hops; from the first token on where nobody else kept those."""
+        is_moving = question.row_map is not None
+        before = [(live, live.log.copy()) for live in self._hops[: None if is_moving else 1]]
+        deadline: float | None = None
+        try:
+            while True:
+                try:
+                    return await self._run(self._cut(question))
+                except StartOverError as error:
+                    _logger.info("sending all tokens again from the first one")
+                    deadline = deadline or self.state.make_deadline()
+                    if self.state.clock.now() > deadline:
+                        message = "hops of the route were lost over and over"
+                        raise UnavailableError(message) from error
+                    await self._exchange.hang_up(*self._hops)
+                    log, position = before[0][1].copy(), question.position
+                    place = Place(self.state.facts.span, log, (), position=position)
+                    self._hops = await self._cover(place, deadline, Refusals())
+        except BaseException:
+            if is_moving:
+                await self._restore(before)
+            raise
+
+    async def _run(self, pieces: Sequence[Question]) -> list[Tensor]:
+        """Take pieces over all hops, replacing those that are lost on the way.
+
+        A hop that took one and is asked again, after an error of the step, rolls back first.
+        """
+        pipeline = Pipeline(self.state, self._exchange, self._hops, pieces)
+        try:
+            while broken := await pipeline.run():
+                for stretch, error in broken:
+                    await self._mend(pipeline, stretch, error)
+            return pipeline.outputs
+        finally:
+            self._hops = pipeline.hops
+            self._exchange.end_step()
+            for observer in self.state.observers:
+                observer.note_step()
+
+    def choose_piece_tokens(self) -> int:
+        """Return how many tokens per row a piece of a prompt should have over the hops in use."""
+        peers = [live.hop.peer for live in self._hops]
+        alone = [live.hop for live in self._hops if not live.capability]
+        return choose_piece_tokens(
+            len(peers),
+            self.state.num_rows,
+            max(map(self.state.rtt_seconds, alone), default=0.0),
+            min(peer.prefill_tokens_per_second or _UNKNOWN_SPEED for peer in peers),
+            self.state.max_piece_tokens,
+        )
+
+    def _cut(self, question: Question) -> list[Question]:
+        """Cut a step into pieces that travel one behind the other; the first moves the rows."""
+        hidden_BTH = self.state.to_wire_dtype(question.hidden_BTH)
+        parts = hidden_BTH.split(self.choose_piece_tokens(), dim=1)
+        positions = accumulate((part.shape[1] for part in parts), initial=question.position)
+        sequences = self.state.number_steps(len(parts))
+        return [
+            replace(
+                question,
+                hidden_BTH=part,
+                position=position,
+                row_map=question.row_map if part is parts[0] else None,
+                is_piece=len(parts) > 1,
+                sequence=sequence,
+            )
+            for part, position, sequence in zip(parts, positions, sequences, strict=False)
+        ]
+
+    async def _mend(self, pipeline: Pipeline, stretch: Stretch, error: BrokenSegmentError) -> None:
+        """Put other hops, with the same cache, into the place of lost ones."""
+        trouble = stretch.note_trouble(self.state)
+        while True:
+            for lost in error.lost:
+                trouble.refusals.note(lost)
+            await trouble.retry.pause()
+            trouble.retry.note_failure()
+            if trouble.retry.remaining_seconds <= 0:
+                # Replacements were found and lost again, over and over.
+                failure = error.lost[0] if error.lost else UnavailableError(str(error))
+                raise failure.__cause__ or failure
+            try:
+                if error.cut is not None:
+                    await self._bridge(pipeline, stretch, error.cut)
+                while (run := stretch.find_lost()) is not None:
+                    await self._replace(pipeline, stretch, run, error, trouble)
+                return
+            except BrokenSegmentError as more:
+                error = more
+
+    async def _bridge(self, pipeline: Pipeline, stretch: Stretch, cut: int) -> None:
+        """Stand between two hops that live and do not reach each other."""
+        place = stretch.find_place(cut + 1, cut + 1)
+        await self._plan.bridge(place)
+        pipeline.replace(stretch, 0, 0, ())
+        _logger.info("carrying tokens to blocks from %d on", place.span.start)
+
+    async def _replace(
+        self,
+        pipeline: Pipeline,
+        stretch: Stretch,
+        run: tuple[int, int],
+        error: BrokenSegmentError,
+        trouble: Trouble,
+    ) -> None:
+        """Put hops into the place of some that stand side by side."""
+        start, stop = run
+        lost, started_at = stretch.hops[start:stop], self.state.clock.now()
+        if start == 0 and not lost[0].is_log_whole:
+            raise StartOverError
+        place = stretch.find_place(start, stop)
+        standby, num_tokens = None, 0
+        if self._reserve is not None and len(lost) == 1:
+            standby = await self._reserve.take_over(lost[0], place)
+        replacements = [] if standby is None else [standby]
+        if not replacements:
+            self.state.sought = place.span
+            try:
+                weights, deadline = lost[0].hop.peer.weights, trouble.retry.deadline
+                replacements = await self._cover(place, deadline, trouble.refusals, weights)
+            finally:
+                self.state.sought = None
+            num_tokens = place.log.length if start == 0 else place.position
+        pipeline.replace(stretch, start, stop, replacements)
+        reasons = {reason.hop: reason for reason in error.lost}
+        for live in lost:
+            reason = reasons.get(live.hop)
+            failover = Failover(
+                live.hop,
+                str(reason or error),
+                tuple(replacement.hop for replacement in replacements),
+                place.position,
+                num_tokens,
+                self.state.clock.now() - started_at,
+                WAS_LOST if reason is None else reason.what_happened,
+            )
+            self._note_failover(failover, started_at)
+
+    def note_handoff(self, handoff: Handoff, started_at: float) -> None:
+        """Note that a hop was moved to another peer, between two steps."""
+        self.handoffs.append(handoff)
+        for observer in self.state.observers:
+            observer.note_handoff(handoff, started_at)
+
+    def _note_failover(self, failover: Failover, started_at: float) -> None:
+        self.failovers.append(failover)
+        for observer in self.state.observers:
+            observer.note_failover(failover, started_at)
+        _logger.info(
+            "replaced blocks %s at token %d: %s",
+            failover.lost.span,
+            failover.position,
+            failover.reason,
+        )
+
+    async def _cover(
+        self, place: Place, deadline: float, refusals: Refusals, preferred: str | None = None
+    ) -> list[LiveHop]:
+        """Return new hops for a place, opened and with what its log tells; see `HopFinder.cover`.
+
+        BrokenSegmentError says that a hop before or after is lost, too, and StartOverError that no
+        log will do.
+        """
+        return await self._finder.cover(place, deadline, refusals, self._bring_up, preferred)
+
+    async def _bring_up(
+        self, hops: list[LiveHop], place: Place, deadline: float, max_wait_seconds: float
+    ) -> None:
+        """Open all hops of a route at once, then have them computed what is behind us."""
+        if place.before is None:
+            hops[0].log = place.log
+        self._plan.plan(hops, place)
+        try:
+            await self._finder.open(hops, deadline, max_wait_seconds)
+            try:
+                await self._plan.admit(place)
+                if place.before is None:
+                    await self._replay(hops)
+                else:
+                    await self._have_replayed(place, hops)
+            except BrokenSegmentError as broken:
+                if any(live.link is None for live in place.neighbours):
+                    raise
+                # Two of them that cannot reach each other are not linked the next time.
+                raise (
+                    broken.lost[0] if broken.lost else LostHopError(hops[0].hop, str(broken))
+                ) from broken
+        except BaseException:
+            await self._exchange.hang_up(*hops)
+            raise
+
+    async def _replay(self, hops: Sequence[LiveHop]) -> None:
+        """Send the first hop's log through all; what comes out of a segment is the next one's."""
+        segments = cut_segments(hops)
+        for segment, following in zip(segments, [*segments[1:], None], strict=True):
+            pieces, is_last = segment[0].log.plan_replay(), following is None
+            for question in merge_pieces(pieces, self.state.max_piece_tokens, is_last):
+                with self._noting_cut(segment):
+                    output_BTH = await self._exchange.ask(segment, question, is_replay=True)
+                if following is not None:
+                    num_tokens, is_decoded = output_BTH.shape[1], question.is_decoded
+                    following[0].log.append(
+                        question.position, num_tokens, output_BTH, None, is_decoded
+                    )
+
+    async def _have_replayed(self, place: Place, hops: Sequence[LiveHop]) -> None:
+        """Have the hop before push to new ones what it has pushed to the lost ones."""
+        assert place.before is not None
+        session = hops[-1].open_link.session
+        self._mailbox.expect_replay(session)
+        num_steps = await self._plan.redirect_to(hops, place)
+        if num_steps:
+            segment = [place.before, *hops]
+            with self._noting_cut(segment):
+                num_tokens = self.state.num_rows * place.position
+                await self._exchange.wait_for_replay(segment, num_steps, num_tokens)
+        self._mailbox.end_replay(session)
+
+    @contextmanager
+    def _noting_cut(self, segment: Sequence[LiveHop]) -> Iterator[None]:
+        """Remember the link between two hops that turn out not to reach each other."""
+        try:
+            yield
+        except BrokenSegmentError as broken:
+            if broken.cut is not None:
+                self._plan.note_cut(segment[broken.cut], segment[broken.cut + 1])
+            raise
+
+    async def fork_into(self, twin: RemoteSession, position: int) -> None:
+        """Let a session that has not begun begin with the first `position` tokens of this one.
+
+        Its hops are those of this one, where the peers copy what they hold. A hop whose peer does
+        not has no link: the first step puts one there that gets the log in a replay. The logs share
+        their tensors. Raises UsageError when there are fewer tokens, and when this session is
+        closed, or is meanwhile.
+        """
+        async with self._until_closed():
+            if not 0 <= position <= self._position:
+                raise UsageError(
+                    f"cannot fork at token {position}: the session is at {self._position}"
+                )
+            if position == 0:
+                return
+            twin.state.begin_fork(self.state)
+            hops = [
+                LiveHop(live.hop, None, live.log.copy(), live.feeds, live.is_log_whole)
+                for live in self._hops
+            ]
+            for live in hops:
+                live.log.rollback(min(position, live.log.length))
+            await twin._open_fork(hops, self._hops, position)
+            twin._hops, twin._position = hops, position
+
+    async def _open_fork(
+        self, hops: Sequence[LiveHop], parents: Sequence[LiveHop], position: int
+    ) -> None:
+        """Open hops with the first tokens of what other sessions hold at the same peers."""
+        self._plan.connect(hops)
+        deadline = self.state.make_deadline()
+
+        async def open_twin(live: LiveHop, link: HopLink) -> None:
+            try:
+                await self._finder.open_link(
+                    live, deadline, parent=link.session, prefix_tokens=position
+                )
+            except LostHopError as lost:
+                _logger.info("replaying blocks %s: %s", live.hop.span, lost)
+
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                for live, parent in zip(hops, parents, strict=True):
+                    if parent.link is not None:
+                        tasks.create_task(open_twin(live, parent.link))
+        except BaseException:
+            await self._exchange.hang_up(*hops)
+            raise
+
+    async def _restore(self, before: Sequence[tuple[LiveHop, RecoveryLog[Tensor]]]) -> None:
+        """Go back to the hops and logs before a step that moved rows and failed.
+
+        A peer cannot undo a row map: every hop that may have applied it gets a replay instead.
+        """
+        if self._reserve is not None:
+            self._reserve.drop()
+        used, self._hops = self._hops, [live for live, _ in before]
+        for live, log in before:
+            live.log = log
+        await self._exchange.hang_up(*used, *self._hops)
 
     @asynccontextmanager
     async def _until_closed(self) -> AsyncIterator[None]:
@@ -190,79 +496,6 @@ class RemoteSession:
         async with self._in_use:
             yield self._hops
 
-    async def _step(
-        self,
-        hidden_BTH: Tensor,
-        row_map: Sequence[int] | None,
-        is_decoded: bool,
-        last_token_only: bool,
-    ) -> Tensor:
-        await self._open(hidden_BTH.shape[0])
-        before = [] if row_map is None else [(live, live.log.copy()) for live in self._hops]
-        moves = None if row_map is None else tuple(row_map)
-        question = Question(hidden_BTH, self._position, moves, is_decoded, last_token_only)
-        try:
-            outputs = await self._take(question)
-        except BaseException:
-            if row_map is not None:
-                await self._restore(before)
-            raise
-        self._position += hidden_BTH.shape[1]
-        if len(outputs) == 1 or last_token_only:
-            return outputs[-1]
-        return torch.cat(outputs, dim=1)
-
-    async def _open(self, num_rows: int) -> None:
-        """Choose the hops and open the session there, with the first step."""
-        if not self._hops:
-            place = Place(self._facts.span, RecoveryLog(), ())
-            self._hops = await self._driver.cover(
-                place, num_rows, self._driver.make_deadline(), Refusals()
-            )
-            self._num_rows = num_rows
-
-    def choose_piece_tokens(self) -> int:
-        """Return how many tokens per row a piece of a prompt should have over the hops in use."""
-        peers = [live.hop.peer for live in self._hops]
-        alone = [live.hop.peer.peer_id for live in self._hops if not live.capability]
-        return choose_piece_tokens(
-            len(peers),
-            self._num_rows,
-            max(map(self._driver.rtt_seconds, alone), default=0.0),
-            min(peer.prefill_tokens_per_second or _UNKNOWN_SPEED for peer in peers),
-            self._driver.max_piece_tokens(self._num_rows),
-        )
-
-    def _cut(self, question: Question) -> list[Question]:
-        """Cut a step into pieces that travel one behind the other; the first moves the rows."""
-        hidden_BTH = self._driver.to_wire_dtype(question.hidden_BTH)
-        parts = hidden_BTH.split(self.choose_piece_tokens(), dim=1)
-        positions = accumulate((part.shape[1] for part in parts), initial=question.position)
-        sequences = self._driver.number_steps(len(parts))
-        return [
-            replace(
-                question,
-                hidden_BTH=part,
-                position=position,
-                row_map=question.row_map if part is parts[0] else None,
-                is_piece=len(parts) > 1,
-                sequence=sequence,
-            )
-            for part, position, sequence in zip(parts, positions, sequences, strict=False)
-        ]
-
-    async def _restore(self, before: Sequence[tuple[LiveHop, RecoveryLog[Tensor]]]) -> None:
-        """Go back to the hops and logs before a step that moved rows and failed.
-
-        A peer cannot undo a row map: every hop that may have applied it gets a replay instead.
-        """
-        if self._standbys is not None:
-            self._standbys.drop()
-        used, self._hops = self._hops, [live for live, _ in before]
-        for live, log in before:
-            live.log = log
-        await self._driver.hang_up(*used, *self._hops)
-
     async def close(self) -> None:
         """End a step that is under way, then free the caches on all hops.
 
@@ -272,24 +505,23 @@ class RemoteSession:
         if self._cutoff is not None:
             self._cutoff.reschedule(asyncio.get_running_loop().time())
             self._cutoff = None
-        await self._mover.stop()
-        if self._standbys is not None:
-            await self._standbys.stop()
+        for observer in list(self.state.observers):
+            await observer.stop()
         async with self._in_use:
             await self._hang_up()
-            if self._standbys is not None:
-                await self._standbys.stop()  # those that the step gave up
+            for observer in list(self.state.observers):
+                await observer.stop()  # what the step gave up
 
     async def _hang_up(self) -> None:
         hops, self._hops = self._hops, []
-        await self._driver.hang_up(*hops)
+        await self._exchange.hang_up(*hops)
 
     def check_rows(self, num_rows: int, row_map: Sequence[int] | None) -> None:
         """Raise UsageError unless a step of so many rows can be part of the session."""
         if num_rows > MAX_BATCH_ROWS:
             raise UsageError(f"a session has at most {MAX_BATCH_ROWS} rows, not {num_rows}")
-        if self._num_rows and num_rows != self._num_rows:
-            raise UsageError(f"the session has {self._num_rows} rows, the step has {num_rows}")
+        if self.state.num_rows and num_rows != self.state.num_rows:
+            raise UsageError(f"the session has {self.state.num_rows} rows, the step has {num_rows}")
         if row_map is not None and (
             len(row_map) != num_rows or not all(0 <= row < num_rows for row in row_map)
         ):
@@ -301,9 +533,9 @@ class RemoteSession:
 
     def _check_input(self, hidden_BTH: Tensor, row_map: Sequence[int] | None) -> None:
         self._check_open()
-        if hidden_BTH.dim() != 3 or hidden_BTH.shape[2] != self._facts.hidden_size:
+        if hidden_BTH.dim() != 3 or hidden_BTH.shape[2] != self.state.facts.hidden_size:
             raise UsageError(
-                f"hidden states have shape [rows, tokens, {self._facts.hidden_size}], "
+                f"hidden states have shape [rows, tokens, {self.state.facts.hidden_size}], "
                 f"got {list(hidden_BTH.shape)}"
             )
         num_rows, num_tokens, _ = hidden_BTH.shape
@@ -312,45 +544,10 @@ class RemoteSession:
         self.check_rows(num_rows, row_map)
         if not hidden_BTH.is_floating_point():
             raise UsageError(f"hidden states are floating point numbers, not {hidden_BTH.dtype}")
-        if self._position + num_tokens > self._facts.max_tokens:
+        if self._position + num_tokens > self.state.facts.max_tokens:
             raise UsageError(
                 f"Maximum length exceeded: {self._position} tokens and {num_tokens} new ones are "
-                f"more than the session's {self._facts.max_tokens}"
+                f"more than the session's {self.state.facts.max_tokens}"
             )
         if not has_only_finite(hidden_BTH):
             raise UsageError("the hidden states contain NaN or infinity")
-
-    async def _take(self, question: Question) -> list[Tensor]:
-        """Take a step over all hops; from the first token on where nobody else kept those."""
-        log = self._hops[0].log.copy()
-        deadline: float | None = None
-        while True:
-            try:
-                return await self._run(self._cut(question))
-            except StartOverError as error:
-                _logger.info("sending all tokens again from the first one")
-                deadline = deadline or self._driver.make_deadline()
-                if self._clock.now() > deadline:
-                    raise UnavailableError("hops of the route were lost over and over") from error
-                await self._driver.hang_up(*self._hops)
-                place = Place(self._facts.span, log.copy(), (), position=question.position)
-                self._hops = await self._driver.cover(place, self._num_rows, deadline, Refusals())
-
-    async def _run(self, pieces: Sequence[Question]) -> list[Tensor]:
-        """Take pieces over all hops, replacing those that are lost on the way.
-
-        A hop that took one and is asked again, after an error of the step, rolls back first.
-        """
-        pipeline = Pipeline(self._driver, self._hops, pieces)
-        mender = Mender(self._driver, pipeline, self._num_rows, self.failovers, self._standbys)
-        try:
-            while broken := await pipeline.run():
-                for stretch, error in broken:
-                    await mender.mend(stretch, error)
-            return pipeline.outputs
-        finally:
-            self._hops = pipeline.hops
-            self._driver.asking.end_step()
-            self._mover.look(self._hops)
-            if self._standbys is not None:
-                self._standbys.look(self._hops)

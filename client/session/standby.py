@@ -7,40 +7,33 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from ...protocol.errors import RouteError, ShoalError, UnavailableError
 from ...protocol.ids import PeerId
-from ..routing.blame import LostHopError
+from ...protocol.net.retry import Backoff, Retry
 from ..routing.deadlines import WakefulTimeout
-from .asking import BrokenSegmentError
-from .live_hops import LiveHops, Place
-from .route_opening import LiveHop
-from .understudy import CannotMoveError, Understudy, read_failure
-from .wiring import StartOverError
-
-if TYPE_CHECKING:
-    from .session import RemoteSession
+from ..routing.peer_book import LostHopError
+from ..trace.trace import Observer
+from .handoff import CannotMoveError, Parts, Understudy, read_failure
+from .hop_link import BrokenSegmentError, LiveHop, Place, StartOverError
 
 _logger = logging.getLogger(__name__)
 
-_FIRST_PAUSE_SECONDS = 0.1
-_LONGEST_PAUSE_SECONDS = 10.0
+_AGAIN = Backoff(0.1, 10.0)
 """Between attempts to find a standby: there may be no replica with room."""
 
 _CATCH_UP_SECONDS = 0.5
 """How long a step may wait for a standby that lacks some steps; a replay is the other way."""
 
 
-class Standbys:
+class Standbys(Observer):
     """The standbys of one session, one for each of its hops where there is a replica.
 
-    Owned by the session: `look` begins and ends tasks as the hops change, `stop` ends all.
+    It begins and ends tasks as the hops change, after each step; `stop` ends all.
     """
 
-    def __init__(self, driver: LiveHops, session: RemoteSession) -> None:
-        self._driver = driver
-        self._session = session
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
         self._standbys: dict[LiveHop, _Standby] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._is_stopped = False
@@ -50,17 +43,18 @@ class Standbys:
         """The hops whose standby could take over now."""
         return [live for live, standby in self._standbys.items() if standby.is_ready]
 
-    def look(self, hops: Sequence[LiveHop]) -> None:
-        """Keep a standby for each of these hops, and for no others."""
+    def note_step(self) -> None:
+        """Keep a standby for each of the hops that are in use now, and for no others."""
         if self._is_stopped:
             return
+        hops = self._parts.session.live_hops
         known = list(self._standbys.items())
         for live in [live for live, standby in known if not standby.fits(hops)]:
             self._end(self._standbys.pop(live))
         used = {live.hop.peer.peer_id for live in hops}
         for live in hops:
             if live not in self._standbys:
-                self._standbys[live] = _Standby(self._driver, self._session, live)
+                self._standbys[live] = _Standby(self._parts, live)
             self._standbys[live].look(used)
 
     def drop(self) -> None:
@@ -101,9 +95,8 @@ class Standbys:
 class _Standby:
     """The standby of one hop: looked for, kept up, and looked for again when it is lost."""
 
-    def __init__(self, driver: LiveHops, session: RemoteSession, live: LiveHop) -> None:
-        self._driver = driver
-        self._session = session
+    def __init__(self, parts: Parts, live: LiveHop) -> None:
+        self._parts = parts
         self._live = live
         self._used: set[PeerId] = set()
         self._tried: set[PeerId] = set()
@@ -111,7 +104,7 @@ class _Standby:
         self._is_taken = False
         self._following = asyncio.Lock()
         self._news = asyncio.Event()
-        self._pause_seconds = _FIRST_PAUSE_SECONDS
+        self._retry = Retry(_AGAIN, parts.session.state.clock)
         self._task = asyncio.create_task(self._run(), name="keeping a standby")
         self._task.add_done_callback(read_failure)
 
@@ -158,7 +151,7 @@ class _Standby:
         try:
             await self.end()
         except asyncio.CancelledError:
-            await self._driver.hang_up(understudy.new)
+            await self._parts.exchange.hang_up(understudy.new)
             raise
         return understudy.new
 
@@ -169,24 +162,24 @@ class _Standby:
             except CannotMoveError as error:
                 # It may have been for want of room.
                 _logger.info("blocks %s have no standby: %s", self._live.hop.span, error)
-                self._pause_seconds = _LONGEST_PAUSE_SECONDS
+                self._retry.wait_longest()
             except (ShoalError, BrokenSegmentError, StartOverError) as error:
                 _logger.info("blocks %s have no standby yet: %s", self._live.hop.span, error)
                 if isinstance(error, RouteError):
                     self._tried.clear()  # one of them may have room by now
-            await asyncio.sleep(self._pause_seconds)
-            self._pause_seconds = min(2 * self._pause_seconds, _LONGEST_PAUSE_SECONDS)
+            self._retry.note_failure()
+            await self._retry.pause()
 
     async def _keep(self) -> None:
         """Bring a peer to the state of the hop and keep it there; raises what ends that."""
-        understudy = Understudy(self._driver, self._session, self._live)
+        understudy = Understudy(self._parts, self._live)
         try:
-            async with self._session.between_steps() as hops:
+            async with self._parts.session.between_steps() as hops:
                 self._check_stays()
                 understudy.survey(hops)
             await understudy.prepare(self._used | self._tried)
             self._understudy = understudy
-            self._pause_seconds = _FIRST_PAUSE_SECONDS
+            self._retry.reset()
             await self._follow(understudy)
         except (LostHopError, BrokenSegmentError):
             self._tried.add(understudy.new.hop.peer.peer_id)
@@ -195,7 +188,7 @@ class _Standby:
             self._understudy = None
             understudy.end()
             if not self._is_taken:
-                await self._driver.hang_up(understudy.new)
+                await self._parts.exchange.hang_up(understudy.new)
 
     def _check_stays(self) -> None:
         """Raise UnavailableError where the hop moves: the one before pushes to one more at most."""

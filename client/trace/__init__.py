@@ -1,4 +1,5 @@
-"""Where the time of a text went: events of each step, their summary, and a file for Perfetto.
+"""What happens in a session: events for observers, a recorder, their summary, a file for Perfetto.
+Nothing here changes what a session does.
 
 Read first: trace.py.
 """

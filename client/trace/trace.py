@@ -1,4 +1,4 @@
-"""What every step of a session spent its time on: typed events, and who takes them down.
+"""What happens in a session and what its steps spent their time on: events, observers, a recorder.
 
 Clocks of peers are not the client's: a peer says only how long a step waited and was computed
 there. Those two durations are put inside of the time between question and answer; what they leave
@@ -14,8 +14,72 @@ from itertools import chain, takewhile
 from ...protocol.messages.session import HopSeconds, Output
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
-from ..routing.router import Hop
+from ..routing.route import Hop
 from .intervals import measure_covered
+
+
+@dataclass(frozen=True)
+class Failover:
+    """One unplanned change of hop.
+
+    `seconds` runs from the moment the loss was noticed until the replacement was ready.
+    """
+
+    lost: Hop
+    reason: str
+    replacements: tuple[Hop, ...]
+    position: int
+    num_replayed_tokens: int
+    seconds: float
+    what_happened: str = "was lost"
+    """In a few words, behind the name of the lost peer; `reason` has all of them."""
+
+    @property
+    def changed_weights(self) -> str | None:
+        """The format of other weights that computes from here on, None while it is the same.
+
+        Only peers of the same format compute the same to the last bit.
+        """
+        before = self.lost.peer.weights
+        others = (hop.peer.weights for hop in self.replacements)
+        return next((weights for weights in others if weights != before), None)
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """One planned change of hop.
+
+    `seconds` runs from the beginning of the move to its end; for `stall_seconds` of them the
+    session could take no step.
+    """
+
+    left: Hop
+    replacement: Hop
+    position: int
+    seconds: float
+    stall_seconds: float
+
+
+class Observer:
+    """Hears what happens in a session, on the client's loop; must not raise.
+
+    An observer overrides what it minds. Handoffs, standbys and traces are observers.
+    """
+
+    def note_leaving(self) -> None:
+        """Hear that the peer of a hop will stop soon."""
+
+    def note_step(self) -> None:
+        """Hear that a step is over, whether it was taken or failed; the hops may be others."""
+
+    def note_failover(self, failover: Failover, started_at: float) -> None:
+        """Hear that a lost hop was replaced."""
+
+    def note_handoff(self, handoff: Handoff, started_at: float) -> None:
+        """Hear that a hop was moved to another peer."""
+
+    async def stop(self) -> None:
+        """End what is under way beside the steps, for good: the session is closed."""
 
 
 class Kind(StrEnum):
@@ -250,7 +314,7 @@ class QuestionWatch:
         )
 
 
-class Recorder:
+class Recorder(Observer):
     """Takes down what one session does, for as long as it is the session's observer.
 
     Filled on the client's loop, one step at a time; read by `make_trace` at any moment.
@@ -273,6 +337,35 @@ class Recorder:
     def add(self, event: Event) -> None:
         """Take down what has just ended."""
         self._events.append(event)
+
+    def note_failover(self, failover: Failover, started_at: float) -> None:
+        """Take down a failover."""
+        self.add(
+            Replacement(
+                self.step,
+                started_at,
+                started_at + failover.seconds,
+                failover.lost,
+                failover.replacements,
+                failover.reason,
+                failover.position,
+                failover.num_replayed_tokens,
+            )
+        )
+
+    def note_handoff(self, handoff: Handoff, started_at: float) -> None:
+        """Take down a handoff."""
+        self.add(
+            Move(
+                self.step,
+                started_at,
+                started_at + handoff.seconds,
+                handoff.replacement,
+                handoff.left,
+                handoff.position,
+                handoff.stall_seconds,
+            )
+        )
 
     def end(self) -> None:
         """Note that nothing more is to come."""

@@ -7,7 +7,7 @@ side: a client makes and reads one frame at a time, a hop has one question at a 
 from collections.abc import Iterator
 from typing import Any
 
-from ..routing.router import Hop
+from ..routing.route import Hop
 from .trace import (
     Event,
     Exchange,

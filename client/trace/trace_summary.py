@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...protocol.spans import Span
-from ..routing.router import Hop
+from ..routing.route import Hop
 from .intervals import measure_covered
 from .trace import (
     Exchange,

@@ -25,7 +25,7 @@ from ..passes.microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, h
 from ..passes.pass_asking import PassAsker
 from ..passes.pass_failovers import PassFailover
 from ..publishing.publisher import Publisher
-from ..routing.router import Hop
+from ..routing.route import Hop
 
 
 @dataclass(frozen=True)

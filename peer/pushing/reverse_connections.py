@@ -19,6 +19,7 @@ from ...protocol.messages.offers import Parked, make_offer
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet, receive, refuse_large_frames
 from ...protocol.net.directory import Directory
+from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import FrameGate, Lane, Stream, StreamServer, Transport
 from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
@@ -37,8 +38,7 @@ _OFFER_SECONDS = 10.0
 _SETTLED_SECONDS = 5.0
 """Who keeps a stream for less, or does not take it, is offered one later and later."""
 
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 30.0
+_AGAIN = Backoff(1.0, 30.0)
 """Not more: whoever has a peer break a stream that it uses keeps others from the edge as well."""
 
 _LAST_WORDS_SECONDS = 1.0
@@ -160,7 +160,7 @@ class ReverseConnections:
 
     async def _keep_parked(self, host: Announcement, lane: Lane) -> None:
         """Have one stream parked at a peer, always; a peer that does not keep it has some rest."""
-        pause_seconds = _FIRST_PAUSE_SECONDS
+        retry = Retry(_AGAIN, self._clock)
         while True:
             began_at = self._clock.now()
             try:
@@ -172,9 +172,9 @@ class ReverseConnections:
                 self._parked.discard((host.peer_id, lane))
                 _logger.exception("parking a stream at …%s failed", host.peer_id[-6:])
             if self._clock.now() - began_at >= _SETTLED_SECONDS:
-                pause_seconds = _FIRST_PAUSE_SECONDS
-            await asyncio.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, _LONGEST_PAUSE_SECONDS)
+                retry.reset()
+            retry.note_failure()
+            await retry.pause()
 
     async def _park(self, host: Announcement, lane: Lane) -> None:
         """Park one stream and wait until it is used, or over. Raises ShoalError if it cannot."""

@@ -11,25 +11,21 @@ from ..errors import (
     ErrorCode,
     RefusedError,
     RemoteProtocolError,
+    StaleAnnouncementError,
     UnavailableError,
     UsageError,
 )
-from ..ids import NO_CLIENT, ClientToken, PeerId, SessionId
+from ..ids import NO_CLIENT, ClientToken, ModelId, PeerId, SessionId
 from ..messages.fields import Message
 from ..messages.session import Declined, Hello, Step, Welcome
+from ..records.announcements import Announcement
+from ..spans import Span
 from ..wire.codec import decode_frame, encode_frame
 from .clock import Clock
 from .transport import Lane, Stream, Transport
 
 BULK_FRAME_BYTES = 256 * 2**10
 """Larger steps go over the second connection, so that they never delay a token."""
-
-
-class StaleAnnouncementError(UnavailableError):
-    """What a peer announced is not, or no longer, what is found there.
-
-    That need not be its fault: it was restarted with other blocks, or its port went to another.
-    """
 
 
 def choose_lane(step: Step, num_bytes: int) -> Lane:
@@ -82,6 +78,46 @@ async def greet(
     if not isinstance(answer, Welcome):
         raise RemoteProtocolError(f"{name} answered Hello with {type(answer).__name__}")
     return answer, clock.now() - asked_at
+
+
+async def open_greeted(
+    transport: Transport,
+    clock: Clock,
+    peer: Announcement,
+    span: Span,
+    lane: Lane,
+    timeout_seconds: float,
+    client: ClientToken = NO_CLIENT,
+    *more: Message,
+) -> tuple[Stream, float]:
+    """Dial a peer that serves a span, say Hello (`more` right behind it), and check who answers.
+
+    Returns the stream and the round-trip seconds. Raises what `dial`, `greet` and `check_welcome`
+    do; nothing is left open then.
+    """
+    stream = await dial(transport, peer.peer_id, peer.doors, lane, timeout_seconds)
+    try:
+        name = f"peer …{peer.peer_id[-6:]} (blocks {span})"
+        welcome, rtt_seconds = await greet(stream, name, clock, client, *more)
+        check_welcome(welcome, peer.peer_id, span, peer.model_id)
+    except BaseException:
+        await stream.close()
+        raise
+    return stream, rtt_seconds
+
+
+def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: ModelId) -> None:
+    """Raise StaleAnnouncementError or RemoteProtocolError unless the peer is what it announced."""
+    if welcome.peer_id != peer_id:
+        raise StaleAnnouncementError(f"another peer answers for …{peer_id[-6:]}")
+    if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
+        raise RemoteProtocolError(f"peer …{peer_id[-6:]} chose a version of its own")
+    if welcome.model_id == model_id and not welcome.span.covers(span):
+        raise StaleAnnouncementError(
+            f"peer …{peer_id[-6:]} announced blocks {span} and serves {welcome.span}"
+        )
+    if welcome.model_id != model_id:
+        raise StaleAnnouncementError(f"peer …{peer_id[-6:]} serves another model by now")
 
 
 @contextlib.asynccontextmanager

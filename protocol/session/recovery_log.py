@@ -5,7 +5,7 @@ search. Rebuilding a cache from it takes one replay of the prefix, not the histo
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from ..errors import LocalProtocolError
@@ -13,7 +13,7 @@ from ..errors import LocalProtocolError
 Payload = TypeVar("Payload")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class LogEntry(Generic[Payload]):
     """Hidden states of tokens `[position, position + num_tokens)`, as they were sent.
 
@@ -25,6 +25,16 @@ class LogEntry(Generic[Payload]):
     is_decoded: bool
     num_row_maps: int
     payload: Payload
+    before: "LogEntry[Payload] | None" = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _RowMap:
+    """A row map of a log, its number among them, and the one before it."""
+
+    rows: tuple[int, ...]
+    number: int
+    before: "_RowMap | None"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,25 +53,34 @@ class ReplayPiece(Generic[Payload]):
 
 
 class RecoveryLog(Generic[Payload]):
-    """The input of one hop of a session, owned by the client. The payloads are opaque here."""
+    """The input of one hop of a session, owned by the client. The payloads are opaque here.
+
+    Entries and row maps are linked from the newest to the oldest and never change, so a copy shares
+    all of them: it costs the same however long the log is.
+    """
 
     def __init__(self) -> None:
-        self._entries: list[LogEntry[Payload]] = []
-        self._row_maps: list[tuple[int, ...]] = []
+        self._newest: LogEntry[Payload] | None = None
+        self._newest_row_map: _RowMap | None = None
         self._length = 0
 
     def __repr__(self) -> str:
-        return f"<RecoveryLog of {self._length} tokens in {len(self._entries)} entries>"
+        return f"<RecoveryLog of {self._length} tokens in {len(list(self._list()))} entries>"
 
     @property
     def length(self) -> int:
         """Number of tokens per row that a replay rebuilds."""
         return self._length
 
+    @property
+    def num_row_maps(self) -> int:
+        """Number of row maps that a replay composes, at most one for each entry."""
+        return 0 if self._newest_row_map is None else self._newest_row_map.number
+
     def copy(self) -> "RecoveryLog[Payload]":
-        """Return a log with the same content; the payloads are shared."""
+        """Return a log with the same content; entries and payloads are shared."""
         twin = RecoveryLog[Payload]()
-        twin._entries, twin._row_maps = list(self._entries), list(self._row_maps)
+        twin._newest, twin._newest_row_map = self._newest, self._newest_row_map
         twin._length = self._length
         return twin
 
@@ -83,8 +102,8 @@ class RecoveryLog(Generic[Payload]):
         self.rollback(position)
         if row_map is not None:
             self.permute(row_map)
-        self._entries.append(
-            LogEntry(position, num_tokens, is_decoded, len(self._row_maps), payload)
+        self._newest = LogEntry(
+            position, num_tokens, is_decoded, self.num_row_maps, payload, self._newest
         )
         self._length = position + num_tokens
 
@@ -98,16 +117,18 @@ class RecoveryLog(Generic[Payload]):
                 f"cannot roll back to token {position}, the log holds {self._length}"
             )
         dropped: list[Payload] = []
-        while self._entries and self._entries[-1].position >= position:
-            dropped.append(self._entries.pop().payload)
+        while self._newest is not None and self._newest.position >= position:
+            dropped.append(self._newest.payload)
+            self._newest = self._newest.before
         self._length = position
         self._join_last_row_maps()
         return dropped
 
     def permute(self, row_map: Sequence[int]) -> None:
         """Note that every row i continues the prefix of row `row_map[i]`."""
-        if self._entries and list(row_map) != list(range(len(row_map))):
-            self._row_maps.append(tuple(row_map))
+        if self._newest is not None and list(row_map) != list(range(len(row_map))):
+            number = self.num_row_maps + 1
+            self._newest_row_map = _RowMap(tuple(row_map), number, self._newest_row_map)
             self._join_last_row_maps()
 
     def _join_last_row_maps(self) -> None:
@@ -115,12 +136,22 @@ class RecoveryLog(Generic[Payload]):
 
         So there are never more of them than entries, however often a search goes back.
         """
-        if not self._entries:
-            self._row_maps.clear()
+        if self._newest is None:
+            self._newest_row_map = None
             return
-        while len(self._row_maps) > self._entries[-1].num_row_maps + 1:
-            later = self._row_maps.pop()
-            self._row_maps[-1] = tuple(self._row_maps[-1][row] for row in later)
+        while (later := self._newest_row_map) is not None:
+            earlier = later.before
+            if earlier is None or later.number <= self._newest.num_row_maps + 1:
+                return
+            rows = tuple(earlier.rows[row] for row in later.rows)
+            self._newest_row_map = _RowMap(rows, earlier.number, earlier.before)
+
+    def _list(self) -> Iterator[LogEntry[Payload]]:
+        """Return the entries, the newest first."""
+        entry = self._newest
+        while entry is not None:
+            yield entry
+            entry = entry.before
 
     def plan_replay(self) -> list[ReplayPiece[Payload]]:
         """Return the pieces that rebuild the prefix when sent in order.
@@ -133,13 +164,13 @@ class RecoveryLog(Generic[Payload]):
         """
         pieces: list[ReplayPiece[Payload]] = []
         rows: tuple[int, ...] | None = None
-        num_applied = len(self._row_maps)
+        row_map = self._newest_row_map
         stop = self._length
-        for entry in reversed(self._entries):
-            while num_applied > entry.num_row_maps:
-                num_applied -= 1
-                row_map = self._row_maps[num_applied]
-                rows = row_map if rows is None else tuple(row_map[row] for row in rows)
+        for entry in self._list():
+            while row_map is not None and row_map.number > entry.num_row_maps:
+                moved = row_map.rows
+                rows = moved if rows is None else tuple(moved[row] for row in rows)
+                row_map = row_map.before
             pieces.append(
                 ReplayPiece(
                     entry.position, stop - entry.position, entry.is_decoded, rows, entry.payload

@@ -19,8 +19,8 @@ from shoal.cli.terminal.text_generation import (
     describe_failover,
     failover_facts,
 )
-from shoal.client.routing.router import Hop
-from shoal.client.session.mending import Failover
+from shoal.client.routing.route import Hop
+from shoal.client.trace.trace import Failover
 from shoal.protocol.errors import ModelError
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId

@@ -19,6 +19,7 @@ from hop_scene import (
     WIDTH,
     Answer,
     Scene,
+    ask,
     change,
     decline,
     make_output,
@@ -35,12 +36,13 @@ from shoal.protocol.errors import (
     RefusedError,
     RemoteProtocolError,
     SilentError,
+    StaleAnnouncementError,
     UnavailableError,
 )
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_HIDDEN_SIZE
 from shoal.protocol.messages.session import Close, Gap, Hello, Open, Opened, Step
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
+from shoal.protocol.net.dialling import BULK_FRAME_BYTES
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate, Lane
 from shoal.protocol.tensors import WireDtype
@@ -52,7 +54,7 @@ def test_step_returns_the_answer_to_it() -> None:
         link, _ = await scene.open()
         step = make_step(3, sequence=9)
 
-        assert await link.step(step, TIMEOUT) == make_output(step)
+        assert await ask(link, step, TIMEOUT) == make_output(step)
 
         await link.close()
 
@@ -109,7 +111,7 @@ def test_answer_that_does_not_fit_the_question(
         link, _ = await scene.open()
 
         with pytest.raises(error) as caught:
-            await link.step(make_step(3, sequence=9), TIMEOUT)
+            await ask(link, make_step(3, sequence=9), TIMEOUT)
 
         assert type(caught.value) is error
         await link.close()
@@ -121,12 +123,12 @@ def test_last_token_only_expects_one_token() -> None:
     async def test(scene: Scene) -> None:
         link, _ = await scene.open()
         with pytest.raises(RemoteProtocolError):
-            await link.step(make_step(3, last_token_only=True), TIMEOUT)
+            await ask(link, make_step(3, last_token_only=True), TIMEOUT)
         await link.close()
 
         scene.script = change(Step, lambda step: make_output(step, hidden=make_tensor(1)))
         link, _ = await scene.open()
-        answer = await link.step(make_step(3, last_token_only=True), TIMEOUT)
+        answer = await ask(link, make_step(3, last_token_only=True), TIMEOUT)
         assert answer.hidden.tokens == 1
         await link.close()
 
@@ -139,7 +141,7 @@ def test_peer_that_falls_silent_is_waited_for_no_longer_than_asked() -> None:
         scene.network.pause("peer")
 
         with pytest.raises(SilentError, match=r"did not answer within 2\.5 s"):
-            await link.step(make_step(), 2.5)
+            await ask(link, make_step(), 2.5)
 
         assert VirtualClock().now() == pytest.approx(2.5)
         await link.close()
@@ -165,7 +167,7 @@ def test_large_steps_take_the_bulk_lane_and_small_ones_do_not() -> None:
 
         wide = replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH))
         for step in (make_step(), wide, wide, make_step()):
-            await link.step(step, TIMEOUT)
+            await ask(link, step, TIMEOUT)
 
         assert lanes == [Lane.INTERACTIVE, Lane.BULK]
         assert [type(message) for message in scene.heard[1]] == [Hello, Step, Step]
@@ -182,9 +184,9 @@ def test_what_a_step_takes_to_be_carried_does_not_count_as_silence() -> None:
         uplink = Link(bandwidth_bytes_per_second=2**14)
         scene.network.set_link("client", "peer", uplink)
 
-        assert await link.step(step, 1.0, 3.5) == make_output(step)
+        assert await ask(link, step, 1.0, 3.5) == make_output(step)
         with pytest.raises(SilentError, match=r"within 3\.5 s"):
-            await link.step(replace(step, sequence=2), 1.0, 2.5)
+            await ask(link, replace(step, sequence=2), 1.0, 2.5)
         await link.close()
 
     run(test)
@@ -198,7 +200,7 @@ def test_bulk_lane_has_to_lead_to_the_same_peer() -> None:
         large = replace(large, hidden=make_tensor(large.hidden.tokens, width=4 * WIDTH))
 
         with pytest.raises(StaleAnnouncementError, match="another peer"):
-            await link.step(large, TIMEOUT)
+            await ask(link, large, TIMEOUT)
 
         await link.close()
 

@@ -21,6 +21,7 @@ from hop_scene import (
     Scene,
     Script,
     answer_honestly,
+    ask,
     change,
     decline,
     make_announcement,
@@ -29,7 +30,7 @@ from hop_scene import (
     run,
 )
 
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import (
     CacheFullError,
@@ -37,6 +38,7 @@ from shoal.protocol.errors import (
     RefusedError,
     RemoteProtocolError,
     SilentError,
+    StaleAnnouncementError,
     UnavailableError,
     UsageError,
 )
@@ -44,7 +46,7 @@ from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello, Open, Opened, Queued
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.dialling import BULK_FRAME_BYTES, StaleAnnouncementError
+from shoal.protocol.net.dialling import BULK_FRAME_BYTES
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import Lane
 
@@ -66,7 +68,7 @@ def test_every_stream_says_under_which_name_it_counts() -> None:
     async def test(scene: Scene) -> None:
         link, _ = await scene.open()
         large = BULK_FRAME_BYTES // (4 * WIDTH) // 4 + 1
-        await link.step(replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH)), TIMEOUT)
+        await ask(link, replace(make_step(), hidden=make_tensor(large, width=4 * WIDTH)), TIMEOUT)
 
         hellos = [heard[0] for heard in scene.heard]
         assert [hello.client for hello in hellos if isinstance(hello, Hello)] == [CLIENT, CLIENT]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.client.session.mailbox import GapError, Mailbox
+from shoal.client.session.hop_link import GapError, Mailbox
 from shoal.protocol.errors import ErrorCode, RefusedError, RemoteProtocolError, UnavailableError
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message

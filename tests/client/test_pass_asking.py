@@ -9,7 +9,7 @@ import pytest
 from pass_peers import WHOLE, add_pass_peer, make_asker, make_texts
 from session_scene import CONFIG, Scene, run
 
-from shoal.client.routing.swarm import Fault
+from shoal.client.routing.peer_book import Fault
 from shoal.protocol.errors import RouteError
 
 HUGE_TEXT = 2**13
@@ -39,7 +39,7 @@ def test_what_a_peer_says_of_its_times_makes_no_line_faster() -> None:
         await asker.close()
 
         num_bytes = 2 * 4 * texts.hidden_BTH.numel()
-        assert scene.swarm.line.expect_seconds(num_bytes) == pytest.approx(10.0, abs=0.1)
+        assert scene.swarm.book.bandwidth.expect_seconds(num_bytes) == pytest.approx(10.0, abs=0.1)
 
     run(test)
 
@@ -112,9 +112,9 @@ def test_peer_of_the_same_weights_is_asked_again_though_others_are_less_in_doubt
         doubted = await add_pass_peer(scene, 0.1, weights="int8")
         asker, (texts, grads) = make_asker(scene), make_texts()
         await asker.ask_forward(WHOLE, texts, "int8")
-        announced = scene.swarm.view.find(doubted.identity.peer_id)
+        announced = scene.swarm.book.view.find(doubted.identity.peer_id)
         assert announced is not None
-        scene.swarm.quarantine(announced, Fault.SILENT)
+        scene.swarm.book.quarantine(announced, Fault.SILENT)
         await asker.ask_backward(WHOLE, texts, grads, "int8")
         await asker.close()
 

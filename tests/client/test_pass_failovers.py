@@ -22,8 +22,8 @@ def take_lost(asker: PassAsker) -> list[PeerId]:
 
 
 def list_quarantined(scene: Scene) -> list[PeerId]:
-    peers = scene.swarm.view.peers
-    return [peer.peer_id for peer in peers if scene.swarm.is_quarantined(peer)]
+    peers = scene.swarm.book.view.peers
+    return [peer.peer_id for peer in peers if scene.swarm.book.is_quarantined(peer)]
 
 
 async def ask(asker: PassAsker) -> None:

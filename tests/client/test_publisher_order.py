@@ -12,7 +12,7 @@ from session_scene import Scene, now
 
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
-from shoal.client.routing.swarm import Fault
+from shoal.client.routing.peer_book import Fault
 from shoal.protocol.errors import RouteError, SilentError
 from shoal.protocol.messages.adapter_contents import allow_upload_seconds
 from shoal.protocol.net.memory import loopback_wire
@@ -85,7 +85,7 @@ def test_peer_that_has_worked_is_brought_an_adapter_first() -> None:
         *slow, proven = sorted(peers, key=lambda peer: peer.identity.peer_id)
         for peer in slow:
             peer.piece_seconds = 4.0
-        scene.swarm.note_pass(proven.identity.peer_id)
+        scene.swarm.book.note_pass(proven.identity.peer_id)
         await publisher.publish(make_version(LARGE), WHOLE, "a")
         assert now() < 10.0
 
@@ -97,7 +97,7 @@ def test_peers_of_all_blocks_are_brought_an_adapter_before_more_of_the_same() ->
         for _ in range(20):
             (await add_pass_peer(scene, 1.0, span=Span(0, 3))).piece_seconds = 4.0
         proven = await add_pass_peer(scene, 1.0, span=Span(0, 3))
-        scene.swarm.note_pass(proven.identity.peer_id)
+        scene.swarm.book.note_pass(proven.identity.peer_id)
         await add_pass_peer(scene, 1.0, span=Span(3, 6))
         await publisher.publish(make_version(LARGE), WHOLE, "a")
         assert now() < 10.0
@@ -126,7 +126,7 @@ def test_liar_is_brought_nothing() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         await add_pass_peer(scene, 1.0)
         (announced,) = await asker.list_peers()
-        scene.swarm.quarantine(announced, Fault.LYING)
+        scene.swarm.book.quarantine(announced, Fault.LYING)
         with pytest.raises(RouteError):
             await publisher.publish(make_version(8), WHOLE, "a")
 

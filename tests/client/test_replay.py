@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.client.session.replay import ReplayStep, merge_pieces
+from shoal.client.session.exchange import merge_pieces
+from shoal.client.session.hop_link import Question
 from shoal.protocol.session.recovery_log import RecoveryLog, ReplayPiece
 
 
@@ -20,7 +21,7 @@ def make_piece(
     return ReplayPiece(position, num_tokens, is_decoded, rows, payload_BTH)
 
 
-def show(steps: list[ReplayStep]) -> list[tuple[int, list[list[int]], bool]]:
+def show(steps: list[Question]) -> list[tuple[int, list[list[int]], bool]]:
     return [(step.position, step.hidden_BTH[..., 0].tolist(), step.is_decoded) for step in steps]
 
 

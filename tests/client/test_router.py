@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from shoal.client.routing.router import Hop, Route, RoutingCosts, check_coverage, plan_route
+from shoal.client.routing.route import Hop, Route
+from shoal.client.routing.router import RoutingCosts, check_coverage, plan_route
 from shoal.protocol.errors import RouteError
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState

@@ -13,7 +13,8 @@ import pytest
 from announcements import describe_peer
 
 from shoal.client.routing import chain_search
-from shoal.client.routing.router import Ends, Hop, Route, RoutingCosts, plan_route
+from shoal.client.routing.route import Ends, Hop, Route
+from shoal.client.routing.router import RoutingCosts, plan_route
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 from dataclasses import replace
 
@@ -14,19 +15,23 @@ from session_scene import (
     NUM_BLOCKS,
     SECRET,
     WIDTH,
+    Answer,
     Oracle,
     Scene,
     add_two_rows_of_peers,
+    be_honest,
     draw,
     now,
     run,
 )
 
-from shoal.client.session.route_opening import SessionFacts
-from shoal.client.session.tensors import from_wire
+from shoal.client.session.hop_link import from_wire
+from shoal.client.session.state import SessionFacts
 from shoal.protocol.errors import UnavailableError, UsageError
 from shoal.protocol.ids import SessionId
+from shoal.protocol.messages.fields import Message
 from shoal.protocol.net.memory.loopback import Link
+from shoal.protocol.session.recovery_log import LogEntry
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat, WireDtype
 
@@ -48,6 +53,33 @@ def test_steps_rollbacks_and_row_maps_equal_one_machine() -> None:
         assert session.position == 5
         assert session.failovers == []
         assert [str(hop.span) for hop in session.hops] == ["0:2", "2:4", "4:6"]
+
+    run(test)
+
+
+@pytest.mark.parametrize("row_map", [None, (1, 0)], ids=["plain", "moved rows"])
+def test_step_copies_nothing_of_the_log(row_map: tuple[int, ...] | None) -> None:
+    """What a step costs does not grow with the tokens before it."""
+
+    async def test(scene: Scene) -> None:
+        peer = await scene.add("a", 0, NUM_BLOCKS)
+        session, num_holders = scene.open_session(), list[int]()
+        await session.step(draw(0, 3, num_rows=2))
+        (piece,) = session._hops[0].log.plan_replay()
+        (oldest,) = (o for o in gc.get_referrers(piece.payload) if isinstance(o, LogEntry))
+
+        def count_holders(_: Message, answer: Answer) -> Answer:
+            num_holders.append(len(gc.get_referrers(oldest)))
+            return answer
+
+        for number in range(20):
+            await session.step(draw(number, num_rows=2), row_map, is_decoded=True)
+        num_between = len(gc.get_referrers(oldest))
+        peer.mischief = count_holders
+        await session.step(draw(20, num_rows=2), row_map, is_decoded=True)
+        peer.mischief = be_honest
+
+        assert num_holders == [num_between]
 
     run(test)
 

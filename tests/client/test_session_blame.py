@@ -24,7 +24,7 @@ from session_scene import (
 )
 from torch import Tensor
 
-from shoal.client.session.tensors import from_wire, to_wire
+from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message

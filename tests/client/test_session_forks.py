@@ -108,8 +108,8 @@ def test_fork_sends_no_token_again_and_keeps_no_second_log() -> None:
         for hop, (live, of_twin) in enumerate(zip(session._hops, twin._hops, strict=True)):
             steps = scene.peer_of(session, hop).steps
             assert [(step.position, step.hidden.tokens) for step in steps] == [(0, 6), (4, 1)]
-            entries = live.log._entries, of_twin.log._entries
-            assert entries[0][0].payload is entries[1][0].payload
+            pieces = live.log.plan_replay(), of_twin.log.plan_replay()
+            assert pieces[0][0].payload is pieces[1][0].payload
 
     run(test)
 

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from swarm_world import FIRST_SECONDS, World, in_world
 
-from shoal.client.routing.swarm import Fault
+from shoal.client.routing.peer_book import Fault
 from shoal.protocol.errors import DirectoryError, RouteError
 from shoal.protocol.spans import Span
 
@@ -24,7 +24,7 @@ def test_view_is_read_again_only_when_it_is_too_old() -> None:
         assert len((await world.swarm.refresh(10.0)).peers) == 2
         assert world.directory.num_lookups == 2
         await asyncio.sleep(0.5)
-        assert await world.swarm.refresh(10.0) is world.swarm.view
+        assert await world.swarm.refresh(10.0) is world.swarm.book.view
         assert world.directory.num_lookups == 2
 
     in_world(story)
@@ -40,7 +40,7 @@ def test_old_view_stays_when_the_directory_cannot_be_read() -> None:
         with pytest.raises(DirectoryError):
             await world.swarm.refresh()
 
-        assert world.swarm.view is view
+        assert world.swarm.book.view is view
         world.store.is_reachable = True
         assert await world.swarm.refresh(0.5) is not view
 
@@ -63,7 +63,7 @@ def test_format_of_the_weights_is_tried_in_order() -> None:
 
         assert await world.route(weights=("fp32", None)) == [exact.peer_id]
         assert await world.route(weights=("bf16", None)) == [quick.peer_id]
-        world.swarm.quarantine(quick, Fault.SILENT)
+        world.swarm.book.quarantine(quick, Fault.SILENT)
         # Any sound peer comes before a silent one of the right format.
         assert await world.route(weights=("int8", None)) == [exact.peer_id]
 
@@ -73,9 +73,9 @@ def test_format_of_the_weights_is_tried_in_order() -> None:
 def test_measured_round_trips_decide_between_equal_peers() -> None:
     async def story(world: World) -> None:
         near, far = await world.announce(1), await world.announce(2)
-        world.swarm.note_rtt(near.peer_id, 9.0)
-        world.swarm.note_rtt(near.peer_id, 0.01)
-        world.swarm.note_rtt(far.peer_id, 0.5)
+        world.swarm.book.note_rtt(near.peer_id, 9.0)
+        world.swarm.book.note_rtt(near.peer_id, 0.01)
+        world.swarm.book.note_rtt(far.peer_id, 0.5)
 
         assert {(await world.route())[0] for _ in range(20)} == {near.peer_id}
 
@@ -86,10 +86,10 @@ def test_answer_times_are_kept_by_peer() -> None:
     async def story(world: World) -> None:
         first, second = await world.announce(1), await world.announce(2)
 
-        world.swarm.times(first.peer_id).note(1, 0.5)
+        world.swarm.book.times(first.peer_id).note(1, 0.5)
 
-        assert list(world.swarm.times(first.peer_id).decode_seconds) == [0.5]
-        assert not world.swarm.times(second.peer_id).decode_seconds
+        assert list(world.swarm.book.times(first.peer_id).decode_seconds) == [0.5]
+        assert not world.swarm.book.times(second.peer_id).decode_seconds
 
     in_world(story)
 
@@ -100,16 +100,20 @@ def test_peers_that_left_long_ago_are_forgotten_and_others_are_not() -> None:
         for number in range(100):
             peer = await world.announce(number)
             await world.swarm.refresh()
-            world.swarm.note_rtt(peer.peer_id, 0.1)
-            world.swarm.times(peer.peer_id)
-            world.swarm.quarantine(peer, Fault.BROKEN)
+            world.swarm.book.note_rtt(peer.peer_id, 0.1)
+            world.swarm.book.times(peer.peer_id)
+            world.swarm.book.quarantine(peer, Fault.BROKEN)
             world.note_answer(stays)
             await asyncio.sleep(400)  # an announcement lasts for 500
             await world.announce(200)
 
-        records = world.swarm._times, world.swarm._rtt_seconds, world.swarm._quarantines
-        assert all(len(record) < 15 for record in (*records, world.swarm._seen_at))
-        assert len(world.swarm.times(stays.peer_id).decode_seconds) == 64
+        records = (
+            world.swarm.book._times,
+            world.swarm.book.rtts_seconds,
+            world.swarm.book._quarantines,
+        )
+        assert all(len(record) < 15 for record in (*records, world.swarm.book._seen_at))
+        assert len(world.swarm.book.times(stays.peer_id).decode_seconds) == 64
 
     in_world(story)
 
@@ -160,7 +164,7 @@ def test_peer_that_appears_meanwhile_is_used(appears_after_seconds: float) -> No
 def test_peer_whose_quarantine_ends_meanwhile_is_used() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
-        world.swarm.quarantine(peer, Fault.LYING)
+        world.swarm.book.quarantine(peer, Fault.LYING)
         started_at = world.clock.now()
 
         assert await world.route(patience_seconds=60.0) == [peer.peer_id]
@@ -226,7 +230,7 @@ def test_swarm_describes_itself() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
         await world.swarm.refresh()
-        world.swarm.quarantine(peer, Fault.SILENT)
+        world.swarm.book.quarantine(peer, Fault.SILENT)
 
         assert "1 online" in repr(world.swarm)
         assert "1 in quarantine" in repr(world.swarm)

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from swarm_world import FIRST_SECONDS, LONGEST_SECONDS, World, in_world
 
-from shoal.client.routing.swarm import Fault
+from shoal.client.routing.peer_book import Fault
 from shoal.protocol.errors import RouteError
 from shoal.protocol.records.announcements import Announcement
 
@@ -15,13 +15,13 @@ def test_quarantine_ends_with_time() -> None:
         peer = await world.announce(1)
         await world.swarm.refresh()
 
-        world.swarm.quarantine(peer, Fault.BROKEN)
+        world.swarm.book.quarantine(peer, Fault.BROKEN)
 
-        assert world.swarm.is_quarantined(peer)
+        assert world.swarm.book.is_quarantined(peer)
         await asyncio.sleep(FIRST_SECONDS - 0.01)
-        assert world.swarm.is_quarantined(peer)
+        assert world.swarm.book.is_quarantined(peer)
         await asyncio.sleep(0.02)
-        assert not world.swarm.is_quarantined(peer)
+        assert not world.swarm.book.is_quarantined(peer)
 
     in_world(story)
 
@@ -31,11 +31,11 @@ def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_worked() -
         peer = await world.announce(1)
         await world.swarm.refresh()
         world.note_answer(peer)
-        world.swarm.quarantine(peer, Fault.BROKEN)
+        world.swarm.book.quarantine(peer, Fault.BROKEN)
         newer = await world.announce(1)
         await asyncio.sleep(0.1)
 
-        assert not world.swarm.is_quarantined(newer)
+        assert not world.swarm.book.is_quarantined(newer)
         assert await world.route() == [peer.peer_id]
 
     in_world(story)
@@ -45,9 +45,9 @@ def test_newer_announcement_of_a_peer_that_never_worked_ends_no_quarantine() -> 
     async def story(world: World) -> None:
         peer = await world.announce(1)
         await world.swarm.refresh()
-        world.swarm.quarantine(peer, Fault.SILENT)
+        world.swarm.book.quarantine(peer, Fault.SILENT)
 
-        assert world.swarm.is_quarantined(await world.announce(1))
+        assert world.swarm.book.is_quarantined(await world.announce(1))
 
     in_world(story)
 
@@ -56,7 +56,7 @@ def test_peer_that_failed_and_never_worked_comes_after_all_others_for_good() -> 
     async def story(world: World) -> None:
         hole = await world.announce(1, decode_steps_per_second=1e9)
         await world.swarm.refresh()
-        world.swarm.quarantine(hole, Fault.SILENT)
+        world.swarm.book.quarantine(hole, Fault.SILENT)
         await asyncio.sleep(LONGEST_SECONDS)
 
         await world.announce(1, decode_steps_per_second=1e9)
@@ -75,20 +75,20 @@ def test_quarantine_counts_from_the_newest_announcement_that_is_known() -> None:
         newest = await world.announce(1)
         await world.swarm.refresh()
 
-        world.swarm.quarantine(old, Fault.BROKEN)
+        world.swarm.book.quarantine(old, Fault.BROKEN)
 
-        assert world.swarm.is_quarantined(newest)
+        assert world.swarm.book.is_quarantined(newest)
 
     in_world(story)
 
 
 def test_quarantine_doubles_each_time_up_to_a_limit_and_success_resets_it() -> None:
     async def check_lasts(world: World, peer: Announcement, seconds: float) -> None:
-        world.swarm.quarantine(peer, Fault.BROKEN)
+        world.swarm.book.quarantine(peer, Fault.BROKEN)
         await asyncio.sleep(seconds - 0.01)
-        assert world.swarm.is_quarantined(peer)
+        assert world.swarm.book.is_quarantined(peer)
         await asyncio.sleep(0.02)
-        assert not world.swarm.is_quarantined(peer)
+        assert not world.swarm.book.is_quarantined(peer)
 
     async def story(world: World) -> None:
         peer = await world.announce(1)
@@ -106,10 +106,10 @@ def test_one_failure_told_by_many_sessions_counts_once() -> None:
         peer = await world.announce(1)
 
         for _ in range(10):
-            world.swarm.quarantine(peer, Fault.BROKEN)
+            world.swarm.book.quarantine(peer, Fault.BROKEN)
 
         await asyncio.sleep(FIRST_SECONDS + 0.01)
-        assert not world.swarm.is_quarantined(peer)
+        assert not world.swarm.book.is_quarantined(peer)
 
     in_world(story)
 
@@ -117,11 +117,11 @@ def test_one_failure_told_by_many_sessions_counts_once() -> None:
 def test_success_ends_a_quarantine() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
-        world.swarm.quarantine(peer, Fault.BROKEN)
+        world.swarm.book.quarantine(peer, Fault.BROKEN)
 
         world.note_answer(peer)
 
-        assert not world.swarm.is_quarantined(peer)
+        assert not world.swarm.book.is_quarantined(peer)
         assert await world.route() == [peer.peer_id]
 
     in_world(story)
@@ -132,7 +132,7 @@ def test_quarantine_of_one_peer_does_not_touch_others() -> None:
         first, second = await world.announce(1), await world.announce(2)
 
         for bad, good in ((first, second), (second, first)):
-            world.swarm.quarantine(bad, Fault.BROKEN)
+            world.swarm.book.quarantine(bad, Fault.BROKEN)
             assert await world.route() == [good.peer_id]
             world.note_answer(bad)
 
@@ -142,13 +142,13 @@ def test_quarantine_of_one_peer_does_not_touch_others() -> None:
 def test_who_did_not_lie_is_a_last_resort_the_silent_first() -> None:
     async def story(world: World) -> None:
         silent, other = await world.announce(1), await world.announce(2)
-        world.swarm.quarantine(silent, Fault.SILENT)
+        world.swarm.book.quarantine(silent, Fault.SILENT)
 
         assert {(await world.route())[0] for _ in range(20)} == {other.peer_id}
-        world.swarm.quarantine(other, Fault.BROKEN)
+        world.swarm.book.quarantine(other, Fault.BROKEN)
         assert await world.route() == [silent.peer_id]
         assert await world.route(exclude={silent.peer_id}) == [other.peer_id]
-        world.swarm.quarantine(other, Fault.LYING)
+        world.swarm.book.quarantine(other, Fault.LYING)
         with pytest.raises(RouteError):
             await world.route(exclude={silent.peer_id})
 
@@ -159,15 +159,15 @@ def test_stale_announcement_is_not_used_and_the_next_one_is() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
         await world.swarm.refresh()
-        world.swarm.quarantine(peer, Fault.STALE)
+        world.swarm.book.quarantine(peer, Fault.STALE)
         with pytest.raises(RouteError):
             await world.route()
 
         newer = await world.announce(1)
         await asyncio.sleep(0.1)
         assert await world.route() == [peer.peer_id]
-        world.swarm.quarantine(peer, Fault.STALE)  # a session that still has the old one
-        assert not world.swarm.is_quarantined(newer)
+        world.swarm.book.quarantine(peer, Fault.STALE)  # a session that still has the old one
+        assert not world.swarm.book.is_quarantined(newer)
 
     in_world(story)
 
@@ -176,8 +176,8 @@ def test_lesser_fault_does_not_make_up_for_a_worse_one() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
 
-        world.swarm.quarantine(peer, Fault.LYING)
-        world.swarm.quarantine(peer, Fault.SILENT)
+        world.swarm.book.quarantine(peer, Fault.LYING)
+        world.swarm.book.quarantine(peer, Fault.SILENT)
 
         with pytest.raises(RouteError):
             await world.route()

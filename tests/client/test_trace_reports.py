@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from announcements import describe_peer
 
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.client.trace.trace import (
     Exchange,
     Kind,

@@ -12,7 +12,7 @@ from session_scene import Scene, now
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing import keeper_calls
 from shoal.client.publishing.publisher import Publisher
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.protocol.errors import UsageError
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link

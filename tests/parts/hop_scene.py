@@ -9,7 +9,7 @@ from typing import Any
 
 from announcements import describe_peer
 
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.client.session.hop_link import HopLink, LinkFacts
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ErrorCode
@@ -110,6 +110,13 @@ class Scene:
         return await HopLink.open(
             self.transport, VirtualClock(), hop or self.make_hop(), OPEN, CLIENT, TIMEOUT
         )
+
+
+async def ask(link: HopLink, step: Step, seconds: float = TIMEOUT, carrying: float = 0.0) -> Output:
+    """Return the checked answer to a step."""
+    await link.send(step, seconds + carrying)
+    answer = await link.receive(seconds + carrying)
+    return link.check_output(step, answer.output)
 
 
 def make_announcement(endpoints: tuple[Endpoint, ...], peer_id: PeerId = PEER_ID) -> Announcement:

@@ -16,12 +16,12 @@ import torch
 from announcements import describe_peer
 from torch import Tensor
 
+from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.session.farewells import Farewells
-from shoal.client.session.live_hops import LiveHops
-from shoal.client.session.route_opening import SessionFacts
+from shoal.client.runtime.client import open_remote_session
+from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.client.session.session import RemoteSession
-from shoal.client.session.tensors import from_wire, to_wire
+from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
@@ -164,7 +164,7 @@ class Scene:
         self.client = LoopbackTransport(self.network, "client")
         self.transports: list[LoopbackTransport] = [self.client]
         self.swarm = self.make_swarm()
-        self.farewells = Farewells()
+        self.closer = Closer()
         self.sessions: list[RemoteSession] = []
 
     def make_swarm(self) -> Swarm:
@@ -201,9 +201,8 @@ class Scene:
 
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:
         facts = SessionFacts(secret, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens)
-        session = RemoteSession(
-            LiveHops(facts, self.swarm, self.client, VirtualClock(), self.config, self.farewells)
-        )
+        state = SessionState(facts, self.swarm, VirtualClock(), self.config)
+        session = open_remote_session(state, self.client, self.closer)
         self.sessions.append(session)
         return session
 
@@ -216,7 +215,11 @@ class Scene:
 
     @property
     def quarantined(self) -> list[str]:
-        found = {peer.peer_id for peer in self.swarm.view.peers if self.swarm.is_quarantined(peer)}
+        found = {
+            peer.peer_id
+            for peer in self.swarm.book.view.peers
+            if self.swarm.book.is_quarantined(peer)
+        }
         return [name for name, peer in self.peers.items() if peer.identity.peer_id in found]
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from announcements import describe_peer
 
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.client.routing.swarm import Swarm
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
@@ -61,7 +61,7 @@ class World:
 
     def note_answer(self, peer: Announcement) -> None:
         """Let a peer have taken a token through all blocks."""
-        self.swarm.note_answer(Hop(peer, WHOLE), 1, 0.1)
+        self.swarm.book.note_answer(Hop(peer, WHOLE), 1, 0.1)
 
     async def route(self, patience_seconds: float = 0.0, **options: Any) -> list[str]:
         """Return the peers of a route through all blocks."""

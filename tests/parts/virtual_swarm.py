@@ -13,11 +13,11 @@ import torch
 from service_scene import HoldingComputeThread
 from torch import Tensor
 
+from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.session.farewells import Farewells
-from shoal.client.session.live_hops import LiveHops
-from shoal.client.session.route_opening import SessionFacts
+from shoal.client.runtime.client import open_remote_session
 from shoal.client.session.session import RemoteSession
+from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
@@ -161,9 +161,8 @@ class Scene:
         facts = SessionFacts(
             SessionId(name), MODEL_ID, WHOLE, HIDDEN, max_length, client_secret=client or name
         )
-        return RemoteSession(
-            LiveHops(facts, swarm, transport, VirtualClock(), self._config, Farewells())
-        )
+        state = SessionState(facts, swarm, VirtualClock(), self._config)
+        return open_remote_session(state, transport, Closer())
 
 
 def draw(seed: int, num_tokens: int) -> Tensor:

@@ -17,7 +17,7 @@ from shoal.client import (
     RouteError,
     UsageError,
 )
-from shoal.client.routing.swarm import Fault
+from shoal.client.routing.peer_book import Fault
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 
@@ -87,7 +87,7 @@ def test_state_says_who_serves_each_block(blocks: RemoteSequential, swarms: Swar
 def test_peers_that_failed_are_avoided(blocks: RemoteSequential) -> None:
     manager = blocks.sequence_manager
     peer = manager.make_sequence()[1]
-    blocks._client._swarm.quarantine(  # pyright: ignore[reportPrivateUsage]
+    blocks._client._swarm.book.quarantine(  # pyright: ignore[reportPrivateUsage]
         next(one for one in manager.client.view.peers if one.peer_id == peer.peer_id), Fault.SILENT
     )
     assert manager.state.banned_peers == {peer.peer_id}

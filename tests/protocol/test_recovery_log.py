@@ -1,11 +1,13 @@
 """A replay of the log rebuilds the cache, whatever happened to it."""
 
+import gc
 import random
+from typing import Any
 
 import pytest
 
 from shoal.protocol.errors import LocalProtocolError
-from shoal.protocol.session.recovery_log import RecoveryLog, ReplayPiece
+from shoal.protocol.session.recovery_log import LogEntry, RecoveryLog, ReplayPiece
 
 Rows = list[list[int]]
 """A cache: the tokens of each row."""
@@ -170,10 +172,35 @@ def test_copies_go_their_own_ways() -> None:
     assert snapshot(twin) == after
 
 
-def count_row_maps(log: RecoveryLog[str]) -> int:
-    """Return how many row maps a log holds on to."""
-    return sum(1 for value in vars(log).values() if isinstance(value, list) for item in value
-               if isinstance(item, tuple))  # fmt: skip
+def list_entries() -> list[LogEntry[Any]]:
+    """Return the log entries that are in memory."""
+    return [found for found in gc.get_objects() if isinstance(found, LogEntry)]
+
+
+def test_copy_shares_every_entry_however_many_there_are() -> None:
+    log = RecoveryLog[str]()
+    for position in range(1000):
+        log.append(position, 1, "token", row_map=[1, 0], is_decoded=True)
+    num_entries = len(list_entries())
+    oldest = next(entry for entry in list_entries() if entry.position == 0)
+    num_holders = len(gc.get_referrers(oldest))
+
+    twins = [log.copy() for _ in range(10)]
+    for twin in twins:
+        twin.append(1000, 1, "its own")
+
+    assert len(list_entries()) == num_entries + len(twins)
+    assert len(gc.get_referrers(oldest)) == num_holders
+
+
+def test_long_log_is_dropped_without_recursion() -> None:
+    log = RecoveryLog[str]()
+    for position in range(100_000):
+        log.append(position, 1, "token", row_map=[1, 0])
+
+    log.rollback(0)
+
+    assert log.plan_replay() == []
 
 
 def test_beam_search_keeps_one_row_map_per_step() -> None:
@@ -183,7 +210,7 @@ def test_beam_search_keeps_one_row_map_per_step() -> None:
     for position in range(4, 1004):
         log.append(position, 1, "token", row_map=[1, 0], is_decoded=True)
 
-    assert count_row_maps(log) == 1000
+    assert log.num_row_maps == 1000
     pieces = log.plan_replay()
     assert len(pieces) == 1001
     assert pieces[0].rows is None or pieces[0].rows == (0, 1)  # an even number of swaps
@@ -196,16 +223,16 @@ def test_going_back_over_and_over_keeps_no_more_than_once() -> None:
 
     for _ in range(200):
         log.append(4, 1, "retried", row_map=[1, 0])
-    assert count_row_maps(log) == 1
+    assert log.num_row_maps == 1
 
     for _ in range(20):
         log.rollback(4)
         for position in range(4, 14):
             log.append(position, 1, "token", row_map=[1, 1])
-    assert count_row_maps(log) <= 11
+    assert log.num_row_maps <= 11
     assert len(log.plan_replay()) == 11
 
     for _ in range(20):
         log.append(0, 4, "another prompt")
         log.append(4, 1, "token", row_map=[1, 1])
-    assert count_row_maps(log) == 1
+    assert log.num_row_maps == 1

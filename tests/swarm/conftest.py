@@ -19,11 +19,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.session.farewells import Farewells
-from shoal.client.session.live_hops import LiveHops
-from shoal.client.session.route_opening import SessionFacts
+from shoal.client.runtime.client import open_remote_session
 from shoal.client.session.session import RemoteSession
+from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
@@ -172,13 +172,12 @@ class World:
 
     def open(self, max_tokens: int = 128) -> RemoteSession:
         number = len(self._sessions).to_bytes(2, "big")
-        view = self.swarm.view
+        view = self.swarm.book.view
         facts = SessionFacts(
             SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
         )
-        session = RemoteSession(
-            LiveHops(facts, self.swarm, self.transport, SystemClock(), self.config, Farewells())
-        )
+        state = SessionState(facts, self.swarm, SystemClock(), self.config)
+        session = open_remote_session(state, self.transport, Closer())
         self._sessions.append(session)
         return session
 
@@ -190,7 +189,7 @@ class World:
 
     @property
     def quarantined_hosts(self) -> set[str]:
-        quarantined = filter(self.swarm.is_quarantined, self.swarm.view.peers)
+        quarantined = filter(self.swarm.book.is_quarantined, self.swarm.book.view.peers)
         return {self.loopback.find(peer.peer_id).host for peer in quarantined}
 
     def break_links(self, *hosts: str) -> None:

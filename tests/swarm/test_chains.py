@@ -349,7 +349,7 @@ async def paused_step(world: Any, session: Any, turn: Any, host: str) -> Any:
     taking = asyncio.create_task(world.take(session, turn))
     service = world.peer_on(host).service
     (held,) = service.sessions.values()
-    while held.state.sequence < session._driver._sequence:  # noqa: ASYNC110 - a few turns
+    while held.state.sequence < session.state.last_sequence:  # noqa: ASYNC110 - a few turns
         await asyncio.sleep(0)
     world.network.pause(host)
     return await taking
@@ -361,7 +361,7 @@ def test_trace_tells_who_computed_and_what_the_ways_took(run_story: Any) -> None
         session, turns = world.open(), world.make_turns(num_decoded=2)
         await world.take_all(session, turns[:1])
         recorder = Recorder(SystemClock())
-        session.record(recorder)
+        session.state.record(recorder)
 
         await world.take_all(session, turns[1:])
 
@@ -440,7 +440,7 @@ def test_pieces_stay_small_however_far_the_hops_are(run_story: Any) -> None:
         await world.take_all(session, world.make_turns())
 
         for hop in session.hops:
-            world.swarm.note_rtt(hop.peer.peer_id, 9.0)
+            world.swarm.book.note_rtt(hop.peer.peer_id, 9.0)
 
         assert session.choose_piece_tokens() == 128
 

@@ -191,7 +191,9 @@ def test_peers_that_forgot_the_parent_get_a_replay(scene: Scene) -> None:
             answer = scene.model.generate(question, session=fork, **GREEDY)[:, 4:]
 
             swarm = scene.model._client._swarm
-            assert not any(map(swarm.is_quarantined, swarm.view.peers))  # it is nobody's fault
+            assert not any(
+                map(swarm.book.is_quarantined, swarm.book.view.peers)
+            )  # it is nobody's fault
             assert [failover.num_replayed_tokens for failover in fork.failovers] == [7, 7]
     assert torch.equal(answer, scene.expect(PROMPT[:, :7], question, **GREEDY))
 

@@ -63,10 +63,10 @@ def test_client_waits_in_the_queue_of_a_full_peer_and_says_so(tiny_models: Any) 
             waiting = tasks.create_task(second.step(draw(2, 3)))
             await asyncio.sleep(3)
             assert not waiting.done()
-            assert "room at peer …" in str(second.waiting)
+            assert "room at peer …" in str(second.state.waiting)
 
         assert 5 <= VirtualClock().now() - started_at < 5.5
-        assert second.waiting is None
+        assert second.state.waiting is None
         assert second.position == 3
 
     run(tiny_models.get().directory, {"only": 1}, story)

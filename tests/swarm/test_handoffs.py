@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from story_outputs import assert_same
 
+from shoal.client.session.handoff import Understudy
 from shoal.client.session.session import RemoteSession
-from shoal.client.session.understudy import Understudy
 from shoal.client.trace.trace import Move, Recorder
 from shoal.client.trace.trace_file import make_trace_json
 from shoal.peer.accounts.shared_bytes import SharedBytes
@@ -94,7 +94,7 @@ def test_trace_tells_of_a_move_beside_the_steps(run_story: Any) -> None:
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=MOST_TURNS)
         recorder = Recorder(SystemClock())
-        session.record(recorder)
+        session.state.record(recorder)
         await world.take_all(session, turns[:4])
 
         drain(world, world.hosts_of(session)[1])
@@ -314,7 +314,7 @@ def test_hop_that_cannot_move_is_replaced_when_its_peer_has_left(run_story: Any,
         for service in full:
             service.facts = replace(service.facts, max_sessions=8)
         world.network.kill(before[hop])
-        await wait_until(lambda: session._mover._moving.done())  # nothing is looked for any more
+        await wait_until(lambda: session.state.observers[0]._moving.done())
         outputs += await world.take_all(session, turns[8:])
 
         assert_same(outputs, world.expect(turns))
@@ -480,7 +480,7 @@ def test_hop_whose_input_nobody_has_kept_stays(run_story: Any) -> None:
 
         drain(world, before[1])
         outputs += await world.take_all(session, turns[4:8])
-        await wait_until(lambda: bool(session._mover._rooted))
+        await wait_until(lambda: bool(session.state.observers[0]._rooted))
         assert world.hosts_of(session) == before
         world.network.kill(before[1])
         outputs += await world.take_all(session, turns[8:])
@@ -503,7 +503,7 @@ def test_hop_that_could_not_move_takes_its_log_with_it(run_story: Any) -> None:
         leaving = world.hosts_of(session)[1]
         drain(world, leaving)
         await world.take(session, turns[2])
-        await wait_until(lambda: bool(session._mover._rooted))
+        await wait_until(lambda: bool(session.state.observers[0]._rooted))
         hop = weakref.ref(session._hops[1])
 
         gc.disable()
@@ -530,7 +530,7 @@ def test_hop_behind_an_older_peer_stays(run_story: Any) -> None:
 
         drain(world, before[1])
         outputs += await world.take_all(session, turns[4:8])
-        await wait_until(lambda: bool(session._mover._rooted))
+        await wait_until(lambda: bool(session.state.observers[0]._rooted))
         world.network.kill(before[1])
         outputs += await world.take_all(session, turns[8:])
 

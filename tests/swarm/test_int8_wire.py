@@ -77,9 +77,9 @@ def test_peer_of_an_older_version_replaces_nobody_and_is_not_to_blame(run_story:
         (older,) = {"peer2", "peer3"} - {lost}
         opened: list[str] = []
         when_it_opens_a_session(world.peer_on(older), lambda: opened.append(older))
-        view = world.swarm.view
+        view = world.swarm.book.view
         peers = [replace(peer, max_version=INT8_VERSION - 1) for peer in view.peers]
-        world.swarm.view = SwarmView.from_announcements(view.model_id, peers, view.taken_at, 4)
+        world.swarm.book.view = SwarmView.from_announcements(view.model_id, peers, view.taken_at, 4)
 
         world.loopback._store.is_reachable = False  # or it would say what the peer really speaks
         world.network.kill(lost)

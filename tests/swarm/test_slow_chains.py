@@ -131,7 +131,7 @@ def test_step_that_slow_links_carry_is_not_taken_for_lost(tiny_models: Any) -> N
 
     async def story(world: World) -> None:
         await world.generate(3)
-        links: Any = world.session._driver._swarm.links  # pyright: ignore[reportPrivateUsage]
+        links: Any = world.session.state.book.links
         slow = Link(delay_seconds=0.002, bandwidth_bytes_per_second=1024)
         for index in (0, 1):
             before, after = world.session.hops[index : index + 2]

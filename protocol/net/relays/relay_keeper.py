@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from ...endpoints import Relay
@@ -16,6 +15,7 @@ from ...errors import DirectoryError, ShoalError
 from ...ids import PeerId
 from ...records.announcements import Announcement
 from ..clock import Clock
+from ..retry import Backoff, Backoffs
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +29,9 @@ meanwhile has forgotten it, one that was not gives it for an hour."""
 _SEARCH_SECONDS = 30.0
 """How often a second relay is looked for while there is one."""
 
-_AGAIN_SECONDS = 15.0
-"""How long a relay that is gone or has no place is left alone at first, and twice as long each time
-that it fails again. libp2p, too, waits longer and longer before it dials an address again."""
-
-_LONGEST_PAUSE_SECONDS = 3600.0
+_REST = Backoff(15.0, 3600.0)
+"""How long a relay that is gone or has no place is left alone. libp2p, too, waits longer and longer
+before it dials an address again."""
 
 _MAX_TRIED = 4
 """How many others are tried at a time; each may take seconds to be silent."""
@@ -49,17 +47,6 @@ class RelayPlaces(Protocol):
     async def reserve(self, relay: Relay) -> None:
         """Take a place at a relay, or keep the one that we have; raises ShoalError."""
         ...
-
-
-@dataclass(frozen=True)
-class _Failure:
-    """When a relay failed, and how long it is left alone for it."""
-
-    at: float
-    pause_seconds: float
-
-    def is_over(self, now: float) -> bool:
-        return now - self.at >= self.pause_seconds
 
 
 Search = Callable[[], Awaitable[Iterable[Announcement]]]
@@ -80,7 +67,7 @@ class RelayKeeper:
         self._clock = clock
         self._initial = initial
         self._renewed_at: dict[PeerId, float] = {}
-        self._failures: dict[PeerId, _Failure] = {}
+        self._failures = Backoffs[PeerId](_REST, clock)
         self._searched_at = float("-inf")
         self.relays = tuple(rank_relays(peer_id, initial)[:NUM_RELAYS])
         """Best first; those of old while there are no others."""
@@ -115,18 +102,13 @@ class RelayKeeper:
 
     async def _take_others(self, kept: list[Relay], candidates: Iterable[Relay]) -> None:
         """Add relays until there are enough, as far as that goes."""
-        now, held = self._clock.now(), {relay.peer_id for relay in kept}
-        self._failures = {
-            peer_id: failure
-            for peer_id, failure in self._failures.items()
-            if now - failure.at < 2 * _LONGEST_PAUSE_SECONDS
-        }
-        resting = {k for k, failure in self._failures.items() if not failure.is_over(now)}
+        self._failures.forget_expired()
+        held, resting = {relay.peer_id for relay in kept}, self._failures.resting
         ranked = rank_relays(self._peer_id, candidates)
         fresh = [r for r in ranked if r.peer_id not in held and r.peer_id not in resting]
         # Anybody may say that it is a relay, with an id that comes first for us: those that were
         # silent must not keep us from the others.
-        fresh.sort(key=lambda relay: relay.peer_id in self._failures)
+        fresh.sort(key=lambda relay: self._failures.count_failures(relay.peer_id) > 0)
         for relay in fresh[:_MAX_TRIED]:
             if len(kept) < NUM_RELAYS and await self._reserve(relay):
                 kept.append(relay)
@@ -137,22 +119,14 @@ class RelayKeeper:
         except ShoalError as error:
             log.info("no place at the relay %s: %s", relay, error)
             self._renewed_at.pop(relay.peer_id, None)
-            self._note_failure(relay.peer_id)
+            # Our own relays are asked even while they rest. That makes the rest no longer, or a
+            # short outage would cost an hour.
+            if self._failures.may_try(relay.peer_id):
+                self._failures.note_failure(relay.peer_id)
             return False
-        self._failures.pop(relay.peer_id, None)
+        self._failures.note_success(relay.peer_id)
         self._renewed_at[relay.peer_id] = self._clock.now()
         return True
-
-    def _note_failure(self, peer_id: PeerId) -> None:
-        """Leave a relay alone for longer than the last time. Our own ones are asked even while
-        they rest: that makes it no longer, or a short outage would cost an hour.
-        """
-        now, last = self._clock.now(), self._failures.get(peer_id)
-        if last is None:
-            self._failures[peer_id] = _Failure(now, _AGAIN_SECONDS)
-        elif last.is_over(now):
-            pause_seconds = min(2 * last.pause_seconds, _LONGEST_PAUSE_SECONDS)
-            self._failures[peer_id] = _Failure(now, pause_seconds)
 
 
 def rank_relays(peer_id: PeerId, relays: Iterable[Relay]) -> list[Relay]:

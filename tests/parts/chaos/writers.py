@@ -205,8 +205,8 @@ class Writer(threading.Thread):
         swarm = self._model._client._swarm
         known = [
             f"{self._task.name_of(peer.peer_id)} {peer.state}"
-            + " (avoided)" * swarm.is_quarantined(peer)
-            for peer in swarm.view.peers
+            + " (avoided)" * swarm.book.is_quarantined(peer)
+            for peer in swarm.book.view.peers
         ]
         return f"it knows {', '.join(known) or 'nobody'}"
 

@@ -10,16 +10,15 @@ from typing import Any, cast
 import pytest
 from announcements import describe_peer
 
-from shoal.client.routing.links import Links
-from shoal.client.routing.router import Hop
+from shoal.client.routing.route import Hop
 from shoal.client.routing.swarm import Swarm
-from shoal.client.session.live_hops import Place
-from shoal.client.session.route_opening import LiveHop, RouteOpener, SessionFacts
-from shoal.client.session.wiring import StartOverError, Wiring, cut_segments
+from shoal.client.session.hop_link import LiveHop, Place, StartOverError, cut_segments
+from shoal.client.session.push_plan import PushPlan
+from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import NO_CAPABILITY, ModelId, PeerId, SessionId
+from shoal.protocol.ids import NO_CAPABILITY, ModelId, SessionId
 from shoal.protocol.records.announcements import shorten
 from shoal.protocol.session.recovery_log import RecoveryLog
 from shoal.protocol.spans import Span
@@ -59,13 +58,12 @@ class HandClock:
     wall = now
 
 
-def make_wiring(delivery: str = "chain", clock: HandClock | None = None) -> Wiring:
+def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPlan:
     nobody = cast(Any, None)
     swarm = Swarm(nobody, MODEL_ID, 3, clock or HandClock(), random.Random(0))
     config = ClientConfig(delivery=delivery)
     facts = SessionFacts(SessionId(b"the secret of it"), MODEL_ID, Span(0, 3), 8, 100)
-    opener = RouteOpener(facts, nobody, nobody, nobody, config)
-    return Wiring(opener, nobody, swarm, config)
+    return PushPlan(SessionState(facts, swarm, nobody, config), nobody, nobody)
 
 
 def make_place(**changes: Any) -> Place:
@@ -75,7 +73,7 @@ def make_place(**changes: Any) -> Place:
 def test_every_hop_pushes_to_the_next_with_a_key_of_its_own() -> None:
     hops = make_hops()
 
-    make_wiring().plan(hops, make_place())
+    make_plan().plan(hops, make_place())
 
     assert [live.feeds for live in hops] == [True, True, False]
     keys = [live.capability for live in hops]
@@ -92,7 +90,7 @@ def test_every_hop_pushes_to_the_next_with_a_key_of_its_own() -> None:
 def test_in_a_star_nobody_pushes_and_nobody_can() -> None:
     hops = make_hops()
 
-    make_wiring("star").plan(hops, make_place())
+    make_plan("star").plan(hops, make_place())
 
     assert {live.capability for live in hops} == {NO_CAPABILITY}
     assert [live.next for live in hops] == [None] * 3
@@ -108,7 +106,7 @@ def test_peers_of_an_older_version_are_spoken_to_directly(
 ) -> None:
     hops = make_hops(versions)
 
-    make_wiring().plan(hops, make_place())
+    make_plan().plan(hops, make_place())
 
     assert [len(segment) for segment in cut_segments(hops)] == segments
     old = [live for live in hops if live.hop.peer.max_version < CHAIN_VERSION]
@@ -118,7 +116,7 @@ def test_peers_of_an_older_version_are_spoken_to_directly(
 def test_peer_that_cannot_be_dialled_is_pushed_nothing() -> None:
     hops = make_hops(num_endpoints=0)
 
-    make_wiring().plan(hops, make_place())
+    make_plan().plan(hops, make_place())
 
     assert [len(segment) for segment in cut_segments(hops)] == [1, 1, 1]
 
@@ -134,7 +132,7 @@ def test_peer_is_pushed_to_over_what_it_has_parked_by_who_understands_it(
     parked_at = (shorten(hops[0].hop.peer.peer_id),)
     hops[1].hop = replace(second, peer=replace(second.peer, parked_at=parked_at))
 
-    make_wiring().plan(hops, make_place())
+    make_plan().plan(hops, make_place())
 
     assert [len(segment) for segment in cut_segments(hops)] == segments
     assert hops[0].next is None or hops[0].next.endpoints == ()
@@ -143,7 +141,7 @@ def test_peer_is_pushed_to_over_what_it_has_parked_by_who_understands_it(
 def test_last_new_hop_pushes_to_the_one_behind_only_what_that_lacks() -> None:
     *hops, after = make_hops()
 
-    make_wiring().plan(hops, make_place(after=after))
+    make_plan().plan(hops, make_place(after=after))
 
     assert [live.next and live.next.first_sequence for live in hops] == [0, 5]
     assert after.is_log_whole
@@ -151,92 +149,35 @@ def test_last_new_hop_pushes_to_the_one_behind_only_what_that_lacks() -> None:
 
 def test_link_that_failed_is_left_alone_for_a_while_and_longer_the_next_time() -> None:
     hops, clock = make_hops(), HandClock()
-    wiring = make_wiring(clock=clock)
+    plan = make_plan(clock=clock)
 
     def can_push() -> list[bool]:
-        wiring.plan(hops, make_place())
+        plan.plan(hops, make_place())
         return [live.feeds for live in hops]
 
     for seconds in (30.0, 60.0, 120.0):
-        wiring.note_cut(hops[0], hops[1])
+        plan.note_cut(hops[0], hops[1])
         clock.seconds += seconds - 0.1
         assert can_push() == [False, True, False]
         clock.seconds += 0.2
         assert can_push() == [True, True, False]
 
 
-def test_link_that_works_again_is_left_alone_as_briefly_as_the_first_time() -> None:
-    hops, clock = make_hops(), HandClock()
-    links = Links(clock)
-    first, second = (live.hop.peer.peer_id for live in hops[:2])
-    links.note_cut(first, second)
-    clock.seconds += 31.0
-    links.note_answer([first, second], 1000, 0.1)
-
-    links.note_cut(first, second)
-
-    clock.seconds += 31.0
-    assert links.cuts == frozenset()
-
-
-def test_failure_that_many_sessions_tell_of_counts_once() -> None:
-    clock = HandClock()
-    links = Links(clock)
-    for _ in range(5):
-        links.note_cut(PeerId("a"), PeerId("b"))
-
-    assert links.cuts == {(PeerId("a"), PeerId("b"))}
-    clock.seconds += 31.0
-    assert links.cuts == frozenset()
-
-
-def test_bytes_take_their_time_on_every_link_that_they_pass() -> None:
-    links = Links(HandClock())
-    peer_ids = [PeerId(name) for name in "abc"]
-    links.note_answer(peer_ids[:2], 2**20, 1.0)
-    links.note_answer(peer_ids[1:], 2**20, 4.0)
-
-    with links.carry(peer_ids, 2**20) as seconds, links.carry(peer_ids[:2], 2**20) as behind:
-        assert seconds == pytest.approx(1.0 + 4.0)
-        assert behind == pytest.approx(2.0)
-    with links.carry(peer_ids[:1], 2**20) as seconds:
-        assert seconds == 0.0
-
-
-def test_link_that_failed_is_given_longer_for_what_it_carries() -> None:
-    links = Links(HandClock())
-    peer_ids = [PeerId(name) for name in "ab"]
-    with links.carry(peer_ids, 2**20) as before:
-        links.note_cut(*peer_ids)
-    with links.carry(peer_ids, 2**20) as after:
-        assert after == 2 * before
-
-
-def test_links_of_peers_that_left_are_forgotten() -> None:
-    links = Links(HandClock())
-    links.note_cut(PeerId("a"), PeerId("b"))
-    links.note_cut(PeerId("c"), PeerId("d"))
-
-    links.forget([PeerId("b")])
-
-    assert links.cuts == {(PeerId("c"), PeerId("d"))}
-
-
 def test_hop_before_that_cannot_push_to_the_new_ones_is_of_no_use() -> None:
     before, *hops = make_hops()
-    wiring = make_wiring()
-    wiring.note_cut(before, hops[0])
+    plan = make_plan()
+    plan.note_cut(before, hops[0])
 
     with pytest.raises(StartOverError):
-        wiring.plan(hops, make_place(before=before))
+        plan.plan(hops, make_place(before=before))
 
 
 def test_hop_behind_a_link_that_failed_is_sent_to_from_now_on() -> None:
     *hops, after = make_hops()
-    wiring = make_wiring()
-    wiring.note_cut(hops[-1], after)
+    plan = make_plan()
+    plan.note_cut(hops[-1], after)
 
-    wiring.plan(hops, make_place(after=after))
+    plan.plan(hops, make_place(after=after))
 
     assert not hops[-1].feeds
     assert not after.is_log_whole

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from session_scene import Scene, draw, now, run
 
-from shoal.client.routing.landmarks import LEAST_LANDMARKS, choose_landmarks
+from shoal.client.routing.position import LEAST_LANDMARKS, choose_landmarks
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.records.coordinates import Coordinate
 
@@ -53,7 +53,7 @@ def test_first_session_measures_and_the_next_one_knows() -> None:
 
         def count_known() -> int:
             peers = (peer.identity.peer_id for peer in scene.peers.values())
-            return sum(scene.swarm.rtt_seconds(peer_id) is not None for peer_id in peers)
+            return sum(scene.swarm.book.rtt_seconds(peer_id) is not None for peer_id in peers)
 
         await scene.open_session().step(draw(1))
         assert count_known() == NUM_LANDMARKS
@@ -85,7 +85,7 @@ def test_nobody_is_asked_where_nobody_knows_a_place() -> None:
         await scene.swarm.survey(scene.client)
 
         assert now() == 0.0
-        assert choose_landmarks(scene.swarm.view.online, random.Random(0)) == []
+        assert choose_landmarks(scene.swarm.book.view.online, random.Random(0)) == []
 
     run(test)
 
@@ -93,7 +93,7 @@ def test_nobody_is_asked_where_nobody_knows_a_place() -> None:
 def test_a_few_of_many_are_asked() -> None:
     async def test(scene: Scene) -> None:
         await add_landmarks(scene)
-        peers = scene.swarm.view.online
+        peers = scene.swarm.book.view.online
 
         assert len(choose_landmarks(peers * 10, random.Random(0))) == 8
         assert choose_landmarks(peers[: LEAST_LANDMARKS - 1], random.Random(0)) == []

@@ -1,0 +1,319 @@
+"""The hops of a session: found for a place of its route, and opened there, all of them at once."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import math
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import nullcontext
+
+from ...protocol.errors import (
+    DirectoryError,
+    RefusedError,
+    RemoteProtocolError,
+    RouteError,
+    UnavailableError,
+)
+from ...protocol.ids import NO_ADAPTER, NO_CLIENT, ClientToken, PeerId, SessionId, make_client_token
+from ...protocol.messages.passes import PassPiece
+from ...protocol.messages.session import Open
+from ...protocol.net.retry import Backoff, Retry
+from ...protocol.net.transport import Transport
+from ...protocol.session.recovery_log import RecoveryLog
+from ...protocol.tensors import WireDtype
+from ...protocol.versions import INT8_VERSION, PASS_VERSION
+from ..routing.deadlines import choose_open_timeout_seconds
+from ..routing.peer_book import LostHopError, Refusals
+from ..routing.route import Ends, Hop, Route
+from .deep_prompts import encode_prompts
+from .hop_link import HopLink, LiveHop, Mailbox, Place
+from .state import SessionState, Waiting, invert
+
+_logger = logging.getLogger(__name__)
+
+_AGAIN = Backoff(0.05, 1.0, jitter_fraction=0.25)
+"""Between routes that are tried; longer once all peers were. Clients that lost the same peer must
+not all come back to its replica at the same moment."""
+
+_RETRY_VIEW_SECONDS = 1.0
+"""How old the view may be once a peer that was found in it has failed."""
+
+_FIRST_LOOK_FRACTION = 0.3
+"""How much of the time to connect a peer gets that has never worked for us, until everybody was
+asked once: announcing costs nothing, and a few silent peers would use up all the time there is."""
+
+_SHORT_SECONDS = 0.5
+"""What a peer gets to open a session even when time is up."""
+
+BringUp = Callable[[list[LiveHop], Place, float, float], Awaitable[None]]
+"""Opens the hops of a route at a place before a deadline, waiting for room so long, and brings them
+to the state of its log. Raises LostHopError for one that has to be replaced; none is open then."""
+
+
+class HopFinder:
+    """Finds and opens the hops of one session."""
+
+    def __init__(self, state: SessionState, transport: Transport, mailbox: Mailbox) -> None:
+        self._state = state
+        self._transport = transport
+        self._mailbox = mailbox
+
+    def make_twin(self, state: SessionState, mailbox: Mailbox) -> HopFinder:
+        """Return what opens hops beside the session, which goes on meanwhile."""
+        return HopFinder(state, self._transport, mailbox)
+
+    async def cover(
+        self,
+        place: Place,
+        deadline: float,
+        refusals: Refusals,
+        bring_up: BringUp,
+        preferred: str | None = None,
+    ) -> list[LiveHop]:
+        """Find hops for a place, and have them brought to the state of its log within the deadline.
+
+        `preferred` is the weight format of the peer that was lost: its replica computes the
+        same. Raises RouteError with the missing blocks, or the last failure, when time is up, and
+        RefusedError when the peers that are there decline for good; also what `bring_up` raises
+        but LostHopError, after which another route is tried.
+        """
+        state = self._state
+        if place.position == 0:  # later, somebody waits for the next token
+            await state.swarm.survey(self._transport)
+        configured = state.config.weights
+        weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
+        tried: set[PeerId] = set()
+        retry = Retry(_AGAIN, state.clock, deadline, state.rng)
+        retry.note_failure()  # even the second route is not tried at once
+        max_wait_seconds = 0.0
+        while True:
+            num_tried = len(tried)
+            route = await self._find_route(place, weights, deadline, refusals, tried)
+            if len(tried) < num_tried:
+                # Everybody was asked once. Who is full may take us into its queue now; with some
+                # time left for the others, who may have room sooner.
+                is_alone = num_tried == 1
+                remaining_seconds = max(0.0, retry.remaining_seconds)
+                max_wait_seconds = remaining_seconds / (1 if is_alone else 2 * num_tried)
+                retry.note_failure()  # nobody is to be stormed
+            state.begin(route)
+            hops = [LiveHop(hop, None, RecoveryLog()) for hop in route.hops]
+            try:
+                await bring_up(hops, place, deadline, max_wait_seconds)
+                return hops
+            except LostHopError as lost:
+                tried.add(lost.hop.peer.peer_id)
+                refusals.note(lost)
+                if retry.remaining_seconds <= 0:
+                    if isinstance(lost.__cause__, RefusedError):
+                        raise lost.__cause__ from None
+                    raise RouteError(
+                        f"no peer could be reached in time for blocks {lost.hop.span}: {lost}; "
+                        "run `shoal doctor` to find out why",
+                        (lost.hop.span,),
+                    ) from lost.__cause__
+            await retry.pause()
+
+    async def _find_route(
+        self,
+        place: Place,
+        weights: Sequence[str | None],
+        deadline: float,
+        refusals: Refusals,
+        tried: set[PeerId],
+    ) -> Route:
+        """Return the next route to try: over peers not tried yet, as long as there are any.
+
+        Or else the busy one that is cheapest would be asked over and over, and others never. Then
+        `tried` is emptied and the next round begins.
+
+        Once a peer has declined for good, only others that are there now may help: who asked for
+        too much should hear it at once, and that is what is raised.
+        """
+        # Somebody waits for the next token: the view at hand comes first, however old. If it led
+        # to nobody, newcomers must be seen before silent peers are asked once more.
+        max_age_seconds = math.inf if place.position > 0 else self._state.config.refresh_seconds
+        wait = functools.partial(
+            self._state.swarm.wait_for_route,
+            place.span,
+            needed_kv_tokens=self._state.facts.count_kv_tokens(self._state.num_rows),
+            ends=place.ends if self._state.config.delivery == "chain" else None,
+        )
+        if tried:
+            max_age_seconds = min(_RETRY_VIEW_SECONDS, self._state.config.refresh_seconds)
+            with contextlib.suppress(RouteError, DirectoryError):
+                avoided = {*tried, *refusals.peer_ids}
+                return await wait(self._state.clock.now(), max_age_seconds, weights, avoided)
+            tried.clear()
+        if refusals.first is None:
+            return await wait(deadline, max_age_seconds, weights)
+        try:
+            return await wait(self._state.clock.now(), 0.0, weights, refusals.peer_ids)
+        except (RouteError, DirectoryError):
+            raise refusals.first from None
+
+    async def find_replica(self, hop: Hop, exclude: Collection[PeerId], ends: Ends | None) -> Hop:
+        """Return a peer that computes the very same as a hop. Raises RouteError, DirectoryError."""
+        route = await self._state.swarm.wait_for_route(
+            hop.span,
+            self._state.clock.now(),
+            min(_RETRY_VIEW_SECONDS, self._state.config.refresh_seconds),
+            (hop.peer.weights,),
+            exclude,
+            self._state.facts.count_kv_tokens(self._state.num_rows),
+            ends,
+        )
+        if len(route.hops) != 1:
+            raise RouteError(f"no single peer serves blocks {hop.span}", (hop.span,))
+        return route.hops[0]
+
+    def has_replica(self, hop: Hop, others: Collection[PeerId]) -> bool:
+        """Return whether a peer beside those could take a hop's place alone, by what was heard."""
+        return any(
+            peer.span.covers(hop.span)
+            and peer.weights == hop.peer.weights
+            and peer.peer_id not in others
+            for peer in self._state.book.view.online
+        )
+
+    async def open(self, hops: Sequence[LiveHop], deadline: float, max_wait_seconds: float) -> None:
+        """Open the links of hops; some are open even when it raises what the first failure was."""
+        results = await asyncio.gather(
+            *(self.open_link(live, deadline, max_wait_seconds) for live in hops),
+            return_exceptions=True,
+        )
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def open_link(
+        self,
+        live: LiveHop,
+        deadline: float,
+        max_wait_seconds: float = 0.0,
+        parent: SessionId | None = None,
+        prefix_tokens: int = 0,
+    ) -> None:
+        """Open the session of one hop, under an id of its own; LostHopError if that fails.
+
+        With a `parent`, it begins with the first `prefix_tokens` tokens of that one.
+        """
+        recorder = self._state.recorder
+        recording = nullcontext() if recorder is None else recorder.opening(live.hop)
+        with recording:
+            await self._open_link(live, deadline, max_wait_seconds, parent, prefix_tokens)
+
+    async def _open_link(
+        self,
+        live: LiveHop,
+        deadline: float,
+        max_wait_seconds: float,
+        parent: SessionId | None,
+        prefix_tokens: int,
+    ) -> None:
+        hop, adapter = live.hop, self._state.facts.adapter
+        self._check_version(hop)
+        opening = await self._make_opening(live, max_wait_seconds, parent, prefix_tokens)
+        pieces = self._encode_prompts(opening)
+
+        def note_queued(seconds: float) -> None:
+            self._state.waiting = Waiting(hop, seconds)
+            _logger.info("waiting for %s", self._state.waiting)
+
+        timeout_seconds = self._choose_timeout_seconds(hop, deadline, max_wait_seconds == 0)
+        try:
+            if adapter is not None:
+                await adapter.bring(hop)
+            with self._state.book.bandwidth.carry(_count_bytes(pieces)) as carrying_seconds:
+                live.link, facts = await HopLink.open(
+                    self._transport,
+                    self._state.clock,
+                    hop,
+                    opening,
+                    self._name_for(hop),
+                    timeout_seconds + carrying_seconds,
+                    note_queued,
+                    pieces,
+                )
+        except (UnavailableError, RemoteProtocolError, RefusedError) as error:
+            if adapter is not None:
+                adapter.note_failure(hop, error)
+            raise self._state.book.blame(hop, error, self._state.forgiven) from error
+        finally:
+            if self._state.waiting is not None and self._state.waiting.hop is hop:
+                self._state.waiting = None  # not that of another hop
+        live.link.on_leaving = self._tell_leaving
+        live.link.listen(self._mailbox if live.capability else None)
+        self._state.book.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
+
+    async def _make_opening(
+        self,
+        live: LiveHop,
+        max_wait_seconds: float,
+        parent: SessionId | None,
+        prefix_tokens: int,
+    ) -> Open:
+        assert self._state.wire_dtype is not None
+        span, adapter, prompts = live.hop.span, self._state.facts.adapter, self._state.prompts_LBPH
+        prompt_rows, prompt_tokens = (0, 0) if prompts is None else prompts.shape[1:3]
+        # First: the epoch may be another one afterwards.
+        adapter_id = NO_ADAPTER if adapter is None else await adapter.name_for(span)
+        return Open(
+            self._state.name_session(span),
+            self._state.epoch,
+            self._state.facts.model_id,
+            span,
+            self._state.num_rows,
+            self._state.facts.max_tokens,
+            self._state.wire_dtype,
+            max_wait_seconds,
+            self._state.facts.kv_format,
+            parent=parent,
+            prefix_tokens=0 if parent is None else prefix_tokens,
+            capability=live.capability,
+            next=live.next,
+            adapter=adapter_id,
+            prompt_rows=prompt_rows,
+            prompt_tokens=prompt_tokens,
+        )
+
+    def _check_version(self, hop: Hop) -> None:
+        """Raise LostHopError when a peer is too old for what the session needs."""
+        if self._state.wire_dtype is WireDtype.INT8 and hop.peer.max_version < INT8_VERSION:
+            raise LostHopError(hop, "its version is too old for hidden states in int8")
+        if self._state.prompts_LBPH is not None and hop.peer.max_version < PASS_VERSION:
+            raise LostHopError(hop, "its version is too old for deep prompts")
+
+    def _encode_prompts(self, opening: Open) -> list[PassPiece]:
+        if self._state.prompts_LBPH is None:
+            return []
+        start, span = self._state.facts.span.start, opening.span
+        prompts_LBPH = self._state.prompts_LBPH[span.start - start : span.stop - start]
+        # Rounded to 8 bits they would be others than those that were trained.
+        dtype = WireDtype.BF16 if opening.dtype is WireDtype.INT8 else opening.dtype
+        return encode_prompts(opening.session, prompts_LBPH, dtype)
+
+    def _choose_timeout_seconds(self, hop: Hop, deadline: float, is_first_look: bool) -> float:
+        longest_seconds = self._state.config.connect_timeout_seconds
+        if is_first_look and not self._state.book.times(hop.peer.peer_id).has_answered:
+            longest_seconds *= _FIRST_LOOK_FRACTION
+        return choose_open_timeout_seconds(
+            hop.peer.queue_seconds,
+            invert(hop.peer.prefill_tokens_per_second),
+            min(longest_seconds, max(deadline - self._state.clock.now(), _SHORT_SECONDS)),
+        )
+
+    def _name_for(self, hop: Hop) -> ClientToken:
+        secret = self._state.facts.client_secret
+        return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
+
+    def _tell_leaving(self) -> None:
+        for observer in self._state.observers:
+            observer.note_leaving()
+
+
+def _count_bytes(pieces: Sequence[PassPiece]) -> int:
+    return sum(len(piece.tensor.data) for piece in pieces)

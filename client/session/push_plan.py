@@ -1,0 +1,213 @@
+"""Who pushes to whom in one session, and what changes when hops are lost or out of reach."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from typing import Protocol
+
+from ...protocol.ids import NO_CAPABILITY
+from ...protocol.messages.session import Admit, NextHop, Redirect, Status
+from ...protocol.session.recovery_log import RecoveryLog
+from ...protocol.versions import CHAIN_VERSION
+from ..routing.distances import can_push
+from ..routing.peer_book import LostHopError
+from ..routing.route import Hop
+from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Place, StartOverError
+from .state import SessionState
+
+
+class ToldHops(Protocol):
+    """How hops are told who comes next; see `Exchange`."""
+
+    def check_links(self, segment: Sequence[LiveHop]) -> None:
+        """Raise BrokenSegmentError for the hops that were lost before."""
+        ...
+
+    async def tell(self, live: LiveHop, message: Admit | Redirect) -> Status:
+        """Return what a hop answers; BrokenSegmentError when it is lost, StartOverError when it
+        has not kept what it pushed.
+        """
+        ...
+
+    async def hang_up(self, *lives: LiveHop) -> None:
+        """Drop the links of hops; their logs stay."""
+        ...
+
+
+class PushPlan:
+    """Decides which hops push to each other, and tells them."""
+
+    def __init__(self, state: SessionState, hops: ToldHops, mailbox: Mailbox) -> None:
+        self._state = state
+        self._hops = hops
+        self._mailbox = mailbox
+
+    def note_cut(self, before: LiveHop, after: LiveHop) -> None:
+        """Remember for a while that a peer cannot push to another one."""
+        self._state.book.links.note_cut(before.hop.peer.peer_id, after.hop.peer.peer_id)
+
+    def plan(self, hops: Sequence[LiveHop], place: Place) -> None:
+        """Settle who pushes to whom among hops that are about to be opened at a place.
+
+        Raises StartOverError when the hop before cannot push to them all.
+        """
+        for live, following in zip(hops, (*hops[1:], place.after), strict=True):
+            live.feeds = following is not None and self.can_feed(live.hop, following.hop)
+        self.connect(hops, place.after, place.pending[0] if place.pending else 0)
+        if place.before is not None and not (
+            self.can_feed(place.before.hop, hops[0].hop) and all(live.feeds for live in hops[:-1])
+        ):
+            raise StartOverError
+        if place.after is not None and not hops[-1].feeds:
+            _begin_segment(place.after, place)
+
+    def connect(
+        self,
+        hops: Sequence[LiveHop],
+        after: LiveHop | None = None,
+        first_sequence: int = 0,
+    ) -> None:
+        """Name the next hop of each that has one, and what lets it in there."""
+        for live, following in zip(hops, (*hops[1:], after), strict=True):
+            if self._is_in_chain(live.hop):
+                live.capability = self._state.make_capability(live.hop.span)
+            if live.feeds and following is not None:
+                live.next = self.name(following, first_sequence if following is after else 0)
+
+    async def admit(self, place: Place) -> None:
+        """Have the hop after take steps from the new hops, and from nobody else any more."""
+        if place.after is not None:
+            await self._admit(place.after, place.newest_sequence)
+
+    async def redirect_to(self, hops: Sequence[LiveHop], place: Place) -> int:
+        """Have the hop before push to new ones what it has pushed to the lost ones.
+
+        Returns how many steps the last of them will do before those that are under way.
+        """
+        assert place.before is not None
+        for sequence in place.pending:
+            self._mailbox.expect(hops[-1].open_link.session, sequence)
+        status = await self._redirect(place.before, self.name(hops[0], 0), place.pending)
+        place.before.feeds = True
+        return status.num_replayed
+
+    async def bridge(self, place: Place) -> None:
+        """Have the hop before answer us with what it pushed to the hop after, which we send it to.
+
+        They do not reach each other; both are in use, and no hop is missing between them.
+        """
+        before, after = place.before, place.after
+        assert before is not None
+        assert after is not None
+        self.note_cut(before, after)
+        self._state.epoch += 1
+        await self._admit(after, place.newest_sequence)
+        for sequence in place.pending:
+            self._mailbox.expect(before.open_link.session, sequence)
+        await self._redirect(before, None, place.pending)
+        before.feeds, before.next = False, None
+        _begin_segment(after, place)
+
+    async def hand_over(
+        self,
+        new: LiveHop,
+        before: LiveHop | None,
+        following: NextHop | None,
+        after: LiveHop | None,
+        sequence: int,
+    ) -> None:
+        """Put a hop that has all of the prefix between two others, from a step on.
+
+        The hop before pushes to it as `following`, it pushes to the hop behind, and that takes
+        steps of nobody else. Raises BrokenSegmentError when one of them is lost.
+        """
+        self._state.epoch += 1
+        telling: list[Coroutine[None, None, object]] = []
+        if before is not None:
+            telling.append(self._redirect(before, following, (sequence,)))
+        if after is not None:
+            telling.append(self._redirect(new, self.name(after, sequence), (sequence,)))
+            telling.append(self._admit(after, sequence - 1))
+        for failure in await asyncio.gather(*telling, return_exceptions=True):
+            if isinstance(failure, BaseException):
+                raise failure
+
+    async def promote(
+        self,
+        new: LiveHop,
+        before: LiveHop | None,
+        following: NextHop | None,
+        after: LiveHop | None,
+        sequence: int,
+    ) -> bool:
+        """Put a hop that has all of the prefix into the place of a lost one, with a step under way.
+
+        The hop before, which pushes to it as `following`, goes on so; returns False where it has
+        ceased to. Raises BrokenSegmentError when one of them is lost.
+        """
+        self._state.epoch += 1
+        if after is not None:
+            await self._admit(after, sequence)
+        telling: list[Coroutine[None, None, Status]] = []
+        if after is not None:
+            telling.append(self._redirect(new, self.name(after, sequence), (sequence,)))
+        if before is not None:
+            telling.append(self._redirect(before, following, (sequence + 1,)))
+        statuses = await asyncio.gather(*telling, return_exceptions=True)
+        num_replayed = 0
+        for status in statuses:
+            if isinstance(status, BaseException):
+                raise status
+            num_replayed += status.num_replayed
+        return num_replayed == 0
+
+    def can_feed(self, hop: Hop, following: Hop) -> bool:
+        """Return whether a hop may push to another one, as far as is known."""
+        return (
+            self._state.config.delivery == "chain"
+            and can_push(hop.peer, following.peer)
+            and not self._state.book.links.is_cut(hop.peer.peer_id, following.peer.peer_id)
+        )
+
+    def _is_in_chain(self, hop: Hop) -> bool:
+        return self._state.config.delivery == "chain" and hop.peer.max_version >= CHAIN_VERSION
+
+    def name(self, following: LiveHop, first_sequence: int) -> NextHop:
+        peer, span, link = following.hop.peer, following.hop.span, following.link
+        return NextHop(
+            peer.peer_id,
+            peer.endpoints,
+            self._state.name_session(span) if link is None else link.session,
+            self._state.epoch,
+            self._state.make_capability(span),
+            first_sequence,
+        )
+
+    async def _admit(self, live: LiveHop, newest_sequence: int) -> None:
+        self._hops.check_links([live])
+        if live.capability == NO_CAPABILITY:
+            return
+        capability = self._state.make_capability(live.hop.span)
+        admit = Admit(live.open_link.session, self._state.epoch, capability)
+        status = await self._hops.tell(live, admit)
+        if status.sequence > newest_sequence:
+            # A hop before it made a number up, so it drops all steps to come. That is not its
+            # fault: it is lost to this session only.
+            await self._hops.hang_up(live)
+            raise BrokenSegmentError(
+                [LostHopError(live.hop, "it was pushed a step that was never sent")]
+            )
+        live.capability = live.open_link.capability = capability
+
+    async def _redirect(
+        self, live: LiveHop, following: NextHop | None, pending: Sequence[int]
+    ) -> Status:
+        self._hops.check_links([live])
+        message = Redirect(live.open_link.session, self._state.epoch, pending[0], following)
+        return await self._hops.tell(live, message)
+
+
+def _begin_segment(live: LiveHop, place: Place) -> None:
+    """Let a hop that was pushed to be sent to; what it got before is not in its log."""
+    live.log, live.is_log_whole = RecoveryLog(), place.position == 0

@@ -1,0 +1,241 @@
+"""What all parts of one session share: what it was opened with, its epoch, numbers and secrets."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from ...kernels.wire_tensors import choose_decoded_dtype
+from ...protocol.errors import ShoalError
+from ...protocol.ids import (
+    CAPABILITY_BYTES,
+    SESSION_ID_BYTES,
+    AdapterId,
+    Capability,
+    ModelId,
+    PeerId,
+    SessionId,
+)
+from ...protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES
+from ...protocol.net.clock import Clock
+from ...protocol.net.transport import Transport
+from ...protocol.records.announcements import Announcement
+from ...protocol.spans import Span
+from ...protocol.tensors import KVFormat, WireDtype, compute_num_bytes
+from ...protocol.versions import INT8_VERSION
+from ..routing.peer_book import PeerBook
+from ..routing.route import Ends, Hop, Route
+from ..settings.config import ClientConfig
+from ..trace.trace import Observer, Recorder
+
+_FLOAT_TOKENS = {KVFormat.FLOAT: 1.0, KVFormat.INT8: 0.5}
+"""Tokens of floats that a token takes the room of. Half is true where peers compute in 16 bits."""
+
+_MAX_PIECE_TOKENS = 2048
+
+
+class SharedAdapter(Protocol):
+    """One adapter for all rows, which each hop has to have before it is opened."""
+
+    async def name_for(self, span: Span) -> AdapterId:
+        """Return what a hop with these blocks knows it by."""
+        ...
+
+    async def bring(self, hop: Hop) -> None:
+        """Give it to a hop that may not have it; raises UnavailableError, RefusedError or
+        RemoteProtocolError.
+        """
+        ...
+
+    def note_failure(self, hop: Hop, error: ShoalError) -> None:
+        """Note that a hop has lost it, if that is what it said: it gets it again."""
+        ...
+
+
+class Routes(Protocol):
+    """What a session needs of a swarm; see `Swarm`."""
+
+    book: PeerBook
+
+    async def wait_for_route(
+        self,
+        span: Span,
+        deadline: float,
+        max_age_seconds: float,
+        weights: Collection[str | None],
+        exclude: Collection[PeerId] = (),
+        needed_kv_tokens: float = 0.0,
+        ends: Ends | None = None,
+    ) -> Route:
+        """Return a route, waiting for peers until a deadline; RouteError, DirectoryError."""
+        ...
+
+    async def survey(self, transport: Transport) -> None:
+        """Find out where the client stands, if that is not known yet."""
+        ...
+
+    def expect_way_seconds(self, hops: Sequence[Hop]) -> list[float]:
+        """Return the ways of a chain: to the first hop, from each to the next, and back."""
+        ...
+
+
+@dataclass(frozen=True)
+class SessionFacts:
+    """What a session is opened with.
+
+    `session` never leaves the client: the id at each hop is derived from it. So no peer can step
+    the session at another peer, and one that serves two spans of a route holds two sessions.
+    """
+
+    session: SessionId
+    model_id: ModelId
+    span: Span
+    hidden_size: int
+    max_tokens: int
+    client_secret: bytes = b""
+    """What the client's name at each peer is made of; empty: it has none."""
+    kv_format: KVFormat = KVFormat.FLOAT
+    adapter: SharedAdapter | None = None
+
+    def count_kv_tokens(self, num_rows: int) -> float:
+        """Return how much room so many rows may need, in the tokens that announcements count."""
+        return num_rows * self.max_tokens * _FLOAT_TOKENS[self.kv_format]
+
+
+@dataclass(frozen=True)
+class Waiting:
+    """A session waits for room at a peer, which expects that to take `seconds`."""
+
+    hop: Hop
+    seconds: float
+
+    def __str__(self) -> str:
+        return f"room at peer …{self.hop.peer.peer_id[-6:]}, about {self.seconds:.0f} s"
+
+
+class SessionState:
+    """The part of a session that its parts read and few of them change.
+
+    `epoch` counts the routes, `wire_dtype` is None before the first one. Peers of `forgiven` have
+    lost the session once, which was not their fault.
+    """
+
+    def __init__(
+        self, facts: SessionFacts, swarm: Routes, clock: Clock, config: ClientConfig
+    ) -> None:
+        self.facts = facts
+        self.swarm = swarm
+        self.book = swarm.book
+        self.clock = clock
+        self.config = config
+        self.rng = random.Random(config.seed)
+        self.epoch = 0
+        self.num_rows = 0
+        self.last_sequence = 0
+        """Number of the newest step, whether it was taken or failed."""
+        self.wire_dtype: WireDtype | None = None
+        self.forgiven: set[PeerId] = set()
+        self.prompts_LBPH: Tensor | None = None
+        """What peers add to the inputs of blocks at the first P positions; set before the hops."""
+        self.waiting: Waiting | None = None
+        """The peer that has no room for the session yet, and how long it expects that to last."""
+        self.sought: Span | None = None
+        """The blocks that were lost and that no peer has taken over yet."""
+        self.observers: list[Observer] = []
+        self.recorder: Recorder | None = None
+        self._num_twins = 0
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have everything taken down that the session does from now on; None: nothing more."""
+        others = [observer for observer in self.observers if observer is not self.recorder]
+        self.observers = others if recorder is None else [*others, recorder]
+        self.recorder = recorder
+
+    def make_twin(self) -> SessionState:
+        """Return the state of another session, with other secrets, whose hops are to be used here.
+
+        It counts epochs of its own, from that of now on, and is not recorded.
+        """
+        self._num_twins += 1
+        secret = self._derive(f"twin {self._num_twins}", self.facts.span, SESSION_ID_BYTES)
+        facts = replace(self.facts, session=SessionId(secret))
+        twin = SessionState(facts, self.swarm, self.clock, self.config)
+        twin.epoch, twin.num_rows, twin.wire_dtype = self.epoch, self.num_rows, self.wire_dtype
+        twin.prompts_LBPH, twin.observers = self.prompts_LBPH, self.observers
+        return twin
+
+    def begin(self, route: Route) -> None:
+        """Count a route; the first one settles the dtype, which replacements have to speak."""
+        self.epoch += 1
+        if self.wire_dtype is None:
+            self.wire_dtype = self._choose_wire_dtype([hop.peer for hop in route.hops])
+
+    def begin_fork(self, parent: SessionState) -> None:
+        """Count the route of another session as the first one of this."""
+        self.epoch += 1
+        self.wire_dtype, self.num_rows = parent.wire_dtype, parent.num_rows
+        self.last_sequence = parent.last_sequence
+
+    def _choose_wire_dtype(self, peers: Sequence[Announcement]) -> WireDtype:
+        wanted = self.config.wire_dtype
+        knows_int8 = all(peer.max_version >= INT8_VERSION for peer in peers)
+        if wanted != "auto" and (wanted != "int8" or knows_int8):
+            return WireDtype[wanted.upper()]
+        is_exact = all(peer.weights == "fp32" for peer in peers)
+        return WireDtype.FP32 if is_exact else WireDtype.BF16
+
+    def name_session(self, span: Span) -> SessionId:
+        """Return the id of a session that is opened now; it tells nothing of the others."""
+        return SessionId(self._derive("session", span, SESSION_ID_BYTES))
+
+    def make_capability(self, span: Span) -> Capability:
+        """Return what lets a hop be pushed to that is opened, or admits another one, now."""
+        return Capability(self._derive("capability", span, CAPABILITY_BYTES))
+
+    def _derive(self, purpose: str, span: Span, num_bytes: int) -> bytes:
+        text = f"{purpose}/{self.epoch}/{span}".encode()
+        return hashlib.blake2b(text, key=self.facts.session, digest_size=num_bytes).digest()
+
+    def number_steps(self, num_steps: int) -> range:
+        """Return the sequence numbers of the next steps: the same ones at all hops."""
+        first, self.last_sequence = self.last_sequence + 1, self.last_sequence + num_steps
+        return range(first, self.last_sequence + 1)
+
+    def count_bytes(self, num_tokens: int) -> int:
+        """Return how many bytes the hidden states of so many tokens are on the wire."""
+        assert self.wire_dtype is not None
+        return compute_num_bytes(self.wire_dtype, 1, num_tokens, self.facts.hidden_size)
+
+    @property
+    def max_piece_tokens(self) -> int:
+        """How many tokens per row one frame should carry."""
+        dtype = self.wire_dtype or WireDtype.FP32
+        token_bytes = compute_num_bytes(dtype, self.num_rows, 1, self.facts.hidden_size)
+        piece_bytes = min(self.config.max_step_bytes, MAX_FRAME_BYTES - MAX_CONTROL_BYTES)
+        return max(1, min(piece_bytes // token_bytes, _MAX_PIECE_TOKENS))
+
+    def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
+        """Round hidden states to what travels, so that a log holds exactly what was sent.
+
+        What becomes int8 becomes the same bytes each time it is sent, and is not rounded twice.
+        """
+        assert self.wire_dtype is not None  # chosen with the first route
+        return hidden_BTH.to(choose_decoded_dtype(self.wire_dtype.name))
+
+    def make_deadline(self) -> float:
+        """Return until when lost hops may be replaced, from now."""
+        return self.clock.now() + self.config.failover_timeout_seconds
+
+    def rtt_seconds(self, hop: Hop) -> float:
+        """Return the round trip to the peer of a hop, as last measured."""
+        return self.book.rtt_seconds(hop.peer.peer_id) or 0.0
+
+
+def invert(speed: float | None) -> float | None:
+    """Return the seconds for one of what is done so often in a second."""
+    return 1.0 / speed if speed else None

@@ -1,0 +1,77 @@
+"""Segments are asked on their own; whole steps are in test_session."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+import torch
+from session_scene import Answer, Scene, add_two_rows_of_peers, be_honest, draw, run, run_span
+
+from shoal.client.session.hop_link import BrokenSegmentError, LiveHop, Question
+from shoal.client.session.session import RemoteSession
+from shoal.protocol.messages.fields import Message
+from shoal.protocol.net.memory.loopback import Link
+
+
+async def begin(scene: Scene) -> tuple[RemoteSession, list[LiveHop]]:
+    await add_two_rows_of_peers(scene)
+    session = scene.open_session()
+    await session.step(draw(1, 3))
+    return session, list(session.live_hops)
+
+
+def test_questions_of_one_number_to_two_segments_are_kept_apart() -> None:
+    """A replay counts its steps anew, while those of the step under way wait elsewhere."""
+
+    async def test(scene: Scene) -> None:
+        session, hops = await begin(scene)
+        question = Question(draw(2, 2), 0, sequence=2)
+        exchange = session._exchange
+        for live in hops[:2]:
+            await exchange.send([live], question)
+
+        for live in reversed(hops[:2]):
+            output = await exchange.receive([live], question)
+            assert torch.equal(output, run_span(draw(2, 2), live.hop.span))
+
+    run(test)
+
+
+def test_question_that_is_given_up_costs_a_hop_of_a_star_its_link() -> None:
+    """Its late answer would be taken for that of the next question."""
+
+    async def test(scene: Scene) -> None:
+        session, hops = await begin(scene)
+        asking = asyncio.create_task(session._exchange.ask(hops[:1], Question(draw(2), 3)))
+        await asyncio.sleep(0.05)
+        asking.cancel()
+        await asyncio.wait([asking])
+
+        assert [live.link is None for live in hops] == [True, False, False]
+        assert scene.swarm.book.bandwidth.num_bytes == 0
+        assert scene.quarantined == []
+
+    run(test, Link(delay_seconds=0.1))
+
+
+def test_lost_hop_leaves_nothing_on_the_line() -> None:
+    async def test(scene: Scene) -> None:
+        session, hops = await begin(scene)
+        peer = scene.peer_of(session, 1)
+
+        def hang_up(message: Message, answer: Answer) -> Answer:
+            return None
+
+        peer.mischief = hang_up
+        with pytest.raises(BrokenSegmentError) as caught:
+            await session._exchange.ask([hops[1]], Question(draw(2), 3, sequence=9))
+        peer.mischief = be_honest
+
+        assert [lost.hop for lost in caught.value.lost] == [hops[1].hop]
+        assert scene.swarm.book.bandwidth.num_bytes == 0
+        assert scene.quarantined == [peer.name]
+        with pytest.raises(BrokenSegmentError, match="lost before"):
+            await session._exchange.ask([hops[1]], Question(draw(2), 3, sequence=10))
+
+    run(test)
