@@ -147,14 +147,13 @@ class Exchange:
         if first.capability:
             self._mailbox.expect(last.session, step.sequence)
         try:
-            num_bytes = await first.open_link.send(step, timeout_seconds)
+            note_encoded = None if watch is None else watch.note_encoded
+            await first.open_link.send(step, timeout_seconds, note_encoded)
         except _BROKEN as error:
             raise await self._break(segment, _Fault({0: error}), asked) from error
         except asyncio.CancelledError:
             await self._give_up(segment, question)
             raise
-        if watch is not None:
-            watch.note_encoded(num_bytes)
 
     async def receive(self, segment: Sequence[LiveHop], question: Question) -> Tensor:
         """Return the checked answer to a question that was sent. Raises BrokenSegmentError."""

@@ -292,13 +292,21 @@ class HopLink:
                 raise RemoteProtocolError(f"{self.name} says more than it was asked")
             self._answers.put_nowait((message, num_bytes))
 
-    async def send(self, message: Message, timeout_seconds: float) -> int:
-        """Say something without waiting for an answer; return the bytes of its frame.
+    async def send(
+        self,
+        message: Message,
+        timeout_seconds: float,
+        note_encoded: Callable[[int], None] | None = None,
+    ) -> None:
+        """Say something without waiting for an answer.
 
-        Raises SilentError when the peer does not take it in time, UnavailableError when the
-        stream is broken, and what dialling another one raises.
+        `note_encoded` hears of how many bytes the frame is, before it goes out. Raises SilentError
+        when the peer does not take it in time, UnavailableError when the stream is broken, and what
+        dialling another one raises.
         """
         frame = encode_frame(message)
+        if note_encoded is not None:
+            note_encoded(len(frame))
         is_step = isinstance(message, Step)
         lane = choose_lane(message, len(frame)) if is_step else Lane.INTERACTIVE
         try:
@@ -308,7 +316,6 @@ class HopLink:
         except TimeoutError as error:
             raise SilentError(f"{self.name} does not read what is sent") from error
         self._answering = stream
-        return len(frame)
 
     async def receive(self, timeout_seconds: float) -> Arrived:
         """Return the output of the step that was sent last, where it goes into no mailbox.
