@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 from announcements import describe_peer
 from service_scene import MODEL_ID, Talk
 
+from shoal.peer.engine.passes.activation_cache import ActivationCache
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.pushing.parked_streams import ParkedStreams
 from shoal.peer.streams.door import Door
@@ -42,9 +44,7 @@ class NoEngine:
 
     def __init__(self, span: Span) -> None:
         self.span = span
-
-    def keep_pass_inputs(self, num_bytes: int) -> None:
-        """Keep nothing: there are no passes."""
+        self.passes = SimpleNamespace(activations=ActivationCache())
 
 
 class NoComputeThread:
