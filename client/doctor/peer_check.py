@@ -20,11 +20,10 @@ from ...protocol.errors import (
 from ...protocol.ids import NO_CLIENT
 from ...protocol.membership.membership import Membership
 from ...protocol.messages.session import Welcome
-from ...protocol.net.choosing_transport import ChoosingTransport
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.dialling import greet
 from ...protocol.net.directory import Directory
-from ...protocol.net.transport import Lane, Transport
+from ...protocol.net.transport import ChoosingTransport, Transport
 from ...protocol.records.announcements import Announcement
 from .reach_check import Door, Reach
 
@@ -121,7 +120,7 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
     hivemind_directory = importlib.import_module(
         "...protocol.net.dht.hivemind_directory", __package__
     )
-    lazy_libp2p = importlib.import_module("...protocol.net.libp2p.lazy_libp2p", __package__)
+    libp2p = importlib.import_module("...protocol.net.libp2p.libp2p_transport", __package__)
     tls = importlib.import_module("...protocol.net.tcp.tls", __package__)
     clock = SystemClock()
 
@@ -132,11 +131,17 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
 
     async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
         reachability = importlib.import_module("...protocol.net.relays.reachability", __package__)
-        return await reachability.probe(addresses, door.listen_host, door.port, door.announced_host)
+        return await reachability.probe(
+            tcp_transport.TcpTransport(),
+            addresses,
+            door.listen_host,
+            door.port,
+            door.announced_host,
+        )
 
     transport = ChoosingTransport(
         tcp_transport.TcpTransport(membership=membership),
-        lazy_libp2p.LazyLibp2pTransport(membership),
+        libp2p.LazyLibp2pTransport(membership),
     )
     return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate, reach)
 
@@ -163,7 +168,7 @@ async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:
         detail = f"it speaks protocol versions {theirs}, this machine {ours}"
         return PeerCheck(peer, Fault.VERSION, detail)
     result = PeerCheck(peer, Fault.UNREACHABLE, "it announces no endpoint")
-    for endpoint in peer.doors:
+    for endpoint in peer.all_endpoints:
         try:
             async with asyncio.timeout(PEER_SECONDS):
                 result = await _ask_peer(peer, endpoint, probes)
@@ -186,7 +191,7 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
     except UnavailableError as error:
         return PeerCheck(peer, _name_fault(error), str(error))
     try:
-        stream = await probes.transport.open_stream(endpoint, Lane.INTERACTIVE, PEER_SECONDS)
+        stream = await probes.transport.open_stream(endpoint, PEER_SECONDS)
     except NotAMemberError as error:
         fault = Fault.WRONG_SECRET if error.has_secret else Fault.NOT_A_MEMBER
         return PeerCheck(peer, fault, str(error))

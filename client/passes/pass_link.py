@@ -40,7 +40,7 @@ from ...protocol.messages.passes import (
 from ...protocol.messages.session import Queued
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import dial, greet, receive
-from ...protocol.net.transport import Lane, Stream, Transport
+from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
@@ -92,7 +92,7 @@ class PassLink:
         """Dial a peer. Raises UnavailableError, RefusedError or RemoteProtocolError."""
         try:
             async with WakefulTimeout(timeout_seconds):
-                stream = await dial(transport, peer.peer_id, peer.doors, Lane.BULK, timeout_seconds)
+                stream = await dial(transport, peer.peer_id, peer.all_endpoints, timeout_seconds)
                 link = cls(clock, peer, stream)
                 try:
                     welcome, _ = await greet(stream, link._name, clock, client)

@@ -31,6 +31,7 @@ from ...protocol.messages.session import (
 )
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import (
+    Lane,
     StaleAnnouncementError,
     check_answer,
     choose_lane,
@@ -38,7 +39,7 @@ from ...protocol.net.dialling import (
     greet,
     receive,
 )
-from ...protocol.net.transport import Lane, Stream, Transport
+from ...protocol.net.transport import Stream, Transport
 from ...protocol.wire.codec import decode_frame, encode_frame
 from ..routing.deadlines import WakefulTimeout
 from ..routing.router import Hop
@@ -108,7 +109,7 @@ class HopLink:
         async with AsyncExitStack() as undo:
             try:
                 async with WakefulTimeout(timeout_seconds) as timeout:
-                    stream = await _dial(transport, hop, Lane.INTERACTIVE, timeout_seconds)
+                    stream = await _dial(transport, hop, timeout_seconds)
                     undo.push_async_callback(stream.close)
                     link = cls(transport, clock, hop, opening, client, stream)
                     welcome, rtt_seconds = await greet(stream, link.name, clock, client, opening)
@@ -244,7 +245,7 @@ class HopLink:
         if lane is Lane.INTERACTIVE:
             return self._interactive
         if self._bulk is None:
-            self._bulk = await _dial(self._transport, self.hop, Lane.BULK, 5.0)
+            self._bulk = await _dial(self._transport, self.hop, 5.0)
             welcome, _ = await greet(self._bulk, self.name, self._clock, self._client)
             check_welcome(welcome, self.hop, self._opening.model_id)
         if self._bulk_capability != self.capability:
@@ -267,8 +268,8 @@ class HopLink:
         return answer
 
 
-async def _dial(transport: Transport, hop: Hop, lane: Lane, timeout_seconds: float) -> Stream:
-    return await dial(transport, hop.peer.peer_id, hop.peer.doors, lane, timeout_seconds)
+async def _dial(transport: Transport, hop: Hop, timeout_seconds: float) -> Stream:
+    return await dial(transport, hop.peer.peer_id, hop.peer.all_endpoints, timeout_seconds)
 
 
 def _do_nothing() -> None:

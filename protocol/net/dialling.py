@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
+from enum import Enum
 
 from .. import versions
 from ..endpoints import Endpoint
@@ -19,7 +20,7 @@ from ..messages.fields import Message
 from ..messages.session import Declined, Hello, Step, Welcome
 from ..wire.codec import decode_frame, encode_frame
 from .clock import Clock
-from .transport import Lane, Stream, Transport
+from .transport import Stream, Transport
 
 BULK_FRAME_BYTES = 256 * 2**10
 """Larger steps go over the second connection, so that they never delay a token."""
@@ -32,6 +33,13 @@ class StaleAnnouncementError(UnavailableError):
     """
 
 
+class Lane(Enum):
+    """Which of two streams to a peer a frame takes, so that a prompt never delays a token."""
+
+    INTERACTIVE = "interactive"
+    BULK = "bulk"
+
+
 def choose_lane(step: Step, num_bytes: int) -> Lane:
     """Return the lane of a step that is a frame of so many bytes; pieces of one share a lane."""
     is_bulk = step.is_piece or num_bytes > BULK_FRAME_BYTES
@@ -42,7 +50,6 @@ async def dial(
     transport: Transport,
     peer_id: PeerId,
     endpoints: Sequence[Endpoint],
-    lane: Lane,
     timeout_seconds: float,
 ) -> Stream:
     """Try the endpoints of a peer in their order; that they are good ones is for it to see to.
@@ -54,7 +61,7 @@ async def dial(
     error = RemoteProtocolError(f"peer …{peer_id[-6:]} announced no endpoint")
     for endpoint in endpoints:
         try:
-            return await transport.open_stream(endpoint, lane, timeout_seconds)
+            return await transport.open_stream(endpoint, timeout_seconds)
         except UnavailableError as failure:
             error = failure
         except RemoteProtocolError as failure:  # another certificate, or another program
@@ -108,7 +115,7 @@ async def measure_rtt(
     name = f"peer …{peer_id[-6:]}"
     try:
         async with asyncio.timeout(timeout_seconds):
-            stream = await dial(transport, peer_id, endpoints, Lane.INTERACTIVE, timeout_seconds)
+            stream = await dial(transport, peer_id, endpoints, timeout_seconds)
             stream.set_gate(refuse_large_frames)
             try:
                 welcome, rtt_seconds = await greet(stream, name, clock)
