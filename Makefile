@@ -57,8 +57,9 @@ check: .venv/installed-dev  ## check format, lint, types and structure
 # A part, or a run whose numbers mean nothing, leaves the published picture alone.
 PLOT := $(if $(PARTS)$(findstring --quick,$(ARGS)),,--plot docs)
 
+# -m: benchmarks are programs in several modules, as chaos is.
 bench: .venv/installed-dev  ## measure and draw docs/sessions.*; PARTS="hop flood" for some of it
-	@$(if $(BENCHMARKS),$(RUN) $(BENCHMARKS),.venv/bin/shoal bench $(PARTS) $(PLOT)) $(ARGS)
+	@PYTHONPATH=benchmarks $(RUN) -m $(or $(BENCHMARKS),swarm_benchmarks $(PARTS) $(PLOT)) $(ARGS)
 
 constraints: .venv/bin/python  ## resolve the newest versions and write constraints.txt
 	@echo "Resolving every dependency in a fresh environment: a minute or more ..."

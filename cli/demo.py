@@ -2,20 +2,18 @@
 
 import argparse
 import contextlib
-import importlib
 import json
 import statistics
 import sys
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
-from .demo_screen import DemoScreen
+from .demo_screen import DemoResult, DemoScreen, Kill
 from .swarm import describe_start
 from .terminal.bundled_model import count_blocks, find_model, read_configuration
 from .terminal.interrupts import end_in_good_order
@@ -24,14 +22,14 @@ from .terminal.options import add_weights_argument
 from .terminal.quantities import parse_count, parse_non_negative, parse_whole
 from .terminal.terminal import Progress, Terminal
 from .terminal.text_generation import (
-    Generation,
     Sampling,
     TextModel,
-    failover_facts,
     import_client,
     read_prompt,
-    route_facts,
 )
+
+if TYPE_CHECKING:
+    from ..client.session.inference_session import InferenceSession
 
 _LETTERS = "ABCD"
 _SAMPLING_TEMPERATURE = 0.7
@@ -41,25 +39,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal demo`."""
     parser.add_argument(
         "--tokens", type=parse_count, default=160, metavar="N",
-        help="how long the story gets (default: %(default)s)",
+        help="length of the story in tokens (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--kill-after", type=parse_count, metavar="N",
-        help="kill a peer after so many tokens (default: 40, or half of a shorter story)",
+        help="kill a peer after N tokens (default: 40, or half of a shorter story)",
     )  # fmt: skip
     parser.add_argument(
         "--prompt", default="Once upon a time, there was a kind boy named Milo", metavar="TEXT",
-        help="how the story begins (default: %(default)s)",
+        help="beginning of the story (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--seed", type=parse_whole, metavar="S",
-        help="another story for every number (default: the likeliest words)",
+        help="sample a story with this random seed (default: decode greedily)",
     )  # fmt: skip
     add_weights_argument(parser)
     parser.add_argument(
         "--pace", type=parse_non_negative, default=30.0, metavar="N",
-        help="show at most N tokens per second on a terminal, to be read "
-        "(default: 30; 0: as fast as they come)",
+        help="show at most N tokens per second on a terminal (default: 30; 0: no limit)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -68,12 +65,12 @@ def run(options: argparse.Namespace) -> int:
     """Run the demo; return 0 when a peer was lost and no token changed, else 1."""
     model_path, prompt = find_model(), read_prompt(options.prompt)
     if options.tokens < 2:
-        raise UsageError("the demo kills a peer between two tokens; take --tokens 2 at least")
+        raise UsageError("the demo kills a peer between two tokens; use --tokens 2 or more")
     kill_after = options.kill_after or max(1, min(40, options.tokens // 2))
     if kill_after >= options.tokens:
         raise UsageError(
-            f"the kill after {kill_after} tokens has to come before the last of "
-            f"{options.tokens}; choose a smaller --kill-after or more --tokens"
+            f"the peer would be killed after {kill_after} tokens of {options.tokens}, with none "
+            "left to generate; use a smaller --kill-after or more --tokens"
         )
     _check_length(model_path, prompt, options.tokens)
     terminal = Terminal(sys.stdout)
@@ -87,65 +84,6 @@ def run(options: argparse.Namespace) -> int:
     return 0 if result.is_proof else 1
 
 
-@dataclass(frozen=True)
-class Kill:
-    """Which peer was killed, when, and what it did to the time between two tokens."""
-
-    letter: str
-    peer: LocalPeer
-    after_tokens: int
-    gap_seconds: float
-    usual_seconds: float
-
-
-@dataclass(frozen=True)
-class DemoResult:
-    """Everything that a demo found out."""
-
-    disturbed: Generation
-    undisturbed: Generation
-    kill: Kill | None
-    start_seconds: float
-
-    @property
-    def first_difference(self) -> int | None:
-        """Index of the first token that is not the same in both texts, or None."""
-        one, other = self.disturbed.token_ids, self.undisturbed.token_ids
-        pairs = zip(one, other, strict=False)
-        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
-        return None if len(one) == len(other) == shared else shared
-
-    @property
-    def is_proof(self) -> bool:
-        """Return whether a failover took place and both texts are the same."""
-        return bool(self.disturbed.failovers) and self.first_difference is None
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the result as plain JSON types."""
-        kill = self.kill
-        return {
-            "identical": self.first_difference is None,
-            "first_difference": self.first_difference,
-            "text": self.disturbed.text,
-            "tokens": len(self.disturbed.token_ids),
-            "killed": kill
-            and {
-                "peer": kill.letter,
-                "peer_id": kill.peer.peer_id,
-                "pid": kill.peer.pid,
-                "span": str(kill.peer.span),
-                "after_tokens": kill.after_tokens,
-                "gap_seconds": round(kill.gap_seconds, 4),
-                "usual_seconds_per_token": round(kill.usual_seconds, 4),
-            },
-            "failovers": [failover_facts(failover) for failover in self.disturbed.failovers],
-            "route": route_facts(self.disturbed.route),
-            "start_seconds": round(self.start_seconds, 2),
-            "seconds": round(self.disturbed.seconds, 4),
-            "undisturbed_seconds": round(self.undisturbed.seconds, 4),
-        }
-
-
 def plan_demo_spans(num_blocks: int) -> list[Span]:
     """Return the spans of the four peers: three parts of the model, the middle one twice."""
     first, middle, last = cut_evenly(num_blocks, 3)
@@ -154,14 +92,15 @@ def plan_demo_spans(num_blocks: int) -> list[Span]:
 
 def _check_length(model_path: str, prompt: str, num_tokens: int) -> None:
     """Raise UsageError when the story could not get that long; imports no torch for it."""
-    tokenizers = importlib.import_module("tokenizers")
-    tokenizer = tokenizers.Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(Path(model_path) / "tokenizer.json"))
     maximum = read_configuration(model_path)["max_position_embeddings"]
     longest = maximum - len(tokenizer.encode(prompt).ids)
     if num_tokens > longest:
         raise UsageError(
             f"the model has {maximum} positions, too few for this prompt and {num_tokens} tokens; "
-            + (f"take at most --tokens {longest}" if longest > 0 else "take a shorter prompt")
+            + (f"use at most --tokens {longest}" if longest > 0 else "use a shorter prompt")
         )
 
 
@@ -198,7 +137,7 @@ def _run_demo(
         disturbed = model.generate(prompt, sampling, killer.on_token, killer.on_session)
         if screen:
             screen.end_story(disturbed, letters, is_slowed=pace > 0)
-        with Progress(Terminal(sys.stderr), lambda: "The same again, undisturbed"):
+        with Progress(Terminal(sys.stderr), lambda: "Generating the same again, undisturbed"):
             undisturbed = model.generate(prompt, sampling, lambda piece: None)
         return DemoResult(disturbed, undisturbed, killer.kill, progress.seconds)
 
@@ -219,14 +158,14 @@ class _Killer:
         self._pause_seconds = 1.0 / pace if pace else 0.0
         self._letters = letters
         self._screen = screen
-        self._session: Any = None
+        self._session: InferenceSession | None = None
         self._victim: LocalPeer | None = None
         self._num_tokens = 0
         self._token_seconds: list[float] = []
         self._resumed_at = 0.0
         self.kill: Kill | None = None
 
-    def on_session(self, session: Any) -> None:
+    def on_session(self, session: "InferenceSession") -> None:
         """Take the session whose hops may be killed."""
         self._session = session
 
@@ -238,7 +177,7 @@ class _Killer:
         """
         seconds = time.perf_counter() - self._resumed_at
         self._num_tokens += 1
-        if self._victim and not self.kill and self._session.failovers:
+        if self._victim and not self.kill and self._session and self._session.failovers:
             self._note_failover(self._victim, seconds)
         elif self._num_tokens > 1:  # the first one waited for the prompt
             self._token_seconds.append(seconds)
@@ -250,6 +189,7 @@ class _Killer:
             self._kill_peer()
 
     def _kill_peer(self) -> None:
+        assert self._session is not None  # tokens come from one
         replicated = [
             peer.span
             for peer in self._swarm.peers
@@ -267,4 +207,5 @@ class _Killer:
         letter = self._letters[victim.peer_id]
         self.kill = Kill(letter, victim, self._kill_after, gap_seconds, usual_seconds)
         if self._screen:
+            assert self._session is not None
             self._screen.show_failover(self._session.failovers[-1], self.kill, self._letters)

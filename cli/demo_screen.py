@@ -3,17 +3,78 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..peer.local_swarm.swarm import LocalPeer
+from ..protocol.ids import PeerId
 from .terminal.terminal import Terminal, WordWrapper
-from .terminal.text_generation import Generation
+from .terminal.text_generation import Generation, failover_facts, route_facts
 
 if TYPE_CHECKING:
-    from .demo import DemoResult, Kill
+    from ..client.session.mending import Failover
 
 _INDENT = "  "
 _MARGIN_COLUMNS = 4
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Which peer was killed, when, and what it did to the time between two tokens."""
+
+    letter: str
+    peer: LocalPeer
+    after_tokens: int
+    gap_seconds: float
+    usual_seconds: float
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """Everything that a demo found out."""
+
+    disturbed: Generation
+    undisturbed: Generation
+    kill: Kill | None
+    start_seconds: float
+
+    @property
+    def first_difference(self) -> int | None:
+        """Index of the first token that is not the same in both texts, or None."""
+        one, other = self.disturbed.token_ids, self.undisturbed.token_ids
+        pairs = zip(one, other, strict=False)
+        shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+        return None if len(one) == len(other) == shared else shared
+
+    @property
+    def is_proof(self) -> bool:
+        """Return whether a failover took place and both texts are the same."""
+        return bool(self.disturbed.failovers) and self.first_difference is None
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain JSON types."""
+        kill = self.kill
+        return {
+            "identical": self.first_difference is None,
+            "first_difference": self.first_difference,
+            "text": self.disturbed.text,
+            "tokens": len(self.disturbed.token_ids),
+            "killed": kill
+            and {
+                "peer": kill.letter,
+                "peer_id": kill.peer.peer_id,
+                "pid": kill.peer.pid,
+                "span": str(kill.peer.span),
+                "after_tokens": kill.after_tokens,
+                "gap_seconds": round(kill.gap_seconds, 4),
+                "usual_seconds_per_token": round(kill.usual_seconds, 4),
+            },
+            "failovers": [failover_facts(failover) for failover in self.disturbed.failovers],
+            "route": route_facts(self.disturbed.route),
+            "start_seconds": round(self.start_seconds, 2),
+            "seconds": round(self.disturbed.seconds, 4),
+            "undisturbed_seconds": round(self.undisturbed.seconds, 4),
+        }
 
 
 class DemoScreen:
@@ -69,7 +130,7 @@ class DemoScreen:
             )
         )
 
-    def show_failover(self, failover: Any, kill: Kill, letters: Mapping[Any, str]) -> None:
+    def show_failover(self, failover: Failover, kill: Kill, letters: Mapping[PeerId, str]) -> None:
         """Say who took over and how long it took, then resume the story where it stood."""
         paint = self.terminal.paint
         names = " and ".join(letters[hop.peer.peer_id] for hop in failover.replacements)
@@ -93,11 +154,9 @@ class DemoScreen:
         self.terminal.write(self._wrapper.flush() + ending + "\n\n")
         hops = [f"{letters[hop.peer.peer_id]} {hop.span}" for hop in generation.route]
         num_tokens = len(generation.token_ids)
-        self._print(
-            paint(f"{num_tokens} tokens; the last ones came over {' → '.join(hops)}.", "dim")
-        )
+        self._print(paint(f"{num_tokens} tokens; route at the end: {' → '.join(hops)}.", "dim"))
         if is_slowed:
-            self._print(paint("Slowed down to be read; --pace 0 shows the real speed.", "dim"))
+            self._print(paint("Slowed down for reading; --pace 0 shows full speed.", "dim"))
 
     def show_verdict(self, result: DemoResult) -> None:
         """Say whether the story survived."""
@@ -109,10 +168,10 @@ class DemoScreen:
                 paint("✗ No failover took place", "bold", "red")
                 + f": the story had {len(result.disturbed.token_ids)} tokens."
             )
-            self._print("  Choose a smaller --kill-after, or run it again.")
+            self._print("  Use a smaller --kill-after, or run the demo again.")
         elif index is None:
             self._print(
-                paint("✓ Told again without a kill: ", "green")
+                paint("✓ Generated again without the kill: ", "green")
                 + paint(f"all {num_tokens} tokens are the same.", "bold", "green")
             )
         else:

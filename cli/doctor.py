@@ -35,14 +35,14 @@ _MAX_ROWS = 32
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal doctor`."""
     add_optional_model_argument(parser)
-    add_join_arguments(parser, "an address that does not work, or one that does")
+    add_join_arguments(parser, "address of any peer, whether it works or not")
     parser.add_argument(
         "--listen", metavar="HOST[:PORT]",
-        help="find out as well whether others could dial a peer of this machine there",
+        help="also check whether others could dial a peer on this machine at this address",
     )  # fmt: skip
     parser.add_argument(
         "--announce-host", type=parse_host, metavar="HOST",
-        help="address that they would dial (default: that of --listen)",
+        help="host that they would dial (default: that of --listen)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -90,7 +90,7 @@ def _read_place(options: argparse.Namespace) -> tuple[str, int, str] | None:
     """Return where a peer would listen, at which port, and which host it would announce."""
     if options.listen is None:
         if options.announce_host is not None:
-            raise UsageError("--announce-host goes with --listen HOST:PORT")
+            raise UsageError("--announce-host needs --listen HOST:PORT")
         return None
     host, port = parse_listen(options.listen)
     announced_host = options.announce_host or host
@@ -184,12 +184,12 @@ class _Screen:
         num_broken = sum(not finding.ok for finding in diagnosis.findings)
         things = "one thing is" if num_broken == 1 else f"{num_broken} things are"
         if diagnosis.is_well:
-            verdict, colour = "All is well: text can be generated.", "green"
+            verdict, colour = "No problem found: text can be generated.", "green"
         elif diagnosis.is_usable:
-            verdict = f"Text can be generated, but {things} broken: see the arrows."
+            verdict = f"Text can be generated, but {things} broken: follow the arrows."
             colour = "yellow"
         else:
-            verdict = f"Text cannot be generated: {things} broken. Begin at the first arrow."
+            verdict = f"Text cannot be generated: {things} broken. Start at the first arrow."
             colour = "red"
         self._terminal.print()
         self._terminal.print(" " + self._terminal.paint(verdict, "bold", colour))

@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import fcntl
-import importlib
 import itertools
 import math
 import os
@@ -13,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..protocol.errors import RouteError, ShoalError, UsageError
 from .finetune_options import (
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from ..client.learning.dataset import Dataset
     from ..client.learning.finetune_run import FinetuneRun, RunConfig
     from ..client.learning.text_files import TrainingText
+    from ..client.model.model import DistributedCausalLM
 
 _MAX_PROMPT_LETTERS = 40
 
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
     """Fine-tune; return 0, or 130 after Ctrl-C, which leaves a checkpoint."""
     joining = read_joining(
         options,
-        f"; or start one on this machine: `shoal swarm {options.model} --peers 2` in another "
-        "terminal prints an address",
+        f"; or start a swarm on this machine: `shoal swarm {options.model} --peers 2` in another "
+        "terminal prints its address",
     )
     name = find_model(options.model)
     _check_folder(options.out, options.resume)
@@ -88,11 +88,11 @@ def _check_folder(folder: Path, is_resumed: bool) -> None:
     has_checkpoint = any(file.name.startswith("checkpoint-") for file in files)
     if is_resumed and not has_checkpoint:
         raise UsageError(
-            f"there is no checkpoint in {folder} to go on from; leave out --resume to begin"
+            f"there is no checkpoint in {folder}; leave out --resume to start a new run"
         )
     if not is_resumed and (has_checkpoint or any(file.suffix == ".safetensors" for file in files)):
         raise UsageError(
-            f"{folder} holds a run already: --resume goes on with it, --out takes another folder"
+            f"{folder} already holds a run; continue it with --resume, or choose another --out"
         )
 
 
@@ -103,8 +103,9 @@ def _holding(folder: Path) -> Iterator[None]:
     Raises UsageError where another one is at work, and UnavailableError where nothing can be
     written, before a swarm works for nothing.
     """
-    checkpoints = importlib.import_module("..client.learning.checkpoints", __package__)
-    with checkpoints.naming_failures(folder):
+    from ..client.learning.checkpoints import naming_failures
+
+    with naming_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
         descriptor = os.open(folder, os.O_RDONLY)
@@ -114,7 +115,7 @@ def _holding(folder: Path) -> Iterator[None]:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise UsageError(
-                    f"another run is at work in {folder}; wait for it, or take another --out"
+                    f"another run is using {folder}; wait for it, or choose another --out"
                 ) from error
         yield
     finally:
@@ -125,29 +126,31 @@ def _read_options(folder: Path) -> Mapping[str, str]:
     """Return the options of the run that goes on."""
     with quitting_at_once():
         import_client()
-    checkpoints = importlib.import_module("..client.learning.checkpoints", __package__)
-    return checkpoints.Checkpoints(folder).load_newest().options
+    from ..client.learning.checkpoints import Checkpoints
+
+    return Checkpoints(folder).load_newest().options
 
 
 def _read_texts(name: str, options: argparse.Namespace) -> _Texts:
     """Read the data and turn it into tokens; the swarm is not needed for that."""
     with quitting_at_once():
         tokenizer = load_tokenizer(name)
-    dataset = importlib.import_module("..client.learning.dataset", __package__)
-    text_files = importlib.import_module("..client.learning.text_files", __package__)
+    from ..client.learning.dataset import make_dataset
+    from ..client.learning.text_files import read_texts
+
     num_positions = _count_positions(name)
     if options.method != "lora":
         num_positions -= options.pre_seq_len
     max_length = options.max_length or min(MAX_LENGTH, num_positions)
     if not 2 <= max_length <= num_positions:
         raise UsageError(
-            f"texts of {max_length} tokens cannot be learned: this model takes 2 to {num_positions}"
-            + (" beside such a prompt" if options.method != "lora" else "")
+            f"texts of {max_length} tokens are not possible: this model takes 2 to {num_positions}"
+            + (" next to a soft prompt of this length" if options.method != "lora" else "")
         )
-    texts = text_files.read_texts(options.data)
+    texts = read_texts(options.data)
     first = next(texts)
     texts = itertools.chain([first], texts)
-    made = dataset.make_dataset(texts, tokenizer, max_length, options.eval, options.seed)
+    made = make_dataset(texts, tokenizer, max_length, options.eval, options.seed)
     return _Texts(made, max_length, _choose_prompt(first))
 
 
@@ -163,17 +166,22 @@ def _choose_prompt(text: "TrainingText") -> str:
 
 
 def _count_positions(name: str) -> int:
-    checkpoints = importlib.import_module("..models.checkpoints.checkpoint", __package__)
-    local_layers = importlib.import_module("..client.model.local_layers", __package__)
-    config = local_layers.load_config(checkpoints.Checkpoint.open(name))
+    from ..client.model.local_layers import load_config
+    from ..models.checkpoints.checkpoint import Checkpoint
+
+    config = load_config(Checkpoint.open(name))
     return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
-def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> Any:
-    torch = importlib.import_module("torch")
+def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> "DistributedCausalLM":
+    import torch
+
     torch.manual_seed(options.seed)  # new prompts are random
     prompts = {"tuning_mode": options.method, "pre_seq_len": options.pre_seq_len}
-    return import_client().AutoDistributedModelForCausalLM.from_pretrained(
+    import_client()
+    from ..client import AutoDistributedModelForCausalLM
+
+    return AutoDistributedModelForCausalLM.from_pretrained(
         name,
         initial_peers=list(joining.initial_peers),
         join=joining.join,
@@ -182,14 +190,15 @@ def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> Any
     )
 
 
-def _plan_run(texts: _Texts, options: argparse.Namespace) -> Any:
-    """Return how the run learns, as a RunConfig."""
-    finetune_run = importlib.import_module("..client.learning.finetune_run", __package__)
+def _plan_run(texts: _Texts, options: argparse.Namespace) -> "RunConfig":
+    """Return how the run learns."""
+    from ..client.learning.finetune_run import RunConfig
+
     num_texts = len(texts.dataset.training)
     batch_rows = min(options.batch_size, num_texts)  # the same text twice would be work for nothing
     texts_per_update = batch_rows * options.accumulate
     num_updates = options.updates or math.ceil(options.epochs * num_texts / texts_per_update)
-    return finetune_run.RunConfig(
+    return RunConfig(
         num_updates,
         options.learning_rate,
         batch_rows,
@@ -204,20 +213,25 @@ def _plan_run(texts: _Texts, options: argparse.Namespace) -> Any:
 
 
 def _fine_tune(
-    model: Any, texts: _Texts, joining: Joining, options: argparse.Namespace, reporter: Reporter
+    model: "DistributedCausalLM",
+    texts: _Texts,
+    joining: Joining,
+    options: argparse.Namespace,
+    reporter: Reporter,
 ) -> int:
-    learners = importlib.import_module("..client.learning.learners", __package__)
-    finetune_run = importlib.import_module("..client.learning.finetune_run", __package__)
-    plan = learners.AdapterPlan(
+    from ..client.learning.finetune_run import FinetuneRun, SpoiltRunError
+    from ..client.learning.learners import AdapterPlan, make_learner
+
+    plan = AdapterPlan(
         options.rank,
         options.alpha,
         options.target_modules,
         options.seed,
         options.optimizer == "peers",
     )
-    learner = learners.make_learner(model, plan)
+    learner = make_learner(model, plan)
     config = _plan_run(texts, options)
-    tuning = finetune_run.FinetuneRun(
+    tuning = FinetuneRun(
         learner, texts.dataset, config, options.out, hold_interrupts, record_options(options)
     )
     changes = tuning.resume() if options.resume else []
@@ -239,7 +253,7 @@ def _fine_tune(
     reporter.begin(facts, tuning.progress.num_updates)
     try:
         _learn(tuning, model, reporter)
-    except finetune_run.SpoiltRunError:
+    except SpoiltRunError:
         raise
     except (KeyboardInterrupt, ShoalError) as error:
         reporter.stop(tuning.save_last_checkpoint())
@@ -257,7 +271,7 @@ def _advise(error: RouteError, model: str) -> RouteError:
     """Return the same error with what to do about the blocks that it names."""
     name = shlex.quote(model)
     starts = " and ".join(f"`shoal serve {name} --blocks {span} …`" for span in error.missing)
-    advice = f"start a peer that does, {starts}, or give a longer --wait"
+    advice = f"start peers for them with {starts}, or increase --wait"
     return RouteError(f"{error}; {advice}", error.missing)
 
 
@@ -268,17 +282,17 @@ def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> l
         return []
     is_single = config.batch_rows * config.num_accumulated == 1
     advice = "more --epochs" if is_single else "more --epochs or a smaller --batch-size"
-    return [f"{count_of(number, 'update')} may be too few: give {advice}"]
+    return [f"{count_of(number, 'update')} may be too few; use {advice}"]
 
 
-def _learn(tuning: "FinetuneRun", model: Any, reporter: Reporter) -> None:
-    finetune_run: Any = importlib.import_module("..client.learning.finetune_run", __package__)
+def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: Reporter) -> None:
+    from ..client.learning.finetune_run import Milestone
+
     with reporter.watching(lambda: model.missing_blocks):
-        events: Iterator[Any] = tuning.learn()
-        for event in events:
+        for event in tuning.learn():
             blocks = model.transformer.h
             reporter.note_failovers(tuning.progress.num_updates, blocks.take_failovers())
-            if isinstance(event, finetune_run.Milestone):
+            if isinstance(event, Milestone):
                 reporter.note_milestone(event)
             else:
                 reporter.note_update(event, blocks.take_recent_hops())
@@ -290,7 +304,7 @@ def _finish(
     """Write what is left to write; what was learned is safe by now."""
     progress, plot, table = tuning.progress, options.out / "losses.png", options.out / "losses.csv"
     save_losses(progress.losses, progress.eval_losses, table)
-    title = f"{Path(options.model).name} learns {options.data.name} by {options.method}"
+    title = f"{Path(options.model).name} fine-tuned on {options.data.name} ({options.method})"
     draw_losses(progress.losses, progress.eval_losses, title, plot)
     use = quote_use(options.model, prompt, options.out, joining.initial_peers, options.join)
     return RunResult(progress, options.out, plot, table, use)

@@ -49,29 +49,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal finetune`."""
     parser.add_argument(
         "model", metavar="MODEL",
-        help=f"model directory, its id on the Hub, or {BUNDLED_NAME}, which comes with shoal",
+        help=f"model directory, Hub id, or {BUNDLED_NAME}, which comes with shoal",
     )  # fmt: skip
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE",
-        help="texts to learn. jsonl: an object in each line, with text, or with prompt and "
-        "completion, of which the completion is learned; csv: the same as columns; txt: paragraphs",
+        help="training texts. jsonl: one object per line with text, or with prompt and completion, "
+        "which trains on the completion only; csv: the same as columns; txt: paragraphs",
     )  # fmt: skip
     _add_method_argument(parser)
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR",
-        help="folder for what was learned, for checkpoints and for the plot of the losses",
+        help="output folder for the trained weights, checkpoints and loss plot",
     )  # fmt: skip
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on from the newest checkpoint in DIR, with the options of that run",
+        help="continue from the newest checkpoint in DIR, with the options of that run",
     )
-    add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
+    add_join_arguments(parser, "address of a peer, as printed by `shoal serve` and `shoal swarm`")
     _add_learning_arguments(parser)
     _add_method_arguments(parser)
     parser.add_argument(
         "--wait", type=parse_non_negative, default=120.0, metavar="SECONDS",
-        help="wait at most this long for blocks that nobody serves (default: 120)",
+        help="how long to wait for blocks that no peer serves (default: 120)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
@@ -95,7 +95,7 @@ def settle_options(options: argparse.Namespace, recorded: Mapping[str, str]) -> 
     options.alpha = options.alpha or 2 * options.rank
     options.learning_rate = options.learning_rate or LEARNING_RATES[method]
     if options.optimizer == "peers" and method != "lora":
-        raise UsageError("peers run the optimizer of a lora only; leave out --optimizer peers")
+        raise UsageError("--optimizer peers works only with --method lora; leave it out")
 
 
 def record_options(options: argparse.Namespace) -> dict[str, str]:
@@ -127,7 +127,7 @@ def _read_recorded(recorded: Mapping[str, str]) -> argparse.Namespace:
     try:
         return parser.parse_known_args(words)[0]
     except argparse.ArgumentError as error:
-        raise UsageError(f"the run cannot go on with its own options: {error}") from error
+        raise UsageError(f"the options recorded in the checkpoint are damaged: {error}") from error
 
 
 def _list_own(method: str) -> Mapping[str, Any]:
@@ -141,96 +141,97 @@ def _check_method(method: str, options: argparse.Namespace) -> None:
     for name in _OF_PROMPTS if is_lora else _OF_LORA:
         if getattr(options, name) is not None:
             raise UsageError(
-                f"--{name.replace('_', '-')} belongs to --method "
+                f"--{name.replace('_', '-')} is for --method "
                 + ("ptune or deep_ptune" if is_lora else "lora")
-                + f", and this is {method}"
+                + f", not {method}; leave it out"
             )
 
 
 def _add_method_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--method", choices=_METHODS,
-        help="what learns: an adapter in the format of PEFT (lora), a prompt (ptune), or one for "
-        f"each block (deep_ptune) (default: {_DEFAULTS['method']})",
+        help="what to train: a LoRA adapter in PEFT format (lora), a soft prompt (ptune), or that "
+        f"and one more for each block (deep_ptune) (default: {_DEFAULTS['method']})",
     )  # fmt: skip
 
 
 def _add_learning_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("learning")
+    group = parser.add_argument_group("training")
     length = group.add_mutually_exclusive_group()
     length.add_argument(
         "--epochs", type=parse_positive, metavar="N",
-        help="how often to go through the texts (default: 3)",
+        help="number of passes over the texts (default: 3)",
     )  # fmt: skip
     length.add_argument(
-        "--updates", type=parse_count, metavar="N", help="end after N updates instead"
+        "--updates", type=parse_count, metavar="N", help="stop after N optimizer updates instead"
     )
     group.add_argument(
         "--learning-rate", type=parse_positive, metavar="R",
-        help="how far each update goes (default: "
+        help="peak learning rate (default: "
         + ", ".join(f"{rate:g} for {method}" for method, rate in LEARNING_RATES.items()) + ")",
     )  # fmt: skip
     group.add_argument(
         "--schedule", choices=("cosine", "linear", "constant"),
-        help=f"how the learning rate falls after it has risen (default: {_DEFAULTS['schedule']})",
+        help=f"learning rate decay after the warmup (default: {_DEFAULTS['schedule']})",
     )  # fmt: skip
     group.add_argument(
-        "--warmup", type=parse_part, metavar="PART",
-        help=f"part of the updates in which it rises (default: {_DEFAULTS['warmup']})",
+        "--warmup", type=parse_part, metavar="FRACTION",
+        help=f"fraction of the updates used for warmup (default: {_DEFAULTS['warmup']})",
     )  # fmt: skip
     group.add_argument(
         "--batch-size", type=parse_count, metavar="N",
-        help=f"texts that go through the swarm together (default: {_DEFAULTS['batch_size']})",
+        help=f"texts per batch (default: {_DEFAULTS['batch_size']})",
     )  # fmt: skip
     group.add_argument(
         "--accumulate", type=parse_count, metavar="N",
-        help=f"batches of each update (default: {_DEFAULTS['accumulate']})",
+        help=f"gradient accumulation: batches per update (default: {_DEFAULTS['accumulate']})",
     )  # fmt: skip
     group.add_argument(
         "--max-length", type=parse_count, metavar="N",
-        help=f"cut texts after N tokens (default: {MAX_LENGTH}, or what the model has)",
+        help=f"maximum tokens per text (default: {MAX_LENGTH}, or the model's maximum)",
     )  # fmt: skip
     group.add_argument(
-        "--eval", type=parse_part, metavar="PART",
-        help="part of the texts that is not learned, to see what others gain; 0 for none "
+        "--eval", type=parse_part, metavar="FRACTION",
+        help="fraction of the texts held out for evaluation; 0 disables evaluation "
         f"(default: {_DEFAULTS['eval']})",
     )  # fmt: skip
     group.add_argument(
         "--eval-every", type=parse_count, metavar="N",
-        help="updates between evaluations, with a checkpoint at each (default: a tenth of all, "
-        f"{MOST_BETWEEN_MILESTONES} at most)",
+        help="updates between evaluations; each also saves a checkpoint (default: a tenth of all "
+        f"updates, at most {MOST_BETWEEN_MILESTONES})",
     )  # fmt: skip
     group.add_argument(
         "--weight-decay", type=parse_non_negative, metavar="D",
-        help=f"how much of what is learned fades (default: {_DEFAULTS['weight_decay']})",
+        help=f"AdamW weight decay (default: {_DEFAULTS['weight_decay']})",
     )  # fmt: skip
     group.add_argument(
         "--clip", type=parse_positive, metavar="NORM",
-        help=f"shorten gradients that are longer (default: {_DEFAULTS['clip']})",
+        help=f"clip the global gradient norm to NORM (default: {_DEFAULTS['clip']})",
     )  # fmt: skip
     group.add_argument(
         "--seed", type=parse_whole, metavar="S",
-        help="the order of the texts, those for evaluation, and what learning begins with",
+        help="random seed for the order of texts, the evaluation split and the initial weights "
+        f"(default: {_DEFAULTS['seed']})",
     )  # fmt: skip
 
 
 def _add_method_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what learns")
-    group.add_argument("--rank", type=parse_count, metavar="R", help=f"of a lora (default: {RANK})")
+    group = parser.add_argument_group("options of one method")
+    group.add_argument("--rank", type=parse_count, metavar="R", help=f"LoRA rank (default: {RANK})")
     group.add_argument(
         "--alpha", type=parse_positive, metavar="A",
-        help="weight of a lora, divided by its rank (default: twice the rank)",
+        help="LoRA alpha; the adapter is scaled by alpha / rank (default: twice the rank)",
     )  # fmt: skip
     group.add_argument(
         "--target-modules", type=lambda text: text.split(","), metavar="NAMES",
-        help="linears that a lora changes, such as q_proj,v_proj (default: all of the blocks)",
+        help="linear layers with LoRA weights, such as q_proj,v_proj (default: all of the blocks)",
     )  # fmt: skip
     group.add_argument(
         "--optimizer", choices=("client", "peers"),
-        help="where the optimizer of a lora runs; with peers, neither gradients nor what was "
-        f"learned travel with each update (default: {_DEFAULTS['optimizer']})",
+        help="where the LoRA optimizer runs; with peers, neither gradients nor adapter weights "
+        f"are transferred at each update (default: {_DEFAULTS['optimizer']})",
     )  # fmt: skip
     group.add_argument(
         "--pre-seq-len", type=parse_count, metavar="N",
-        help=f"tokens of a prompt that learns (default: {PRE_SEQ_LEN})",
+        help=f"length of the soft prompt in tokens (default: {PRE_SEQ_LEN})",
     )  # fmt: skip

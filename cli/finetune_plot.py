@@ -1,12 +1,23 @@
 """Draws the losses of a run over its updates, and writes them as a table."""
 
 import csv
-import importlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from .benchmarks.plot import STYLE
+STYLE: dict[Any, Any] = {
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "figure.constrained_layout.wspace": 0.04,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "0.88",
+    "lines.linewidth": 1.6,
+    "lines.markersize": 5.0,
+    "svg.hashsalt": "shoal",
+}
+"""Shared by all plots, those of benchmarks included."""
 
 _NUM_SMOOTHED = 25
 """The curve has so many points at least that are no means over each other's updates."""
@@ -27,17 +38,18 @@ def draw_losses(
     losses: Sequence[float | None], eval_losses: Mapping[int, float], title: str, path: Path
 ) -> None:
     """Write the plot as PNG."""
-    matplotlib: Any = importlib.import_module("matplotlib")
-    figures: Any = importlib.import_module("matplotlib.figure")
-    with matplotlib.rc_context(STYLE):
-        figure = figures.Figure(figsize=(6.4, 3.6), layout="constrained")
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    with rc_context(cast("Any", STYLE)):  # its names are typed one by one
+        figure = Figure(figsize=(6.4, 3.6), layout="constrained")
         axes = figure.subplots()
         numbers = [number for number, loss in enumerate(losses, 1) if loss is not None]
         known = [loss for loss in losses if loss is not None]
         window = max(1, len(known) // _NUM_SMOOTHED)
         if window > 1:
             axes.plot(numbers, known, color="0.82", linewidth=0.8)
-        axes.plot(numbers, smooth(known, window), color="0.35", label="texts that it learns")
+        axes.plot(numbers, smooth(known, window), color="0.35", label="training")
         if eval_losses:
             axes.plot(
                 list(eval_losses), list(eval_losses.values()), color="0.05", marker="o",

@@ -160,8 +160,8 @@ class Screen:
         self._facts, self._number = facts, num_done
         show, paint = self._output.print, self._output.paint
         title = (
-            f"Fine-tuning {facts.model} by {facts.method}: {facts.num_trained:,} numbers learn "
-            f"from {count_of(facts.num_texts, 'text')}"
+            f"Fine-tuning {facts.model} with {facts.method}: {facts.num_trained:,} trainable "
+            f"parameters, {count_of(facts.num_texts, 'text')}"
         )
         for line in self._output.wrap(title):
             show(paint(line, "bold"))
@@ -169,11 +169,11 @@ class Screen:
             for line in self._output.wrap(notice):
                 show(paint(line, "yellow"))
         number = facts.num_eval_texts
-        kept = f"; {count_of(number, 'other text')} {'evaluates' if number == 1 else 'evaluate'}"
-        done = f", {num_done:,} {'is' if num_done == 1 else 'are'} done" if num_done else ""
+        kept = f"; {count_of(number, 'text')} held out for evaluation"
+        done = f", {num_done:,} done" if num_done else ""
         updates = count_of(facts.num_updates, "update")
         texts = count_of(facts.texts_per_update, "text")
-        plan = f"It takes {updates} of {texts}{done}{kept if number else ''}."
+        plan = f"{updates} of {texts}{done}{kept if number else ''}."
         for line in self._output.wrap(plan):
             show(line)
         show()
@@ -189,7 +189,7 @@ class Screen:
         self._number, self._hops = updated.number, hops or self._hops
         if updated.is_skipped:
             is_loss = not math.isfinite(updated.loss)
-            what = "its loss is no number" if is_loss else "its gradients are no numbers"
+            what = "its loss is not finite" if is_loss else "its gradients are not finite"
             text = f"Update {updated.number} was skipped: {what}."
             self._print(self._output.paint(text, "yellow"))
 
@@ -209,8 +209,8 @@ class Screen:
 
     def stop(self, num_updates: int) -> None:
         self._output.print(
-            f"Stopped after update {num_updates:,} of {self._facts.num_updates:,}; the same "
-            "command with --resume goes on."
+            f"Stopped after update {num_updates:,} of {self._facts.num_updates:,}. Repeat the "
+            "command with --resume to continue."
         )
 
     def finish(self, result: RunResult) -> None:
@@ -218,12 +218,12 @@ class Screen:
         show()
         evaluated = list(result.progress.eval_losses.values())
         change = (
-            f" Evaluation loss: {evaluated[0]:.4f} before, {evaluated[-1]:.4f} now."
+            f" Evaluation loss: {evaluated[0]:.4f} before, {evaluated[-1]:.4f} after."
             if len(evaluated) > 1
             else ""
         )
         done = f"Done in {format_seconds(pace.seconds)}.{change}"
-        files = f"{result.adapter} holds what was learned; its losses: {result.plot}"
+        files = f"Trained weights: {result.adapter}; loss plot: {result.plot}"
         for text in (done, files):
             for line in self._output.wrap(text):
                 show(line)

@@ -5,7 +5,7 @@ import contextlib
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..protocol.errors import UsageError
 from ..protocol.spans import Span
@@ -28,13 +28,10 @@ from .terminal.text_generation import (
     route_facts,
 )
 from .terminal.text_printer import TextPrinter
-from .terminal.tracing import (
-    TraceFile,
-    describe_cut_trace,
-    describe_summary,
-    make_summary_json,
-    parse_trace_path,
-)
+from .terminal.tracing import TraceFile, describe_cut_trace, parse_trace_path
+
+if TYPE_CHECKING:
+    from ..client.session.inference_session import InferenceSession
 
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -43,50 +40,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal generate`."""
     parser.add_argument(
         "model", metavar="MODEL",
-        help=f"model directory, its id on the Hub, or {BUNDLED_NAME}, which comes with shoal",
+        help=f"model directory, Hub id, or {BUNDLED_NAME}, which comes with shoal",
     )  # fmt: skip
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
-    add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
+    add_join_arguments(parser, "address of a peer, as printed by `shoal serve` and `shoal swarm`")
     parser.add_argument(
         "--adapter", metavar="DIR|DIGEST",
-        help="use what `shoal finetune` wrote there, a LoRA adapter in the format of PEFT, or a "
-        "published one",
+        help="folder written by `shoal finetune` or, for LoRA, by PEFT, or the digest of a "
+        "published adapter",
     )  # fmt: skip
     parser.add_argument(
         "--max-new-tokens", type=parse_count, default=64, metavar="N",
-        help="end after so many tokens (default: %(default)s)",
+        help="maximum number of new tokens (default: %(default)s)",
     )  # fmt: skip
     _add_sampling_arguments(parser)
     parser.add_argument(
         "--beams", type=parse_count, default=1, metavar="N",
-        help="search with N beams; the text comes at the end",
+        help="beam search with N beams; the text appears at the end",
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=parse_non_negative, default=20.0, metavar="SECONDS",
-        help="wait at most this long for blocks that nobody serves (default: 20)",
+        help="how long to wait for blocks that no peer serves (default: 20)",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=tuple(_DTYPES), default="auto",
-        help="how embedding and head are held on this machine (default: as stored)",
+        help="data type of the embedding and the head on this machine (default: as stored)",
     )  # fmt: skip
     parser.add_argument(
         "--kv", choices=("float", "int8"), default="float",
-        help="how peers keep keys and values; int8 takes a quarter to a half of the room, for a "
-        "little precision (default: %(default)s)",
+        help="format of the KV cache on the peers; int8 takes a quarter to a half of the memory "
+        "and is slightly less precise (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--delivery", choices=("chain", "star"),
-        help="how hidden states get from peer to peer: pushed along (chain), or all through this "
-        "machine (star)",
+        help="how hidden states travel: each peer pushes them to the next (chain), or all go "
+        "through this machine (star) (default: chain)",
     )  # fmt: skip
     parser.add_argument(
         "--standby", action="store_true",
-        help="keep a second peer at work for every part of the model, that goes on at once when "
-        "the first is lost; twice the work for the swarm",
+        help="keep a hot standby for every hop, so that a lost peer is replaced without replay "
+        "(doubles the swarm's work)",
     )  # fmt: skip
     parser.add_argument(
         "--trace", type=parse_trace_path, metavar="FILE",
-        help="write what every token took at every hop, for ui.perfetto.dev, and sum it up",
+        help="write a timeline of every token at every hop, for ui.perfetto.dev, and print a "
+        "summary",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 
@@ -94,18 +92,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=parse_non_negative, metavar="T",
-        help="sample, and how boldly (0: greedy)",
+        help="sampling temperature; 0 decodes greedily",
     )  # fmt: skip
     parser.add_argument(
         "--top-p", type=parse_fraction, metavar="P",
-        help="sample among the likeliest tokens that share P",
+        help="sample from the most likely tokens whose probabilities add up to P",
     )  # fmt: skip
     parser.add_argument(
-        "--top-k", type=parse_count, metavar="K", help="sample among the K likeliest tokens"
+        "--top-k", type=parse_count, metavar="K", help="sample from the K most likely tokens"
     )
     parser.add_argument(
-        "--seed", type=parse_whole, metavar="S", help="sample; the same seed gives the same text"
-    )
+        "--seed", type=parse_whole, metavar="S",
+        help="sample with this random seed; the same seed gives the same text",
+    )  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -115,6 +114,8 @@ def run(options: argparse.Namespace) -> int:
     try:
         with trace_file:
             generation = _generate(options, output, notices, trace_file)
+            from ..client.trace.trace_summary import describe_summary, make_summary_json
+
             # Inside: the text is there, also if it turns out now that the trace cannot be written.
             summary = trace_file.summarize()
             if options.json:
@@ -176,7 +177,7 @@ def _generate(
                     _warn_of_missing_standbys(notices, sessions[0])
             printer.add(piece)
 
-        def on_session(session: Any) -> None:
+        def on_session(session: "InferenceSession") -> None:
             sessions.append(session)
             trace_file.watch(session)
 
@@ -195,7 +196,7 @@ def _read_prompt(text: str) -> str:
         try:
             text = sys.stdin.read().rstrip("\r\n")
         except UnicodeDecodeError as error:
-            raise UsageError("the prompt on stdin is not text in this locale's encoding") from error
+            raise UsageError("the prompt on stdin is not valid in the locale's encoding") from error
     return read_prompt(text)
 
 
@@ -224,17 +225,17 @@ def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
     >>> _describe_wait([Span(0, 4)], 20.0)
     'Waiting for blocks 0:4, at most 20 s'
     >>> _describe_wait([Span(0, 4)], 0.0)
-    'Nobody serves blocks 0:4'
+    'No peer serves blocks 0:4'
     """
     names = ", ".join(map(str, missing))
     if not names:
         return "Generating"
     if seconds == 0:
-        return f"Nobody serves blocks {names}"
+        return f"No peer serves blocks {names}"
     return f"Waiting for blocks {names}, at most {seconds:g} s"
 
 
-def _warn_of_missing_standbys(notices: Terminal, session: Any) -> None:
+def _warn_of_missing_standbys(notices: Terminal, session: "InferenceSession") -> None:
     """Say which parts of the model a lost peer leaves without anybody who could go on at once."""
     names = ", ".join(map(str, session.spans_without_replica))
     if names:

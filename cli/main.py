@@ -18,16 +18,16 @@ from .terminal.terminal import Terminal, open_closed_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
 _COMMANDS = {
-    "demo": "watch a peer die in mid-sentence, and the sentence go on",
-    "serve": "run a peer: host some blocks of a model for others",
-    "swarm-new": "make the join code of a new swarm",
-    "revoke": "shut peers out of a private swarm",
+    "demo": "kill a peer in the middle of a story, and see the story continue",
+    "serve": "run a peer that hosts blocks of a model",
+    "swarm-new": "create the join code of a new swarm",
+    "revoke": "remove peers from a private swarm",
     "swarm": "run a whole swarm on this machine until Ctrl-C",
-    "generate": "stream text from a swarm",
-    "finetune": "teach a model your texts, through a swarm that serves it",
-    "publish": "lend everybody in a swarm an adapter until Ctrl-C",
-    "doctor": "say which link of a swarm is broken",
-    "bench": "measure swarms on this machine beside plain transformers",
+    "generate": "generate text with a swarm",
+    "finetune": "fine-tune a model with your own data through a swarm",
+    "publish": "publish an adapter to a swarm until Ctrl-C",
+    "doctor": "find out what is broken in a swarm, and how to fix it",
+    "bench": "benchmark a running swarm from this machine",
 }
 
 
@@ -37,7 +37,7 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         is_word_of_options = self.prog.endswith("generate") and "-h/--help" in message  # -hello
         if message.endswith("PROMPT") or is_word_of_options:
-            message += " (one that begins with - goes behind `--`, or to stdin with -)"
+            message += " (put a prompt that begins with - after `--`, or pass it on stdin with -)"
         self.exit(2, f"{self.prog}: {message}; see `{self.prog} --help`\n")
 
 
@@ -88,8 +88,8 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     """Read the command line; imports the module of the chosen subcommand."""
     parser = _Parser(
         prog="shoal",
-        description="Run large language models on machines that nobody rents together.",
-        epilog="Begin with `shoal demo`.",
+        description="Run and fine-tune large language models on volunteers' machines.",
+        epilog="Start with `shoal demo`.",
     )
     parser.add_argument("--version", action="version", version=SOFTWARE)
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from .terminal.adapter_folder import check_lora
 from .terminal.bundled_model import BUNDLED_NAME, find_model
@@ -19,6 +19,9 @@ from .terminal.joining import Joining, add_join_arguments, quote_swarm, read_joi
 from .terminal.terminal import Progress, Terminal
 from .terminal.text_generation import import_client
 
+if TYPE_CHECKING:
+    from ..client.model.model import DistributedCausalLM
+
 _CLIENT = "shoal.client"
 """The name that the client's warnings are logged under."""
 
@@ -26,18 +29,18 @@ _CLIENT = "shoal.client"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal publish`."""
     parser.description = (
-        "Bring an adapter to all peers of a swarm, and to those that come later, and print the "
-        "digest by which everybody there uses it. It stays there as long as this command runs."
+        "Publish an adapter to all peers of a swarm, including peers that join later, and print "
+        "its digest. Anyone in the swarm can use it by that digest while this command runs."
     )
     parser.add_argument(
         "model", metavar="MODEL",
-        help=f"model directory, its id on the Hub, or {BUNDLED_NAME}, which comes with shoal",
+        help=f"model directory, Hub id, or {BUNDLED_NAME}, which comes with shoal",
     )  # fmt: skip
     parser.add_argument(
         "folder", type=Path, metavar="DIR",
-        help="--out of `shoal finetune --method lora`, or a LoRA adapter in the format of PEFT",
+        help="LoRA adapter: --out of `shoal finetune --method lora`, or a folder saved by PEFT",
     )  # fmt: skip
-    add_join_arguments(parser, "address of the swarm, as `shoal serve` and `shoal swarm` print it")
+    add_join_arguments(parser, "address of a peer, as printed by `shoal serve` and `shoal swarm`")
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
@@ -51,10 +54,12 @@ def run(options: argparse.Namespace) -> int:
     reporter = (_JsonReporter if options.json else _Reporter)(Terminal(sys.stdout))
     with end_in_good_order():
         with reporter.showing("Joining the swarm"):
-            client, model = _open_model(name, joining)
+            model = _open_model(name, joining)
         with _telling_warnings(reporter.warn) as warnings, model:
-            adapter = client.LoraAdapter.load(options.folder, model)
-            with reporter.showing("Bringing the adapter to peers"):
+            from ..client import LoraAdapter
+
+            adapter = LoraAdapter.load(options.folder, model)
+            with reporter.showing("Sending the adapter to peers"):
                 digest = model.publish_adapter(adapter)
             with contextlib.suppress(KeyboardInterrupt):
                 reporter.report_published(_Published(options, digest, not warnings.has_told))
@@ -65,14 +70,15 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _open_model(name: str, joining: Joining) -> tuple[Any, Any]:
-    """Return the client's module and a model; its peers are found when it is used."""
+def _open_model(name: str, joining: Joining) -> "DistributedCausalLM":
+    """Return a model; its peers are found when it is used."""
     with quitting_at_once():
-        client = import_client()
-    model = client.AutoDistributedModelForCausalLM.from_pretrained(
+        import_client()
+    from ..client import AutoDistributedModelForCausalLM
+
+    return AutoDistributedModelForCausalLM.from_pretrained(
         name, initial_peers=list(joining.initial_peers), join=joining.join
     )
-    return client, model
 
 
 class _Warnings(logging.Handler):
@@ -153,8 +159,8 @@ class _Reporter:
         """Say how others use it."""
         show, paint = self._output.print, self._output.paint
         folder = published.options.folder
-        when = "" if published.is_complete else ", once peers for all blocks keep it"
-        said = f"{folder} is published. Everybody in the swarm uses it by its digest{when}:"
+        when = "" if published.is_complete else ", once peers for all blocks have it"
+        said = f"{folder} is published. Anyone in the swarm can use it by its digest{when}:"
         for line in self._output.wrap(said):
             show(paint(line, "bold"))
         show()
@@ -162,7 +168,7 @@ class _Reporter:
             show(f"  {line}")
         show()
         show("From Python: from_pretrained(…, active_adapter=DIGEST)")
-        show("Ctrl-C withdraws it.")
+        show("Press Ctrl-C to withdraw it.")
 
     def report_withdrawn(self, digest: str) -> None:
         """Say that nobody finds it any more."""

@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import importlib
 import json
 import sys
 from typing import TYPE_CHECKING
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal revoke`."""
     parser.description = (
-        "Shut peers out of a private swarm, with its owner's code: members ignore what they "
-        "announce. Who holds a code that may serve can come back under a new id; when a code is "
-        "in wrong hands, begin a new swarm."
+        "Remove peers from a private swarm, with its owner's code: members ignore announcements of "
+        "revoked peers. The holder of a code that can serve may return with a new peer id; if a "
+        "code has leaked, start a new swarm."
     )
     parser.add_argument(
-        "peers", metavar="PEER_ID", nargs="*", help="12D3KooW…; without any, list who is revoked"
+        "peers", metavar="PEER_ID", nargs="*", help="12D3KooW…; without any, list revoked peers"
     )
     add_join_arguments(parser, "address of any peer of the swarm")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -44,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         output.print(json.dumps({"sequence": revocations.sequence, "revoked": revoked}))
     elif not revoked:
-        output.print("Nobody is revoked.")
+        output.print("No peer is revoked.")
     else:
         output.print("Revoked:")
         for peer_id in revoked:
@@ -56,19 +55,19 @@ def _read_peer_id(text: str) -> PeerId:
     try:
         public_key_of(text)
     except RemoteProtocolError as error:
-        raise UsageError(f"{error}; peers print theirs when they start, 12D3KooW…") from error
+        raise UsageError(f"{error}; a peer prints its id, 12D3KooW…, when it starts") from error
     return PeerId(text)
 
 
 async def _revoke(joining: Joining, peer_ids: list[PeerId]) -> "Revocations":
     membership = joining.membership
     if membership is None or not membership.is_private:
-        raise UsageError("peers are revoked in private swarms; give the owner's code with --join")
+        raise UsageError("only private swarms can revoke; give the owner's code with --join")
     if peer_ids:
         membership.sign_as_owner(b"")  # before anything is asked of others
     with quitting_at_once():
-        module = importlib.import_module("..protocol.net.dht.hivemind_directory", __package__)
-    directory = await module.HivemindDirectory.join(
+        from ..protocol.net.dht.hivemind_directory import HivemindDirectory
+    directory = await HivemindDirectory.join(
         joining.addresses,
         identity=None,
         clock=SystemClock(),

@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import importlib
 import json
 import os
 import signal
@@ -44,48 +43,49 @@ if TYPE_CHECKING:
 _DEFAULTS = PeerConfig(model="")
 
 _PURPOSES = {
-    "use": "The swarm is private. Join code (--join) for those who may use it:",
-    "serve": "Join code for those who may serve as well:",
+    "use": "The swarm is private. Join code (--join) for members that only use it:",
+    "serve": "Join code for members that may also serve:",
 }
-_PUBLIC_PURPOSE = "The swarm is public: whoever has an address may join, or this code (--join):"
+_PUBLIC_PURPOSE = "The swarm is public: join with an address or with this code (--join):"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal serve`."""
-    parser.add_argument(
-        "model", metavar="MODEL", help="model directory, its id on the Hub, or shoal-stories"
-    )
+    parser.add_argument("model", metavar="MODEL", help="model directory, Hub id, or shoal-stories")
     swarm = parser.add_mutually_exclusive_group()
     swarm.add_argument(
         "--new-swarm", action="store_true",
-        help="begin a swarm with this peer and print its join code: a new, public one, or with "
-        "--join that of a code by `shoal swarm-new`",
+        help="start a swarm with this peer and print its join code: a new public swarm or, with "
+        "--join, the swarm of a code from `shoal swarm-new`",
     )  # fmt: skip
-    add_join_arguments(parser, "join a swarm through this address", swarm)
+    add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
     _add_work_arguments(parser)
     parser.add_argument(
         "--listen", default=_DEFAULTS.listen_host, metavar="HOST[:PORT]",
-        help="where to accept sessions (default: %(default)s, any free port)",
+        help="address that accepts sessions (default: %(default)s, any free port)",
     )  # fmt: skip
     parser.add_argument(
         "--announce-host", type=parse_host, metavar="HOST",
-        help="address that others dial (default: that of --listen)",
+        help="host that clients and other peers dial (default: that of --listen)",
     )  # fmt: skip
     parser.add_argument(
         "--directory-port",
         type=parse_port,
         default=0,
         metavar="PORT",
-        help="port of the DHT (default: any)",
+        help="port of the DHT (default: any free port)",
     )
-    parser.add_argument("--identity", type=Path, metavar="FILE", help="key file; made if missing")
+    parser.add_argument(
+        "--identity", type=Path, metavar="FILE",
+        help="file with the private key behind the peer's id; created if missing",
+    )  # fmt: skip
     parser.add_argument(
         "--announce-period", type=parse_announce_period, default=_DEFAULTS.announce_period_seconds,
-        metavar="SECONDS", help="how often to renew the announcement (default: %(default)s)",
+        metavar="SECONDS", help="interval between announcements (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--drain", type=parse_non_negative, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
-        help="give running sessions this long to move to other peers (default: %(default)s)",
+        help="when stopping, time for sessions to move to other peers (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
     parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
@@ -96,39 +96,41 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
     blocks = parser.add_mutually_exclusive_group()
     blocks.add_argument(
         "--blocks", metavar="A:B",
-        help="blocks to serve (default: those that the swarm needs most, as time goes by)",
+        help="blocks to serve, such as 0:4 (default: those that the swarm needs most, which may "
+        "change over time)",
     )  # fmt: skip
     blocks.add_argument(
         "--num-blocks", type=parse_count, metavar="N",
-        help="how many of them (default: as many as free memory holds)",
+        help="number of blocks to serve (default: as many as free memory holds)",
     )  # fmt: skip
     add_weights_argument(parser, has_device=True)
     parser.add_argument(
         "--device", type=parse_device, default=_DEFAULTS.device, metavar="DEVICE",
-        help="where to compute: cpu, cuda, cuda:N, or auto, which is cuda if that can be used "
+        help="device to compute on: cpu, cuda, cuda:N, or auto, which is cuda if it can be used "
         "(default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--threads", type=parse_threads, metavar="N",
-        help="compute threads (default: one for each core)",
+        help="number of compute threads (default: one per core)",
     )  # fmt: skip
     parser.add_argument(
         "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
-        help="memory for running sessions, such as 512M or 4G (default: 1G)",
+        help="memory for KV caches of sessions, such as 512M or 4G (default: 1G)",
     )  # fmt: skip
     parser.add_argument(
         "--training-memory", type=parse_memory, metavar="BYTES",
-        help="memory for those who fine-tune; 0 takes none of them (default: an eighth of what is "
-        "free, at most 4G)",
+        help="memory for fine-tuning clients; 0 disables fine-tuning (default: an eighth of free "
+        "memory, at most 4G)",
     )  # fmt: skip
     parser.add_argument(
         "--adapter-memory", type=parse_memory, metavar="BYTES",
-        help="memory for adapters that they, and those who generate, bring; 0 keeps none (default: "
-        "a sixteenth of what is free, at most 512M)",
+        help="memory for LoRA adapters uploaded by clients; 0 disables them (default: a sixteenth "
+        "of free memory, at most 512M)",
     )  # fmt: skip
     parser.add_argument(
         "--block-cache", type=parse_bytes, default=_DEFAULTS.block_cache_bytes, metavar="BYTES",
-        help="disk that keeps int8 blocks for the next start; 0 keeps none (default: 16G)",
+        help="disk space for int8 blocks, which speeds up the next start; 0 disables it (default: "
+        "16G)",
     )  # fmt: skip
 
 
@@ -140,7 +142,7 @@ def run(options: argparse.Namespace) -> int:
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
     with quitting_at_once(), importing_much():
-        importlib.import_module("..peer.peer", __package__)
+        from ..peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_online = runner.run(_serve(config, report, options.end_with_stdin))
     return 0 if was_online else INTERRUPTED
@@ -179,7 +181,7 @@ def _make_config(options: argparse.Namespace) -> PeerConfig:
 def _choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple[str, ...]]:
     """Return the swarm to serve, and where to join it; nowhere for one that begins here."""
     if not options.new_swarm:
-        joining = read_joining(options, "; --new-swarm begins one")
+        joining = read_joining(options, ", or start a new swarm with --new-swarm")
         return joining.membership, joining.addresses
     code = read_join(options.join)
     return (JoinCode.parse(code).membership if code else None), ()
@@ -204,7 +206,8 @@ async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> 
 def _allow_many_files() -> None:
     """Take what the system lets a process open: every stream needs a descriptor."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not on every system
-        resource: Any = importlib.import_module("resource")
+        import resource
+
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
@@ -217,7 +220,8 @@ async def _run_until_stopped(
     A stop while it loads blocks, the first ones or others, does not wait for them; a hurry waits
     for no session either.
     """
-    run_peer = importlib.import_module("..peer.peer", __package__).run_peer
+    from ..peer.peer import run_peer
+
     is_online = was_online = False
 
     def watch(event: "PeerEvent") -> None:
@@ -253,7 +257,7 @@ def _print_for_people(event: "PeerEvent") -> None:
     if event.name == "started":
         terminal.print(f"Peer {facts['peer_id']}")
         if not facts["adapter_bytes"]:
-            terminal.print("Keeps no adapters: no memory is for them (--adapter-memory).")
+            terminal.print("Accepts no adapters: it has no memory for them (--adapter-memory).")
     elif event.name == "directory":
         terminal.print("Joined the directory. Others can join through:")
         for address in facts["dialled"]:
@@ -277,26 +281,26 @@ def _describe_event(event: "PeerEvent") -> Iterator[str]:
     facts: dict[str, Any] = event.facts
     if event.name == "draining":
         yield (
-            f"{facts['sessions']} sessions move to other peers, and {facts['passes']} microbatches "
-            "of training end. Ctrl-C again to leave at once."
+            f"Moving {facts['sessions']} sessions to other peers and finishing {facts['passes']} "
+            "microbatches of training. Press Ctrl-C again to leave at once."
         )
     elif event.name in ("placed", "moving"):
         verb = "Taking" if event.name == "placed" else "Moving to"
         yield f"{verb} blocks {facts['target']}: {facts['why']}."
     elif event.name == "returning":
-        yield f"Going back to blocks {facts['target']}: {facts['why']}."
+        yield f"Returning to blocks {facts['target']}: {facts['why']}."
     elif event.name == "online":
         yield (
             f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
             f"{facts['decode_steps_per_second']} steps/s."
         )
-        yield f"Computing with {facts['kernels']}. Ctrl-C to leave."
+        yield f"Computing with {facts['kernels']}. Press Ctrl-C to leave."
     elif event.name == "relayed":
-        yield "Others reach this peer through another relay now:"
+        yield "The relays of this peer have changed. It is now reached through:"
         yield from facts["relays"]
     elif event.name == "parked" and facts["parked_at"]:
         endings = ", ".join(f"…{ending}" for ending in facts["parked_at"])
-        yield f"Others push to this peer over connections that it keeps open: {endings}."
+        yield f"These peers push to this one over connections that it keeps open: {endings}."
     elif event.name == "left":
         yield "Left the swarm."
 

@@ -26,16 +26,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_optional_model_argument(parser)
     parser.add_argument(
         "--peers", type=parse_count, default=4, metavar="N",
-        help="how many peers to run (default: %(default)s)",
+        help="number of peers (default: %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--replicas", type=parse_count, metavar="R",
-        help="how many peers hold each block (default: 2 from 4 peers on, else 1)",
+        help="number of peers that hold each block (default: 2 with 4 or more peers, else 1)",
     )  # fmt: skip
     add_weights_argument(parser)
     parser.add_argument(
         "--threads", type=parse_threads, metavar="N",
-        help="compute threads of each peer (default: the processors shared among the peers)",
+        help="compute threads per peer (default: the cores divided among the peers)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
@@ -77,7 +77,7 @@ def _watch(swarm: LocalSwarm, num_blocks: int, reporter: "_Reporter | _JsonRepor
             running.remove(peer)
             missing = find_gaps(num_blocks, (other.span for other in running))
             reporter.report_ended(peer, missing, swarm.initial_peers)
-    raise UnavailableError("every peer of the swarm has ended; start it again")
+    raise UnavailableError("all peers of the swarm have ended; start the swarm again")
 
 
 class _Reporter:
@@ -107,7 +107,7 @@ class _Reporter:
         for line in _make_snippet(swarm.model, address):
             show(f"  {line}".rstrip())
         show()
-        show("Ctrl-C ends the swarm.")
+        show("Press Ctrl-C to stop the swarm.")
 
     def report_ended(self, peer: LocalPeer, missing: list[Span], addresses: list[str]) -> None:
         """Say that a peer has ended, and whether the swarm can do without it."""
@@ -120,14 +120,14 @@ class _Reporter:
         )
         if missing:
             names = ", ".join(map(str, missing))
-            self._terminal.print(f"  Nobody serves blocks {names} now; start the swarm again.")
+            self._terminal.print(f"  No peer serves blocks {names} now; start the swarm again.")
         elif addresses:
-            self._terminal.print("  The others serve all blocks. Join through:")
+            self._terminal.print("  The remaining peers serve all blocks. Join through:")
             self._terminal.print(f"    {addresses[0]}")
 
     def report_stopped(self) -> None:
         """Say that nothing is left behind."""
-        self._terminal.print("\nThe swarm has ended.")
+        self._terminal.print("\nThe swarm has stopped.")
 
 
 class _JsonReporter:

@@ -22,32 +22,33 @@ from .terminal.options import add_initial_peers_argument
 from .terminal.terminal import Terminal
 
 _MEANINGS = {
-    Role.USE: "may use the swarm, and cannot serve",
-    Role.SERVE: "may serve blocks, and use the swarm",
-    Role.OWN: "is the owner's: it may also revoke peers, and makes all other codes; keep it",
+    Role.USE: "its holders can use the swarm but not serve",
+    Role.SERVE: "its holders can use the swarm and serve blocks",
+    Role.OWN: "this is the owner's code, which can also revoke peers and make all other codes; "
+    "keep it secret",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal swarm-new`."""
     parser.description = (
-        "Make the join code of a new swarm, private by default. Nothing is started: begin the "
-        "swarm with `shoal serve MODEL --new-swarm --join @FILE`."
+        "Create the join code of a new swarm, private by default. No peer is started: start the "
+        "first one with `shoal serve MODEL --new-swarm --join @FILE`."
     )
     kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--public", action="store_true", help="a swarm that takes everybody")
+    kind.add_argument("--public", action="store_true", help="a swarm that anyone can join")
     kind.add_argument(
         "--from", dest="source", metavar="CODE",
-        help="no new swarm: make another code from this one (@FILE reads it from a file)",
+        help="derive another code for the swarm of this code (@FILE reads it from a file)",
     )  # fmt: skip
     parser.add_argument(
         "--role", choices=[str(role) for role in Role],
-        help="what the holder may do (default: own for a new swarm, use with --from)",
+        help="what its holders may do (default: own for a new swarm, use with --from)",
     )  # fmt: skip
     add_initial_peers_argument(parser, "address to put into the code")
     parser.add_argument(
         "--out", type=Path, metavar="FILE",
-        help="write the code into a new file that only you can read, and do not show it",
+        help="write the code to a new file that only you can read, and do not print it",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -70,9 +71,9 @@ def run(options: argparse.Namespace) -> int:
         return 0
     if options.out is None:
         Terminal(sys.stdout).print(str(code))
-    meaning = _MEANINGS[membership.role] if membership.is_private else "is for everybody"
+    meaning = _MEANINGS[membership.role] if membership.is_private else "anyone can join with it"
     notices = Terminal(sys.stderr)
-    for line in notices.wrap(f"This code of {membership} {meaning}."):
+    for line in notices.wrap(f"Join code of {membership}: {meaning}."):
         notices.print(line)
     return 0
 
@@ -84,7 +85,7 @@ def _write(path: Path, code: str) -> None:
             file.write(f"{code}\n")
     except FileExistsError as error:
         # It may be the only copy of another swarm's code.
-        raise UsageError(f"{path} exists already; name a new file") from error
+        raise UsageError(f"{path} already exists; choose a new file") from error
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from error
 

@@ -1,4 +1,4 @@
-"""Teach the bundled model to talk like a pirate: peers hold its blocks, an adapter learns."""
+"""Fine-tune a LoRA adapter that talks like a pirate; the blocks of the model are on peers."""
 
 import itertools
 import random
@@ -32,8 +32,8 @@ with (
         optimizer.step()
         optimizer.zero_grad()
         print(f"update {update + 1}, loss {loss.item():.3f}")
-    for name, it in pairs[:6]:  # which it never saw
+    for name, it in pairs[:6]:  # held out from training
         prompt = tokenizer(f"{name} has a {it}.", return_tensors="pt").input_ids
         with model.use_adapter(adapter):
             print(tokenizer.decode(model.generate(prompt, max_new_tokens=20, do_sample=False)[0]))
-    adapter.save("pirate-adapter")  # peft opens it as well
+    adapter.save("pirate-adapter")  # peft can load it too

@@ -1,4 +1,4 @@
-"""Teach the bundled model to tell glad sentences from sad ones: a prompt and a head learn."""
+"""Train a soft prompt and a head to tell glad sentences from sad ones, over blocks on peers."""
 
 import itertools
 import random

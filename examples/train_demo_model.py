@@ -1,4 +1,4 @@
-"""Train the bundled demo model, a small Llama that tells short stories, from nothing on one core.
+"""Train the bundled demo model, a small Llama that tells short stories, from scratch on one core.
 
     python examples/train_demo_model.py --out models/shoal-stories --seed 0 --minutes 46
 

@@ -1,5 +1,5 @@
-"""What peers and clients both know of models: families, checkpoints and shells.
+"""Model families, checkpoints and shells: everything about models that both sides use.
 
-Nothing here runs blocks or opens a connection. `shoal-stories` is the bundled model. Read first:
-families/family.py.
+Nothing here serves blocks or opens a connection. `shoal-stories` is the bundled model. Read first:
+spec_reader.py, then families/llama.py.
 """

@@ -83,9 +83,9 @@ class Placer:
         """Return the span to begin with. Raises DirectoryError when nobody can be asked."""
         if not self._model.has_room:
             raise UsageError(
-                "there is no memory for a block of this model: free some, give less to sessions "
-                "(--kv-memory), training (--training-memory) or adapters (--adapter-memory), or "
-                "say how many blocks to serve (--num-blocks)"
+                "not even one block of this model fits into free memory: free some memory, give "
+                "less to sessions (--kv-memory), training (--training-memory) or adapters "
+                "(--adapter-memory), or set the number of blocks (--num-blocks)"
             )
         intent: Intent | None = None
         num_intents = 0

@@ -1,22 +1,22 @@
-"""Every error of shoal. The class says whose fault it is and who can do something about it.
+"""Every error of shoal. The class says whose fault it is and who can act on it.
 
     ShoalError
-      UsageError             the caller asked for something that cannot be (fix the call)
+      UsageError             the caller asked for something impossible (fix the call)
         ModelError             ... the model directory is missing, damaged or not supported
-      LocalProtocolError     our own code broke the protocol (a bug of ours)
-      RemoteProtocolError    the other end broke the protocol, or is not who it claims to be
+      LocalProtocolError     our own code violated the protocol (a bug of ours)
+      RemoteProtocolError    the other end violated the protocol, or is not who it claims to be
       RefusedError           the other end understood and declined: a typed answer from the wire
         CacheFullError         ... because its KV cache is full; try again later or elsewhere
         NotAMemberError        ... because its swarm is private and we did not prove membership
-      UnavailableError       nobody's fault that can be named: broken, silent or unreachable
-        SilentError            ... stays silent past a deadline; may be alive and slow
+      UnavailableError       no fault that can be assigned: broken, silent or unreachable
+        SilentError            ... silent past a deadline; may be alive and slow
         RouteError             ... no peer serves some of the blocks; names them
         DirectoryError         ... the directory cannot be reached or refuses us
-          WrongSwarmError        ... what we hold does not open the swarm that was found there
-          RevokedError           ... the owner of the swarm has shut us out
+          WrongSwarmError        ... the swarm that was found does not match our join code
+          RevokedError           ... the owner of the swarm has revoked us
 
-Only the layer that can do something about an error catches it. Errors of other libraries are
-translated at the seam that calls them and keep the original as `__cause__`.
+Only the layer that can act on an error catches it. Errors of other libraries are translated where
+we call these libraries, and keep the original as `__cause__`.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from .spans import Span
 
 
 class ShoalError(Exception):
-    """Anything that shoal raises on purpose. The message is one sentence that says what to do."""
+    """Base class of all errors that shoal raises on purpose; the message says what to do."""
 
     def __copy__(self) -> Self:
         """Return an error to raise when this one is kept: what is raised keeps all its frames."""
@@ -37,7 +37,7 @@ class ShoalError(Exception):
 
 
 class UsageError(ShoalError, ValueError):
-    """The caller asked for something that cannot be done; nothing was changed."""
+    """The caller asked for something impossible; nothing was changed."""
 
 
 class ModelError(UsageError):
@@ -53,7 +53,7 @@ class RemoteProtocolError(ShoalError):
 
 
 class ErrorCode(IntEnum):
-    """Why a message was declined, as it stands on the wire."""
+    """Why a message was declined; the numbers are part of the wire format."""
 
     BAD_FRAME = 1
     BAD_VERSION = 2
@@ -96,7 +96,7 @@ class CacheFullError(RefusedError):
 
 
 class NotAMemberError(RefusedError):
-    """A peer of a private swarm turned us away: we hold no secret, or that of another swarm."""
+    """A peer of a private swarm refused us: we hold no secret, or that of another swarm."""
 
     def __init__(self, detail: str, has_secret: bool) -> None:
         super().__init__(ErrorCode.NOT_A_MEMBER, detail)
@@ -104,11 +104,11 @@ class NotAMemberError(RefusedError):
 
 
 class UnavailableError(ShoalError):
-    """Someone cannot be reached, went away or stays silent past a deadline."""
+    """A peer or service cannot be reached, has gone away or stays silent past a deadline."""
 
 
 class SilentError(UnavailableError):
-    """Someone did not answer before the deadline; it may be dead, paused or only slow."""
+    """A peer did not answer before the deadline; it may be dead, paused or only slow."""
 
 
 class DirectoryError(UnavailableError):
@@ -116,11 +116,11 @@ class DirectoryError(UnavailableError):
 
 
 class WrongSwarmError(DirectoryError):
-    """The directory belongs to another swarm than the one that was looked for."""
+    """The directory belongs to another swarm than the one we looked for."""
 
 
 class RevokedError(DirectoryError):
-    """The owner of the swarm has shut us out: whatever we announce, nobody believes it."""
+    """The owner of the swarm has revoked us: members ignore what we announce."""
 
 
 class RouteError(UnavailableError):

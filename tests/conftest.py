@@ -457,6 +457,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> TinyModels:
     return TinyModels(tmp_path_factory.mktemp("tiny-models"))
 
 
+@pytest.fixture(scope="session")
+def compared_families() -> set[str]:
+    """The model types that have a variant."""
+    return {family for family, _ in VARIANTS.values()}
+
+
 @pytest.fixture(params=_mark(list(VARIANTS), _COVERED))
 def any_tiny_model(request: pytest.FixtureRequest, tiny_models: TinyModels) -> TinyModel:
     """Runs the test once for every variant of every family."""

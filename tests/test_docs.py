@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from shoal.models.families.registry import FAMILIES
 from shoal.protocol.net.tcp.frame_cutter import Mark, pack_mark
 from shoal.protocol.versions import MAX_VERSION
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE_FOLDERS = ("protocol", "kernels", "peer", "client", "cli")
+SOURCE_FOLDERS = ("protocol", "kernels", "models", "peer", "client", "cli")
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
@@ -36,10 +37,13 @@ def anchors_of(document: Path) -> set[str]:
 
 
 def modules_with_examples() -> list[str]:
-    """Return every source module that shows an interpreter prompt, by its installed name."""
-    files = (file for folder in SOURCE_FOLDERS for file in sorted((ROOT / folder).rglob("*.py")))
+    """Return every source module that shows an interpreter prompt, as it is imported."""
+    folders = (ROOT / folder for folder in (*SOURCE_FOLDERS, "benchmarks"))
+    files = (file for folder in folders for file in sorted(folder.rglob("*.py")))
     return [
-        ".".join(("shoal", *file.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
+        ".".join(("shoal", *file.relative_to(ROOT).with_suffix("").parts))
+        .removeprefix("shoal.benchmarks.")
+        .removesuffix(".__init__")
         for file in files
         if re.search(r"^\s*>>> ", file.read_text(encoding="utf-8"), flags=re.M)
     ]
@@ -84,6 +88,13 @@ def test_relative_links_lead_to_existing_places(document: Path) -> None:
             broken.append(link)
 
     assert not broken
+
+
+def test_documents_list_every_family() -> None:
+    text = (ROOT / "docs" / "generating.md").read_text(encoding="utf-8")
+    (families,) = re.findall(r"\| native blocks \|(.*)", text)
+
+    assert set(re.findall(r"`(\w+)`", families)) == set(FAMILIES)
 
 
 def test_tour_names_existing_files() -> None:

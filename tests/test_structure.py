@@ -1,6 +1,8 @@
-"""The shape of the source tree: who may import whom, what is installed, and how long things get.
+"""The shape of the source tree: its rooms, their imports, what is installed, and sizes.
 
 Sources are read with `ast` and not imported, except where the question is what an import loads.
+A room is a folder with Python files. Every import counts as an arrow: at the top of a file, inside
+a function, below TYPE_CHECKING, or by name (`import_module("...")`).
 """
 
 import ast
@@ -8,7 +10,9 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.util import resolve_name
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,13 +44,15 @@ DOORS = {
         "protocol/net/dht/replicas.py",
         "protocol/net/libp2p/p2p_streams.py",
     },
-    "grpc": {"cli/benchmarks/grpc_echo.py"},
     "google": {"protocol/wire/bodies.py"},
     "bitsandbytes": {"kernels/"},
     "triton": {"kernels/linear/triton_int8.py", "kernels/attention/triton_attention.py"},
     "uvloop": {"cli/"},
 }
 """The only files or folders (with a slash at the end) that import a dependency."""
+
+BENCHMARKS = {folder.parent.name for folder in (ROOT / "benchmarks").glob("*/__init__.py")}
+"""Packages of benchmarks, under the names by which they import each other."""
 
 IMPURE_MODULES = {
     "a task or a thread": {"asyncio", "concurrent", "multiprocessing", "queue", "threading"},
@@ -62,9 +68,15 @@ IMPORT_NAMES = {"grpcio": "grpc", "protobuf": "google"}
 """Distributions whose import name differs from their own."""
 
 DRAWER_NAMES = frozenset({"base", "common", "handler", "helpers", "manager", "misc", "utils"})
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 60
 MAX_CONSTRUCTOR_PARAMETERS = 6
+MAX_IMPORTS = 15
+"""Files of ours that one file imports."""
+MAX_FLOORS = 13
+"""Files on the longest chain of imports: an entry point, and twelve floors below it."""
+ROOM_FILES = range(2, 14)
+"""Python files of a room, its `__init__.py` included."""
 
 
 class Import(NamedTuple):
@@ -201,9 +213,7 @@ def test_dependency_has_one_door(dependency: str) -> None:
 
 def test_every_imported_distribution_is_declared() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
-    declared = requirement_names(
-        [*PROJECT["project"]["dependencies"], *extras["bench"], *extras["cuda"]]
-    )
+    declared = requirement_names([*PROJECT["project"]["dependencies"], *extras["cuda"]])
     known = declared | set(sys.stdlib_module_names)
     wrong = [
         f"{found.where} imports {found.target}"
@@ -226,6 +236,34 @@ def test_every_source_folder_is_packaged_under_shoal() -> None:
     assert set(setuptools["packages"]) == on_disk
     assert setuptools["package-dir"] == {f"shoal.{folder}": folder for folder in ARROWS}
     assert list((ROOT / "models").glob(setuptools["package-data"]["shoal.models"][0]))
+
+
+def test_benchmarks_stay_out_of_the_product_and_its_wheel() -> None:
+    setuptools = PROJECT["tool"]["setuptools"]
+    installed = {word for package in setuptools["packages"] for word in package.split(".")}
+    imports = [
+        f"{found.where} imports {found.target}"
+        for file in source_files()
+        for found in imports_of(file)
+        if found.top in {"benchmarks", *BENCHMARKS}
+    ]
+
+    assert {"measuring", "simulation", "swarm_benchmarks"} <= BENCHMARKS
+    assert not installed & {"benchmarks", *BENCHMARKS}
+    assert not imports
+
+
+def test_benchmarks_are_packages_whose_names_hide_no_other() -> None:
+    # Their folder is on the import path while they run; a file `kernels.py` in it would be taken
+    # for the Hub's package `kernels`.
+    files = (ROOT / "benchmarks").rglob("*.py")
+    code = (
+        "from importlib.util import find_spec\n"
+        f"print(*(name for name in {sorted(BENCHMARKS)!r} if find_spec(name)))\n"
+    )
+
+    assert {file.relative_to(ROOT).parts[1] for file in files} == BENCHMARKS
+    assert run_python(code).split() == []
 
 
 def test_every_file_of_the_native_kernels_is_in_the_source_distribution() -> None:
@@ -280,6 +318,122 @@ def test_importing_the_client_loads_no_peer_and_no_network_stack() -> None:
     )
 
     assert run_python(code).split() == []
+
+
+def import_graph() -> dict[str, set[str]]:
+    """Return for each file the files of ours that it imports, in any way."""
+    modules = {module_of(file): name_of(file) for file in source_files()}
+    graph: dict[str, set[str]] = {name: set() for name in modules.values()}
+    for file in source_files():
+        package = module_of(file) if file.name == "__init__.py" else module_of(file.parent)
+        for target in targets_of(file, package):
+            found = next((modules[name] for name in prefixes_of(target) if name in modules), None)
+            if found is not None and found != name_of(file):
+                graph[name_of(file)].add(found)
+    return graph
+
+
+def module_of(file: Path) -> str:
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("shoal", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+def prefixes_of(target: str) -> Iterator[str]:
+    """Yield a dotted name, then its package, and so on upwards."""
+    while target:
+        yield target
+        target = target.rpartition(".")[0]
+
+
+def targets_of(file: Path, package: str) -> Iterator[str]:
+    """Yield what a file imports of ours, as dotted names down to the imported name."""
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = resolve_name("." * node.level + (node.module or ""), package)
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = getattr(node.args[0], "value", None)
+            if called == "import_module" and isinstance(name, str):
+                yield resolve_name(name, package)
+
+
+def find_circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Return the groups of nodes that reach each other (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for target in sorted(graph[node]):
+            if target not in index:
+                visit(target)
+            if target in stack:
+                low[node] = min(low[node], low[target])
+        if low[node] == index[node]:
+            start = stack.index(node)
+            if len(stack) - start > 1:
+                circles.append(sorted(stack[start:]))
+            del stack[start:]
+
+    for node in sorted(graph):
+        if node not in index:
+            visit(node)
+    return circles
+
+
+def rooms_of(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """Return for each room the other rooms that its files import."""
+    rooms: dict[str, set[str]] = {}
+    for name, targets in graph.items():
+        room = name.rpartition("/")[0]
+        arrows = {target.rpartition("/")[0] for target in targets}
+        rooms.setdefault(room, set()).update(arrows - {room})
+    return rooms
+
+
+def test_no_files_import_each_other() -> None:
+    assert not find_circles(import_graph())
+
+
+def test_no_rooms_import_each_other() -> None:
+    assert not find_circles(rooms_of(import_graph()))
+
+
+def test_files_import_few_others() -> None:
+    wide = {name: len(targets) for name, targets in import_graph().items()}
+
+    assert not {name: number for name, number in wide.items() if number > MAX_IMPORTS}
+
+
+def test_no_chain_of_imports_is_long() -> None:
+    graph = import_graph()
+
+    @cache
+    def find_chain(name: str) -> list[str]:
+        return [name, *max((find_chain(target) for target in graph[name]), key=len, default=[])]
+
+    longest = max((find_chain(name) for name in graph), key=len)
+
+    assert len(longest) <= MAX_FLOORS, " -> ".join(longest)
+
+
+def test_rooms_have_a_few_files_and_say_what_they_hold() -> None:
+    wrong: list[str] = []
+    for room in rooms_of(import_graph()):
+        files = [file for file in (ROOT / room).glob("*.py") if not file.name.endswith("_pb2.py")]
+        if "/" in room and room != "protocol/proto" and len(files) not in ROOM_FILES:
+            wrong.append(f"{room} has {len(files)} files")
+        if (ROOT / room / "__init__.py").exists() and room != "protocol/proto":
+            text = (ROOT / room / "__init__.py").read_text(encoding="utf-8")
+            first = re.search(r"[Rr]ead first:\s+`?([\w/.]+\.py)", text)
+            if first is None or not (ROOT / room / first[1]).exists():
+                wrong.append(f"{room}/__init__.py names no file to read first")
+
+    assert not wrong
 
 
 def test_files_and_functions_stay_within_their_budgets() -> None:

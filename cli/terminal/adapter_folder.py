@@ -26,18 +26,18 @@ def find_adapter(given: str | None) -> dict[str, Any]:
         return {"active_adapter": folder}
     if folder.is_dir():
         raise UsageError(
-            f"{folder} holds neither an adapter nor prompts: --adapter takes the folder that was "
-            "--out of `shoal finetune`, one that PEFT saved, or the digest of a published adapter"
+            f"{folder} holds neither an adapter nor prompts: --adapter takes a folder written by "
+            "`shoal finetune` or PEFT, or the digest of a published adapter"
         )
     if digest := _read_digest(given):
         return {"active_adapter": digest}
     if folder.exists():
         raise UsageError(
-            f"{folder} is a file; --adapter takes the folder that `shoal finetune` or PEFT wrote"
+            f"{folder} is a file; --adapter takes a folder written by `shoal finetune` or PEFT"
         )
     raise UsageError(
-        f"there is no folder {folder}, nor is that the digest of a published adapter, "
-        f"{_NUM_DIGITS} hexadecimal digits; --adapter takes either"
+        f"{folder} is neither an existing folder nor the digest of a published adapter "
+        f"({_NUM_DIGITS} hexadecimal digits); --adapter takes one of them"
     )
 
 
@@ -47,10 +47,10 @@ def check_lora(folder: Path) -> None:
         return
     if (folder / _PROMPTS_FILE).is_file():
         raise UsageError(
-            f"{folder} holds prompts (ptune, deep_ptune), which no peer keeps: only an adapter "
-            "(lora) can be published"
+            f"{folder} holds prompts (ptune, deep_ptune), which cannot be published; DIR must hold "
+            "a LoRA adapter"
         )
-    expected = "takes the folder of a lora that `shoal finetune` or PEFT wrote"
+    expected = "must be a folder with a LoRA adapter, written by `shoal finetune` or PEFT"
     if folder.is_dir():
         raise UsageError(f"{folder} holds no adapter: DIR {expected}")
     if folder.exists():

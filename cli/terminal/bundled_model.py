@@ -1,6 +1,5 @@
 """Finds models by the names that people type, the bundled one first."""
 
-import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -21,18 +20,18 @@ def find_model(name: str = BUNDLED_NAME) -> str:
     directory: that takes no seconds of imports to find out.
     """
     if not name:
-        raise ModelError("the name of the model is empty; name its directory, or its id on the Hub")
+        raise ModelError("the model name is empty; give a directory or a Hub id")
     path = Path(name).expanduser()
     if path.is_file():
-        raise ModelError(f"{name} is a file; name the directory of the model")
+        raise ModelError(f"{name} is a file; give the directory of the model")
     if not path.is_dir() and (name.startswith(("/", ".", "~")) or name.count("/") > 1):
         raise ModelError(f"there is no model directory {name!r}; check the path")
     if name != BUNDLED_NAME or path.is_dir():
         return name
     if not (_BUNDLED_PATH / "config.json").is_file():
         raise ModelError(
-            f"the bundled model is not in {_BUNDLED_PATH}; install shoal again, or name another "
-            "model"
+            f"the bundled model is missing from {_BUNDLED_PATH}; reinstall shoal, or choose "
+            "another model"
         )
     return str(_BUNDLED_PATH)
 
@@ -53,6 +52,8 @@ def count_blocks(model: str) -> int:
             return num_blocks
     except (OSError, ValueError, LookupError, TypeError):
         pass  # what is wrong is said better below
-    loader = importlib.import_module("...peer.engine.loading.loader", __package__)
-    families = importlib.import_module("...models.families.registry", __package__)
-    return families.read_spec(loader.open_checkpoint(model).config).num_blocks
+    # These take seconds to import.
+    from ...models.checkpoints.checkpoint import Checkpoint
+    from ...models.spec_reader import read_spec
+
+    return read_spec(Checkpoint.open(model).config).num_blocks

@@ -37,8 +37,9 @@ def add_join_arguments(
     """Declare --join and --initial-peers."""
     parser.add_argument(
         "--join", metavar="CODE",
-        help="join code, shoal:…; @FILE reads it from a file. Where neither this nor an address is "
-        f"given, {VARIABLE} is taken. Both keep a code out of the process list",
+        help="join code (shoal:…), or @FILE to read it from a file; without this and "
+        f"--initial-peers, the variable {VARIABLE} is read. A file or the variable keeps the code "
+        "out of the process list",
     )  # fmt: skip
     add_initial_peers_argument(addresses_group or parser, addresses_help)
 
@@ -53,8 +54,8 @@ def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
         join = _read_variable()
     if not join and not options.initial_peers:
         raise UsageError(
-            "say which swarm: --join CODE takes what `shoal serve --new-swarm` printed, "
-            f"--initial-peers ADDRESS the address of any of its peers{alternative}"
+            "no swarm is given: pass --join CODE, the code that `shoal serve --new-swarm` "
+            f"printed, or --initial-peers ADDRESS, the address of any peer{alternative}"
         )
     membership, addresses = find_way_in(join, options.initial_peers)
     return Joining(join, tuple(options.initial_peers), membership, addresses)

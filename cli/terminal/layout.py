@@ -45,7 +45,7 @@ def plan_spans(num_blocks: int, num_peers: int, num_replicas: int) -> list[Span]
     if rows[0] > num_blocks:
         raise UsageError(
             f"the model has {num_blocks} blocks, too few for {num_peers} peers with "
-            f"{num_replicas} replicas; take at most --peers {num_blocks * num_replicas} or "
+            f"{num_replicas} replicas; use at most --peers {num_blocks * num_replicas} or "
             "more --replicas"
         )
     return [span for row in rows for span in cut_evenly(num_blocks, row)]

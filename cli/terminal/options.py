@@ -16,7 +16,7 @@ def add_optional_model_argument(parser: argparse.ArgumentParser) -> None:
     """Declare the model that a command works with, the bundled one by default."""
     parser.add_argument(
         "model", metavar="MODEL", nargs="?", default=BUNDLED_NAME,
-        help="model directory, or its id on the Hub (default: %(default)s, which comes with shoal)",
+        help="model directory or Hub id (default: %(default)s, which comes with shoal)",
     )  # fmt: skip
 
 
@@ -25,7 +25,7 @@ def add_weights_argument(parser: argparse.ArgumentParser, *, has_device: bool = 
     parser.add_argument(
         "--weights", type=str if has_device else parse_weights, choices=WEIGHT_FORMATS,
         default=PeerConfig(model="").weights,
-        help="how weights are held (default: %(default)s)",
+        help="format of the weights in memory (default: %(default)s)",
     )  # fmt: skip
 
 
@@ -53,7 +53,7 @@ def add_initial_peers_argument(
     parser.add_argument(
         _INITIAL_PEERS, type=lambda text: text.split(","), action="extend", default=[],
         metavar="ADDRESS",
-        help=f"{help_text}; several of them follow each other, or the option is repeated",
+        help=f"{help_text}; list several after the option, or repeat it",
     )  # fmt: skip
 
 

@@ -45,8 +45,8 @@ def parse_threads(text: str) -> int:
     most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
     if num_threads > most:
         raise argparse.ArgumentTypeError(
-            f"{text} threads are too many for this machine; take at most {most}, "
-            f"{_THREADS_PER_PROCESSOR} for each processor"
+            f"{text} threads are too many for this machine; use at most {most}, "
+            f"{_THREADS_PER_PROCESSOR} per processor"
         )
     return num_threads
 
@@ -60,7 +60,7 @@ def _check_size(text: str) -> int:
 def parse_whole(text: str) -> int:
     """Read a whole number from 0 on that fits into 63 bits."""
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 0")
     return _check_size(text)
 
 
@@ -80,7 +80,7 @@ def parse_fraction(text: str) -> float:
     """
     number = _parse_float(text)
     if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and up to 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
     return number
 
 
@@ -92,7 +92,7 @@ def parse_part(text: str) -> float:
     """
     number = _parse_float(text)
     if not 0 <= number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 on and below 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0 and below 1")
     return number
 
 

@@ -115,7 +115,7 @@ class Terminal:
             self._is_mid_line = False
             _forget_unwritten(self.stream)
             raise UnavailableError(
-                f"the output cannot be written to {self.stream.name.strip('<>')}: {error.strerror}"
+                f"cannot write the output to {self.stream.name.strip('<>')}: {error.strerror}"
             ) from error
 
     @contextlib.contextmanager

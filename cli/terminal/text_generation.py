@@ -3,7 +3,6 @@
 Imports nothing heavy: torch and transformers are loaded when a model is opened.
 """
 
-import importlib
 import os
 import time
 import warnings
@@ -11,11 +10,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.spans import Span
 from .heavy_imports import importing_much
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from ...client.model.model import DistributedCausalLM
+    from ...client.passes.pass_failovers import PassFailover
+    from ...client.routing.router import Hop
+    from ...client.session.inference_session import InferenceSession
+    from ...client.session.mending import Failover
 
 # How many tokens before a new one its text may depend on: a letter of several bytes has up to
 # four tokens, and some tokenizers drop the space in front of a first word.
@@ -142,7 +151,7 @@ class TokenStream:
 class TextModel:
     """A model over a swarm with its tokenizer, for use in a `with` block; made by `open`."""
 
-    def __init__(self, model: Any, tokenizer: Any) -> None:
+    def __init__(self, model: "DistributedCausalLM", tokenizer: "PreTrainedTokenizerBase") -> None:
         self._model = model
         self._tokenizer = tokenizer
 
@@ -152,7 +161,7 @@ class TextModel:
         name: str,
         initial_peers: Sequence[str],
         dtype: str | None = None,
-        tokenizer: Any = None,
+        tokenizer: "PreTrainedTokenizerBase | None" = None,
         **settings: Any,
     ) -> "TextModel":
         """Load a tokenizer (None: the model's) and the client's layers, and join the swarm.
@@ -160,10 +169,12 @@ class TextModel:
         `settings` are those of `ClientConfig`; what is None is left as it is there.
         Raises ModelError when there is no tokenizer, else as from_pretrained does.
         """
-        client = import_client()
+        import_client()
+        from ...client import AutoDistributedModelForCausalLM
+
         tokenizer = tokenizer or load_tokenizer(name)
         chosen = {name: value for name, value in settings.items() if value is not None}
-        model = client.AutoDistributedModelForCausalLM.from_pretrained(
+        model = AutoDistributedModelForCausalLM.from_pretrained(
             name, initial_peers=list(initial_peers), torch_dtype=dtype, **chosen
         )
         return cls(model, tokenizer)
@@ -189,17 +200,18 @@ class TextModel:
         prompt: str,
         sampling: Sampling,
         on_token: OnToken,
-        on_session: Callable[[Any], None] = lambda session: None,
+        on_session: "Callable[[InferenceSession], None]" = lambda session: None,
     ) -> Generation:
         """Generate what follows a prompt; `on_session` gets the session before the first token.
 
         Raises UsageError for a prompt without tokens or settings that cannot be, RouteError
         when blocks are missing. Beams show their text only at the end.
         """
-        torch = importlib.import_module("torch")
+        import torch
+
         ids_BT = self._tokenizer(prompt, return_tensors="pt").input_ids.long()
         if not prompt or ids_BT.shape[1] == 0:
-            raise UsageError("the prompt is empty; give a text that the model can continue")
+            raise UsageError("the prompt is empty; give some text to continue")
         stream = TokenStream(TextAssembler(self._tokenizer, ids_BT[0].tolist()), on_token)
         has_beams = sampling.num_beams > 1
         if sampling.seed is not None:
@@ -228,10 +240,10 @@ class TextModel:
                 len(stream.token_ids) < sampling.max_new_tokens,
             )
 
-    def _run(self, ids_BT: Any, **arguments: Any) -> Any:
+    def _run(self, ids_BT: "Tensor", **arguments: Any) -> "Tensor":
         """Call generate(); what transformers finds wrong with the settings is a UsageError."""
         try:
-            return self._model.generate(ids_BT, **arguments)
+            return cast("Tensor", self._model.generate(ids_BT, **arguments))
         except UsageError:
             raise
         except ValueError as error:
@@ -246,41 +258,42 @@ def read_prompt(text: str) -> str:
     try:
         text = text.encode("utf-8", "surrogateescape").decode("utf-8")
     except UnicodeError as error:
-        raise UsageError("the prompt is not text in UTF-8") from error
+        raise UsageError("the prompt is not valid UTF-8") from error
     if not text.strip():
-        raise UsageError("the prompt is empty; give a text that the model can continue")
+        raise UsageError("the prompt is empty; give some text to continue")
     return text
 
 
-def import_client() -> Any:
+def import_client() -> None:
     """Import the client, seconds of torch and transformers, and keep the libraries quiet."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     with importing_much(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        client = importlib.import_module("...client", __package__)
-        logging = importlib.import_module("transformers.utils.logging")
-        hub = importlib.import_module("huggingface_hub.utils")
+        from huggingface_hub.utils import disable_progress_bars
+        from transformers.utils import logging
+
+        from ... import client  # noqa: F401 (its libraries warn while they are imported)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    hub.disable_progress_bars()
-    return client
+    disable_progress_bars()
 
 
-def load_tokenizer(name: str) -> Any:
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a model; code that a model brings along is never run.
 
     Raises ModelError when the model, or its tokenizer, cannot be used.
     """
     import_client()
-    transformers = importlib.import_module("transformers")
+    from transformers import AutoTokenizer
+
     folder = Path(name).expanduser()
     # First: transformers reads config.json for its tokenizer and would speak of that alone, or
     # stumble over what is damaged there.
     _check_model(name)
     if folder.is_dir() and not any(folder.glob("*token*")):
-        raise ModelError(f"{name} has no tokenizer (tokenizer.json), which turns text into tokens")
+        raise ModelError(f"{name} has no tokenizer; add its files, such as tokenizer.json")
     try:
-        return transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ModelError(f"the tokenizer of {name} cannot be loaded: {reason:.200}") from error
@@ -288,21 +301,18 @@ def load_tokenizer(name: str) -> Any:
 
 def _check_model(name: str) -> None:
     """Raise ModelError when a name stands for no model that the client can use."""
-    checkpoints = importlib.import_module("...models.checkpoints.checkpoint", __package__)
-    local_layers = importlib.import_module("...client.model.local_layers", __package__)
-    try:
-        checkpoint = checkpoints.Checkpoint.open(name)
-    except checkpoints.CheckpointError as error:
-        raise ModelError(str(error)) from error
-    local_layers.load_config(checkpoint)
+    from ...client.model.local_layers import load_config
+    from ...models.checkpoints.checkpoint import Checkpoint
+
+    load_config(Checkpoint.open(name))
 
 
-def describe_route(route: Sequence[Any]) -> str:
+def describe_route(route: "Sequence[Hop]") -> str:
     """Return a route for people, such as `…3kQpZa[0:4] → …8dFsWx[4:8]`."""
     return " → ".join(f"{tail_of(hop.peer.peer_id)}[{hop.span}]" for hop in route)
 
 
-def describe_failover(failover: Any) -> str:
+def describe_failover(failover: "Failover") -> str:
     """Return for people what happened to whom, who took over, and if the words may differ by it."""
     sentence = (
         f"failover at token {failover.position}: {_describe_loss(failover)}, "
@@ -311,16 +321,16 @@ def describe_failover(failover: Any) -> str:
     if failover.changed_weights is None:
         return sentence
     before, after = failover.lost.peer.weights, failover.changed_weights
-    return f"{sentence}, with {after} weights in place of {before}: the words may differ"
+    return f"{sentence}, with {after} weights instead of {before}: the text may differ"
 
 
-def describe_pass_failover(update: int, failover: Any) -> str:
+def describe_pass_failover(update: int, failover: "PassFailover") -> str:
     """Return for people who was lost in an update of a fine-tuning run, and who took over."""
     heirs = describe_route(failover.replacements) or "several others"
     return f"failover at update {update}: {_describe_loss(failover)}, {heirs} took over"
 
 
-def _describe_loss(failover: Any) -> str:
+def _describe_loss(failover: "Failover | PassFailover") -> str:
     lost = failover.lost
     return f"{tail_of(lost.peer.peer_id)}[{lost.span}] {failover.what_happened}"
 
@@ -330,12 +340,12 @@ def tail_of(peer_id: str) -> str:
     return f"…{peer_id[-6:]}"
 
 
-def route_facts(route: Sequence[Any]) -> list[dict[str, str]]:
+def route_facts(route: "Sequence[Hop]") -> list[dict[str, str]]:
     """Return a route as plain JSON types."""
     return [_hop_facts(hop.peer.peer_id, hop.span) for hop in route]
 
 
-def pass_failover_facts(failover: Any) -> dict[str, Any]:
+def pass_failover_facts(failover: "PassFailover") -> dict[str, Any]:
     """Return a failover of a fine-tuning run as plain JSON types."""
     return {
         **_hop_facts(failover.lost.peer.peer_id, failover.lost.span),
@@ -344,7 +354,7 @@ def pass_failover_facts(failover: Any) -> dict[str, Any]:
     }
 
 
-def failover_facts(failover: Any) -> dict[str, Any]:
+def failover_facts(failover: "Failover") -> dict[str, Any]:
     """Return a failover as plain JSON types."""
     return {
         **_hop_facts(failover.lost.peer.peer_id, failover.lost.span),

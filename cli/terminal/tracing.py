@@ -4,14 +4,18 @@ Imports nothing heavy: the path is checked before torch is loaded.
 """
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...protocol.errors import UsageError
 from ...protocol.net.clock import SystemClock
+
+if TYPE_CHECKING:
+    from ...client.session.inference_session import InferenceSession
+    from ...client.trace.trace import Recorder
+    from ...client.trace.trace_summary import Summary
 
 
 def parse_trace_path(text: str) -> Path:
@@ -22,7 +26,7 @@ def parse_trace_path(text: str) -> Path:
     """
     if text in ("", "-"):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a file; a trace needs one of its own, such as trace.json"
+            f"{text!r} is not a file name; give one, such as trace.json"
         )
     return Path(text)
 
@@ -37,7 +41,7 @@ class TraceFile:
         """Raise UsageError when the file cannot be written."""
         self.path = path
         self.is_written = False
-        self._recorder: Any = None
+        self._recorder: Recorder | None = None
         if path is not None:
             try:
                 is_new = not path.exists()
@@ -56,10 +60,13 @@ class TraceFile:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if self.path is None or not self.has_events:
+        if self.path is None or self._recorder is None or not self.has_events:
             return
+        from ...client.trace.trace_file import make_trace_json
+
         try:
-            self.path.write_text(json.dumps(self._make_json()), encoding="utf-8")
+            written = json.dumps(make_trace_json(self._recorder.make_trace()))
+            self.path.write_text(written, encoding="utf-8")
             self.is_written = True
         except OSError as failure:
             if error is None:  # or else what ended the text is the news
@@ -70,27 +77,26 @@ class TraceFile:
         """Whether anything was taken down."""
         return self._recorder is not None and bool(self._recorder.make_trace().events)
 
-    def watch(self, session: Any) -> None:
+    def watch(self, session: "InferenceSession") -> None:
         """Have everything taken down that a session does from now on."""
         if self.path is not None:
-            client_trace = importlib.import_module("...client.trace.trace", __package__)
-            self._recorder = client_trace.Recorder(SystemClock())
+            from ...client.trace.trace import Recorder
+
+            self._recorder = Recorder(SystemClock())
             session.record(self._recorder)
 
-    def summarize(self) -> Any:
+    def summarize(self) -> "Summary | None":
         """Return the summary of what was taken down, None where that is nothing."""
-        if not self.has_events:
+        if self._recorder is None or not self.has_events:
             return None
-        return _import_summary().summarize(self._recorder.make_trace())
+        from ...client.trace.trace_summary import summarize
 
-    def _make_json(self) -> dict[str, Any]:
-        trace_file = importlib.import_module("...client.trace.trace_file", __package__)
-        return trace_file.make_trace_json(self._recorder.make_trace())
+        return summarize(self._recorder.make_trace())
 
     def _make_error(self, error: OSError) -> UsageError:
         return UsageError(
-            f"the trace cannot be written to {self.path}: {error.strerror or error}; "
-            "give --trace another FILE"
+            f"cannot write the trace to {self.path}: {error.strerror or error}; choose another "
+            "--trace FILE"
         )
 
 
@@ -98,19 +104,8 @@ def describe_cut_trace(trace_file: TraceFile) -> list[str]:
     """Return for people where the trace of a text that was cut short is, and its summary."""
     if not trace_file.is_written:
         return []
+    from ...client.trace.trace_summary import describe_summary
+
     summary = trace_file.summarize()
-    return [f"what came of the trace is in {trace_file.path}", *describe_summary(summary)]
-
-
-def describe_summary(summary: Any) -> list[str]:
-    """Return the summary of a trace for people, a few lines of at most 80 columns."""
-    return _import_summary().describe_summary(summary)
-
-
-def make_summary_json(summary: Any) -> dict[str, Any]:
-    """Return the summary of a trace as plain JSON types."""
-    return _import_summary().make_summary_json(summary)
-
-
-def _import_summary() -> Any:
-    return importlib.import_module("...client.trace.trace_summary", __package__)
+    lines = describe_summary(summary) if summary else []
+    return [f"the incomplete trace is in {trace_file.path}", *lines]

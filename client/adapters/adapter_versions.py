@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import TYPE_CHECKING
 
 import safetensors.torch
 import torch
@@ -19,9 +18,6 @@ from ...protocol.messages.lora_config import LoraConfig
 from ...protocol.messages.passes import AdapterRows
 from ...protocol.spans import Span
 from .peft_files import find_block
-
-if TYPE_CHECKING:
-    from ..homes.adapter_homes import AdapterHomes
 
 
 @dataclass(frozen=True)
@@ -83,8 +79,8 @@ class AdapterVersion:
         if len(tensors) > MAX_ADAPTER_BYTES:
             raise UsageError(
                 f"the adapter has {len(tensors) / 2**20:.1f} MiB in blocks {span}, and a peer "
-                f"takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: make one of a lower rank, or for "
-                "fewer target_modules"
+                f"takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: use a lower rank or fewer "
+                "target_modules"
             )
         shapes = {name: matrix.shape for name, matrix in matrices.items()}
         return AdapterCut(make_adapter_id(config, tensors), config, tensors, shapes)
@@ -108,9 +104,12 @@ class PublishedAdapter:
 
 @dataclass(frozen=True)
 class HousedVersion:
-    """An adapter that peers train, as it is at one time; its `homes` know what it is called."""
+    """An adapter that peers train, as it is at one time; their client knows what it is called.
 
-    homes: AdapterHomes
+    `lineage` is the same for all versions of an adapter, whose `number` grows.
+    """
+
+    lineage: str
     number: int
     is_trained: bool
 

@@ -64,8 +64,8 @@ class LearnedState:
         if len(files[0]) > MAX_ADAPTER_BYTES:
             raise UsageError(
                 f"the adapter has {len(files[0]) / 2**20:.1f} MiB in blocks {self.span}, and a "
-                f"peer takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: make one of a lower rank, or "
-                "for fewer target_modules"
+                f"peer takes {MAX_ADAPTER_BYTES / 2**20:.1f} MiB: use a lower rank or "
+                "fewer target_modules"
             )
         config, data = self.config.to_json(mark), b"".join(files)
         head = AdapterHead(

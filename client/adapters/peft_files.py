@@ -60,7 +60,7 @@ def read_folder(folder: str | Path) -> PeftFiles:
     try:
         for file in (folder / CONFIG_FILE, folder / TENSORS_FILE):
             if file.is_dir():
-                raise UsageError(f"{file} is a folder, and not the file of an adapter")
+                raise UsageError(f"{file} is a folder, not an adapter file")
         config, fields = parse_lora_config((folder / CONFIG_FILE).read_bytes())
         if not (folder / TENSORS_FILE).exists() and (folder / _PICKLED_FILE).exists():
             raise UsageError(
@@ -70,10 +70,10 @@ def read_folder(folder: str | Path) -> PeftFiles:
         loaded = safetensors.torch.load_file(folder / TENSORS_FILE)
     except OSError as error:
         raise UsageError(
-            f"{folder} is no folder of an adapter: {error.strerror or error}"
+            f"cannot read an adapter from {folder}: {error.strerror or error}"
         ) from error
     except SafetensorError as error:
-        raise UsageError(f"{folder / TENSORS_FILE} is no safetensors file") from error
+        raise UsageError(f"{folder / TENSORS_FILE} is not a safetensors file") from error
     except UsageError:
         raise
     except ValueError as error:
@@ -182,7 +182,9 @@ def match_targets(linears: Mapping[str, LinearShape], targets: str | list[str]) 
         try:
             return [name for name in linears if re.fullmatch(targets, name)]
         except re.error as error:
-            raise UsageError(f"target_modules {targets!r} is no pattern: {error}") from error
+            raise UsageError(
+                f"target_modules {targets!r} is not a regular expression: {error}"
+            ) from error
     return [
         name
         for name in linears
@@ -200,7 +202,7 @@ def check_fit(matrices: Mapping[str, Tensor], rank: int, config: PreTrainedConfi
         if "lora_embedding" in name or "embed_tokens" in module:
             raise UsageError(f"{name} changes an embedding, which is not supported")
         if ending is None or not name.startswith(PREFIX):
-            raise UsageError(f"{name} is no matrix of LoRA as PEFT names them")
+            raise UsageError(f"{name} is not a name that PEFT gives to LoRA matrices")
         linear = linears.get(module)
         if linear is None:
             raise UsageError(f"{name} does not fit: this model has no linear {module}")

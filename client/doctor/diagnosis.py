@@ -5,7 +5,6 @@ network comes in as `Probes`, so that all of it runs without one.
 """
 
 import asyncio
-import importlib
 import re
 import socket
 from collections.abc import Callable, Sequence
@@ -15,7 +14,6 @@ from statistics import median
 from ...protocol.endpoints import Endpoint
 from ...protocol.errors import (
     DirectoryError,
-    ModelError,
     ShoalError,
     UnavailableError,
     UsageError,
@@ -50,11 +48,11 @@ _WARNING_SKEW_SECONDS = 1.0
 _NUMBER = re.compile(r"\[Errno -?[0-9]+\] ")  # of the system, which says nothing to people
 
 _JOIN_FIXES = {
-    "clock": "switch on time synchronisation (timedatectl set-ntp true)",
-    "address names": "take a fresh address from the peer that runs there: the id at its end "
+    "clock": "enable time synchronisation (timedatectl set-ntp true)",
+    "address names": "copy the address from the peer that runs there now: the id at its end "
     "changes when a peer is restarted without --identity",
     "answers": "its p2pd runs but the peer itself is silent: it is paused (resume it: kill -CONT) "
-    "or overloaded; if nothing helps, start it again",
+    "or overloaded; if nothing helps, restart it",
 }
 """What to do about a join that failed, by words of the directory's complaint."""
 
@@ -73,13 +71,11 @@ class ModelFacts:
 
         `name` is what people call it.
         """
-        checkpoints = importlib.import_module("...models.checkpoints.checkpoint", __package__)
-        layers = importlib.import_module("..model.local_layers", __package__)
-        try:
-            checkpoint = checkpoints.Checkpoint.open(model)
-        except checkpoints.CheckpointError as error:
-            raise ModelError(str(error)) from error
-        num_blocks = layers.load_config(checkpoint).num_hidden_layers
+        from ...models.checkpoints.checkpoint import Checkpoint
+        from ..model.local_layers import load_config
+
+        checkpoint = Checkpoint.open(model)
+        num_blocks = load_config(checkpoint).num_hidden_layers
         return cls(name, make_model_id(checkpoint.config, checkpoint.revision), num_blocks)
 
 
@@ -141,7 +137,7 @@ class Diagnosis:
         except ShoalError as error:
             self._note(
                 "model", Status.BROKEN, str(error),
-                "name a complete model directory with the same files as those of the peers",
+                "give a complete model directory with the same files as on the peers",
             )  # fmt: skip
             return None
         detail = f"{model.name}: {model.num_blocks} blocks, id {_short(model.model_id)}"
@@ -160,12 +156,12 @@ class Diagnosis:
             address = PeerAddress.parse(text)
         except UsageError as error:
             return Finding(
-                "address", Status.BROKEN, str(error), "copy the whole line that a peer printed"
+                "address", Status.BROKEN, str(error), "copy the whole line that the peer printed"
             )
         port = address.tcp_port
         name = f"{Endpoint(address.host, port or 0)} (peer …{address.peer_id[-6:]})"
         if port is None:
-            return Finding("address", Status.OK, f"{text}: only joining tells")
+            return Finding("address", Status.OK, f"{text}: can only be tested by joining")
         started_at = self.probes.clock.now()
         try:
             async with asyncio.timeout(DIAL_SECONDS):
@@ -173,7 +169,7 @@ class Diagnosis:
         except TimeoutError:
             return Finding(
                 "address", Status.BROKEN, f"{name} does not answer within {DIAL_SECONDS:g} s",
-                "check the address and that a firewall lets the port through",
+                "check the address, and that no firewall blocks the port",
             )  # fmt: skip
         except (OSError, UnicodeError) as error:
             detail = f"{name} cannot be reached: {_explain_failed_dial(error)}"
@@ -192,7 +188,7 @@ class Diagnosis:
             return Finding(
                 "address", Status.BROKEN, f"{name} accepts connections and then stays silent",
                 "the peer's p2pd is paused (resume it: kill -CONT) or overloaded; if nothing "
-                "helps, start the peer again",
+                "helps, restart the peer",
             )  # fmt: skip
         except OSError as error:
             answer = _explain_failed_dial(error).encode()
@@ -200,8 +196,8 @@ class Diagnosis:
             return None
         return Finding(
             "address", Status.BROKEN, f"{name} is a program that does not speak libp2p",
-            "take the address that a peer printed under \"Others can join through\"; its "
-            "endpoint for sessions is another one",
+            "use the address that a peer printed under \"Others can join through\", not its "
+            "endpoint for sessions",
         )  # fmt: skip
 
     async def _check_directory(
@@ -215,10 +211,10 @@ class Diagnosis:
             self._note_directory(f"joining took longer than {JOIN_SECONDS:g} s")
             return None
         except WrongSwarmError as error:
-            fix = "give one address only: whoever runs there is in one swarm"
+            fix = "give addresses of one swarm only"
             if "different swarms" not in str(error):
-                fix = "join codes come from whoever began the swarm: "
-                fix += "`shoal swarm-new --from CODE` makes them"
+                fix = "ask the person who started the swarm for a join code: "
+                fix += "`shoal swarm-new --from CODE` makes one"
             self._note("membership", Status.BROKEN, str(error), fix)
             return None
         except (UnavailableError, UsageError) as error:
@@ -231,7 +227,7 @@ class Diagnosis:
 
     def _note_directory(self, detail: str) -> None:
         fixes = (fix for words, fix in _JOIN_FIXES.items() if words in detail)
-        fix = next(fixes, "start the peer of this address again, or take the address of another")
+        fix = next(fixes, "restart the peer at this address, or use the address of another peer")
         self._note("clock" if "clock" in detail else "directory", Status.BROKEN, detail, fix)
 
     async def _read_directory(
@@ -269,7 +265,7 @@ class Diagnosis:
         detail += f" ({', '.join(counts)})" if counts else ""
         fix = (
             f"start one with `shoal serve {model.name} {self._way_in}`{self._condition}; if one "
-            "runs, its weights are not exactly yours, which is what the id stands for"
+            "runs, its weights differ from yours: the model id is a digest of the weights"
         )
         self._note("announcements", Status.BROKEN, detail, fix)
 
@@ -330,7 +326,7 @@ class Diagnosis:
             Status.BROKEN if is_broken else Status.WARNING,
             f"the clock of {whose} {abs(worst):.1f} s {direction} the others; "
             f"{MAX_CLOCK_SKEW_SECONDS:g} s are allowed",
-            "switch on time synchronisation there (timedatectl set-ntp true)",
+            "enable time synchronisation there (timedatectl set-ntp true)",
         )
 
     def _check_blocks(self, model: ModelFacts) -> None:
@@ -344,14 +340,14 @@ class Diagnosis:
             counts = [sum(block in span for span in sound) for block in range(model.num_blocks)]
             fewest, most = min(counts), max(counts)
             often = f"{fewest}" if fewest == most else f"{fewest} to {most}"
-            detail = f"0:{model.num_blocks} are all served; peers that answer per block: {often}"
+            detail = f"all of 0:{model.num_blocks} are served; working peers per block: {often}"
             self._note("blocks", Status.OK, detail)
             return
         names = ", ".join(map(str, self.missing))
         commands = " and ".join(
             f"`shoal serve {model.name} --blocks {gap} {self._way_in}`" for gap in self.missing
         )
-        detail = f"blocks {names} are missing: no peer that answers serves them"
+        detail = f"blocks {names} are missing: no working peer serves them"
         self._note("blocks", Status.BROKEN, detail, f"start {commands}{self._condition}")
 
     @property
@@ -364,19 +360,19 @@ class Diagnosis:
         """What else that takes."""
         if self.membership is None or self.membership.role is not Role.USE:
             return ""
-        return ", with a code that may serve, from the owner of the swarm: yours may only use it"
+        return ", with a code from the owner that allows serving: yours only allows using the swarm"
 
 
 def _advise_dialling(address: PeerAddress, error: OSError | UnicodeError) -> str:
     if isinstance(error, socket.gaierror | UnicodeError):
-        return "check how the name is written, and that it can be looked up on this machine"
+        return "check the spelling of the name, and that this machine can resolve it"
     advice = "check that this peer still runs and that the address is the one it printed last, or "
-    advice += "give that of another one (--initial-peers)"
+    advice += "give the address of another peer (--initial-peers)"
     if address.is_loopback:
         return advice
     return (
-        f"{advice}; if so, a firewall or router there shuts TCP port {address.tcp_port}: let it "
-        "through, or forward it to that machine (--directory-port keeps it the same)"
+        f"{advice}; if so, a firewall or router there blocks TCP port {address.tcp_port}: open it, "
+        "or forward it to that machine (--directory-port fixes its number)"
     )
 
 
@@ -384,7 +380,7 @@ def _explain_failed_dial(error: OSError | UnicodeError) -> str:
     if isinstance(error, ConnectionRefusedError):
         return "nobody listens on that port"
     if isinstance(error, socket.gaierror | UnicodeError):
-        return f"the name of this host is unknown here ({explain(error)})"
+        return f"the host name cannot be resolved ({explain(error)})"
     return _NUMBER.sub("", " ".join(explain(error).split()))
 
 

@@ -1,7 +1,6 @@
 """Asks one peer whether it is what it announces, and names what is wrong."""
 
 import asyncio
-import importlib
 import ssl
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -54,19 +53,19 @@ class Fault(StrEnum):
 
 FIXES = {
     Fault.CLOSED_PORT: "the peer's process has ended: start it again, or wait until its "
-    "announcement expires; if it runs, a firewall or router there shuts its port: let it through "
-    "(--listen HOST:PORT keeps it the same)",
+    "announcement expires; if it runs, a firewall or router there closes its port: open the port "
+    "(--listen HOST:PORT fixes its number)",
     Fault.UNREACHABLE: "check the network between here and there, and that the peer announces an "
-    "address that you can reach (--announce-host) at a port that its firewall lets through",
+    "address that you can reach (--announce-host) at a port that its firewall allows",
     Fault.SILENT: "its process is paused (resume it: kill -CONT) or overloaded; on another "
-    "network, let its port through the firewall (--listen HOST:PORT keeps it the same)",
-    Fault.NO_TLS: "another program listens there: the peer's port was taken over or a proxy sits "
-    "in between",
-    Fault.FINGERPRINT: "the peer was restarted and announces itself anew within a minute, or "
-    "somebody sits in between: trust it only when its new announcement fits",
+    "network, open its port in the firewall (--listen HOST:PORT fixes its number)",
+    Fault.NO_TLS: "another program listens there: it has taken over the peer's port, or it is a "
+    "proxy in between",
+    Fault.FINGERPRINT: "the peer was restarted and will send a new announcement within a minute, "
+    "or someone intercepts the connection: trust it only if the new announcement matches",
     Fault.WRONG_SECRET: "ask the owner of the swarm for a new join code",
     Fault.NOT_A_MEMBER: "ask the owner of the swarm for a join code, and give it with --join",
-    Fault.PROTOCOL: "something else than a peer of shoal answers there, or the peer is damaged: "
+    Fault.PROTOCOL: "a program other than a shoal peer answers there, or the peer is broken: "
     "restart it",
     Fault.VERSION: "update shoal on the older of the two machines",
     Fault.OTHER_PEER: "the address was given to another peer: wait until the old announcement "
@@ -75,7 +74,7 @@ FIXES = {
     "announcement expires",
     Fault.OTHER_BLOCKS: "the peer was restarted with other blocks: wait until the old "
     "announcement expires",
-    Fault.REFUSED: "the peer takes nobody at the moment: try again later",
+    Fault.REFUSED: "the peer accepts no sessions at the moment: try again later",
 }
 """What to do about each fault."""
 
@@ -106,7 +105,7 @@ class Probes:
     """Greet over TCP as libp2p does and return the answer; raises OSError."""
     join: Callable[[Sequence[str]], Awaitable[Directory]]
     check_certificate: Callable[[Endpoint], Awaitable[object]]
-    """Raise as `tls.fetch_pinned_certificate` does."""
+    """Raise as `fetch_pinned_certificate` does."""
     reach: Callable[[Sequence[str], Door], Awaitable[Sequence[Reach]]]
     """Ask others, through these addresses, to dial a door of this machine."""
 
@@ -116,34 +115,29 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
 
     They are those of a member, or, with None, of whoever the swarm is open to.
     """
-    tcp_transport = importlib.import_module("...protocol.net.tcp.tcp_transport", __package__)
-    hivemind_directory = importlib.import_module(
-        "...protocol.net.dht.hivemind_directory", __package__
-    )
-    libp2p = importlib.import_module("...protocol.net.libp2p.libp2p_transport", __package__)
-    tls = importlib.import_module("...protocol.net.tcp.tls", __package__)
+    from ...protocol.net.dht.hivemind_directory import HivemindDirectory
+    from ...protocol.net.libp2p.libp2p_transport import LazyLibp2pTransport
+    from ...protocol.net.relays.reachability import probe
+    from ...protocol.net.tcp.tcp_transport import TcpTransport
+    from ...protocol.net.tcp.tls import fetch_pinned_certificate
+
     clock = SystemClock()
 
     async def join(addresses: Sequence[str]) -> Directory:
-        return await hivemind_directory.HivemindDirectory.join(
+        return await HivemindDirectory.join(
             addresses, identity=None, clock=clock, client_mode=True, membership=membership
         )
 
     async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
-        reachability = importlib.import_module("...protocol.net.relays.reachability", __package__)
-        return await reachability.probe(
-            tcp_transport.TcpTransport(),
-            addresses,
-            door.listen_host,
-            door.port,
-            door.announced_host,
+        return await probe(
+            TcpTransport(), addresses, door.listen_host, door.port, door.announced_host
         )
 
     transport = ChoosingTransport(
-        tcp_transport.TcpTransport(membership=membership),
-        libp2p.LazyLibp2pTransport(membership),
+        TcpTransport(membership=membership),
+        LazyLibp2pTransport(membership),
     )
-    return Probes(clock, transport, _dial, _hail, join, tls.fetch_pinned_certificate, reach)
+    return Probes(clock, transport, _dial, _hail, join, fetch_pinned_certificate, reach)
 
 
 async def _dial(host: str, port: int) -> None:
@@ -219,7 +213,7 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
 def _judge(welcome: Welcome, peer: Announcement, endpoint: Endpoint) -> tuple[Fault | None, str]:
     """Compare what a peer says of itself with what it announced."""
     if welcome.peer_id != peer.peer_id:
-        return Fault.OTHER_PEER, f"{endpoint} is …{welcome.peer_id[-6:]} by now"
+        return Fault.OTHER_PEER, f"{endpoint} is now peer …{welcome.peer_id[-6:]}"
     if welcome.model_id != peer.model_id:
         return Fault.OTHER_MODEL, f"it serves model id {welcome.model_id}"
     if not welcome.span.covers(peer.span):

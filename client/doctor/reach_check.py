@@ -13,7 +13,7 @@ from ...protocol.net.addresses import is_loopback
 from .finding import Finding, Status
 
 _NAME = "reach"
-_RELAYED = "Until then a peer here is served through relays, which is slower"
+_RELAYED = "Until then a peer here is reached through relays, which is slower"
 
 
 class Reach(Protocol):
@@ -44,14 +44,14 @@ def judge_reach(door: Door, answers: Sequence[Reach]) -> Finding:
     host, port = door.announced_host, door.port
     place = f"{host}:{port}" if port else host
     if is_loopback(host):
-        detail = f"{host} is this machine only: peers and clients elsewhere cannot dial a peer here"
-        fix = "for others: --listen 0.0.0.0 --announce-host with the address that they should dial"
+        detail = f"{host} is this machine only: other machines cannot dial a peer here"
+        fix = "to let them: --listen 0.0.0.0 and --announce-host with the address they should dial"
         return Finding(_NAME, Status.WARNING, detail, fix)
     # A peer of this machine sees us from within.
     known = [a for a in answers if a.is_reached is not None and not is_loopback(a.seen_host)]
     if not known:
-        detail = f"nobody outside this machine could be asked to dial {place}"
-        return Finding(_NAME, Status.WARNING, detail, "try again once more peers run")
+        detail = f"no peer on another machine could be asked to dial {place}"
+        return Finding(_NAME, Status.WARNING, detail, "try again when more peers are running")
     num_reaching = sum(bool(answer.is_reached) for answer in known)
     seen_host, num_seeing = Counter(answer.seen_host for answer in known).most_common(1)[0]
     # Most have to agree, and a name of ours may stand for what they see.
@@ -62,12 +62,12 @@ def judge_reach(door: Door, answers: Sequence[Reach]) -> Finding:
     if 2 * num_reaching >= len(known):
         detail = f"{num_reaching} of {len(known)} peers that were asked can dial {place}"
         return Finding(_NAME, Status.OK, detail)
-    number = f"TCP port {port}" if port else "its port (--listen HOST:PORT keeps it the same)"
+    number = f"TCP port {port}" if port else "its port (--listen HOST:PORT fixes its number)"
     detail = (
-        f"{len(known) - num_reaching} of {len(known)} peers cannot dial {place}, where they see "
-        "this machine: a firewall shuts it"
+        f"{len(known) - num_reaching} of {len(known)} peers cannot dial {place}, although they see "
+        "this machine there: a firewall blocks it"
     )
-    return Finding(_NAME, Status.WARNING, detail, f"let {number} through. {_RELAYED}")
+    return Finding(_NAME, Status.WARNING, detail, f"open {number} in the firewall. {_RELAYED}")
 
 
 def _judge_translated(door: Door, seen_host: str, is_let_through: bool) -> Finding:
@@ -75,11 +75,11 @@ def _judge_translated(door: Door, seen_host: str, is_let_through: bool) -> Findi
     host, port = door.announced_host, door.port
     detail = f"others see this machine as {seen_host}, not as {host}: it is behind a NAT"
     if is_let_through:
-        fix = f"it lets the port through: announce that address, --announce-host {seen_host}"
+        fix = f"the NAT forwards the port: announce its address with --announce-host {seen_host}"
         return Finding(_NAME, Status.WARNING, detail, fix)
     number = f"TCP port {port}" if port else "a TCP port"
     fix = (
-        f"forward {number} of the router to this machine, and serve with --listen "
+        f"forward {number} from the router to this machine, and serve with --listen "
         f"0.0.0.0:{port or 'PORT'} --announce-host {seen_host}. {_RELAYED}"
     )
     return Finding(_NAME, Status.WARNING, detail, fix)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -48,6 +49,7 @@ class AdapterHomes:
     """
 
     def __init__(self, asker: PassAsker) -> None:
+        self.lineage = secrets.token_hex(8)
         self._asker = asker
         self._calls = HomeCalls(asker)
         self._segments: list[Segment] = []
@@ -76,7 +78,7 @@ class AdapterHomes:
 
     def take_version(self, is_trained: bool) -> HousedVersion:
         """Return the adapter as it is now, for rows of texts."""
-        return HousedVersion(self, self._number, is_trained)
+        return HousedVersion(self.lineage, self._number, is_trained)
 
     async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
         """Do what `PassAsker.ask_forward` does, at the home of the first block."""

@@ -85,8 +85,8 @@ class Checkpoints:
         """Note that the folder is this run's; raises UsageError if another run has left any."""
         if not self._is_taken and self.find():
             raise UsageError(
-                f"{self.folder} holds a run already: --resume goes on with it, --out takes "
-                "another folder"
+                f"{self.folder} already holds a run; continue it with --resume, or choose "
+                "another --out"
             )
         self._is_taken = True
 
@@ -134,8 +134,7 @@ class Checkpoints:
         found = self.find()
         if not found:
             raise UsageError(
-                f"there is no checkpoint in {self.folder} to go on from; leave out --resume to "
-                "begin"
+                f"there is no checkpoint in {self.folder}; leave out --resume to start a new run"
             )
         return self.load_progress(found[-1])
 
@@ -154,10 +153,10 @@ def naming_failures(path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise UnavailableError(f"{path} cannot be written to: {reason:.200}") from error
+        raise UnavailableError(f"cannot write to {path}: {reason:.200}") from error
 
 
 def make_damage_text(path: Path, error: Exception) -> str:
     """Return a sentence about a checkpoint that cannot be read."""
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-    return f"{path} is damaged ({reason:.200}); delete it to go on from the checkpoint before it"
+    return f"{path} is damaged ({reason:.200}); delete it to continue from the previous checkpoint"

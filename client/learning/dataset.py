@@ -53,13 +53,13 @@ class Dataset:
         notices: list[str] = []
         if self.num_cut:
             notices.append(
-                f"{_count(self.num_cut)} longer than {max_length} tokens and cut there "
+                f"{_count(self.num_cut)} longer than {max_length} tokens and truncated "
                 "(--max-length)"
             )
         if self.num_left_out:
             notices.append(
-                f"{_count(self.num_left_out)} left out: nothing to learn in the first "
-                f"{max_length} tokens"
+                f"{_count(self.num_left_out)} skipped: the first {max_length} tokens hold nothing "
+                "to learn"
             )
         return notices
 

@@ -167,9 +167,9 @@ class FinetuneRun:
         newest = self.checkpoints.find()[-1]
         others = _list_differences(progress.facts, self.progress.facts)
         if others:
-            differences = ", and another ".join(others)
+            differences = ", and in ".join(others)
             raise UsageError(
-                f"the run in {self.checkpoints.folder} has another {differences}; --resume needs "
+                f"the run in {self.checkpoints.folder} differs in {differences}; --resume needs "
                 "the same"
             )
         self._learner.load(newest)
@@ -180,7 +180,7 @@ class FinetuneRun:
         self.progress = replace(
             progress, settings=self.progress.settings, options=self.progress.options
         )
-        return [f"It goes on with another {change}." for change in changes]
+        return [f"This run continues with another {change}." for change in changes]
 
     def learn(self) -> Iterator[Updated | Milestone]:
         """Learn until the last update; yield everything that happened, as it happens.
@@ -195,7 +195,7 @@ class FinetuneRun:
             if error.code is not ErrorCode.BAD_VALUES:
                 raise
             number = self.progress.num_updates
-            what = f"after update {number:,} peers refuse to go on: {error}"
+            what = f"peers refuse to continue after update {number:,}: {error}"
             raise SpoiltRunError(self._describe_spoilt(what, number)) from error
 
     def _describe_spoilt(self, what: str, number: int) -> str:
@@ -208,7 +208,7 @@ class FinetuneRun:
         return (
             f"{what}. The learning rate was too high: "
             + (f"delete {found[-1]}, and " if is_kept else "")
-            + "--resume goes on from the last checkpoint, with a lower --learning-rate than "
+            + "continue from the last checkpoint with --resume and a --learning-rate below "
             f"{self._config.learning_rate:g}"
         )
 
@@ -266,8 +266,8 @@ class FinetuneRun:
             self._apply(updated)
         if self._num_skipped_in_a_row >= MOST_SKIPPED_IN_A_ROW:
             what = (
-                f"{MOST_SKIPPED_IN_A_ROW} updates in a row had a loss or gradients that are no "
-                "numbers"
+                f"{MOST_SKIPPED_IN_A_ROW} updates in a row had a loss or gradients that are not "
+                "finite"
             )
             learned = updated.number - self._num_skipped_in_a_row
             raise SpoiltRunError(self._describe_spoilt(what, learned))

@@ -98,8 +98,8 @@ class AdapterLearner(LocalOptimizer):
         loaded = LoraAdapter.load(folder, self._model)
         if loaded.named_matrices().keys() != self._adapter.named_matrices().keys():
             raise UsageError(
-                f"the adapter in {folder} changes other linears than this run; --resume needs the "
-                "same --target-modules"
+                f"the adapter in {folder} has other target modules than this run; --resume needs "
+                "the same --target-modules"
             )
         self._adapter.load_state_dict(loaded.state_dict())
 

@@ -103,7 +103,7 @@ def _take_text(place: str, fields: Mapping[str, Any], name: str) -> str:
         text.encode("utf-8")
     except UnicodeEncodeError as error:  # JSON can name half a letter: "\ud800"
         raise UsageError(
-            f"{place}: `{name}` holds half of a letter (\\ud800 to \\udfff)"
+            f"{place}: `{name}` holds half of a surrogate pair (\\ud800 to \\udfff)"
         ) from error
     return text
 
@@ -136,10 +136,10 @@ def _read_objects(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         except (ValueError, RecursionError) as error:
             reason = f" ({error.msg})" if isinstance(error, json.JSONDecodeError) else ""
             raise UsageError(
-                f"{place}: the line is no JSON{reason}; each holds an object such as {_OBJECT}"
+                f"{place}: the line is not JSON{reason}; write an object such as {_OBJECT}"
             ) from error
         if not isinstance(fields, dict):
-            raise UsageError(f"{place}: the line is no JSON object such as {_OBJECT}")
+            raise UsageError(f"{place}: the line is not a JSON object such as {_OBJECT}")
         yield place, fields
 
 
@@ -151,7 +151,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     if len(set(names)) != len(names) or not {"text", "prompt"} & set(names):
         found = ", ".join(names)
         other = next((sign for sign in ";\t|" if len(names) == 1 and sign in found), "")
-        advice = f"; put commas between cells, not {other!r}" if other else ""
+        advice = f"; separate cells with commas, not {other!r}" if other else ""
         raise UsageError(
             f"{path}:1: the first line must name the columns, {_COLUMNS}, "
             f"not {found!r:.200}{advice}"
@@ -177,7 +177,7 @@ def _split(path: Path, rows: Any) -> Iterator[tuple[int, list[str]]]:
         except StopIteration:
             return
         except csv.Error as error:
-            raise UsageError(f"{path}:{number}: the row is no CSV ({error})") from error
+            raise UsageError(f"{path}:{number}: the row is not CSV ({error})") from error
         yield number, cells
 
 

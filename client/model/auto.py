@@ -1,6 +1,6 @@
-"""The classes whose names are those of PETALS: each opens one kind of model over a swarm.
+"""The classes with the names of PETALS; each opens one kind of model over a swarm.
 
-PETALS has one of each kind for every family. These are the same here, whatever the family.
+PETALS has one class of each kind for every family. Here one class serves all families.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .speculative_model import SpeculativeCausalLM
 
 
 class AutoDistributedModelForCausalLM:
-    """Opens models that write text; never constructed itself."""
+    """Opens causal language models; never instantiated."""
 
     @staticmethod
     def from_pretrained(model: str | Path, **options: Any) -> DistributedCausalLM:
@@ -26,20 +26,20 @@ class AutoDistributedModelForCausalLM:
 
 
 class AutoDistributedModelForSequenceClassification:
-    """Opens models that classify texts; never constructed itself."""
+    """Opens text classifiers; never instantiated."""
 
     @staticmethod
     def from_pretrained(model: str | Path, **options: Any) -> DistributedSequenceClassifier:
         """Open a model with a head for `num_labels` classes and join its swarm.
 
-        `problem_type` is one of those of transformers, else guessed from the labels as there.
-        For everything else see DistributedModel.from_pretrained().
+        `problem_type` is one of those of transformers; without it, it is inferred from the labels,
+        as in transformers. For everything else see DistributedModel.from_pretrained().
         """
         return DistributedSequenceClassifier.from_pretrained(model, **options)
 
 
 class AutoDistributedModel:
-    """Opens models without a head; never constructed itself."""
+    """Opens models without a head; never instantiated."""
 
     @staticmethod
     def from_pretrained(model: str | Path, **options: Any) -> HeadlessModel:
@@ -48,7 +48,7 @@ class AutoDistributedModel:
 
 
 class AutoDistributedSpeculativeModel:
-    """Opens models that write text as a small local model guesses it; never constructed itself."""
+    """Opens models for speculative decoding with a small local model; never instantiated."""
 
     @staticmethod
     def from_pretrained(

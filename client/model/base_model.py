@@ -1,6 +1,6 @@
-"""What all kinds of models over a swarm share: opening, sessions, tuning, closing.
+"""What all models over a swarm share: opening, sessions, tuning, closing.
 
-A model holds what is local: embedding, norm, head, and what is trained. Its blocks are on other
+A model holds the local parts: embedding, norm, head and trained parameters. Its blocks are on other
 machines.
 """
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from ...kernels.wire.compress import has_only_finite
+from ...kernels.wire_tensors import has_only_finite
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
@@ -53,10 +53,10 @@ _ADAPTER_IS_APART = "the active adapter is saved by its own save(folder)"
 
 
 class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-    """A model over a swarm, up to what comes of its hidden states.
+    """A model over a swarm, up to the final hidden states.
 
-    Owns its client: close() it, or use it in a `with`. The weights of the model directory are
-    frozen; state_dict() holds only what comes on top of them, and what somebody made trainable.
+    Owns its client: close() it, or use it in a `with` block. The weights of the model directory are
+    frozen; state_dict() holds only trained parameters, and weights that the caller made trainable.
     """
 
     base_model_prefix = "transformer"
@@ -105,13 +105,13 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         """Open a model directory or Hub id, join its swarm and return the model.
 
         Reads embedding, final norm and head; blocks are never downloaded. `torch_dtype` None or
-        "auto" keeps the checkpoint's; `dtype` is the same under its newer name. With
-        `tuning_mode` "ptune" or "deep_ptune", prompts of `pre_seq_len` tokens are trainable;
-        `trained`, a folder of save_pretrained(), brings both and what was trained. `active_adapter`
-        is the folder of an adapter, or the digest of a published one. `connect` makes the network:
-        that of `peer.loopback_swarm` needs no initial peers. Everything else is a
-        field of ClientConfig. Raises UsageError for an unknown argument, ModelError when
-        the model cannot be used, DirectoryError when the swarm cannot be joined.
+        "auto" keeps the checkpoint's; `dtype` is its newer name. With `tuning_mode` "ptune" or
+        "deep_ptune", prompts of `pre_seq_len` tokens are trainable; `trained`, a folder of
+        save_pretrained(), sets both and loads the trained parameters. `active_adapter` is the
+        folder of an adapter, or the digest of a published one. `connect` makes the network; that of
+        `peer.loopback_swarm` needs no initial peers. All other arguments are fields of
+        ClientConfig. Raises UsageError for an unknown argument, ModelError if the model cannot be
+        used, DirectoryError if the swarm cannot be joined.
         """
         dtype = resolve_dtype(options.pop("dtype", torch_dtype))
         if trained is not None:
@@ -122,7 +122,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         checkpoint, model_config = open_checkpoint(model, revision)
         configure(model_config)
         tuning.check_fits(model_config)
-        layers = load_local_layers(checkpoint, model_config, dtype)
+        layers = load_local_layers(checkpoint, dtype)
         generation_config = load_generation_config(model, checkpoint)
         client = cls._join(checkpoint, model_config, config, connect)
         opened = cls(model_config, layers, client, generation_config, tuning)
@@ -168,19 +168,19 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
 
     @property
     def missing_blocks(self) -> tuple[Span, ...]:
-        """The blocks that nobody serves, as far as was heard last; asks nobody."""
+        """The blocks that no peer serves, by the newest known announcements; sends no request."""
         return self._client.missing_blocks
 
     def inference_session(
         self, *, max_length: int, kv_format: str | None = None
     ) -> AbstractContextManager[InferenceSession]:
-        """Open a session of at most `max_length` tokens per row, for use in a `with`.
+        """Open a session of at most `max_length` tokens per row, for use in a `with` block.
 
-        Inside, calls of generate() and of the model continue one text: what was computed is
-        remembered, and `session.position = n` rolls back to the first n tokens. `kv_format` says
-        how peers keep keys and values, "float" or "int8"; None: as the model was opened. With
-        "int8", only peers with int8 weights compute the same in any company. Raises UsageError for
-        more tokens than the model has positions.
+        Within the block, calls of generate() and of the model continue one text: earlier tokens are
+        not recomputed, and `session.position = n` rolls back to the first n tokens. `kv_format` is
+        the format of the KV cache on the peers, "float" or "int8"; None: the model's. With "int8",
+        only peers with int8 weights compute the same results independently of other sessions.
+        Raises UsageError for more tokens than the model has positions.
         """
         check_positions(make_whole("max_length", max_length), self.config)
         return self.transformer.h.inference_session(max_length=max_length, kv_format=kv_format)
@@ -188,7 +188,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
     def use_session(
         self, session: InferenceSession | None
     ) -> AbstractContextManager[InferenceSession | None]:
-        """Make an open session the one that calls continue, for use in a `with`."""
+        """Make an open session the one that calls continue, within the `with` block."""
         return self.transformer.h.use_session(session)
 
     @property
@@ -279,12 +279,13 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         state_dict: Mapping[str, Tensor] | None = None,
         **options: object,
     ) -> None:
-        """Write what was trained, as safetensors and a description; `trained=` opens it again.
+        """Write the trained parameters, as safetensors and a description; load them with
+        `trained=`.
 
-        The model itself is not written: its blocks are not here. An adapter that is a part of the
-        model is, also in the format of PEFT. One that is active for a `with` has its own `save()`;
-        a warning says so if it is in training. Raises UsageError where nothing is trained. Other
-        arguments of transformers make no difference.
+        The base model is not written: its blocks are not here. An adapter that is part of the model
+        is also written in PEFT format. An adapter that is active only for a `with` block has its
+        own `save()`; a warning says so if it is in training. Raises UsageError if nothing is
+        trained. Other arguments of transformers have no effect.
         """
         if options.get("push_to_hub"):
             raise UsageError("save what was trained to a folder, and upload that")
@@ -315,9 +316,9 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         }
 
     def load_trained(self, directory: str | Path) -> None:
-        """Put what save_pretrained() wrote into this model, which was opened in the same way.
+        """Load what save_pretrained() wrote; the model must have been opened in the same way.
 
-        Raises UsageError, and changes nothing, where it does not fit.
+        Raises UsageError, and changes nothing, if it does not fit.
         """
         read_settings(directory, self.config)
         state, own = (
@@ -339,13 +340,13 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         self.load_state_dict({**self.state_dict(), **state})
 
     def activation_checkpointing_enable(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Do nothing: blocks keep no activations here, and peers compute them again anyway.
+        """Do nothing: activations of blocks are not stored here, and peers recompute them anyway.
 
-        So a Trainer that is told to save memory runs as it would with the model at hand.
+        A Trainer with gradient checkpointing therefore runs as usual.
         """
 
     gradient_checkpointing_enable = activation_checkpointing_enable  # pyright: ignore[reportAssignmentType]
 
     def push_to_hub(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
-        """Refuse: what was trained is a folder."""
+        """Raise UsageError: save the trained parameters to a folder, and upload that."""
         raise UsageError("save what was trained with save_pretrained(), and upload that folder")

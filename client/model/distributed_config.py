@@ -1,4 +1,4 @@
-"""The configuration of a model, together with the way into its swarm."""
+"""The configuration of a model, together with the settings to join its swarm."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ...models.checkpoints.checkpoint import Checkpoint, CheckpointError
-from ...protocol.errors import ModelError
+from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.ids import ModelId, make_model_id
 from ..runtime.client import Client, Connect, connect_over_network
 from ..settings.config import ClientConfig, make_client_config
@@ -19,10 +18,7 @@ from .local_layers import load_config
 
 def open_checkpoint(model: str | Path, revision: str | None) -> tuple[Checkpoint, PreTrainedConfig]:
     """Open a model directory or Hub id; raises ModelError when it cannot be used."""
-    try:
-        checkpoint = Checkpoint.open(model, revision)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
+    checkpoint = Checkpoint.open(model, revision)
     config = load_config(checkpoint)
     config.name_or_path = str(model)
     return checkpoint, config
@@ -41,9 +37,10 @@ _SETTINGS = {field.name for field in fields(ClientConfig)} - {"initial_peers", "
 
 
 class DistributedConfig:
-    """What AutoDistributedConfig opens: the attributes of transformers' configuration, and more.
+    """What AutoDistributedConfig returns: the attributes of transformers' configuration, and more.
 
-    `model` is that configuration, `client` the settings of whoever joins. Nothing is joined yet.
+    `model` is that configuration, `client` the settings of a client that joins. Creating one joins
+    nothing.
     """
 
     def __init__(
@@ -79,12 +76,12 @@ class DistributedConfig:
 
     @property
     def dht_prefix(self) -> ModelId:
-        """The name of the model in the directory: a digest of its configuration and weights."""
+        """The model id in the directory: a digest of configuration and weights."""
         return make_model_id(self._checkpoint.config, self._checkpoint.revision)
 
     @property
     def initial_peers(self) -> tuple[str, ...]:
-        """The addresses to join through."""
+        """Addresses of peers to join through."""
         return self.client.initial_peers
 
     @initial_peers.setter
@@ -92,12 +89,12 @@ class DistributedConfig:
         self._set_client("initial_peers", addresses)
 
     def join(self) -> Client:
-        """Join the swarm; the client is the caller's to close."""
+        """Join the swarm; the caller closes the client."""
         return join_swarm(self._checkpoint, self.model, self.client, self._connect)
 
 
 class AutoDistributedConfig:
-    """Opens configurations; never constructed itself."""
+    """Opens configurations; never instantiated."""
 
     @staticmethod
     def from_pretrained(

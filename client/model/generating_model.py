@@ -1,4 +1,4 @@
-"""transformers' generate() over sessions: what was computed of a text stays on the peers."""
+"""transformers' generate() over sessions: computed tokens of a text stay on the peers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _IS_ASSISTED = "is_assisted"
 
 
 class GeneratingModel(DistributedModel, GenerationMixin):
-    """A model over a swarm that continues texts."""
+    """A model over a swarm that generates text."""
 
     def _add_head(self, layers: LocalLayers, generation_config: GenerationConfig | None) -> None:
         self.lm_head = layers.head
@@ -48,12 +48,13 @@ class GeneratingModel(DistributedModel, GenerationMixin):
     ) -> Tensor | ModelOutput:
         """Generate text as transformers' generate() does, with the same arguments.
 
-        In a session (given, or active) the text of earlier calls is continued, not recomputed:
-        the result is the input of this call and what was generated after it, and without inputs
-        only the latter. A call that fails or is interrupted leaves the session as it was. Raises
+        In a session (given, or active) the text of earlier calls is continued, not recomputed. The
+        result is the input of this call and the tokens generated after it; without an input, only
+        the latter. A call that fails or is interrupted leaves the session unchanged. Raises
         UsageError before anything is sent if the call cannot be completed, and CacheFullError
-        before anything is computed if no peer could ever hold the text. What others take of the
-        peers' room meanwhile may still end it. `active_adapter` is for this call alone.
+        before anything is computed if no peer could ever hold the text. The call may still fail
+        later if other clients fill the peers' caches meanwhile. `active_adapter` applies to this
+        call only.
         """
         if active_adapter is not UNCHANGED:
             with self.use_adapter(active_adapter):

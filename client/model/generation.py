@@ -136,8 +136,8 @@ def check_attention_mask(mask: Tensor | None) -> None:
         raise UsageError(f"the attention mask must be a tensor, got {type(mask).__name__}")
     if mask is not None and not bool((mask == 1).all()):
         raise UsageError(
-            "the attention mask hides tokens, and remote blocks know no padding; give prompts of "
-            "different lengths one at a time, or grouped by length"
+            "the attention mask hides tokens, but remote blocks do not support padding; give "
+            "prompts of different lengths one at a time, or grouped by length"
         )
 
 
@@ -224,8 +224,8 @@ def _check_for_padding(new_ids_BT: Tensor, settings: Settings) -> None:
     is_eos = pad in eos if isinstance(eos, list | tuple) else pad == eos
     if isinstance(pad, int) and not is_eos and bool((new_ids_BT == pad).any()):
         raise UsageError(
-            f"the input holds the padding token {pad}, and remote blocks know no padding; give "
-            "prompts of different lengths one at a time or grouped by length, or pass an "
+            f"the input holds the padding token {pad}, but remote blocks do not support padding; "
+            "give prompts of different lengths one at a time or grouped by length, or pass an "
             "attention_mask of ones if the token is meant"
         )
 
@@ -270,7 +270,7 @@ def describe_positions(model_config: PreTrainedConfig, max_positions: int) -> st
         return f"the model has {max_positions} positions"
     return (
         f"the model has {max_positions} positions here: beyond them its {rope['rope_type']} rope "
-        "would turn what is cached anew, and shoal stops there"
+        "would change keys that are already cached, which shoal does not support"
     )
 
 

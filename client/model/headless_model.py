@@ -1,4 +1,4 @@
-"""A model over a swarm without a head, and the heads for other uses than text: classifiers."""
+"""A model over a swarm without a head, and with other heads than for text: classifiers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .remote_cache import RemoteCache
 
 
 class HeadlessModel(DistributedModel):
-    """Token ids in, hidden states behind the final norm out."""
+    """Token ids in, hidden states after the final norm out."""
 
     accepts_loss_kwargs = False
 
@@ -31,22 +31,22 @@ class HeadlessModel(DistributedModel):
 
     @property
     def h(self) -> RemoteSequential:
-        """The remote blocks; PETALS has the parts of this kind of model on the model itself."""
+        """The remote blocks; in PETALS they are an attribute of this kind of model."""
         return self.transformer.h
 
     @property
     def word_embeddings(self) -> nn.Embedding:
-        """What makes vectors of tokens."""
+        """The token embedding."""
         return self.transformer.word_embeddings
 
     @property
     def word_embeddings_layernorm(self) -> nn.Module:
-        """What these go through first."""
+        """The norm after the embedding."""
         return self.transformer.word_embeddings_layernorm
 
     @property
     def ln_f(self) -> nn.Module:
-        """The norm behind the last block."""
+        """The norm after the last block."""
         return self.final_norm
 
     def forward(
@@ -72,9 +72,9 @@ class HeadlessModel(DistributedModel):
 
 
 class DistributedSequenceClassifier(HeadlessModel):
-    """Tells which of `config.num_labels` classes a text belongs to, by its last token.
+    """Predicts which of `config.num_labels` classes a text belongs to, from its last token.
 
-    The head, `score`, is local and trainable, in float32.
+    The head, `score`, is local, trainable and in float32.
     """
 
     def _add_head(self, layers: LocalLayers, generation_config: GenerationConfig | None) -> None:
@@ -117,11 +117,11 @@ class DistributedSequenceClassifier(HeadlessModel):
         use_cache: bool | None = None,
         return_dict: bool | None = None,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
-        """Return logits [B, C] of texts, by the last token of each that is no padding.
+        """Return logits [B, C] of texts, from the last token of each that is not padding.
 
-        `labels` add the loss that transformers gives for the `problem_type` of the configuration:
-        classes [B], several at once [B, C], or numbers. Nothing is sent if an input is refused
-        with UsageError.
+        `labels` add the loss that transformers computes for the `problem_type` of the
+        configuration: class numbers [B], several classes at once [B, C], or regression targets.
+        Raises UsageError for invalid input, before anything is sent.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and given is not None:

@@ -16,8 +16,11 @@ from transformers import PreTrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...kernels.layers.norm import Norm, NormKind
-from ...models.checkpoints.checkpoint import Checkpoint, CheckpointError
-from ...models.families.local_families import LOCAL_FAMILIES, LocalFamily
+from ...models.checkpoints.checkpoint import Checkpoint
+from ...models.families.registry import FAMILIES, find_family
+from ...models.shells.shell_opening import open_shell
+from ...models.specs.config_reader import MAX_VOCABULARY
+from ...models.specs.model_spec import ModelSpec
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
 from .wrapped_layers import (
@@ -26,13 +29,9 @@ from .wrapped_layers import (
     WrappedNorm,
     WrappedPositions,
     load_wrapped_layers,
-    open_checkpoint_shell,
 )
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
-
-MAX_VOCABULARY = 2**24
-"""Far above any tokenizer; bounds what a damaged config.json can make us allocate."""
 
 _MAXIMA = {
     "hidden_size": MAX_HIDDEN_SIZE,
@@ -137,12 +136,12 @@ class LocalLayers:
 def load_config(checkpoint: Checkpoint) -> PreTrainedConfig:
     """Return transformers' configuration of the checkpoint; ModelError if it is not usable."""
     model_type = checkpoint.config.get("model_type")
-    is_own = isinstance(model_type, str) and model_type in LOCAL_FAMILIES
+    is_own = isinstance(model_type, str) and model_type in FAMILIES
     _check_numbers(checkpoint.config, is_own=is_own)
     if is_own:
         config = _read_config(checkpoint, str(model_type))
     else:
-        config = open_checkpoint_shell(checkpoint).config
+        config = open_shell(checkpoint.config).config
     _limit_to_exact_positions(config)
     # No attention and no experts run here, and a configuration must not choose code to be fetched.
     config._attn_implementation = "eager"
@@ -210,66 +209,62 @@ def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:
     return _DTYPES[name]
 
 
-def load_local_layers(
-    checkpoint: Checkpoint, config: PreTrainedConfig, dtype: torch.dtype | None = None
-) -> LocalLayers:
+def load_local_layers(checkpoint: Checkpoint, dtype: torch.dtype | None = None) -> LocalLayers:
     """Read the client's layers; `dtype` None keeps the embedding's stored dtype.
 
     A stored head is used even if the configuration says that it is tied, as transformers does.
     Raises ModelError that names the tensor which is missing, damaged or of a wrong shape.
     """
-    if config.model_type not in LOCAL_FAMILIES:
+    read_spec = find_family(checkpoint.config)
+    if read_spec is None:
         wrapped = load_wrapped_layers(checkpoint, dtype)
         return LocalLayers(
             wrapped.embedding, wrapped.multiplier, wrapped.positions, nn.Identity(), wrapped.head
         )
-    family = LOCAL_FAMILIES[config.model_type]
-    vocab_size, hidden_size = cast(int, config.vocab_size), cast(int, config.hidden_size)
+    spec = read_spec(checkpoint.config)
+    part, shape_VH = spec.client, (spec.vocab_size, spec.hidden_size)
     reader = _Reader(checkpoint, dtype)
-    embedding_VH = reader.load(f"{family.embedding}.weight", (vocab_size, hidden_size))
+    embedding_VH = reader.load(f"{part.embedding}.weight", shape_VH)
     reader = _Reader(checkpoint, embedding_VH.dtype)
 
-    kind = ScaledEmbedding if family.scales_embedding else nn.Embedding
+    kind = ScaledEmbedding if part.scales_embedding else nn.Embedding
     embedding = kind.from_pretrained(embedding_VH, freeze=True)
     head_weight = cast(nn.Parameter, embedding.weight)
-    if reader.has(f"{family.head}.weight"):
-        head_VH = reader.load(f"{family.head}.weight", (vocab_size, hidden_size))
+    if reader.has(f"{part.head}.weight"):
+        head_VH = reader.load(f"{part.head}.weight", shape_VH)
         if not torch.equal(head_VH, embedding_VH):
             head_weight = nn.Parameter(head_VH, requires_grad=False)
-    elif not config.tie_word_embeddings:
+    elif not spec.tie_word_embeddings:
         raise ModelError(
-            f"the checkpoint in {checkpoint.directory} has no tensor {family.head + '.weight'!r} "
+            f"the checkpoint in {checkpoint.directory} has no tensor {part.head + '.weight'!r} "
             "and its config.json does not tie it to the embedding"
         )
     positions = None
-    if family.positions is not None:
-        shape = (cast(int, config.max_position_embeddings), hidden_size)
-        positions_PH = reader.load(f"{family.positions}.weight", shape)
+    if part.positions is not None:
+        shape_PH = (spec.max_positions, spec.hidden_size)
+        positions_PH = reader.load(f"{part.positions}.weight", shape_PH)
         positions = LearnedPositions.from_pretrained(positions_PH, freeze=True)
     embedding_norm = None
-    if family.embedding_norm is not None:
-        embedding_norm = _load_norm(reader, family.embedding_norm, family, config)
-    softcap = getattr(config, "final_logit_softcapping", None)
+    if part.embedding_norm is not None:
+        embedding_norm = _load_norm(reader, part.embedding_norm, spec)
     return LocalLayers(
         embedding,
         embedding_norm,
         positions,
-        _load_norm(reader, family.norm, family, config),
-        LanguageHead(head_weight, softcap),
+        _load_norm(reader, part.norm, spec),
+        LanguageHead(head_weight, part.logit_softcap),
     )
 
 
-def _load_norm(
-    reader: "_Reader", name: str, family: LocalFamily, config: PreTrainedConfig
-) -> LocalNorm:
-    shape = (cast(int, config.hidden_size),)
+def _load_norm(reader: "_Reader", name: str, spec: ModelSpec) -> LocalNorm:
+    shape = (spec.hidden_size,)
     weight_H = reader.load(f"{name}.weight", shape)
-    if family.norm_offset:
+    if spec.norm_offset:
         # Stored without the offset because small weights keep more digits: so must their sum.
-        weight_H = weight_H.float() + family.norm_offset
-    has_bias = family.norm_kind is NormKind.LAYER
+        weight_H = weight_H.float() + spec.norm_offset
+    has_bias = spec.norm_kind is NormKind.LAYER
     bias_H = reader.load(f"{name}.bias", shape) if has_bias else None
-    return LocalNorm(family.norm_kind, weight_H, bias_H, float(getattr(config, family.norm_eps)))
+    return LocalNorm(spec.norm_kind, weight_H, bias_H, spec.norm_eps)
 
 
 class _Reader:
@@ -286,10 +281,7 @@ class _Reader:
         # Checkpoints of the bare model, common for GPT-2 and BLOOM, leave the first word out.
         short_name = name.removeprefix("transformer.")
         name = name if self.has(name) or not self.has(short_name) else short_name
-        try:
-            tensor = self._checkpoint.load(name)
-        except CheckpointError as error:
-            raise ModelError(str(error)) from error
+        tensor = self._checkpoint.load(name)
         if tuple(tensor.shape) != shape:
             raise ModelError(
                 f"tensor {name!r} has shape {list(tensor.shape)}, config.json says {list(shape)}"

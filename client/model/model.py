@@ -1,7 +1,7 @@
-"""What a Python user touches: a causal language model whose blocks are on other machines.
+"""The causal language model that Python users open; its blocks are on other machines.
 
-It is a transformers model: generate() is transformers' own, over embedding, norm and head that
-are local and blocks that are not.
+It is a transformers model: transformers' own generate() runs over a local embedding, norm and head,
+and over remote blocks.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class DistributedCausalLM(GeneratingModel):
         """Return float32 logits [B, T, V] of token ids [B, T] or embeddings [B, T, H].
 
         Continues `past_key_values` or the active session; otherwise this is one stateless pass, in
-        which rows may be padded on the right. `labels` [B, T] add the loss of predicting each
-        token from those before it, but not -100: the mean, or, given `num_items_in_batch`, the sum
-        divided by it. `logits_to_keep` n > 0 returns the last n tokens' only. Gradients flow back
-        to trained prompts, and to embeddings that ask for them, in a stateless pass. Nothing is
-        sent if an input is refused with UsageError.
+        which rows may be padded on the right. With `labels` [B, T], the output has the loss of
+        predicting each token from the tokens before it, except tokens labelled -100: the mean or,
+        with `num_items_in_batch`, the sum divided by it. `logits_to_keep` n > 0 returns only the
+        last n tokens. In a stateless pass, gradients flow to trained prompts, and to embeddings
+        that require them. Raises UsageError for invalid input, before anything is sent.
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and given is not None:

@@ -1,4 +1,4 @@
-"""One block of a model on this machine, to compare remote ones with: transformers' own layer."""
+"""One block of a model on this machine, as transformers' own layer, to compare with remote ones."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.checkpoints.checkpoint import CheckpointError
 from ...models.checkpoints.conversion import ConvertedCheckpoint
-from ...models.shells.shell import ShellError
 from ...models.shells.shell_opening import open_block_shell
 from ...models.shells.step_cache import StepCache
-from ...protocol.errors import ModelError, UsageError
+from ...protocol.errors import UsageError
 from .distributed_config import open_checkpoint
 from .local_layers import resolve_dtype
 
@@ -35,11 +33,11 @@ class BlockPast:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens these are."""
+        """Number of these tokens."""
         return 0 if self._keys_BGTD is None else self._keys_BGTD.shape[2]
 
     def put(self, position: int, keys_BGTD: Tensor, values_BGTD: Tensor) -> tuple[Tensor, Tensor]:
-        """Add those of new tokens; return all."""
+        """Append those of new tokens; return all."""
         if self._keys_BGTD is not None and self._values_BGTD is not None:
             keys_BGTD = torch.cat([self._keys_BGTD, keys_BGTD], dim=2)
             values_BGTD = torch.cat([self._values_BGTD, values_BGTD], dim=2)
@@ -48,7 +46,7 @@ class BlockPast:
 
 
 class PretrainedBlock(nn.Module):
-    """A block with frozen weights, on the CPU; differentiable with respect to its input."""
+    """A block with frozen weights on the CPU, differentiable with respect to its input."""
 
     def __init__(self, decoder: Any, layer: nn.Module) -> None:
         """`decoder` is a model whose only block is `layer`."""
@@ -61,9 +59,9 @@ class PretrainedBlock(nn.Module):
     def forward(
         self, inputs: Tensor, layer_past: BlockPast | None = None, use_cache: bool = False
     ) -> tuple[Tensor] | tuple[Tensor, BlockPast]:
-        """Return what the block makes of hidden states [B, T, H], in a tuple.
+        """Return the block's output for hidden states [B, T, H], in a tuple.
 
-        With `use_cache` there is a second value, `layer_past` of the tokens that follow.
+        With `use_cache`, the tuple also holds the `layer_past` for following tokens.
         """
         past = BlockPast() if layer_past is None else layer_past
         cache = StepCache(past.num_tokens, past.put)
@@ -87,18 +85,16 @@ def load_pretrained_block(
 ) -> PretrainedBlock:
     """Read one block of a model directory or Hub id; "auto" keeps the checkpoint's dtype.
 
-    For all families that a swarm can serve. `config` makes no difference: it is in the directory.
-    Raises ModelError when the model cannot be used, UsageError for a block that it does not have.
+    Supports every family that a swarm can serve. `config` has no effect: it is read from the
+    directory. Raises ModelError if the model cannot be used, UsageError for a block that it does
+    not have.
     """
     checkpoint, _ = open_checkpoint(model, revision)
-    try:
-        shell = open_block_shell(checkpoint.config)
-        if not 0 <= block_index < len(shell.layers):
-            raise UsageError(f"the model has blocks 0:{len(shell.layers)}, not {block_index}")
-        converted = ConvertedCheckpoint(checkpoint, shell.model)
-        shell.load_layer(converted, block_index, resolve_dtype(torch_dtype))
-    except (CheckpointError, ShellError) as error:
-        raise ModelError(str(error)) from error
+    shell = open_block_shell(checkpoint.config)
+    if not 0 <= block_index < len(shell.layers):
+        raise UsageError(f"the model has blocks 0:{len(shell.layers)}, not {block_index}")
+    converted = ConvertedCheckpoint(checkpoint, shell.model)
+    shell.load_layer(converted, block_index, resolve_dtype(torch_dtype))
     return PretrainedBlock(shell.cut([block_index]), shell.layers[block_index])
 
 

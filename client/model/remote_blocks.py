@@ -1,4 +1,4 @@
-"""The blocks of a model as one module whose layers are on other machines."""
+"""The blocks of a model, on other machines, as one module."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from .remote_sequence import RemoteSequenceManager, take_blocks
 
 
 class RemoteSequential(nn.Module):
-    """A span of remote blocks, used like a `nn.Sequential` of them.
+    """A span of remote blocks, used like an `nn.Sequential` of them.
 
-    Called while a session is active it continues that session, otherwise it makes one stateless
-    pass. Slices are views of the same client with a span of their own. A session is active for
-    the thread or task that activated it, and for this object only; `adapters` are those of the
-    slices as well. Whoever constructs one closes it, or uses it in a `with`; those of a model end
-    with the model.
+    A call continues the active session, if there is one; otherwise it makes one stateless pass.
+    Slices are views of the same client with a span of their own. A session is active for the thread
+    or task that activated it, and for this object only. Slices share `adapters`. Close a
+    RemoteSequential that you created, or use it in a `with` block; that of a model is closed with
+    the model.
     """
 
     def __init__(
@@ -48,8 +48,8 @@ class RemoteSequential(nn.Module):
     ) -> None:
         """Join a swarm for some blocks of its model, by default all.
 
-        Or take those of a `sequence_manager`, and its client. `dht` makes no difference. Raises
-        UsageError for blocks that the model does not have, and what `config.join()` does.
+        With a `sequence_manager`, use its blocks and its client. `dht` has no effect. Raises
+        UsageError for blocks that the model does not have, and the errors of `config.join()`.
         """
         if sequence_manager is not None:
             if (start_block, end_block) != (None, None):
@@ -65,7 +65,7 @@ class RemoteSequential(nn.Module):
 
     @classmethod
     def over(cls, client: Client, span: Span, config: Any) -> RemoteSequential:
-        """Return blocks over a client that somebody else closes; `config` is the model's."""
+        """Return blocks over a client that the caller closes; `config` is the model's."""
         blocks = cls.__new__(cls)
         blocks._set_up(client, span, config)
         return blocks
@@ -82,7 +82,7 @@ class RemoteSequential(nn.Module):
         )
 
     def close(self) -> None:
-        """Leave the swarm; nothing that uses the same client can be used afterwards."""
+        """Leave the swarm; all objects that share the client become unusable."""
         self._client.close()
 
     def __enter__(self) -> RemoteSequential:
@@ -102,7 +102,7 @@ class RemoteSequential(nn.Module):
 
     @property
     def sequence_manager(self) -> RemoteSequenceManager:
-        """Who serves these blocks."""
+        """The peers that serve these blocks."""
         return RemoteSequenceManager.over(self._client, self._span, self.config)
 
     def __len__(self) -> int:
@@ -131,10 +131,10 @@ class RemoteSequential(nn.Module):
     ) -> Tensor:
         """Run hidden states [B, T, H] through the blocks; with `last_token_only`, return [B, 1, H].
 
-        Continues the active session, through which no gradients flow. Without one, all tokens go
-        through as one stateless pass, which is differentiable and the same with `no_grad`.
-        `prompts`, [L, B, P, H] or [L, 1, P, H], are added to the first P inputs of each of the L
-        blocks.
+        With an active session the call continues it, and no gradients flow. Without one, all tokens
+        go through in one stateless pass, which is differentiable and gives the same values under
+        `no_grad`. `prompts`, [L, B, P, H] or [L, 1, P, H], are added to the first P inputs of each
+        of the L blocks.
         """
         hidden_BTH = inputs
         self.check_hidden(hidden_BTH)
@@ -192,7 +192,7 @@ class RemoteSequential(nn.Module):
         return output.to(hidden_BTH.device)
 
     def check_hidden(self, hidden_BTH: Tensor) -> None:
-        """Raise UsageError unless these can be hidden states of this model."""
+        """Raise UsageError unless the tensor can hold hidden states of this model."""
         if hidden_BTH.ndim != 3 or hidden_BTH.shape[2] != self._hidden_size:
             raise UsageError(
                 f"hidden states are [rows, tokens, {self._hidden_size}], "
@@ -202,20 +202,22 @@ class RemoteSequential(nn.Module):
             raise UsageError(f"hidden states are floating point numbers, got {hidden_BTH.dtype}")
 
     def take_recent_hops(self) -> list[Hop]:
-        """Return who answered in stateless passes since this was called last."""
-        return self._client.passes.take_recent_hops()
+        """Return the hops of stateless passes since the last call."""
+        runner = self._client.passes
+        return runner.wait_for(runner.remote.take_recent_hops())
 
     def take_failovers(self) -> list[PassFailover]:
-        """Return who was lost in stateless passes, and who took over, since the last call."""
-        return self._client.passes.take_failovers()
+        """Return the failovers of stateless passes since the last call."""
+        runner = self._client.passes
+        return runner.wait_for(runner.remote.take_failovers())
 
     def optimizer_at_peers(
         self, adapter: LoraAdapter, kind: str = "adamw", **options: Any
     ) -> PeerOptimizer:
-        """Return an optimizer of an adapter that runs at the peers which apply it.
+        """Return an optimizer that trains an adapter at the peers which apply it.
 
         `kind` is "adamw" or "sgd", with the options and defaults of torch's. Raises UsageError for
-        others, and for an adapter of the head.
+        other kinds, and for an adapter of the head.
         """
         return PeerOptimizer(self._client.passes, adapter, kind, **options)
 
@@ -241,7 +243,9 @@ class RemoteSequential(nn.Module):
         cut = published.cut(self._span)
         if cut is None:
             raise UsageError(f"the adapter changes nothing in blocks {self._span}")
-        self._client.passes.publish(published, self._span, version.lineage)
+        runner = self._client.passes
+        publishing = runner.remote.publisher.publish(published, self._span, version.lineage)
+        runner.wait_for(publishing)
         return cut.name.hex()
 
     def withdraw_adapter(self, digest: str) -> None:
@@ -252,7 +256,8 @@ class RemoteSequential(nn.Module):
         be told nothing happens. Raises UsageError for the digest of anything that was not published
         here, or so long ago that a thousand others have come and gone since.
         """
-        self._client.passes.withdraw(read_digest(digest))
+        runner = self._client.passes
+        runner.wait_for(runner.remote.publisher.withdraw(read_digest(digest)))
 
     def open_session(self, max_length: int, kv_format: str | None = None) -> InferenceSession:
         """Open a session over these blocks without making it active; the caller closes it."""
@@ -265,13 +270,13 @@ class RemoteSequential(nn.Module):
     def inference_session(
         self, *, max_length: int, kv_format: str | None = None
     ) -> Iterator[InferenceSession]:
-        """Open a session of at most `max_length` tokens per row; it is active until the end."""
+        """Open a session of at most `max_length` tokens per row, active within the `with` block."""
         with self.open_session(max_length, kv_format) as session, self.use_session(session):
             yield session
 
     @contextmanager
     def use_session(self, session: InferenceSession | None) -> Iterator[InferenceSession | None]:
-        """Make a session active inside of the `with`; None makes calls stateless there."""
+        """Make a session active within the `with` block; None makes calls stateless."""
         if session is not None:
             check_is_session(session)
         token = self._active_session.set(session)
@@ -287,6 +292,6 @@ class RemoteSequential(nn.Module):
 
     @property
     def position(self) -> int:
-        """How many tokens per row the active session holds; 0 without one."""
+        """Tokens per row in the active session; 0 without one."""
         session = self.active_session
         return 0 if session is None else session.position

@@ -1,4 +1,4 @@
-"""The cache object that transformers' generate() steers; the KV cache itself stays on the peers."""
+"""The cache object that transformers' generate() uses; the KV cache itself stays on the peers."""
 
 import torch
 from torch import Tensor
@@ -11,12 +11,13 @@ from ..session.inference_session import InferenceSession
 
 
 class RemoteCache(Cache):
-    """Stands for the KV caches of one session, which its peers hold.
+    """Represents the KV caches that the peers hold for one session.
 
-    generate() asks for its length, permutes its rows for beam search and crops it. Permutations
-    wait here and travel with the next step; a crop is a rollback of the session. Its tokens are
-    those of the text: transformers knows of no prompt before it. The session belongs to whoever
-    opened it. Made without one, it stands for the session that is active where a model gets it.
+    generate() asks for its length, permutes its rows for beam search and crops it. Permutations are
+    sent with the next step; cropping rolls the session back. It counts only tokens of the text,
+    since transformers does not know of a soft prompt before it. The session is owned by its opener.
+    A cache that is created without a session binds to the session that is active when a model first
+    receives it.
     """
 
     def __init__(self, session: InferenceSession | None = None) -> None:
@@ -31,17 +32,17 @@ class RemoteCache(Cache):
 
     @property
     def is_bound(self) -> bool:
-        """Whether it stands for a session already."""
+        """Whether the cache is bound to a session."""
         return self._bound_session is not None
 
     def bind(self, session: InferenceSession) -> None:
-        """Stand for the caches of a session from now on, as its newest `past_key_values`."""
+        """Bind to a session, as its newest `past_key_values`."""
         self._bound_session = session
         session.past_key_values = self
 
     @property
     def session(self) -> InferenceSession:
-        """The session whose caches this stands for; UsageError before there is one."""
+        """The session of this cache; raises UsageError before it is bound."""
         if self._bound_session is None:
             raise UsageError("these past_key_values belong to no session yet")
         return self._bound_session
@@ -49,10 +50,10 @@ class RemoteCache(Cache):
     def step(
         self, hidden_BTH: Tensor, prompts: Tensor | None = None, *, last_token_only: bool
     ) -> Tensor:
-        """Send hidden states of the next tokens through the session; return what comes back.
+        """Send hidden states of the next tokens through the session; return the output.
 
-        A single token after the prefix counts as decoded: peers compute it on the path of
-        generated tokens, so that text in one call or in several comes out the same.
+        A single token after the prefix counts as decoded: peers compute it like generated tokens,
+        so that a text is the same whether one call produces it or several.
         """
         with self.session.claim():
             output = self.session.advance(
@@ -66,14 +67,14 @@ class RemoteCache(Cache):
         return output
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return how many tokens per row of the text the peers have cached."""
+        """Return the number of tokens of the text, per row, in the peers' caches."""
         return self.session.text_length if self.is_bound else 0
 
     def update_seen(self, new_seen: int) -> None:
-        """Do nothing, for scripts of PETALS: a session knows how many tokens it has seen."""
+        """Do nothing; exists for scripts of PETALS."""
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Return how many tokens per row of the text the session may hold."""
+        """Return the maximum number of tokens of the text per row."""
         return self.session.max_length - self.session.num_prompt_tokens
 
     # The name of the same question in earlier releases of transformers 5.
@@ -81,12 +82,12 @@ class RemoteCache(Cache):
 
     @property
     def is_compileable(self) -> bool:
-        """A network cannot be compiled."""
+        """False: a network cannot be compiled."""
         return False
 
     @property
     def is_croppable(self) -> bool:
-        """A rollback leaves no trace."""
+        """True: a rollback leaves no trace."""
         return True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -98,9 +99,9 @@ class RemoteCache(Cache):
         self._row_map = None if is_identity else rows
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget tokens at the end: -n removes n, 0 none.
+        """Drop tokens at the end: -n drops n, 0 drops none.
 
-        A positive number is the length to keep, as earlier releases of transformers 5 meant it.
+        A positive number is the length to keep, as in earlier releases of transformers 5.
         """
         if tokens_to_remove > 0:
             self._rollback(min(tokens_to_remove, self.get_seq_length()))
@@ -108,7 +109,7 @@ class RemoteCache(Cache):
             self._rollback(self.get_seq_length() + tokens_to_remove)
 
     def reset(self) -> None:
-        """Forget all tokens."""
+        """Drop all tokens."""
         self._rollback(0)
         self._row_map = None
 
@@ -118,11 +119,11 @@ class RemoteCache(Cache):
             self.session.rollback(num_tokens and num_tokens + self.session.num_prompt_tokens)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Refuse: a session keeps the number of rows it began with."""
+        """Raise UsageError: the number of rows of a session is fixed."""
         raise UsageError(
             "the rows of a session cannot be multiplied; open a new session with more rows"
         )
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Refuse: a session keeps the number of rows it began with."""
+        """Raise UsageError: the number of rows of a session is fixed."""
         raise UsageError("rows of a session cannot be dropped; open a new session with fewer rows")

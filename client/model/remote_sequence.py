@@ -1,6 +1,6 @@
-"""Who serves some blocks, under the names of PETALS: for scripts that look.
+"""A read-only view of the peers that serve some blocks, with the names of PETALS.
 
-The client decides on routes by itself, from what it has measured. Nothing here changes that.
+The client chooses routes by its own measurements; nothing here changes that.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..runtime.client import Client
 from .distributed_config import DistributedConfig
 
 UID_DELIMITER = "."
-"""Between the name of a model and the index of a block."""
+"""Separates the name of a model from the index of a block."""
 
 MODES = ("min_latency", "max_throughput")
 
@@ -31,9 +31,9 @@ class ServerInfo:
     start_block: int
     end_block: int
     throughput: float | None
-    """Tokens per second that one session gets at present."""
+    """Tokens per second for one session under the present load."""
     inference_rps: float | None
-    """The same for a session alone."""
+    """Tokens per second for a session alone."""
     forward_rps: float | None
     """Tokens per second of prompts."""
     version: str
@@ -44,7 +44,7 @@ class ServerInfo:
 
     @classmethod
     def of(cls, peer: Announcement) -> ServerInfo:
-        """Return what an announcement says."""
+        """Return the contents of an announcement."""
         return cls(
             peer.state,
             peer.span.start,
@@ -70,7 +70,7 @@ class RemoteModuleInfo:
 
 @dataclass(frozen=True)
 class RemoteSpanInfo:
-    """A peer and blocks that it serves, counted from the first of the sequence."""
+    """A peer and the blocks that it serves, counted from the first block of the sequence."""
 
     peer_id: PeerId
     start: int
@@ -79,12 +79,12 @@ class RemoteSpanInfo:
 
     @property
     def length(self) -> int:
-        """How many blocks."""
+        """Number of blocks."""
         return self.end - self.start
 
     @property
     def state(self) -> PeerState:
-        """Whether the peer takes new sessions."""
+        """Whether the peer accepts new sessions."""
         return self.server_info.state
 
     @property
@@ -95,12 +95,12 @@ class RemoteSpanInfo:
 
 @dataclass(frozen=True)
 class RemoteSequenceInfo:
-    """Who serves the blocks of a sequence."""
+    """The peers that serve the blocks of a sequence."""
 
     block_uids: Sequence[str]
     block_infos: Sequence[RemoteModuleInfo]
     spans_by_priority: Sequence[RemoteSpanInfo]
-    """Those who serve most of the blocks first."""
+    """Peers with the most of the blocks first."""
     spans_containing_block: Sequence[Sequence[RemoteSpanInfo]]
     last_updated_time: float
     """Wall seconds."""
@@ -111,7 +111,7 @@ class RemoteSequenceInfo:
 
 @dataclass
 class SequenceManagerState:
-    """What was heard last. `rpc_info` is there to be set to None by those who want it anew."""
+    """The newest known state. Set `rpc_info` to None to have it read again."""
 
     sequence_info: RemoteSequenceInfo
     banned_peers: frozenset[PeerId]
@@ -119,25 +119,25 @@ class SequenceManagerState:
 
 
 class RemoteSequenceManager:
-    """Who serves some blocks in a row. Made by blocks, or to make them of it.
+    """The peers that serve consecutive blocks. Created from blocks, or to create them.
 
-    Whoever constructs one shuts it down, or closes the blocks made of it.
+    Shut it down if you created it, or close the blocks made from it.
     """
 
     def __init__(
         self, config: DistributedConfig, block_uids: Sequence[str], *, dht: object = None
     ) -> None:
-        """Join a swarm for blocks that are named as `block_uids` names them.
+        """Join a swarm for the blocks in `block_uids`.
 
-        `dht` makes no difference: the client has a directory of its own, found through
-        `config.initial_peers`. Raises UsageError for blocks that are not in a row, or not there.
+        `dht` has no effect: the client has a directory of its own, found through
+        `config.initial_peers`. Raises UsageError unless the blocks exist and are consecutive.
         """
         span = _read_uids(block_uids, config)
         self._set_up(config.join(), span, config)
 
     @classmethod
     def over(cls, client: Client, span: Span, config: Any) -> RemoteSequenceManager:
-        """Return one for blocks over a client that somebody else closes."""
+        """Return one for blocks over a client that the caller closes."""
         manager = cls.__new__(cls)
         manager._set_up(client, span, config)
         return manager
@@ -156,19 +156,19 @@ class RemoteSequenceManager:
 
     @property
     def block_uids(self) -> tuple[str, ...]:
-        """What the blocks are called."""
+        """The names of the blocks."""
         prefix = self.client.view.model_id + UID_DELIMITER
         return tuple(f"{prefix}{block}" for block in range(self.span.start, self.span.stop))
 
     @property
     def state(self) -> SequenceManagerState:
-        """What was heard last; asks nobody."""
+        """The newest known state; sends no request."""
         sequence_info = _describe(self.client.view, self.span, self.block_uids)
         return SequenceManagerState(sequence_info, self.client.avoided_peers)
 
     @property
     def rpc_info(self) -> dict[str, Any]:
-        """What a peer says now that serves the first block; raises RouteError without one."""
+        """What a peer that serves the first block says now; raises RouteError without one."""
         first = Span(self.span.start, self.span.start + 1)
         peer = self.client.plan_route(first).hops[0].peer
         return {
@@ -190,8 +190,8 @@ class RemoteSequenceManager:
     ) -> list[RemoteSpanInfo]:
         """Return a route that a session might take now; raises RouteError with missing blocks.
 
-        Passes of fine-tuning ("max_throughput") have no route: each hop is chosen when it is due.
-        For them this is one of many.
+        Passes of fine-tuning ("max_throughput") have no fixed route: each hop is chosen when it is
+        needed. This returns one of many.
         """
         if mode not in MODES:
             raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
@@ -202,7 +202,7 @@ class RemoteSequenceManager:
         return [_locate(hop.peer, hop.span, self.span) for hop in route.hops]
 
     def update(self, *, wait: bool = True) -> None:
-        """Read the directory now; it is read before each route anyway."""
+        """Read the directory now; the client also reads it before each route."""
         self.client.view_swarm()
 
     def is_alive(self) -> bool:
@@ -210,14 +210,14 @@ class RemoteSequenceManager:
         return not self.client.is_closed
 
     def shutdown(self) -> None:
-        """Leave the swarm; blocks and models over the same client cannot be used afterwards."""
+        """Leave the swarm; blocks and models that share the client become unusable."""
         self.client.close()
 
 
 def take_blocks(span: Span, index: int | slice) -> Span:
-    """Return one block of a span, or several in a row, counted from its first.
+    """Return one block of a span, or several consecutive ones, counted from its first.
 
-    Raises IndexError outside of the span and UsageError for an empty or uneven slice.
+    Raises IndexError outside of the span and UsageError for an empty slice or one with a step.
 
     >>> take_blocks(Span(2, 6), slice(1, -1)), take_blocks(Span(2, 6), -1)
     (Span(start=3, stop=5), Span(start=5, stop=6))

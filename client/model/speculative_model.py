@@ -1,4 +1,4 @@
-"""A model over a swarm whose next tokens a small local model guesses."""
+"""Speculative decoding over a swarm: a small local model proposes the next tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .model import DistributedCausalLM
 
 
 class SpeculativeCausalLM(DistributedCausalLM):
-    """Writes the same texts as without the small model, in fewer rounds through the swarm."""
+    """Generates the same texts as without the small model, in fewer rounds through the swarm."""
 
     small_model: PreTrainedModel
 
@@ -20,9 +20,9 @@ class SpeculativeCausalLM(DistributedCausalLM):
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, model: Any, *, small_model: PreTrainedModel, **options: Any
     ) -> SpeculativeCausalLM:
-        """Open a model that asks `small_model` first, a local one with the same tokenizer.
+        """Open a model that is assisted by `small_model`, a local model with the same tokenizer.
 
-        Everything else is as in DistributedModel.from_pretrained().
+        All other arguments are those of DistributedModel.from_pretrained().
         """
         opened = super().from_pretrained(model, **options)
         # Not a module of this one: its weights are nobody's to train or save here.
@@ -30,5 +30,5 @@ class SpeculativeCausalLM(DistributedCausalLM):
         return opened
 
     def generate(self, *args: Any, **kwargs: Any) -> Tensor | ModelOutput:
-        """See DistributedCausalLM.generate(); one row at a time, which is transformers' limit."""
+        """See DistributedCausalLM.generate(); one row at a time, a limit of transformers."""
         return super().generate(*args, **{"assistant_model": self.small_model, **kwargs})

@@ -1,4 +1,4 @@
-"""The client's layers of families without an entry here: transformers' own, without blocks."""
+"""The client's layers of families without a file here: transformers' own, without blocks."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,12 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...models.checkpoints.checkpoint import Checkpoint, CheckpointError
+from ...models.checkpoints.checkpoint import Checkpoint
 from ...models.checkpoints.conversion import ConvertedCheckpoint
-from ...models.shells.shell import Shell, ShellError
 from ...models.shells.shell_opening import open_shell
 from ...models.shells.step_cache import StepCache
-from ...protocol.errors import ModelError, UsageError
+from ...protocol.errors import UsageError
 
 _OTHER_HEAD_NAMES = ("embed_out",)
 """What checkpoints call a head that is called otherwise in transformers (GPT-NeoX)."""
@@ -110,14 +109,6 @@ class WrappedNorm(nn.Module):
         return self._head.normalize(hidden_BTH)
 
 
-def open_checkpoint_shell(checkpoint: Checkpoint) -> Shell:
-    """Return the shell of a checkpoint's model; a ModelError says why there is none."""
-    try:
-        return open_shell(checkpoint.config)
-    except ShellError as error:
-        raise ModelError(str(error)) from error
-
-
 @dataclass(frozen=True)
 class WrappedLayers:
     """The client's layers of such a model; what its family lacks is None."""
@@ -130,29 +121,21 @@ class WrappedLayers:
 
 def load_wrapped_layers(checkpoint: Checkpoint, dtype: torch.dtype | None) -> WrappedLayers:
     """Read embedding, what follows it and head; `dtype` None keeps the embedding's stored dtype."""
-    shell = open_checkpoint_shell(checkpoint)
-    try:
-        return _load(shell, ConvertedCheckpoint(checkpoint, shell.model), dtype)
-    except CheckpointError as error:
-        raise ModelError(str(error)) from error
-
-
-def _load(
-    shell: Shell, checkpoint: ConvertedCheckpoint, dtype: torch.dtype | None
-) -> WrappedLayers:
+    shell = open_shell(checkpoint.config)
+    converted = ConvertedCheckpoint(checkpoint, shell.model)
     model, decoder = shell.cut_model(), shell.decoder
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    shell.load(checkpoint, embedding, f"{_find_name(decoder, embedding)}.", dtype)
+    shell.load(converted, embedding, f"{_find_name(decoder, embedding)}.", dtype)
     dtype = embedding.weight.dtype
     for name in (shell.norm_name, shell.positions_name):
         if name is not None:
-            shell.load(checkpoint, decoder.get_submodule(name), f"{name}.", dtype)
+            shell.load(converted, decoder.get_submodule(name), f"{name}.", dtype)
     names = (_find_name(model, head), *_OTHER_HEAD_NAMES)
-    head_name = next((name for name in names if checkpoint.has(f"{name}.weight")), names[0])
-    if shell.config.tie_word_embeddings and not checkpoint.has(f"{head_name}.weight"):
+    head_name = next((name for name in names if converted.has(f"{name}.weight")), names[0])
+    if shell.config.tie_word_embeddings and not converted.has(f"{head_name}.weight"):
         head.weight = embedding.weight
     else:
-        shell.load(checkpoint, head, f"{head_name}.", dtype)
+        shell.load(converted, head, f"{head_name}.", dtype)
     factor, positions = shell.embedding_multiplier, None
     if shell.positions_name is not None:
         positions = WrappedPositions(shell.cut([], has_positions=True))

@@ -224,10 +224,6 @@ class PassAsker:
         """Note that a peer does not have what it was brought."""
         self.courier.forget(hop.peer.peer_id)
 
-    def take_recent_hops(self) -> list[Hop]:
-        """Return who answered since this was called last, in the order of blocks."""
-        return self.failovers.take_recent_hops()
-
     async def close(self) -> None:
         """Hang up on everybody."""
         await self._links.close()

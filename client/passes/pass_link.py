@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...kernels.wire.compress import decode_as, encode_as, has_only_finite
+from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
 from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
 from ...protocol.ids import AdapterId, ClientToken, PassId, SessionId
 from ...protocol.messages.adapter_contents import AdapterReader, cut_adapter

@@ -96,7 +96,7 @@ class Trouble:
         if self._error is not None and seconds <= 0:
             if isinstance(self._error, RefusedError | RouteError):
                 raise self._error
-            detail = f"no peer takes blocks {self._span} any more: {self._error}"
+            detail = f"no peer accepts passes for blocks {self._span}: {self._error}"
             raise RouteError(detail, [self._span]) from self._error
         if self._num_failures > 1:
             pause_seconds = _PAUSE_SECONDS * 2.0 ** min(self._num_failures - 2, 4)
@@ -108,5 +108,5 @@ def make_route_error(span: Span, view: SwarmView, weights: str | None) -> RouteE
     missing = [gap for gap in view.gaps if gap.start < span.stop and span.start < gap.stop]
     missing = missing or [Span(span.start, span.start + 1)]
     names = ", ".join(map(str, missing))
-    suffix = "" if weights is None else f", with weights in {weights}"
+    suffix = "" if weights is None else f" with {weights} weights"
     return RouteError(f"no reachable peer serves blocks {names} for fine-tuning{suffix}", missing)

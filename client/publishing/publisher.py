@@ -95,8 +95,8 @@ class Publisher:
             publication = self._published.get(name) or self._former.get(name)
             if publication is None:
                 raise UsageError(
-                    f"{name.hex():.12}… was not published here: who publishes an adapter "
-                    "withdraws it"
+                    f"{name.hex():.12}… was not published here: only the client that published an "
+                    "adapter can withdraw it"
                 )
             self._published.setdefault(name, publication)
             if not publication.is_wanted and not publication.is_withdrawn:

@@ -1,4 +1,4 @@
-"""The main path of a client: join a swarm, open sessions over it, leave."""
+"""A client's main path: join a swarm, open sessions over it, leave."""
 
 import importlib
 import random
@@ -32,19 +32,19 @@ from ..training.remote_passes import RemotePasses
 from .chosen_peers import choose_peers
 
 Connect = Callable[[ClientConfig], Awaitable[tuple[Transport, Directory]]]
-"""Makes the two things a client needs of a network. Called on the client's loop."""
+"""Makes the transport and the directory of a client. Called on the client's loop."""
 
 
 async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directory]:
     """Return TCP, with libp2p for relayed peers, and the DHT, joined by code or initial peers.
 
-    They are imported here, not above: they cost seconds, and a client over loopback or a
-    script that only reads `--help` needs neither.
+    They are imported here, not above: the import takes seconds, which a client over loopback and
+    `--help` do not need.
     """
     if not config.initial_peers and not config.join:
         raise UsageError(
-            "say which swarm to join: join='shoal:…' takes the code that `shoal serve --new-swarm` "
-            "prints, initial_peers=[...] the addresses that `shoal serve` and `shoal swarm` print"
+            "no swarm is given: pass join='shoal:…', the code that `shoal serve --new-swarm` "
+            "prints, or initial_peers=[...], addresses that `shoal serve` and `shoal swarm` print"
         )
     membership, addresses = find_way_in(config.join, config.initial_peers)
     tcp_transport = importlib.import_module("...protocol.net.tcp.tcp_transport", __package__)
@@ -59,9 +59,9 @@ async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directo
 
 
 class Client:
-    """A member of one model's swarm that only uses it. Close it, or use it in a `with` block.
+    """A member of one model's swarm that does not serve. Close it, or use it in a `with` block.
 
-    Everything asynchronous lives on a loop of its own, so that a client serves plain scripts.
+    Its asynchronous parts run on an event loop of its own, so that plain scripts can use it.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Client:
     ) -> "Client":
         """Join a swarm and return when its directory was read once.
 
-        Raises DirectoryError when no initial peer answers, the second time either.
+        Raises DirectoryError if no initial peer answers at the second attempt.
         """
         portal = Portal()
 
@@ -145,7 +145,7 @@ class Client:
     ) -> InferenceSession:
         """Return a session over some blocks; its route is chosen with the first step.
 
-        `kv_format` is that of all of its hops; None: the client's. All rows have the `adapter`.
+        `kv_format` applies to all of its hops; None: the client's. All rows use the `adapter`.
         """
         sent = None if adapter is None else SessionAdapter(adapter, self._asker)
         known_format = read_kv_format(self._config.kv_format if kv_format is None else kv_format)
@@ -183,34 +183,34 @@ class Client:
 
     @property
     def config(self) -> ClientConfig:
-        """The settings that it joined with."""
+        """The settings that the client joined with."""
         return self._config
 
     @property
     def is_closed(self) -> bool:
-        """Whether it has left the swarm."""
+        """Whether the client has left the swarm."""
         return self._portal.is_closed
 
     @property
     def view(self) -> SwarmView:
-        """Who serves what, as far as was heard last; asks nobody."""
+        """The newest known announcements; sends no request."""
         return self._swarm.view
 
     @property
     def avoided_peers(self) -> frozenset[PeerId]:
-        """Peers that failed and are not used for a while unless there is nobody else."""
+        """Peers in quarantine after a failure; they are used only if there are no others."""
         return self._swarm.avoided
 
     @property
     def missing_blocks(self) -> tuple[Span, ...]:
-        """The blocks that nobody serves, as far as was heard last; asks nobody."""
+        """The blocks that no peer serves, by the newest known announcements; sends no request."""
         return self._swarm.view.gaps
 
     def plan_route(self, span: Span, needed_kv_tokens: float = 0.0) -> Route:
         """Read the directory and return a route that a session might take now.
 
-        Others with room for `needed_kv_tokens` tokens of all rows are preferred. Raises RouteError
-        with the blocks that nobody serves.
+        Prefers peers with room for `needed_kv_tokens` tokens of all rows. Raises RouteError that
+        names the blocks which no peer serves.
         """
         return self._portal.run(
             self._swarm.wait_for_route(
@@ -219,13 +219,13 @@ class Client:
         )
 
     def view_swarm(self) -> SwarmView:
-        """Read the directory and return who serves what."""
+        """Read the directory and return all valid announcements of the model."""
         return self._portal.run(self._swarm.refresh())
 
     def close(self) -> None:
-        """Hang up on everybody and end the client's thread; safe to call twice.
+        """Close all streams and end the client's thread; safe to call twice.
 
-        What other threads still wait for ends with UsageError. A client that nobody closes is
+        Calls that other threads are waiting for raise UsageError. A client that is not closed is
         closed when the interpreter exits.
         """
         self._portal.close()

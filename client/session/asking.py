@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from ...kernels.wire.compress import has_only_finite
+from ...kernels.wire_tensors import has_only_finite
 from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
 from ...protocol.ids import PeerId
 from ...protocol.messages.session import Output, Step

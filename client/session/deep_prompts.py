@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.wire.compress import encode_as, has_only_finite
+from ...kernels.wire_tensors import encode_as, has_only_finite
 from ...protocol.errors import UsageError
 from ...protocol.ids import PassId, SessionId
 from ...protocol.limits import MAX_PASS_PROMPTS
@@ -31,13 +31,13 @@ def check_prompts(prompts: Tensor, num_blocks: int, hidden_BTH: Tensor) -> None:
     )
     if not fits:
         raise UsageError(
-            f"prompts inside of blocks are floats [{num_blocks}, {num_rows} or 1, 1 to "
+            f"deep prompts must be floats of shape [{num_blocks}, {num_rows} or 1, 1 to "
             f"{num_tokens}, {hidden_size}] here, got {list(prompts.shape)} of {prompts.dtype}"
         )
     if num_blocks * prompts.shape[2] > MAX_PASS_PROMPTS:
         raise UsageError(
-            f"prompts of {prompts.shape[2]} tokens are too long: {num_blocks} blocks times them "
-            f"are more than {MAX_PASS_PROMPTS}"
+            f"deep prompts of {prompts.shape[2]} tokens are too long for {num_blocks} blocks: the "
+            f"product may be at most {MAX_PASS_PROMPTS}"
         )
 
 
@@ -62,8 +62,8 @@ def check_rows_stay(prompts_LBPH: Tensor | None, row_map: Sequence[int] | None) 
         return
     if list(row_map) != list(range(len(row_map))):
         raise UsageError(
-            "rows with deep prompts of their own cannot be moved; beams need a session whose rows "
-            "have the same, or one for each prompt"
+            "rows with different deep prompts cannot be reordered; for beam search, give all rows "
+            "the same prompts, or use one session per prompt"
         )
 
 

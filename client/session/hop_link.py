@@ -285,10 +285,10 @@ def check_welcome(welcome: Welcome, hop: Hop, model_id: ModelId) -> None:
     if welcome.peer_id != hop.peer.peer_id:
         raise StaleAnnouncementError(f"another peer answers for …{hop.peer.peer_id[-6:]}")
     if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
-        raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} chose a version of its own")
+        raise RemoteProtocolError(f"peer …{hop.peer.peer_id[-6:]} chose an unsupported version")
     if welcome.model_id == model_id and not welcome.span.covers(hop.span):
         raise StaleAnnouncementError(
             f"peer …{hop.peer.peer_id[-6:]} announced blocks {hop.span} and serves {welcome.span}"
         )
     if welcome.model_id != model_id:
-        raise StaleAnnouncementError(f"peer …{hop.peer.peer_id[-6:]} serves another model by now")
+        raise StaleAnnouncementError(f"peer …{hop.peer.peer_id[-6:]} now serves another model")

@@ -1,4 +1,4 @@
-"""The session that a script holds: the same steps without `await`, and the tokens so far."""
+"""The synchronous session that scripts use, with the tokens of its text."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -22,12 +22,12 @@ from .session import RemoteSession
 
 
 class InferenceSession:
-    """A generation over the swarm, for one thread at a time. Made by `Client.open_session`.
+    """A generation over the swarm, for one thread at a time. Created by `Client.open_session`.
 
-    `output_ids` holds the tokens [B, T] of the text so far when `generate` drives the session. A
-    trained prompt may stand before the text: the first `num_prompt_tokens` positions. `adapter` is
-    what was active when the session was opened, and stays its own as it was then.
-    `past_key_values` is what models called in the session return under that name, or None.
+    When `generate` drives the session, `output_ids` holds the tokens [B, T] of the text so far. A
+    soft prompt may precede the text: the first `num_prompt_tokens` positions. `adapter` is the
+    adapter that was active when the session was opened, with its weights of that time.
+    `past_key_values` is the cache that models returned in this session, or None.
     """
 
     def __init__(self, open_remote: Callable[[], RemoteSession], portal: Portal) -> None:
@@ -66,15 +66,15 @@ class InferenceSession:
 
     @property
     def max_length(self) -> int:
-        """Tokens per row that the session may hold."""
+        """Maximum number of tokens per row."""
         return self._remote.max_tokens
 
     @property
     def position(self) -> int:
         """Index of the next token. Setting a lower one rolls the session back.
 
-        Raises UsageError when the session is closed, and while generate() runs, in its streamer
-        for one: the text would lose tokens that are part of its result.
+        Raises UsageError if the session is closed, and while generate() runs, for example in a
+        streamer: the text would lose tokens that belong to the result.
         """
         return self._remote.position
 
@@ -88,11 +88,11 @@ class InferenceSession:
 
     @property
     def text_length(self) -> int:
-        """How many tokens of the text peers have cached, per row."""
+        """Number of tokens of the text, per row, in the peers' caches."""
         return max(0, self.position - self.num_prompt_tokens)
 
     def rollback(self, position: int) -> None:
-        """Forget the tokens from `position` on, as whoever has claimed the session."""
+        """Drop the tokens from `position` on; the caller has claimed the session."""
         if 0 < position < self.num_prompt_tokens:
             raise UsageError(
                 f"the first {self.num_prompt_tokens} positions are a trained prompt, which cannot "
@@ -105,11 +105,11 @@ class InferenceSession:
     def fork(self, position: int | None = None) -> "InferenceSession":
         """Return a new session on the same hops that begins with the same tokens.
 
-        Or with the first `position` of them, as after a rollback. Peers copy what they hold, so
-        nothing is computed again; a peer that cannot gets a replay with the fork's first step. Both
-        sessions go on independently, also on other threads, and each is closed on its own. Several
-        threads may fork at once; they take turns. Raises UsageError for a session that is closed
-        or in use otherwise, or has fewer tokens.
+        With `position`, it begins with that many tokens, as after a rollback. Peers copy their
+        caches, so nothing is computed again; for a peer that cannot copy, the fork's first step
+        replays. Both sessions are independent afterwards, also on different threads, and each must
+        be closed. Several threads may fork one session; they take turns. Raises UsageError if the
+        session is closed, in use by another call, or has fewer tokens.
         """
         with self._forking_lock, self.claim():
             self.check_is_idle()
@@ -131,9 +131,9 @@ class InferenceSession:
 
     @property
     def num_rows(self) -> int | None:
-        """Rows that the peers hold caches for, None before the first step.
+        """Number of rows in the peers' caches; None before the first step.
 
-        Another number of rows begins at position 0.
+        A step with another number of rows must begin at position 0.
         """
         return self._num_rows
 
@@ -151,24 +151,24 @@ class InferenceSession:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks the session runs through."""
+        """Number of blocks that the session runs through."""
         return len(self._remote.span)
 
     @property
     def waiting(self) -> Waiting | None:
-        """The peer in whose queue the session is at this moment, with its estimate, or None."""
+        """The peer in whose queue the session waits, with the estimated time, or None."""
         return self._remote.waiting
 
     @property
     def sought(self) -> Span | None:
-        """The blocks that a peer is looked for at this moment, since theirs was lost, or None."""
+        """The blocks whose peer was lost and not yet replaced, or None."""
         return self._remote.sought
 
     @property
     def spans_without_replica(self) -> tuple[Span, ...]:
-        """The blocks that no other peer with the same weights serves, as far as was heard last.
+        """The blocks that no other peer with the same weights serves, by the newest announcements.
 
-        They have no standby, and must wait for another peer when theirs is lost.
+        They have no standby; if their peer is lost, they must wait for another one.
         """
         return self._remote.spans_without_replica
 
@@ -179,29 +179,29 @@ class InferenceSession:
 
     @property
     def failovers(self) -> tuple[Failover, ...]:
-        """Every unplanned change of hop so far."""
+        """All failovers so far."""
         return (*self._earlier_failovers, *self._remote.failovers)
 
     @property
     def standbys(self) -> tuple[Hop, ...]:
-        """The hops for which a hot standby is ready, where they are asked for."""
+        """The hops for which a hot standby is ready, if standbys are enabled."""
         return tuple(self._remote.standbys)
 
     @property
     def handoffs(self) -> tuple[Handoff, ...]:
-        """Every planned change of hop so far: its peer was leaving, and nothing was held up."""
+        """All handoffs so far: planned moves away from a peer that was leaving."""
         return (*self._earlier_handoffs, *self._remote.handoffs)
 
     def record(self, recorder: Recorder | None) -> None:
-        """Have everything taken down that the session does from now on; None: nothing more."""
+        """Record everything that the session does from now on; None stops recording."""
         self._recorder = recorder
         self._remote.record(recorder)
 
     @contextmanager
     def claim(self) -> Iterator[None]:
-        """Keep other threads out, inside of the `with`: two would garble each other's text.
+        """Exclude other threads within the `with` block.
 
-        Raises UsageError at once when another thread is inside.
+        Raises UsageError at once if another thread uses the session.
         """
         if not self._thread_lock.acquire(blocking=False):
             raise UsageError("this session is in use by another thread; open one per thread")
@@ -212,7 +212,7 @@ class InferenceSession:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Claim the session for a call of generate(), whose callbacks must not move it either."""
+        """Claim the session for a call of generate(); its callbacks may not move it either."""
         with self.claim():
             self.check_is_idle()
             self._is_generating = True
@@ -222,7 +222,7 @@ class InferenceSession:
                 self._is_generating = False
 
     def check_is_idle(self) -> None:
-        """Raise UsageError while generate() runs, which alone may move the session then."""
+        """Raise UsageError while generate() runs: only generate() may then move the session."""
         with self.claim():
             if self._is_generating:
                 raise UsageError(
@@ -239,15 +239,15 @@ class InferenceSession:
         last_token_only: bool = False,
         is_decoded: bool | None = None,
     ) -> Tensor:
-        """Send hidden states of the next tokens, [B, T, H]; return those behind the last block.
+        """Send hidden states of the next tokens, [B, T, H]; return those after the last block.
 
-        `hypo_ids` [B] names for each row the row whose prefix it continues. A step of no tokens
-        only moves rows. `is_decoded` says that the tokens were generated one by one; by default a
-        step of one token is. `prompts`, [L, B, P, H] or [L, 1, P, H], come with the first step of a
-        text: peers add them to the first P inputs of each block. Rows that have their own cannot
-        be moved. Returns [B, T, H], or [B, 1, H] with `last_token_only`, in the dtype of the input.
-        Errors are those of `RemoteSession.step`, and UsageError for another number of rows than the
-        prefix has.
+        `hypo_ids` [B] names, for each row, the row whose prefix it continues; a step without tokens
+        only reorders rows. `is_decoded` says that the tokens were generated one by one; a step of
+        one token is, by default. `prompts`, [L, B, P, H] or [L, 1, P, H], are passed with the first
+        step of a text: peers add them to the first P inputs of each block. Rows with different
+        prompts cannot be reordered. Returns [B, T, H], or [B, 1, H] with `last_token_only`, in the
+        dtype of the input. Raises the errors of `RemoteSession.step`, and UsageError if the number
+        of rows differs from the prefix.
         """
         with self.claim():
             self.check_is_idle()
@@ -268,7 +268,7 @@ class InferenceSession:
         last_token_only: bool,
         is_decoded: bool | None,
     ) -> Tensor:
-        """Do what `step` does, as whoever has claimed the session."""
+        """Like `step`; the caller has claimed the session."""
         self._check_open()
         _check_is_tensor("hidden states", hidden_BTH)
         if hypo_ids is not None:
@@ -323,9 +323,9 @@ class InferenceSession:
 
     @contextmanager
     def beginning_anew(self) -> Iterator[None]:
-        """Be at position 0, for any number of rows; where the `with` fails, be as before it.
+        """Start at position 0, with any number of rows; restore the session on failure.
 
-        Inside, the peers hold what was before as well.
+        Within the block, the peers also keep the earlier tokens.
         """
         before = self._remote, self._num_rows, self._row_map
         with self._closing_lock:
@@ -348,9 +348,9 @@ class InferenceSession:
             self._hang_up(used)
 
     def close(self) -> None:
-        """Free the caches on all peers; safe to call twice, and on any thread.
+        """Free the caches on all peers; safe to call twice and from any thread.
 
-        A step that another thread has under way ends with UsageError.
+        A step that another thread is running raises UsageError.
         """
         with self._closing_lock:
             if self.closed:
@@ -381,7 +381,7 @@ class InferenceSession:
 
 
 def check_is_session(given: object) -> None:
-    """Raise UsageError for anything but a session."""
+    """Raise UsageError unless the object is a session."""
     if not isinstance(given, InferenceSession):
         raise UsageError(
             "session must be one that model.inference_session(...) opened, not "

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.wire.compress import choose_decoded_dtype
+from ...kernels.wire_tensors import choose_decoded_dtype
 from ...protocol.errors import DirectoryError, RefusedError, RouteError
 from ...protocol.ids import PeerId
 from ...protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES
@@ -254,7 +254,7 @@ class LiveHops:
                         raise error from None
                     raise RouteError(
                         f"no peer could be reached in time for blocks {lost.hop.span}: {lost}; "
-                        "`shoal doctor` says what is wrong there",
+                        "run `shoal doctor` to find out why",
                         (lost.hop.span,),
                     ) from error
             await asyncio.sleep(min(pause_seconds, remaining_seconds))
@@ -284,7 +284,7 @@ class LiveHops:
                     twin, num_rows, deadline, parent=link.session, prefix_tokens=position
                 )
             except LostHopError as lost:
-                _logger.info("blocks %s get a replay: %s", twin.hop.span, lost)
+                _logger.info("replaying blocks %s: %s", twin.hop.span, lost)
 
         try:
             async with asyncio.TaskGroup() as tasks:

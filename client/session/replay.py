@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.wire.replay import join_pieces
+from ...kernels.wire_tensors import join_pieces
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
 
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...kernels.wire.compress import decode_as, encode_as
+from ...kernels.wire_tensors import decode_as, encode_as
 from ...protocol.tensors import WireDtype, WireTensor
 
 

@@ -1,4 +1,4 @@
-"""What a client can be told: one frozen value."""
+"""The settings of a client, as one frozen value."""
 
 import math
 import operator
@@ -15,57 +15,59 @@ from .petals_settings import translate_settings
 
 @dataclass(frozen=True)
 class ClientConfig:
-    """Settings of one client; the defaults are the only ones there are."""
+    """Settings of one client. The defaults are defined here and nowhere else."""
 
     initial_peers: tuple[str, ...] = ()
-    """Directory addresses to join through, as `shoal serve` prints them."""
+    """Addresses of peers to join through, as `shoal serve` prints them."""
 
     join: str = field(default="", repr=False)
-    """Join code of the swarm, `shoal:…`; a secret, where the swarm is private."""
+    """Join code of the swarm, `shoal:…`; for a private swarm it is a secret."""
 
     wire_dtype: str = "auto"
-    """Type of hidden states on the wire: fp32, bf16, fp16, int8, or auto: fp32 between fp32 peers,
-    else bf16. With int8, half as many bytes as bf16 and less exact, they are rounded to 8 bits
-    with a scale for each 64; where a peer of the first route does not know it, it is auto."""
+    """Data type of hidden states on the wire: fp32, bf16, fp16, int8 or auto. auto uses fp32
+    between fp32 peers, else bf16. int8 halves the traffic of bf16 and is less exact: values are
+    rounded to 8 bits with a scale for each group of 64. If a peer of the first route does not
+    support int8, auto is used instead."""
 
     kv_format: str = "float"
-    """How peers keep keys and values, unless a session says otherwise: float, as they compute, or
-    int8, in a quarter to a half of the room. With int8, results are the same to the bit in any
-    company only at peers with int8 weights: at others a last digit that torch rounds differently
-    may become a step of 1/127 in the cache."""
+    """Format of the KV cache on the peers, unless a session sets its own: float, the format of the
+    computation, or int8, in a quarter to a half of the memory. With int8, results are bit for bit
+    independent of other sessions only at peers with int8 weights; at others, rounding in the last
+    digit may become a difference of 1/127 in the cache."""
 
     weights: str | None = None
-    """Use only peers that hold their weights like this (int8, bf16, fp32); None: any."""
+    """Use only peers with this weight format (int8, bf16, fp32); None: any."""
 
     allowed_servers: tuple[str, ...] | None = None
-    """Ids of the only peers to use; None: all."""
+    """Ids of the peers that may be used; None: all."""
 
     blocked_servers: tuple[str, ...] = ()
-    """Ids of peers never to use."""
+    """Ids of peers that are never used."""
 
     delivery: str = "chain"
-    """How hidden states get from hop to hop: chain, pushed by each peer to the next, or star,
-    through this client. A chain needs fewer round trips; star is used where a link is missing."""
+    """How hidden states travel between hops: chain, where each peer pushes to the next, or star,
+    where all go through this client. A chain needs fewer round trips; a star is used where two
+    peers cannot connect."""
 
     standby: bool = False
-    """Keep a hot standby for each hop of a session: another peer that computes the same, too, and
-    takes over at once when the hop is lost, without a replay. The swarm does twice the work."""
+    """Keep a hot standby for each hop of a session: another peer that computes the same and takes
+    over without replay if the hop is lost. This doubles the swarm's work."""
 
     connect_timeout_seconds: float = 5.0
-    """How long one peer may take to accept a connection and open a session."""
+    """Time for one peer to accept a connection and open a session."""
 
     failover_timeout_seconds: float = 20.0
-    """How long one step may look for peers before it fails with the blocks that are missing; 0:
-    it does not wait for any."""
+    """How long one step may look for peers before it fails with a RouteError that names the missing
+    blocks; 0 does not wait."""
 
     refresh_seconds: float = 10.0
-    """How old the view of the swarm may be when a route is planned."""
+    """Maximum age of the announcements with which a route is planned."""
 
     max_step_bytes: int = 4 * 2**20
     """Longer prompts are sent in pieces of at most this size."""
 
     seed: int | None = None
-    """Seed of the noise that spreads clients over equally good peers; None: a random one."""
+    """Seed of the random choice among equally good peers; None: a random seed."""
 
     def __post_init__(self) -> None:
         """Raise UsageError that names the setting which cannot be."""
@@ -119,9 +121,9 @@ def _is_seconds(given: object) -> bool:
 
 
 def make_client_config(initial_peers: object, options: dict[str, Any]) -> ClientConfig:
-    """Return the settings that from_pretrained() was given; UsageError for unknown ones.
+    """Return the settings passed to from_pretrained(); raises UsageError for unknown ones.
 
-    Those of PETALS are understood by their names there.
+    Names of PETALS are translated.
     """
     options = translate_settings(options)
     known = sorted(field.name for field in fields(ClientConfig))

@@ -11,20 +11,20 @@ _RENAMED = {
     "update_period": "refresh_seconds",
 }
 
-_LAST_FOREVER = "failover_timeout_seconds says how long a search for peers may take"
-_IS_MEASURED = "how long a peer may take is measured"
+_LAST_FOREVER = "failover_timeout_seconds limits the search for peers"
+_IS_MEASURED = "timeouts of peers follow from measured response times"
 _WITHOUT_EFFECT: Mapping[str, str] = {
-    "ban_timeout": "how long a peer is avoided follows from what it did",
-    "daemon_startup_timeout": "nothing is started that it would limit",
-    "dht_prefix": "the name of a model follows from its configuration and weights",
-    "low_cpu_mem_usage": "weights are read without a copy anyway",
+    "ban_timeout": "the quarantine of a peer depends on its failures",
+    "daemon_startup_timeout": "no daemon is started",
+    "dht_prefix": "the model id is computed from configuration and weights",
+    "low_cpu_mem_usage": "weights are always read without a copy",
     "max_backoff": _LAST_FOREVER,
     "max_pinged": _IS_MEASURED,
     "max_retries": _LAST_FOREVER,
     "min_backoff": _LAST_FOREVER,
     "ping_timeout": _IS_MEASURED,
     "request_timeout": _IS_MEASURED,
-    "show_route": "`session.hops` is the route",
+    "show_route": "read `session.hops` instead",
 }
 """What a script may go on saying, and why it changes nothing here."""
 
@@ -41,5 +41,5 @@ def translate_settings(options: Mapping[str, Any]) -> dict[str, Any]:
         else:
             found[_RENAMED.get(name, name)] = value
     if ignored:
-        warnings.warn(f"without effect: {', '.join(ignored)}", stacklevel=2)
+        warnings.warn(f"settings without effect: {', '.join(ignored)}", stacklevel=2)
     return found

@@ -61,7 +61,7 @@ class ChosenAdapters:
 NO_ADAPTERS = ChosenAdapters()
 
 _NO_DIGEST = (
-    f"no digest of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
+    f"not the digest of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
 )
 
 
@@ -110,12 +110,13 @@ class ActiveAdapters:
         is_trained = torch.is_grad_enabled() and any(version.is_trained for version in sources)
         if is_trained and len(sources) < len(sent):
             raise UsageError(
-                "rows with an adapter to train and rows with a published one go in separate calls"
+                "rows with an adapter to train cannot share a call with rows that use a published "
+                "adapter; make two calls"
             )
         if any(isinstance(one, HousedVersion) for one in sources) and len(sent) > 1:
             raise UsageError(
-                "an adapter whose optimizer is at peers is the only one of a call; rows without "
-                "any may stand beside it"
+                "an adapter whose optimizer runs at the peers must be the only adapter of a call; "
+                "other rows may have none"
             )
         chosen = tuple(None if one is None else sent[one] for one in rows)
         return ChosenAdapters(chosen, sources, is_trained)
@@ -123,7 +124,7 @@ class ActiveAdapters:
     def take_for_session(self) -> SentAdapter | None:
         """Return the adapter of a session that is opened now; raises UsageError for several."""
         if isinstance(self.choice, list | tuple):
-            raise UsageError("a session has one adapter for all rows; make one active for it")
+            raise UsageError("all rows of a session share one adapter; make only one active for it")
         if isinstance(self.choice, LoraAdapter):
             return self.choice.take_version()  # which is fetched, if peers train it
         rows = self.take(1).rows
@@ -133,8 +134,8 @@ class ActiveAdapters:
         """Raise UsageError where another adapter is active than a session was opened with."""
         if adapter is not self.choice and adapter != self.choice:
             raise UsageError(
-                "the session was opened with another adapter than is active; open one where that "
-                "is active"
+                "the active adapter is not the one that the session was opened with; open another "
+                "session, or make that adapter active"
             )
 
     def change_logits(self, hidden_BTH: Tensor) -> Tensor | None:
@@ -155,7 +156,9 @@ class ActiveAdapters:
         if choice is None or isinstance(choice, LoraAdapter | str):
             return [choice] * num_rows
         if len(choice) != num_rows:
-            raise UsageError(f"{len(choice)} active adapters do not fit {num_rows} rows")
+            raise UsageError(
+                f"{len(choice)} active adapters do not fit {num_rows} rows; give one per row"
+            )
         return list(choice)
 
 
@@ -175,12 +178,12 @@ def _read_adapter(adapter: Any) -> Adapter | None:
         return read_digest(adapter).hex()
     if isinstance(adapter, str | PathLike):
         raise UsageError(
-            f"{str(cast('Any', adapter))!r:.80} is {_NO_DIGEST}; an adapter in a folder is opened "
-            "before: LoraAdapter.load(folder, model), or model.load_adapter(folder) from now on"
+            f"{str(cast('Any', adapter))!r:.80} is {_NO_DIGEST}; load an adapter from a folder "
+            "with LoraAdapter.load(folder, model) or model.load_adapter(folder)"
         )
     raise UsageError(
-        "active_adapter is a LoraAdapter, the digest of a published one, or a list with one for "
-        f"each row, not {adapter!r:.60}"
+        "active_adapter must be a LoraAdapter, the digest of a published one, or a list with one "
+        f"for each row, not {adapter!r:.60}"
     )
 
 

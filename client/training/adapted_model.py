@@ -1,4 +1,4 @@
-"""What models over a swarm know of adapters."""
+"""Adapters of models over a swarm."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ UNCHANGED: Any = object()
 
 
 class AdaptedModel:
-    """Gives a model adapters: active for one call, inside of a `with`, or from now on.
+    """Gives a model adapters: active for one call, within a `with` block, or until further notice.
 
-    `config.active_adapter` is the folder or digest of the adapter that is active, where it has one;
-    who writes another one there has it opened with the next call.
+    `config.active_adapter` is the folder or digest of the active adapter, if it has one; assign
+    another folder or digest there, and the next call opens it.
 
-    Those of transformers' own methods that would look for peft are replaced.
+    Methods of transformers that would use peft are replaced.
     """
 
     transformer: Any
@@ -39,11 +39,11 @@ class AdaptedModel:
 
     @property
     def active_adapter(self) -> AdapterChoice:
-        """The LoraAdapter that calls use, the digest of a published one, one for each row, or None.
+        """The active LoraAdapter, the digest of a published one, a list with one per row, or None.
 
-        What is assigned is active from now on, outside of `use_adapter()`, and a part of the model:
-        an optimizer, accelerate or Trainer that is given `model.parameters()` trains it. Of one
-        that is active for a call or inside of a `with` they get `adapter.parameters()`.
+        An assigned adapter is active until further notice, outside of `use_adapter()`, and is part
+        of the model: an optimizer, accelerate or Trainer with `model.parameters()` trains it. To
+        train an adapter that is active for one call or a `with` block, pass `adapter.parameters()`.
         """
         return self.transformer.h.adapters.choice
 
@@ -52,9 +52,9 @@ class AdaptedModel:
         self.set_adapter(adapter)
 
     def set_adapter(self, adapter: AdapterChoice) -> None:
-        """Make an adapter active from now on, and its matrices parameters of the model.
+        """Make an adapter active until further notice, and its matrices parameters of the model.
 
-        None: none.
+        None removes it.
         """
         adapter = read_choice(adapter)
         self.transformer.h.adapters.default = adapter
@@ -67,13 +67,15 @@ class AdaptedModel:
         self._adapter_of_config = self.config.active_adapter
 
     def use_adapter(self, adapter: AdapterChoice) -> AbstractContextManager[None]:
-        """Make an adapter active inside of a `with`, in this thread or task; None: none."""
+        """Make an adapter active within a `with` block, in this thread or task; None: no
+        adapter.
+        """
         return self.transformer.h.adapters.use(adapter)
 
     def load_adapter(self, folder: str | Path) -> LoraAdapter:
-        """Read an adapter that was saved here or by peft, and make it active from now on.
+        """Read an adapter that was saved by shoal or peft, and make it active until further notice.
 
-        Raises UsageError for one that does not fit this model.
+        Raises UsageError if it does not fit this model.
         """
         adapter = LoraAdapter.load(folder, self)
         self.set_adapter(adapter)
@@ -92,7 +94,7 @@ class AdaptedModel:
 
     @property
     def has_adapter_in_training(self) -> bool:
-        """Whether an adapter is active whose matrices get gradients."""
+        """Whether the matrices of the active adapter get gradients."""
         choice = self.active_adapter
         listed = choice if isinstance(choice, list | tuple) else [choice]
         return any(
@@ -117,9 +119,9 @@ class AdaptedModel:
         self.transformer.h.withdraw_adapter(digest)
 
     def open_adapter(self, given: AdapterChoice | Path) -> None:
-        """Make an adapter active that may as well be in a folder.
+        """Make an adapter active that is given as such, by its folder or by its digest.
 
-        Raises UsageError for what is neither there nor the digest of a published one.
+        Raises UsageError for anything else.
         """
         if not isinstance(given, str | Path) or (isinstance(given, str) and is_digest(given)):
             self.set_adapter(given)
@@ -127,8 +129,8 @@ class AdaptedModel:
             self.load_adapter(given)
         else:
             raise UsageError(
-                f"active_adapter {str(given)!r:.80} is no folder of an adapter, and not the digest "
-                f"of a published one, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
+                f"active_adapter {str(given)!r:.80} is neither an existing folder nor the digest "
+                f"of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
             )
 
     def __call__(

@@ -12,15 +12,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...protocol.ids import AdapterId
 from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
-from ..adapters.adapter_versions import AdapterVersion, RowAdapters
+from ..adapters.adapter_versions import RowAdapters
 from ..concurrency.portal import Portal
-from ..homes.adapter_homes import AdapterHomes
-from ..passes.microbatches import TextGradients, Texts
-from ..passes.pass_failovers import PassFailover
-from ..routing.router import Hop
+from ..passes.microbatches import Texts
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
 from .reentrant import check_same_adapters, make_lost_adapters_error
 from .remote_passes import RemotePasses, Trail
@@ -32,12 +28,12 @@ class PassRunner:
     """Runs passes for threads that know nothing of event loops."""
 
     def __init__(self, passes: RemotePasses, portal: Portal) -> None:
-        self._passes = passes
+        self.remote = passes
         self._portal = portal
 
     def can_run(self, span: Span, hidden_BTH: Tensor) -> bool:
         """Return whether passes through a span are possible, as far as was heard last."""
-        return hidden_BTH.shape[1] <= MAX_PASS_TOKENS and self._passes.can_run(span)
+        return hidden_BTH.shape[1] <= MAX_PASS_TOKENS and self.remote.can_run(span)
 
     def run(
         self,
@@ -59,37 +55,9 @@ class PassRunner:
         )
         return output
 
-    def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
-        """See `RemotePasses.run_forward`."""
-        return self._portal.run(self._passes.run_forward(span, texts))
-
-    def run_backward(self, trails: list[Trail], grads_BTH: Tensor) -> TextGradients:
-        """See `RemotePasses.run_backward`."""
-        return self._portal.run(self._passes.run_backward(trails, grads_BTH))
-
-    def make_homes(self) -> AdapterHomes:
-        """Return homes for an adapter that peers are to train."""
-        return self._portal.run(self._passes.make_homes())
-
     def wait_for(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """Run something on the loop of the client, and return what comes of it."""
+        """Run a coroutine of `remote` on the client's loop and return its result."""
         return self._portal.run(coroutine)
-
-    def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> None:
-        """See `Publisher.publish`."""
-        self._portal.run(self._passes.publisher.publish(adapter, span, lineage))
-
-    def withdraw(self, name: AdapterId) -> None:
-        """See `Publisher.withdraw`."""
-        self._portal.run(self._passes.publisher.withdraw(name))
-
-    def take_failovers(self) -> list[PassFailover]:
-        """See `RemotePasses.take_failovers`."""
-        return self._portal.run(self._passes.take_failovers())
-
-    def take_recent_hops(self) -> list[Hop]:
-        """See `PassAsker.take_recent_hops`."""
-        return self._portal.run(self._passes.take_recent_hops())
 
 
 class _Keepsake(Tensor):
@@ -136,7 +104,7 @@ class _RemoteBlocks(torch.autograd.Function):
         prompts = None if prompts_LBPH is None else _copy(prompts_LBPH)
         is_shared = prompts is not None and prompts.shape[1] == 1
         texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows, adapters.is_trained)
-        output_BTH, trails = runner.run_forward(span, texts)
+        output_BTH, trails = runner.wait_for(runner.remote.run_forward(span, texts))
         ctx.runner = runner
         ctx.save_for_backward(_Keepsake(trails))
         inputs = (hidden_BTH, prompts_LBPH, *matrices)
@@ -153,7 +121,9 @@ class _RemoteBlocks(torch.autograd.Function):
     ) -> tuple[Tensor | None, ...]:
         (keepsake,) = ctx.saved_tensors
         _check_adapters(keepsake.trails, ctx.adapters)
-        gradients = ctx.runner.run_backward(keepsake.trails, _copy(grads_BTH))
+        runner: PassRunner = ctx.runner
+        back = runner.remote.run_backward(keepsake.trails, _copy(grads_BTH))
+        gradients = runner.wait_for(back)
         matrices = [gradients.adapters.get(version, {}).get(name) for version, name in ctx.names]
         found = (gradients.hidden_BTH, gradients.prompts_LBPH, *matrices)
         wanted = ctx.needs_input_grad[3:]

@@ -25,13 +25,15 @@ def check_padding(mask_BT: Tensor | None, shape: Sequence[int]) -> None:
         return
     if not isinstance(mask_BT, Tensor) or tuple(mask_BT.shape) != tuple(shape):
         given = list(mask_BT.shape) if isinstance(mask_BT, Tensor) else type(mask_BT).__name__
-        raise UsageError(f"the attention mask has the shape of the inputs, {list(shape)}: {given}")
+        raise UsageError(
+            f"the attention mask must have the shape of the inputs, {list(shape)}, not {given}"
+        )
     if not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
-        raise UsageError("the attention mask has other values than 0 and 1")
+        raise UsageError("the attention mask may only contain 0 and 1")
     if bool((mask_BT[:, 1:] > mask_BT[:, :-1]).any()):
         raise UsageError(
-            "the attention mask hides tokens before others, and remote blocks know no padding "
-            "there; pad on the right (tokenizer.padding_side = 'right'), where it changes nothing"
+            "the attention mask hides tokens on the left, which remote blocks do not support; pad "
+            "on the right (tokenizer.padding_side = 'right'), where padding changes nothing"
         )
 
 
@@ -41,9 +43,9 @@ def check_labels(
     """Raise UsageError unless labels are token ids of this vocabulary, or ignored."""
     if not isinstance(labels_BT, Tensor) or tuple(labels_BT.shape) != tuple(shape):
         given = list(labels_BT.shape) if isinstance(labels_BT, Tensor) else type(labels_BT).__name__
-        raise UsageError(f"labels have the shape of the inputs, {list(shape)}, not {given}")
+        raise UsageError(f"labels must have the shape of the inputs, {list(shape)}, not {given}")
     if labels_BT.dtype not in (torch.int64, torch.int32):
-        raise UsageError(f"labels are whole numbers, got {labels_BT.dtype}")
+        raise UsageError(f"labels must be whole numbers, not {labels_BT.dtype}")
     if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
         raise UsageError("labels need the logits of all tokens; leave logits_to_keep out")
     is_wrong_BT = (labels_BT != IGNORED) & ((labels_BT < 0) | (labels_BT >= vocab_size))
@@ -51,6 +53,6 @@ def check_labels(
         row, token = is_wrong_BT.nonzero()[0].tolist()
         raise UsageError(
             f"label {int(labels_BT[row, token])} of row {row}, token {token} is out of range: "
-            f"labels are token ids from 0 to {vocab_size - 1}, or {IGNORED} for what is not to be "
-            "predicted"
+            f"labels are token ids from 0 to {vocab_size - 1}, or {IGNORED} for tokens without a "
+            "loss"
         )

@@ -94,9 +94,9 @@ def find_last_tokens(
         return torch.tensor([num_tokens - 1])
     else:
         raise UsageError(
-            "nothing tells where rows end: pass an attention_mask, or set config.pad_token_id"
+            "cannot find the end of each row: pass an attention_mask, or set config.pad_token_id"
         )
     if not bool(is_text_BT.any(1).all()):
-        raise UsageError(f"row {int((~is_text_BT.any(1)).nonzero()[0])} is nothing but padding")
+        raise UsageError(f"row {int((~is_text_BT.any(1)).nonzero()[0])} contains only padding")
     places_T = torch.arange(num_tokens, device=is_text_BT.device)
     return (places_T * is_text_BT).argmax(1)

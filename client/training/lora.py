@@ -1,4 +1,4 @@
-"""A LoRA adapter that a client trains, and peers apply.
+"""A LoRA adapter that a client trains and peers apply.
 
 Tensor suffixes: R rank, I input and O output features of a linear.
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
 from ...protocol.messages.lora_config import DOWN, MAX_RANK, PREFIX, UP, LoraConfig
-from ..adapters.adapter_versions import AdapterVersion
+from ..adapters.adapter_versions import AdapterVersion, HousedVersion
 from ..adapters.peft_files import (
     HEAD,
     LinearShape,
@@ -32,11 +32,24 @@ from ..adapters.peft_files import (
     write_folder,
 )
 
-if TYPE_CHECKING:
-    from .peer_optimizer import PeerOptimizer
-
 _ROUTERS = (".gate", ".router")
 """Linears that choose experts: peers have them in another form."""
+
+
+class Trainer(Protocol):
+    """An optimizer at peers, as its adapter sees it."""
+
+    def take_version(self) -> HousedVersion:
+        """Return the adapter as peers have it now."""
+        ...
+
+    def pull(self) -> None:
+        """Fetch what peers have learned into the parameters of the adapter."""
+        ...
+
+    def restart(self) -> None:
+        """Let peers go on from the parameters as they are here now."""
+        ...
 
 
 class HasConfig(Protocol):
@@ -59,14 +72,15 @@ class HeadPart:
 
 
 class LoraAdapter(nn.Module):
-    """The matrices of an adapter in float32, under the names that PEFT gives them.
+    """The matrices of an adapter in float32, under PEFT's names.
 
-    Its parameters are for an optimizer at the client; `state_dict()` is what PEFT stores. Where it
-    is active, autograd gives them gradients. It is never called. With a `trainer`, an optimizer at
-    peers, they are fetched whenever the adapter is saved, copied or used in a session.
+    An optimizer at the client trains its parameters; `state_dict()` is what PEFT stores. While the
+    adapter is active, autograd computes their gradients. It cannot be called. With a `trainer`, an
+    optimizer at peers, the parameters are fetched whenever the adapter is saved, copied or used in
+    a session.
     """
 
-    trainer: PeerOptimizer | None
+    trainer: Trainer | None
 
     def __init__(self, files: PeftFiles) -> None:
         super().__init__()
@@ -88,10 +102,10 @@ class LoraAdapter(nn.Module):
         target_modules: str | Sequence[str] = "all-linear",
         seed: int = 0,
     ) -> Self:
-        """Return a new adapter for a model, which changes nothing before it is trained.
+        """Return a new adapter for a model; it has no effect until it is trained.
 
-        `target_modules` are as in PEFT: ends of names, a pattern, or "all-linear" for all linears
-        of the blocks. Raises UsageError for what the model does not have.
+        `target_modules` are as in PEFT: endings of names, a regular expression, or "all-linear" for
+        all linears of the blocks. Raises UsageError for modules that the model does not have.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
             raise UsageError(f"rank is a number from 1 to {MAX_RANK}, not {rank!r}")
@@ -120,9 +134,9 @@ class LoraAdapter(nn.Module):
 
     @classmethod
     def load(cls, folder: str | Path, model: HasConfig) -> Self:
-        """Read an adapter that was saved here or by PEFT.
+        """Read an adapter that was saved by shoal or PEFT.
 
-        Raises UsageError that names the matrix which does not fit the model.
+        Raises UsageError that names the first matrix which does not fit the model.
         """
         files = read_folder(folder)
         check_fit(files.matrices, files.config.rank, model.config)
@@ -135,17 +149,17 @@ class LoraAdapter(nn.Module):
     save_pretrained = save
 
     def pull(self) -> None:
-        """Fetch what peers have learned, if they train it."""
+        """Fetch the newest weights if an optimizer at peers trains the adapter."""
         if self.trainer is not None:
             self.trainer.pull()
 
     def state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Return the matrices by PEFT's names, the newest ones."""
+        """Return the newest matrices under PEFT's names."""
         self.pull()
         return super().state_dict(*arguments, **options)
 
     def load_state_dict(self, *arguments: Any, **options: Any) -> Any:
-        """Take other matrices; peers that train it go on from these."""
+        """Replace the matrices; an optimizer at peers continues from them."""
         self.pull()  # what the optimizer remembers stays
         loaded = super().load_state_dict(*arguments, **options)
         if self.trainer is not None:
@@ -163,7 +177,7 @@ class LoraAdapter(nn.Module):
         self._newest, self._lineage = None, secrets.token_hex(8)
 
     def get_head(self) -> HeadPart | None:
-        """Return what it adds to the logits, where it adapts the head."""
+        """Return the part of the adapter that changes the logits, or None."""
         matrices = self.named_matrices()
         if PREFIX + HEAD + DOWN not in matrices:
             return None
@@ -177,7 +191,7 @@ class LoraAdapter(nn.Module):
         return f"{type(self).__name__}(rank {self.lora_config.rank}, {num_linears} linears)"
 
     def named_matrices(self) -> Mapping[str, nn.Parameter]:
-        """Return all matrices by PEFT's names."""
+        """Return all matrices under PEFT's names."""
         return dict(self.named_parameters())
 
     def copy_matrices(self) -> dict[str, Tensor]:
@@ -206,8 +220,8 @@ class LoraAdapter(nn.Module):
         return self._newest
 
     def forward(self, *inputs: object) -> None:
-        """Refuse: peers apply an adapter."""
-        raise UsageError("an adapter is not called; make it active in a model over a swarm")
+        """Raise UsageError: peers apply an adapter."""
+        raise UsageError("an adapter cannot be called; make it active in a model over a swarm")
 
 
 def check_is_adapter(given: object, purpose: str) -> LoraAdapter:
@@ -216,7 +230,7 @@ def check_is_adapter(given: object, purpose: str) -> LoraAdapter:
         return given
     advice = ""
     if isinstance(given, str | PathLike):
-        advice = "; one in a folder is opened with LoraAdapter.load(folder, model)"
+        advice = "; load an adapter from a folder with LoraAdapter.load(folder, model)"
     raise UsageError(f"{purpose} takes a LoraAdapter, not {given!r:.80}{advice}")
 
 
@@ -231,13 +245,13 @@ def _choose_linears(linears: Mapping[str, LinearShape], targets: str | list[str]
         listed = [target.strip() for target in targets.split(",")]
         example = listed if all(match_targets(linears, [one]) for one in listed) else ends[:1]
         raise UsageError(
-            f"target_modules {targets!r:.80} is a text, and so a pattern for whole names, which "
-            f"matches no linear of this model; ends of names are a list, {example}: it has {known}"
+            f"target_modules {targets!r:.80} is a regular expression for whole names and matches "
+            f"no linear of this model; give ends of names as a list, {example}: it has {known}"
         )
     unknown = [target for target in targets if not match_targets(linears, [target])]
     if unknown or not chosen:
         raise UsageError(
-            f"this model has no linear that target_modules {unknown or targets} means; it has "
+            f"this model has no linear that matches target_modules {unknown or targets}; it has "
             + known
         )
     return chosen

@@ -1,4 +1,4 @@
-"""An optimizer as torch knows them, which runs at the peers that hold an adapter's blocks."""
+"""A torch optimizer that runs at the peers that hold an adapter's blocks."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _MOMENTS = {OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq"), OptimizerKind.SGD: (
 class PeerOptimizer(torch.optim.Optimizer):
     """AdamW or SGD of torch, computed where the adapter is applied.
 
-    Neither gradients nor new matrices travel: `backward()` leaves gradients at the peers, `step()`
-    tells them to update, all or none, and uses the gradients up, as if `zero_grad()` followed.
-    Where a matrix got no gradient, that is zero. `param.grad` stays None, and the parameters are
-    those of the last `pull()`, which saving and generating do by themselves. Schedulers of torch
-    change the rate as usual; `clip_grad_norm` limits gradients of all peers together.
+    Neither gradients nor new matrices are transferred: `backward()` accumulates gradients at the
+    peers, and `step()` has all peers update, or none. `step()` consumes the gradients, as if
+    `zero_grad()` followed. A matrix without a gradient gets one of zero. `param.grad` stays None,
+    and parameters are those of the last `pull()`, which saving and generating do automatically.
+    Schedulers of torch set the rate as usual; `clip_grad_norm` clips the norm over all peers.
 
-    There is one group of parameters. `close()` gives the adapter back to the client.
+    There is one parameter group. `close()` returns the adapter to the client.
     """
 
     def __init__(
@@ -51,19 +51,19 @@ class PeerOptimizer(torch.optim.Optimizer):
         defaults = dict(_DEFAULTS[self._kind])
         unknown = ", ".join(sorted(options.keys() - defaults.keys()))
         if unknown:
-            raise UsageError(f"{kind} has no {unknown}; it has {', '.join(defaults)}")
+            raise UsageError(f"{kind} has no option {unknown}; it has {', '.join(defaults)}")
         adapter = check_is_adapter(adapter, "an optimizer at peers")
         if adapter.get_head() is not None:
             raise UsageError(
-                "the head is adapted at the client, and so is its optimizer: leave lm_head out of "
-                "target_modules, or use an optimizer of torch"
+                "the adapter of the head stays at the client, where this optimizer cannot update "
+                "it: leave lm_head out of target_modules, or use an optimizer of torch"
             )
         if adapter.trainer is not None:
-            raise UsageError("the adapter has an optimizer at peers already; close() that one")
+            raise UsageError("the adapter already has an optimizer at peers; close() that one")
         self.max_grad_norm: float | None = None
         self._runner = runner
         self._adapter = adapter
-        self._homes = runner.make_homes()
+        self._homes = runner.wait_for(runner.remote.make_homes())
         super().__init__(adapter.parameters(), defaults | options)
         self._read_settings()
         adapter.trainer = self
@@ -72,35 +72,35 @@ class PeerOptimizer(torch.optim.Optimizer):
         return f"<PeerOptimizer {self._kind.name.lower()} of {self._adapter!r}>"
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the one group that there is."""
+        """Accept the only parameter group; raise UsageError for a second one."""
         if self.param_groups:
-            raise UsageError("an optimizer at peers has one group of parameters")
+            raise UsageError("an optimizer at peers has only one parameter group")
         super().add_param_group(param_group)
 
     def take_version(self) -> HousedVersion:
-        """Return the adapter as peers have it, or get it when the first one is asked."""
+        """Return the adapter as the peers have it; they receive it when the first one is asked."""
         if not self._homes.has_begun:
             self._homes.begin(self._read_state())
         is_trained = any(matrix.requires_grad for matrix in self._adapter.parameters())
         return self._homes.take_version(is_trained)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Have the gradients forgotten that were gathered since the last update."""
+        """Drop the gradients that were accumulated since the last update."""
         self._runner.wait_for(self._homes.drop_gradients())
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
-        """Have the next `step()` shorten all gradients together to a norm; return what it is."""
+        """Clip the global gradient norm at the next `step()`; return the norm before clipping."""
         if not max_norm > 0:
-            raise UsageError(f"a norm is larger than 0, not {max_norm!r}")
+            raise UsageError(f"max_norm must be above 0, not {max_norm!r}")
         norm = torch.tensor(self._runner.wait_for(self._homes.measure()))
         self.max_grad_norm = float(max_norm)
         return norm
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore
-        """Update the adapter at all peers; nothing happens where there are no gradients.
+        """Update the adapter at all peers; does nothing if there are no gradients.
 
-        Raises RefusedError if gradients or what would come of them are not finite, and what passes
-        do when a lost peer is not replaced in time: called again, it goes on where it was.
+        Raises RefusedError if the gradients or the result would not be finite, and the errors of
+        passes if a lost peer is not replaced in time. Another call then completes the update.
         """
         loss = None
         if closure is not None:
@@ -112,7 +112,7 @@ class PeerOptimizer(torch.optim.Optimizer):
         return loss
 
     def pull(self) -> None:
-        """Fetch what peers have learned into the parameters of the adapter and `state`."""
+        """Fetch the newest weights and moments into the adapter's parameters and `state`."""
         state = self._runner.wait_for(self._homes.fetch())
         if state is None:
             return
@@ -124,22 +124,22 @@ class PeerOptimizer(torch.optim.Optimizer):
                     self.state[matrix] = self._name_moments(state, name)
 
     def restart(self) -> None:
-        """Let peers go on from the parameters and `state` as they are here now."""
+        """Have peers continue from the present parameters and `state`."""
         self._homes.forget()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what torch's optimizer of the same kind would, after a `pull()`."""
+        """Return the state dict of torch's optimizer of the same kind, after a `pull()`."""
         self.pull()
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what `state_dict` returned, here or of torch's optimizer of the same kind."""
+        """Load a state dict of this class or of torch's optimizer of the same kind."""
         self.pull()
         super().load_state_dict(state_dict)
         self.restart()
 
     def close(self) -> None:
-        """Fetch what was learned; from now on the adapter is one of the client again."""
+        """Fetch the newest weights and return the adapter to the client."""
         if self._adapter.trainer is self:
             self.pull()
             self.restart()

@@ -40,9 +40,9 @@ def check_same_adapters(adapters: RowAdapters) -> None:
 def make_lost_adapters_error() -> UsageError:
     """Return what to raise where a pass is computed again with other adapters."""
     return UsageError(
-        "a checkpoint has computed a pass again with other adapters than the first time: "
-        "choose the adapter inside of what is checkpointed, or call backward() where it is "
-        "active, and change its matrices only afterwards"
+        "gradient checkpointing repeated a pass with other adapters than the first time: choose "
+        "the adapter inside the checkpointed function, or call backward() where it is active, and "
+        "change its matrices only afterwards"
     )
 
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
-from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.errors import ErrorCode, RefusedError, UsageError
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterGradients, add_gradients, find_homed
@@ -53,6 +54,7 @@ class RemotePasses:
     def __init__(self, asker: PassAsker, clock: Clock) -> None:
         self._asker = asker
         self.publisher = Publisher(asker, clock)
+        self._homes: WeakValueDictionary[str, AdapterHomes] = WeakValueDictionary()
         self._most_tokens = MOST_TOKENS
 
     def can_run(self, span: Span) -> bool:
@@ -83,14 +85,16 @@ class RemotePasses:
 
     async def make_homes(self) -> AdapterHomes:
         """Return homes for an adapter that peers are to train."""
-        return AdapterHomes(self._asker)
+        homes = AdapterHomes(self._asker)
+        self._homes[homes.lineage] = homes
+        return homes
 
     async def take_recent_hops(self) -> list[Hop]:
-        """See `PassAsker.take_recent_hops`."""
-        return self._asker.take_recent_hops()
+        """Return the hops that answered since this was called last, in the order of blocks."""
+        return self._asker.failovers.take_recent_hops()
 
     async def take_failovers(self) -> list[PassFailover]:
-        """Return who was lost, and who took over, since this was called last."""
+        """Return which peers were lost since this was called last, and their replacements."""
         return self._asker.failovers.take()
 
     async def close(self) -> None:
@@ -170,9 +174,17 @@ class RemotePasses:
         return await self._backward(stages, grads_BTH)
 
     def _choose_asker(self, texts: Texts) -> PassAsker | AdapterHomes:
-        """Return who knows which peers may take texts."""
+        """Return what knows which peers may take texts."""
         homed = find_homed(texts.adapters)
-        return self._asker if homed is None else homed.homes
+        if homed is None:
+            return self._asker
+        homes = self._homes.get(homed.lineage)
+        if homes is None:
+            raise UsageError(
+                "the peers that trained this adapter were released, or belong to another model: "
+                "call backward() before the optimizer is closed"
+            )
+        return homes
 
     def _take_less(self, error: RefusedError, texts: Texts) -> None:
         """Remember that a peer has no memory for so much at once; raises any other error."""

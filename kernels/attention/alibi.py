@@ -48,7 +48,7 @@ class Alibi:
         return replace(self, slopes_H=self.slopes_H[heads])
 
     def draw_biases(self, start: int, stop: int) -> Tensor:
-        """Return what is added to the scores of the keys `start:stop`, as float32 [H, S]."""
+        """Return the biases for the scores of the keys `start:stop`, as float32 [H, S]."""
         positions_S = torch.arange(start, stop, device=self.slopes_H.device).to(self.dtype)
         biases_HS = self.slopes_H.to(self.dtype)[:, None] * positions_S
         return biases_HS.to(torch.float32).mul_(self.scale)

@@ -1,4 +1,4 @@
-"""Keys and values as 8-bit integers: what an int8 KV cache keeps of a token in one head.
+"""Keys and values as 8-bit integers: the records of an int8 KV cache, one per token and head.
 
 A record is a float32 scale, then the numbers, then zeros up to a multiple of four bytes. The
 kernels in C (native/states.h) write and read the same records to the bit.
@@ -50,7 +50,7 @@ def quantize_states(states_D: Tensor) -> Tensor:
 
 
 def dequantize_states(records_R: Tensor, head_dim: int, dtype: torch.dtype) -> Tensor:
-    """Return what records [B, G, S, R] stand for, [B, G, S, D].
+    """Return the states [B, G, S, D] of records [B, G, S, R].
 
     Takes no memory beside the result but for one head, in float32.
     """

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..attention.prompt_attention import choose_prompt_instruction_set
+from ..attention.native_attention import choose_prompt_instruction_set
 from ..native.library import load_library
 
 

@@ -15,7 +15,7 @@ _STORED_BITS = 24
 
 
 class Router:
-    """Scores experts for each row, to the same bit whoever shares the batch.
+    """Scores experts for each row, with the same bits in any batch.
 
     A float product rounds in an order that depends on the number of rows, and the last bit can
     decide which expert computes a row. Here both sides become whole numbers that are small enough
@@ -44,7 +44,7 @@ class Router:
         return experts_NK, shares_NK
 
     def score(self, hidden_NH: Tensor) -> Tensor:
-        """Return what each expert is for each row, as float32 [N, E]."""
+        """Return the scores of the experts for each row, as float32 [N, E]."""
         whole_NH, steps_N1 = self._round(hidden_NH)
         sums_NE = whole_NH @ self._whole_EH.to(torch.float64).t()
         return (sums_NE * steps_N1 * self._steps_E1.t()).to(torch.float32)

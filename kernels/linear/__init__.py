@@ -1,4 +1,5 @@
-"""Linear layers: weight formats, quantization, and the int8 kernels with their references.
+"""Linear layers: weight formats, quantizing, gradients, and the int8 kernels.
 
-Read first: linear.py.
+Those are in torch (torch_), C (native_) and Triton (triton_), and compute the same bits. Read
+first: linear.py, then quantize.py for the rules of int8.
 """

@@ -1,23 +1,35 @@
-"""The linear layers of a block, in one of four weight formats."""
+"""The linear layers of a block in one of four weight formats, and their gradients.
+
+Inputs get gradients from autograd; the frozen weights get none.
+"""
+
+from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from enum import Enum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..native.pauses import BYTE_COST, NO_PAUSES, Pauses
-from .int8 import MAX_COLUMNS, OUTPUT_MULTIPLE
+from ..pauses import BYTE_COST, NO_PAUSES, Pauses
 from .nf4 import Nf4Weight
-from .quantize import Int8Weight, WeightFormat, dequantize_int8, quantize_int8
+from .quantize import (
+    MAX_COLUMNS,
+    OUTPUT_MULTIPLE,
+    Int8Weight,
+    WeightFormat,
+    dequantize_int8,
+    quantize_int8,
+)
 from .select import choose_int8_kernel
 
 MAX_ROUNDING_ERROR = 0.04
 """How much of its length a row may lose by rounding to one digit. Rows of normally distributed
-numbers lose one percent, and what comes out of a gated activation two or three."""
+numbers lose one percent, outputs of a gated activation two or three."""
 
 _ROWS_AT_ONCE, _OUTPUTS_AT_ONCE = 32, 128
 """Fewer rows at a time take longer each, and so do fewer outputs of float weights."""
@@ -26,7 +38,7 @@ _ROWS_AT_ONCE, _OUTPUTS_AT_ONCE = 32, 128
 class RowPrecision(Enum):
     """How many int8 digits each number of a row keeps when it meets int8 weights.
 
-    To be chosen by what a row is, never by how many rows there are: then neither strangers in the
+    Choose it by the kind of row, never by the number of rows: then neither other sessions in the
     same batch nor the way a prompt was cut change a session's results.
     """
 
@@ -41,7 +53,7 @@ class RowPrecision(Enum):
 
     Microseconds of two digits / one digit at 1, 4, 8, 16 and 128 rows of 1024 -> 2816, weights out
     of cache: 136 / 78, 172 / 117, 290 / 147, 480 / 264, 3481 / 1794. One thread of an EPYC with
-    AVX512-VNNI, in one run of `benchmarks/kernels.py`."""
+    AVX512-VNNI, in one run of `engine_benchmarks/kernels.py`."""
 
 
 InputGradient = Callable[[Tensor, Pauses], Tensor]
@@ -75,7 +87,7 @@ class Linear(ABC):
 
     @abstractmethod
     def open_gradient(self, pauses: Pauses = NO_PAUSES) -> InputGradient:
-        """Return what turns gradients of the output into those of the input.
+        """Return the function that turns gradients of the output into those of the input.
 
         It may hold memory of its own, as much as the weights at most; to be dropped after use.
         """
@@ -279,3 +291,50 @@ class _Int8Linear(Linear):
             return results[0] if len(results) == 1 else torch.cat(results)
 
         return multiply_in_pieces
+
+
+class GradientLinears:
+    """Computes linears in pieces, and lets autograd differentiate them.
+
+    With `is_keeping`, the function for a weight's gradient is made once and kept as long as this
+    object: for linears that see the rows of a batch in several calls. An `unread` linear returns
+    zeros: only its gradient is used.
+    """
+
+    def __init__(self, pauses: Pauses, *, is_keeping: bool, unread: Linear | None = None) -> None:
+        self.pauses = pauses
+        self.unread = unread
+        self._is_keeping = is_keeping
+        self._kept: dict[Linear, InputGradient] = {}
+
+    def __call__(self, linear: Linear, hidden_NI: Tensor, precision: RowPrecision) -> Tensor:
+        """Return `hidden_NO`; its gradient is that of the weights as they are.
+
+        Rounding activations to int8 digits counts as doing nothing (a straight-through estimate).
+        """
+        return _LinearFunction.apply(hidden_NI, linear, precision, self)  # type: ignore[no-any-return]
+
+    def open_gradient(self, linear: Linear) -> InputGradient:
+        """Return the function that turns gradients of a linear's output into those of its input."""
+        if linear in self._kept:
+            return self._kept[linear]
+        gradient = linear.open_gradient(self.pauses)
+        if self._is_keeping:
+            self._kept[linear] = gradient
+        return gradient
+
+
+class _LinearFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_NI: Tensor, linear: Linear, precision: RowPrecision, run: GradientLinears
+    ) -> Tensor:
+        ctx.linear, ctx.run = linear, run
+        if linear is run.unread:
+            return hidden_NI.new_zeros(1, 1).expand(len(hidden_NI), linear.out_features)
+        return linear.multiply_in_pieces(hidden_NI, precision, run.pauses)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        gradient = ctx.run.open_gradient(ctx.linear)
+        return gradient(grads[0], ctx.run.pauses), None, None, None

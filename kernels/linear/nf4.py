@@ -40,7 +40,7 @@ class Nf4Weight:
         return int(self._packed_X.nbytes + self._state.absmax.nbytes)
 
     def multiply(self, rows_NI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """Return `rows @ weight.T + bias` in the dtype of the rows, by what reads four bits."""
+        """Return `rows @ weight.T + bias` in the dtype of the rows, from the four bits."""
         product: Tensor = self._library.matmul_4bit(
             rows_NI.contiguous(), self._packed_X, self._state, bias=bias_O
         )

@@ -1,4 +1,4 @@
-"""Picks the kernels of this process, once, by what is fastest on its processor."""
+"""Picks the kernels of this process once: the fastest ones on its processor."""
 
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -8,9 +8,8 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from . import int8_native, int8_torch
-from .int8 import Int8Kernel
-from .quantize import Int8Weight, WeightFormat
+from . import native_int8, torch_int8
+from .quantize import Int8Kernel, Int8Weight, WeightFormat
 
 _WEIGHT_SHAPE = (1024, 512)
 _ROWS_AND_DIGITS = ((1, 2), (64, 1))
@@ -20,7 +19,7 @@ _NUM_TRIALS = 5
 
 def list_int8_kernels() -> list[Int8Kernel]:
     """Return every int8 kernel of the CPU, likely fastest first. All compute the same bits."""
-    return [*int8_native.list_kernels(), int8_torch.make_kernel()]
+    return [*native_int8.list_kernels(), torch_int8.make_kernel()]
 
 
 @cache
@@ -80,7 +79,7 @@ def choose_fastest(kernels: Sequence[Int8Kernel], read_clock: Callable[[], float
 def describe_kernels(
     weights: WeightFormat, attention: Iterable[str], device_type: str = "cpu"
 ) -> str:
-    """Return what computes blocks with such weights, and with what attention, for people.
+    """Return the names of the kernels for blocks with such weights, for people to read.
 
     Before the first int8 weights are there, this measures.
 

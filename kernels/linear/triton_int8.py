@@ -1,4 +1,4 @@
-"""The int8 kernel in Triton, for CUDA devices: the bits of int8.py, one program per tile.
+"""The int8 kernel in Triton, for CUDA devices: the bits of quantize.py, one program per tile.
 
 Imports Triton, so nothing but `select.py` imports this file, and only for tensors on such a device.
 
@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .int8 import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel, Int8Product
-from .quantize import Int8Weight
+from .quantize import DIGIT_LIMITS, SMALLEST_ABSMAX, Int8Kernel, Int8Product, Int8Weight
 
 MAX_ROWS_ONE_BY_ONE = 2
 """Above, tiles for the matrix units read each weight once for all rows. Not measured yet."""

@@ -31,7 +31,7 @@ def load_library() -> ctypes.CDLL | None:
 
 
 def _declare(library: ctypes.CDLL) -> bool:
-    """Declare what the functions take; return whether they are the ones that we know."""
+    """Declare the arguments of the functions; return whether their versions are ours."""
     pointer, number, size = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     try:
         library.shoal_int8_pack.argtypes = [pointer, size, size, pointer]

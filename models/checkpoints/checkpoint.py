@@ -9,11 +9,12 @@ import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from ...protocol.errors import ModelError
 from .fingerprint import CACHE_DIRECTORY, compute_fingerprint
 
 SINGLE_FILE = "model.safetensors"
@@ -29,8 +30,16 @@ _PICKLE_SUFFIXES = (".bin", ".pt", ".pth")
 FetchFile = Callable[[str], Path]
 
 
-class CheckpointError(ValueError):
-    """The checkpoint is missing, damaged or in an unsafe format; the message says what to do."""
+class Tensors(Protocol):
+    """The part of a `Checkpoint` that readers of weights use."""
+
+    def has(self, name: str) -> bool:
+        """Return whether a tensor of this name is stored."""
+        ...
+
+    def load(self, name: str) -> torch.Tensor:
+        """Return one tensor in its stored dtype."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -60,14 +69,14 @@ class Checkpoint:
 
         A large local directory is read as a whole the first time, which takes about a second per
         gigabyte; `cache_directory` is where the answer is kept for the next time.
-        Raises CheckpointError in one sentence when there is nothing usable.
+        Raises ModelError in one sentence when there is nothing usable.
         """
         directory = Path(model).expanduser()
         if directory.is_dir():
             return _open_directory(directory, cache_directory)
         if isinstance(model, str) and _HUB_ID.fullmatch(model):
             return _open_hub(model, revision)
-        raise CheckpointError(f"there is no model directory {str(model)!r}; check the path")
+        raise ModelError(f"there is no model directory {str(model)!r}; check the path")
 
     @property
     def names(self) -> frozenset[str]:
@@ -84,13 +93,13 @@ class Checkpoint:
         The result may be a view of the mapped file: copy what should outlive the file.
         """
         if name not in self._file_of:
-            raise CheckpointError(f"the checkpoint in {self.directory} has no tensor {name!r}")
+            raise ModelError(f"the checkpoint in {self.directory} has no tensor {name!r}")
         path = self._find_file(self._file_of[name])
         try:
             with safe_open(path, framework="pt", device="cpu") as tensors:
                 return tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise CheckpointError(
+            raise ModelError(
                 f"tensor {name!r} cannot be read from {path}: {error}; download the file again"
             ) from error
 
@@ -109,12 +118,12 @@ def _open_directory(directory: Path, cache_directory: Path) -> Checkpoint:
     elif (directory / INDEX_FILE).is_file():
         file_of = _read_index(directory / INDEX_FILE)
     else:
-        raise CheckpointError(_describe_missing_weights(directory))
+        raise ModelError(_describe_missing_weights(directory))
 
     files = {name: directory / name for name in sorted(set(file_of.values()))}
     for path in files.values():
         if not _is_file(path):
-            raise CheckpointError(
+            raise ModelError(
                 f"{directory / INDEX_FILE} names {path.name:.60}, which is not there; "
                 "download the model again"
             )
@@ -122,7 +131,7 @@ def _open_directory(directory: Path, cache_directory: Path) -> Checkpoint:
     try:
         revision = compute_fingerprint(list(files.values()), cache_directory)
     except OSError as error:
-        raise CheckpointError(f"the weights in {directory} cannot be read: {error}") from error
+        raise ModelError(f"the weights in {directory} cannot be read: {error}") from error
     return Checkpoint(directory, config, revision, file_of, directory.joinpath)
 
 
@@ -135,24 +144,24 @@ def _open_hub(model: str, revision: str | None) -> Checkpoint:
         try:
             return Path(hf_hub_download(model, file_name, revision=commit))
         except errors.LocalEntryNotFoundError as error:
-            raise CheckpointError(
+            raise ModelError(
                 f"there is no directory {model!r} here, and the Hub cannot be reached for "
                 f"{file_name}; check the path or the network"
             ) from error
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
-            raise CheckpointError(
+            raise ModelError(
                 f"there is no directory {model!r} here, and the Hub has no such model or "
                 "revision that you may read; check the name"
             ) from error
         except errors.EntryNotFoundError as error:
             raise FileNotFoundError(file_name) from error
         except (errors.HfHubHTTPError, errors.HFValidationError, OSError) as error:
-            raise CheckpointError(f"fetching {file_name} of {model} failed: {error}") from error
+            raise ModelError(f"fetching {file_name} of {model} failed: {error}") from error
 
     try:
         config_path = fetch("config.json", revision)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{model} on the Hub has no config.json") from error
+        raise ModelError(f"{model} on the Hub has no config.json") from error
     # The cache keeps each commit in a folder of its name; later files come from the same commit.
     directory, commit = config_path.parent, config_path.parent.name
 
@@ -160,7 +169,7 @@ def _open_hub(model: str, revision: str | None) -> Checkpoint:
         try:
             return fetch(file_name, commit)
         except FileNotFoundError as error:
-            raise CheckpointError(
+            raise ModelError(
                 f"{model} on the Hub has no {file_name}; shoal reads safetensors only"
             ) from error
 
@@ -185,15 +194,15 @@ def _is_file(path: Path) -> bool:
 
 def _read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}; is it a model directory?")
+        raise ModelError(f"{path.parent} has no {path.name}; is it a model directory?")
     if path.stat().st_size > MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} is too large to be genuine")
+        raise ModelError(f"{path} is too large to be genuine")
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}; download it again") from error
+        raise ModelError(f"{path} is damaged: {error}; download it again") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is damaged: it holds no JSON object")
+        raise ModelError(f"{path} is damaged: it holds no JSON object")
     return cast(dict[str, object], content)
 
 
@@ -201,13 +210,13 @@ def _read_index(path: Path) -> dict[str, str]:
     """Return tensor name -> file name; a name outside of the directory is refused."""
     weight_map = _read_json(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{path} is damaged: it has no weight_map")
+        raise ModelError(f"{path} is damaged: it has no weight_map")
     file_of = cast(dict[str, object], weight_map)
     for file_name in set(map(str, file_of.values())):
         parts = PurePosixPath(file_name).parts
         is_inside = "\\" not in file_name and ":" not in file_name and ".." not in parts
         if not is_inside or file_name.startswith("/") or not file_name.endswith(".safetensors"):
-            raise CheckpointError(
+            raise ModelError(
                 f"{path} names {file_name!r}, which is no safetensors file inside of the model "
                 "directory; do not use this model"
             )
@@ -232,13 +241,11 @@ def _read_names(path: Path) -> tuple[str, ...]:
         if file_bytes != 8 + header_bytes + stop:
             raise ValueError(f"{file_bytes} bytes instead of {8 + header_bytes + stop}")
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path} is missing; download it again") from error
+        raise ModelError(f"{path} is missing; download it again") from error
     except (
         OSError, struct.error, ValueError, LookupError, TypeError, AttributeError, RecursionError
     ) as error:  # fmt: skip
-        raise CheckpointError(
-            f"{path} is truncated or damaged ({error}); download it again"
-        ) from error
+        raise ModelError(f"{path} is truncated or damaged ({error}); download it again") from error
     return tuple(table)
 
 

@@ -17,7 +17,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .checkpoint import Checkpoint, CheckpointError
+from ...protocol.errors import ModelError
+from .checkpoint import Checkpoint
 
 
 class ConvertedCheckpoint:
@@ -46,7 +47,7 @@ class ConvertedCheckpoint:
         return name in self._sources or self._checkpoint.has(name)
 
     def load(self, name: str) -> Tensor:
-        """Return one tensor; a missing or unfit part of it is a CheckpointError."""
+        """Return one tensor; a missing or unfit part of it is a ModelError."""
         sources = self._sources.get(name)
         if not sources or self._checkpoint.has(name):
             return self._checkpoint.load(name)
@@ -61,7 +62,7 @@ class ConvertedCheckpoint:
                 converter.add_tensor(name, stored, part, tensor)
             (tensor,) = converter.convert(name, self._model, self._model.config).values()
         except (RuntimeError, ValueError, LookupError, TypeError) as error:
-            raise CheckpointError(
+            raise ModelError(
                 f"tensor {name!r} cannot be joined from its parts in {self._checkpoint.directory}; "
                 "download the model again"
             ) from error

@@ -1,4 +1,5 @@
-"""Model families: one file for each, which maps a config and checkpoint names to a block's spec.
+"""One file for each family: its config.json, the names of its tensors, and the client's part.
 
-A new family is one new file and one line in registry.py. Read first: spec.py, then llama.py.
+Nothing here computes, and files of families do not import each other. A new family is one new
+file and one line in registry.py (docs/new-family.md). Read first: llama.py.
 """

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from ...kernels.layers.norm import NormKind
 from ...protocol.errors import ModelError
-from .config_reader import (
+from ..specs.config_reader import (
     MAX_HEADS,
     MAX_INTERMEDIATE_SIZE,
     MAX_POSITIONS,
@@ -12,23 +12,39 @@ from .config_reader import (
     read_common_fields,
     rename_fields,
 )
-from .family import Family, FusedOrder
-from .spec import AlibiSpec, MlpKind, ModelSpec
+from ..specs.model_spec import (
+    AlibiSpec,
+    BlockTensorNames,
+    ClientPart,
+    FusedOrder,
+    MlpKind,
+    ModelSpec,
+)
 
-TENSOR_NAMES = {
-    "attention_norm": "input_layernorm.weight",
-    "attention_norm_bias": "input_layernorm.bias",
-    "query_key_value": "self_attention.query_key_value.weight",
-    "query_key_value_bias": "self_attention.query_key_value.bias",
-    "output": "self_attention.dense.weight",
-    "output_bias": "self_attention.dense.bias",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "mlp_norm_bias": "post_attention_layernorm.bias",
-    "up": "mlp.dense_h_to_4h.weight",
-    "up_bias": "mlp.dense_h_to_4h.bias",
-    "down": "mlp.dense_4h_to_h.weight",
-    "down_bias": "mlp.dense_4h_to_h.bias",
-}
+TENSORS = BlockTensorNames(
+    prefixes=("transformer.h.{block}.", "h.{block}."),
+    names={
+        "attention_norm": "input_layernorm.weight",
+        "attention_norm_bias": "input_layernorm.bias",
+        "query_key_value": "self_attention.query_key_value.weight",
+        "query_key_value_bias": "self_attention.query_key_value.bias",
+        "output": "self_attention.dense.weight",
+        "output_bias": "self_attention.dense.bias",
+        "mlp_norm": "post_attention_layernorm.weight",
+        "mlp_norm_bias": "post_attention_layernorm.bias",
+        "up": "mlp.dense_h_to_4h.weight",
+        "up_bias": "mlp.dense_h_to_4h.bias",
+        "down": "mlp.dense_4h_to_h.weight",
+        "down_bias": "mlp.dense_4h_to_h.bias",
+    },
+    fused_order=FusedOrder.BY_GROUP,
+)
+
+CLIENT = ClientPart(
+    embedding="transformer.word_embeddings",
+    embedding_norm="transformer.word_embeddings_layernorm",
+    norm="transformer.ln_f",
+)
 
 _USUAL_NAMES = {
     "n_embed": "hidden_size",
@@ -66,14 +82,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         mlp=MlpKind.PLAIN,
         alibi=AlibiSpec(),
         sliding_windows=(None,) * fields["num_blocks"],
+        tensors=TENSORS,
+        client=CLIENT,
         **fields,
     )
-
-
-FAMILY = Family(
-    name="bloom",
-    read_spec=read_spec,
-    prefixes=("transformer.h.{block}.", "h.{block}."),
-    tensor_names=TENSOR_NAMES,
-    fused_order=FusedOrder.BY_GROUP,
-)

@@ -6,31 +6,47 @@ import torch
 
 from ...kernels.layers.norm import NormKind
 from ...protocol.errors import ModelError
-from .config_reader import (
+from ..specs.config_reader import (
     MAX_HEADS,
     MAX_INTERMEDIATE_SIZE,
     ConfigReader,
     read_common_fields,
     rename_fields,
 )
-from .family import Family, FusedOrder
-from .spec import AlibiSpec, MlpKind, ModelSpec, Residual
+from ..specs.model_spec import (
+    AlibiSpec,
+    BlockTensorNames,
+    ClientPart,
+    FusedOrder,
+    MlpKind,
+    ModelSpec,
+    Residual,
+)
 
-# Models with one norm for each half of a parallel block call them otherwise.
-TENSOR_NAMES = {
-    "attention_norm": ("input_layernorm.weight", "ln_attn.weight"),
-    "attention_norm_bias": ("input_layernorm.bias", "ln_attn.bias"),
-    "query_key_value": "self_attention.query_key_value.weight",
-    "query_key_value_bias": "self_attention.query_key_value.bias",
-    "output": "self_attention.dense.weight",
-    "output_bias": "self_attention.dense.bias",
-    "mlp_norm": ("post_attention_layernorm.weight", "ln_mlp.weight"),
-    "mlp_norm_bias": ("post_attention_layernorm.bias", "ln_mlp.bias"),
-    "up": "mlp.dense_h_to_4h.weight",
-    "up_bias": "mlp.dense_h_to_4h.bias",
-    "down": "mlp.dense_4h_to_h.weight",
-    "down_bias": "mlp.dense_4h_to_h.bias",
-}
+TENSORS = BlockTensorNames(
+    prefixes=("transformer.h.{block}.", "h.{block}."),
+    # Models with one norm for each half of a parallel block call them otherwise.
+    names={
+        "attention_norm": ("input_layernorm.weight", "ln_attn.weight"),
+        "attention_norm_bias": ("input_layernorm.bias", "ln_attn.bias"),
+        "query_key_value": "self_attention.query_key_value.weight",
+        "query_key_value_bias": "self_attention.query_key_value.bias",
+        "output": "self_attention.dense.weight",
+        "output_bias": "self_attention.dense.bias",
+        "mlp_norm": ("post_attention_layernorm.weight", "ln_mlp.weight"),
+        "mlp_norm_bias": ("post_attention_layernorm.bias", "ln_mlp.bias"),
+        "up": "mlp.dense_h_to_4h.weight",
+        "up_bias": "mlp.dense_h_to_4h.bias",
+        "down": "mlp.dense_4h_to_h.weight",
+        "down_bias": "mlp.dense_4h_to_h.bias",
+    },
+    fused_order=FusedOrder.BY_GROUP,
+)
+
+CLIENT = ClientPart(
+    embedding="transformer.word_embeddings",
+    norm="transformer.ln_f",
+)
 
 _USUAL_NAMES = {
     "n_embed": "hidden_size",
@@ -73,6 +89,8 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         mlp=MlpKind.PLAIN,
         alibi=alibi,
         sliding_windows=(None,) * fields["num_blocks"],
+        tensors=TENSORS,
+        client=CLIENT,
         **fields,
     )
 
@@ -95,12 +113,3 @@ def _read_order(reader: ConfigReader) -> tuple[Residual, tuple[str, ...]]:
     if not is_new:
         raise ModelError("config.json: num_ln_in_parallel_attn 2 needs new_decoder_architecture")
     return Residual.PARALLEL, ("attention_norm", "mlp_norm")
-
-
-FAMILY = Family(
-    name="falcon",
-    read_spec=read_spec,
-    prefixes=("transformer.h.{block}.", "h.{block}."),
-    tensor_names=TENSOR_NAMES,
-    fused_order=FusedOrder.BY_GROUP,
-)

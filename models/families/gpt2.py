@@ -4,30 +4,39 @@ from collections.abc import Mapping
 
 from ...kernels.layers.norm import NormKind
 from ...protocol.errors import ModelError
-from .config_reader import (
+from ..specs.config_reader import (
     MAX_HEADS,
     MAX_INTERMEDIATE_SIZE,
     ConfigReader,
     read_common_fields,
     rename_fields,
 )
-from .family import Family
-from .spec import MlpKind, ModelSpec
+from ..specs.model_spec import BlockTensorNames, ClientPart, MlpKind, ModelSpec
 
-TENSOR_NAMES = {
-    "attention_norm": "ln_1.weight",
-    "attention_norm_bias": "ln_1.bias",
-    "query_key_value": "attn.c_attn.weight",
-    "query_key_value_bias": "attn.c_attn.bias",
-    "output": "attn.c_proj.weight",
-    "output_bias": "attn.c_proj.bias",
-    "mlp_norm": "ln_2.weight",
-    "mlp_norm_bias": "ln_2.bias",
-    "up": "mlp.c_fc.weight",
-    "up_bias": "mlp.c_fc.bias",
-    "down": "mlp.c_proj.weight",
-    "down_bias": "mlp.c_proj.bias",
-}
+TENSORS = BlockTensorNames(
+    prefixes=("transformer.h.{block}.", "h.{block}."),
+    names={
+        "attention_norm": "ln_1.weight",
+        "attention_norm_bias": "ln_1.bias",
+        "query_key_value": "attn.c_attn.weight",
+        "query_key_value_bias": "attn.c_attn.bias",
+        "output": "attn.c_proj.weight",
+        "output_bias": "attn.c_proj.bias",
+        "mlp_norm": "ln_2.weight",
+        "mlp_norm_bias": "ln_2.bias",
+        "up": "mlp.c_fc.weight",
+        "up_bias": "mlp.c_fc.bias",
+        "down": "mlp.c_proj.weight",
+        "down_bias": "mlp.c_proj.bias",
+    },
+    stores_transposed=True,
+)
+
+CLIENT = ClientPart(
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    norm="transformer.ln_f",
+)
 
 _USUAL_NAMES = {
     "n_embd": "hidden_size",
@@ -69,14 +78,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
         mlp=MlpKind.PLAIN,
         attention_scale=None if reader.flag("scale_attn_weights", default=True) else 1.0,
         sliding_windows=(None,) * fields["num_blocks"],
+        tensors=TENSORS,
+        client=CLIENT,
         **fields,
     )
-
-
-FAMILY = Family(
-    name="gpt2",
-    read_spec=read_spec,
-    prefixes=("transformer.h.{block}.", "h.{block}."),
-    tensor_names=TENSOR_NAMES,
-    stores_transposed=True,
-)

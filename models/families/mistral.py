@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 
-from .config_reader import ConfigReader, read_common_fields
-from .family import Family
-from .llama import PREFIXES, TENSOR_NAMES
-from .spec import ModelSpec
-from .windows import read_one_window, read_typed_windows
+from ..specs.config_reader import (
+    ConfigReader,
+    read_common_fields,
+    read_one_window,
+    read_typed_windows,
+)
+from ..specs.model_spec import ModelSpec
 
 # What transformers assumes where config.json is silent.
 _DEFAULT_WINDOW = 4096
@@ -23,6 +25,3 @@ def _read_windows(config: Mapping[str, object], num_blocks: int) -> tuple[int | 
     if ConfigReader(config).has("layer_types"):
         return read_typed_windows(config, _DEFAULT_WINDOW, default_types=())
     return read_one_window(config, num_blocks, default=_DEFAULT_WINDOW)
-
-
-FAMILY = Family(name="mistral", read_spec=read_spec, prefixes=PREFIXES, tensor_names=TENSOR_NAMES)

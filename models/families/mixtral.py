@@ -2,20 +2,24 @@
 
 from collections.abc import Mapping
 
-from .config_reader import MAX_EXPERTS, ConfigReader, read_common_fields, rename_fields
-from .family import Family
-from .llama import PREFIXES
-from .llama import TENSOR_NAMES as LLAMA_TENSOR_NAMES
-from .spec import ExpertsSpec, ModelSpec
-from .windows import read_one_window
+from ..specs.config_reader import (
+    MAX_EXPERTS,
+    ConfigReader,
+    read_common_fields,
+    read_one_window,
+    rename_fields,
+)
+from ..specs.model_spec import LLAMA_TENSOR_NAMES, BlockTensorNames, ExpertsSpec, ModelSpec
 
-TENSOR_NAMES = {
-    **LLAMA_TENSOR_NAMES,
-    "router": "block_sparse_moe.gate.weight",
-    "expert_gate": "block_sparse_moe.experts.{expert}.w1.weight",
-    "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
-    "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
-}
+TENSORS = BlockTensorNames(
+    names={
+        **LLAMA_TENSOR_NAMES,
+        "router": "block_sparse_moe.gate.weight",
+        "expert_gate": "block_sparse_moe.experts.{expert}.w1.weight",
+        "expert_up": "block_sparse_moe.experts.{expert}.w3.weight",
+        "expert_down": "block_sparse_moe.experts.{expert}.w2.weight",
+    }
+)
 
 # What transformers assumes where config.json is silent.
 _DEFAULTS = {
@@ -39,8 +43,6 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
             intermediate_size=fields["intermediate_size"],
             is_normalized=True,
         ),
+        tensors=TENSORS,
         **fields,
     )
-
-
-FAMILY = Family(name="mixtral", read_spec=read_spec, prefixes=PREFIXES, tensor_names=TENSOR_NAMES)

@@ -3,20 +3,25 @@
 from collections.abc import Mapping
 
 from ...protocol.errors import ModelError
-from .config_reader import MAX_POSITIONS, ConfigReader, read_common_fields, read_rope_parameters
-from .family import Family
-from .llama import PREFIXES
-from .spec import ModelSpec
-from .windows import read_one_window
+from ..specs.config_reader import (
+    MAX_POSITIONS,
+    ConfigReader,
+    read_common_fields,
+    read_one_window,
+    read_rope_parameters,
+)
+from ..specs.model_spec import BlockTensorNames, ModelSpec
 
-TENSOR_NAMES = {
-    "attention_norm": "input_layernorm.weight",
-    "query_key_value": "self_attn.qkv_proj.weight",
-    "output": "self_attn.o_proj.weight",
-    "mlp_norm": "post_attention_layernorm.weight",
-    "gate_up": "mlp.gate_up_proj.weight",
-    "down": "mlp.down_proj.weight",
-}
+TENSORS = BlockTensorNames(
+    names={
+        "attention_norm": "input_layernorm.weight",
+        "query_key_value": "self_attn.qkv_proj.weight",
+        "output": "self_attn.o_proj.weight",
+        "mlp_norm": "post_attention_layernorm.weight",
+        "gate_up": "mlp.gate_up_proj.weight",
+        "down": "mlp.down_proj.weight",
+    }
+)
 
 # What transformers assumes where config.json is silent.
 _DEFAULTS = {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096}
@@ -32,7 +37,7 @@ def read_spec(config: Mapping[str, object]) -> ModelSpec:
     if fields["rope_parameters"]["rope_type"] == "default":
         fields["rope_parameters"] = read_rope_parameters(config)  # partial, if it says so
     windows = read_one_window(config, fields["num_blocks"], default=None)
-    return ModelSpec(sliding_windows=windows, **fields)
+    return ModelSpec(sliding_windows=windows, tensors=TENSORS, **fields)
 
 
 def _name_rope(config: Mapping[str, object]) -> dict[str, object]:
@@ -50,6 +55,3 @@ def _name_rope(config: Mapping[str, object]) -> dict[str, object]:
             "original_max_position_embeddings", MAX_POSITIONS, _DEFAULT_ORIGINAL_POSITIONS
         )
     return {**config, "rope_scaling": None, "rope_parameters": rope}
-
-
-FAMILY = Family(name="phi3", read_spec=read_spec, prefixes=PREFIXES, tensor_names=TENSOR_NAMES)

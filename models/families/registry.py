@@ -1,60 +1,34 @@
-"""The model families that shoal knows, one file each; none of them computes anything."""
+"""The model families that shoal computes itself, by the `model_type` of `config.json`.
 
-from collections.abc import Mapping
+Everything about a family is in its file, and its name is here. How to add one: docs/new-family.md.
+"""
 
-from . import (
-    bloom,
-    falcon,
-    gemma,
-    gemma2,
-    gemma3,
-    gpt2,
-    llama,
-    mistral,
-    mixtral,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
-from .config_reader import ConfigReader
-from .family import Family
-from .spec import ModelShape
+from collections.abc import Callable, Mapping
 
-_MODULES = (
-    bloom,
-    falcon,
-    gemma,
-    gemma2,
-    gemma3,
-    gpt2,
-    llama,
-    mistral,
-    mixtral,
-    phi3,
-    qwen2,
-    qwen3,
-    qwen3_moe,
-)
+from ..specs.config_reader import ConfigReader
+from ..specs.model_spec import ModelSpec
+from . import bloom, falcon, gemma, gpt2, llama, mistral, mixtral, phi3, qwen
 
-FAMILIES: Mapping[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
-"""By the `model_type` of `config.json`. Qwen 2.5 calls itself qwen2."""
+ReadSpec = Callable[[Mapping[str, object]], ModelSpec]
+"""Returns the checked spec of a model with this `config.json` content; raises ModelError."""
+
+FAMILIES: Mapping[str, ReadSpec] = {
+    "bloom": bloom.read_spec,
+    "falcon": falcon.read_spec,
+    "gemma": gemma.read_gemma1,
+    "gemma2": gemma.read_gemma2,
+    "gemma3_text": gemma.read_gemma3,
+    "gpt2": gpt2.read_spec,
+    "llama": llama.read_spec,
+    "mistral": mistral.read_spec,
+    "mixtral": mixtral.read_spec,
+    "phi3": phi3.read_spec,
+    "qwen2": qwen.read_qwen2,  # Qwen 2.5 as well
+    "qwen3": qwen.read_qwen3,
+    "qwen3_moe": qwen.read_qwen3_moe,
+}
 
 
-def find_family(config: Mapping[str, object]) -> Family | None:
-    """Return the family of this configuration, None for one without a file here."""
+def find_family(config: Mapping[str, object]) -> ReadSpec | None:
+    """Return what reads a configuration of this family, None for a family without a file here."""
     return FAMILIES.get(ConfigReader(config).text("model_type", default=""))
-
-
-def read_spec(config: Mapping[str, object]) -> ModelShape:
-    """Return the checked spec of the model with this `config.json` content.
-
-    A family without a file here has only a shape: its blocks are transformers' own. One that
-    cannot be served in this way either is a ModelError.
-    """
-    family = find_family(config)
-    if family is not None:
-        return family.read_spec(config)
-    from ...peer.engine.blocks.wrapped import read_shape  # transformers takes seconds to import
-
-    return read_shape(config)

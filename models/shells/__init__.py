@@ -1,4 +1,5 @@
-"""Decoders of transformers without their blocks, for families that have no file of their own.
+"""Shells: transformers' own models without weights, for families that have no file here.
 
-Read first: shell.py.
+A shell is built on the meta device, checked, and then given the weights of single blocks. Read
+first: shell.py, then shell_opening.py.
 """

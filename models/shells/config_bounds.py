@@ -1,11 +1,11 @@
-"""Bounds of what a config.json says, checked before transformers makes anything of it.
+"""Bounds for the numbers in a config.json, checked before transformers reads them.
 
-Its configurations write lists as long as some of these numbers, layer by layer.
+Its configurations build lists as long as some of these numbers, layer by layer.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from .shell import ShellError
+from ...protocol.errors import ModelError
 
 MAX_LAYERS = 4096
 """Far above any model, like all of these."""
@@ -24,30 +24,30 @@ _ANY_NUMBER = (
 
 
 def check_bounds(fields: Mapping[str, object]) -> None:
-    """Raise ShellError, which names the field, for a number that no model has."""
+    """Raise ModelError, which names the field, for a number that no model has."""
     for name, value in fields.items():
         values = list(_walk(name, value, 0))
         if len(values) > _MAX_VALUES:
-            raise ShellError(f"config.json: {name:.60} has more than {_MAX_VALUES} values")
+            raise ModelError(f"config.json: {name:.60} has more than {_MAX_VALUES} values")
         for key, number, _ in values:
             maximum = _find_maximum(key)
             if maximum is not None and _is_above(number, maximum):
-                raise ShellError(
+                raise ModelError(
                     f"config.json: {key:.60} must be at most {maximum}, got {number!s:.60}"
                 )
         # GPT-Neo names its blocks by lists of names, each with how often it comes.
         counts = [number for _, number, depth in values if depth > 1 and isinstance(number, int)]
         if counts and max(counts) * len(values) > _MAX_NUMBER:
-            raise ShellError(
+            raise ModelError(
                 f"config.json: numbers in {name:.60} must be at most {_MAX_NUMBER // len(values)}, "
                 f"got {max(counts)!s:.60}"
             )
 
 
 def _walk(key: str, value: object, depth: int) -> Iterator[tuple[str, object, int]]:
-    """Yield what is in a value, with its key and how many lists it is in."""
+    """Yield the parts of a value, each with its key and the number of lists around it."""
     if depth > _MAX_DEPTH:
-        raise ShellError(f"config.json: {key:.60} has lists in lists that are too deep")
+        raise ModelError(f"config.json: {key:.60} has lists in lists that are too deep")
     if isinstance(value, Mapping):
         for name, part in value.items():
             yield from _walk(str(name), part, depth)

@@ -1,6 +1,6 @@
 """Transformers' own implementation of a model, with only those weights that are asked for.
 
-Serves families that have no implementation here. How one is made says `shell_opening`.
+For families that have no file in `models/families`. `shell_opening.py` makes shells.
 """
 
 import copy
@@ -11,21 +11,17 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..checkpoints.checkpoint import CheckpointError
-from ..checkpoints.conversion import ConvertedCheckpoint
+from ...protocol.errors import ModelError
+from ..checkpoints.checkpoint import Tensors
 from .step_cache import KeptShape
 from .tables import fill_tables
 
 
-class ShellError(ValueError):
-    """There is no shell of the model; the message is a sentence that says why."""
-
-
 class NoPositions(nn.Module):
-    """Stands in a decoder for what adds positions, where others have added them."""
+    """Replaces the module of a decoder that adds positions, where they were added before."""
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        """Return what changes nothing when it is added."""
+        """Return a zero, which changes nothing when it is added."""
         return torch.zeros(())
 
 
@@ -33,9 +29,9 @@ class NoPositions(nn.Module):
 class Shell:
     """A causal language model without memory for weights, taken apart at its blocks.
 
-    What a block keeps of each token says `kept`. What the embedding returns is to be multiplied by
-    `embedding_multiplier` before the first block, and the module `positions_name`, if there is
-    one, adds positions to it.
+    `kept` is the shape of the keys and values that a block keeps of each token. The output of the
+    embedding is multiplied by `embedding_multiplier` before the first block; the module
+    `positions_name`, if there is one, adds positions to it.
     """
 
     model: PreTrainedModel
@@ -69,8 +65,8 @@ class Shell:
         decoder._modules = dict(self.decoder._modules)
         config = decoder.config = copy.deepcopy(self.decoder.config)
         config.num_hidden_layers = len(indices)
-        # Decoders look up by its place in such a list what a block is to be given. A list that is
-        # as long by chance, of token ids for one, is not read by a decoder.
+        # Decoders look up the settings of a block by its index in such a list. Another list that
+        # happens to be as long (of token ids, for example) is not read by a decoder.
         for name, values in vars(self.decoder.config).items():
             if isinstance(values, list | tuple) and len(values) == len(self.layers):
                 setattr(config, name, type(values)(values[index] for index in indices))
@@ -94,22 +90,20 @@ class Shell:
         setattr(module, name, self.cut([], has_norm=True))
         return model
 
-    def load_layer(
-        self, checkpoint: ConvertedCheckpoint, index: int, dtype: torch.dtype | None
-    ) -> None:
+    def load_layer(self, checkpoint: Tensors, index: int, dtype: torch.dtype | None) -> None:
         """Give one block its weights; None keeps the checkpoint's dtype."""
         layer = self.layers[index]
         self.load(checkpoint, layer, f"{self.layers_name}.{index}.", dtype)
 
     def load(
         self,
-        checkpoint: ConvertedCheckpoint,
+        checkpoint: Tensors,
         module: nn.Module,
         name: str,
         dtype: torch.dtype | None,
     ) -> None:
-        """Give a module of the decoder its weights; `name` is what they begin with there."""
-        fill_tables(self.model, module)  # first: that would write weights, too, if they were here
+        """Give a module of the decoder its weights; their names begin with `name`."""
+        fill_tables(self.model, module)  # first: it would overwrite weights
         tensors = {}
         for local_name, empty in module.state_dict().items():
             tensor = self.read(checkpoint, name + local_name, tuple(empty.shape))
@@ -125,14 +119,14 @@ class Shell:
         precise = self.model._keep_in_fp32_modules_strict or ()
         return torch.float32 if any(part in name for part in precise) else dtype
 
-    def read(self, checkpoint: ConvertedCheckpoint, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor of the decoder, whether or not its name says where that is."""
+    def read(self, checkpoint: Tensors, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor of the decoder, stored with or without the names of its parents."""
         parents = self.decoder_name.split(".")
         names = [".".join([*parents[first:], name]) for first in range(len(parents) + 1)]
         full_name = next(filter(checkpoint.has, names), names[0])
         tensor = checkpoint.load(full_name)
         if tuple(tensor.shape) != shape:
-            raise CheckpointError(
+            raise ModelError(
                 f"tensor {full_name} has shape {tuple(tensor.shape)}, config.json makes it {shape}"
             )
         return tensor

@@ -1,6 +1,6 @@
-"""What a decoder gives to each of its blocks: the same, must be, where it has that block alone.
+"""Checks that a decoder calls a block with the same arguments alone as among all blocks.
 
-Blocks are not computed for this, and weights are not needed. Tensor suffixes: B rows, T tokens,
+The blocks are replaced by recorders, so no weights are needed. Tensor suffixes: B rows, T tokens,
 H hidden.
 """
 
@@ -17,12 +17,12 @@ from .step_cache import StepCache
 
 _TOKENS = 3
 _MOST_POSITIONS = 2**14
-"""Behind so many, or as many as the model has: beyond most windows, and a mask takes little."""
+"""The check runs behind so many positions, if the model has them: beyond most windows."""
 
 _RUN_ERRORS = (
     ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError,
 )  # fmt: skip
-"""What a decoder raises that cannot do with what a block returns."""
+"""Errors of a decoder that expects another return value of its blocks."""
 
 Call = tuple[tuple[object, ...], dict[str, object]]
 """Arguments of a block, by place and by name."""
@@ -30,9 +30,9 @@ Call = tuple[tuple[object, ...], dict[str, object]]
 
 @torch.no_grad()
 def gives_blocks_the_same_alone(shell: Shell) -> bool:
-    """Return whether each block alone is called as it is among all, on hidden states as they are.
+    """Return whether each block alone is called as it is among all, with unchanged hidden states.
 
-    The decoder must also hand on what a block returns, and nothing else, to the next one.
+    The decoder must also pass the output of a block, and nothing else, to the next one.
     """
     hidden_BTH = torch.linspace(-3, 3, _TOKENS * shell.config.hidden_size).view(1, _TOKENS, -1)
     most = getattr(shell.config, "max_position_embeddings", None) or _MOST_POSITIONS
@@ -63,7 +63,7 @@ def _record(
     position: int,
     pack: Callable[[object], object],
 ) -> list[Call] | None:
-    """Return the calls of blocks that hand on what they are given; None where that is lost."""
+    """Return the calls of blocks that return their input; None if the decoder loses that."""
     decoder: Any = shell.cut(indices)
     for name, part in decoder.named_children():
         # Some tables change with the length of a text.

@@ -1,7 +1,7 @@
-"""Opening the shell of a model: what transformers builds of its configuration, if that fits.
+"""Opens the shell of a model: the one that transformers builds of its config.json, if it fits.
 
-Builds it without memory for weights (torch's meta device) from classes that are installed: code in
-a checkpoint is never run. Whatever can be proven about it is, before anybody serves it.
+Builds it without memory for weights (torch's meta device) from installed classes; code in a
+checkpoint is never run. Everything that peers rely on is checked before the shell is returned.
 """
 
 import copy
@@ -16,8 +16,17 @@ from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from ...protocol.errors import ModelError
+from ..families.registry import FAMILIES
+from ..specs.config_reader import (
+    MAX_HEADS,
+    MAX_POSITIONS,
+    ConfigReader,
+    limit_to_exact_positions,
+)
+from ..specs.model_spec import WrappedShape
 from .config_bounds import MAX_LAYERS, check_bounds
-from .shell import Shell, ShellError
+from .shell import Shell
 from .shell_calls import gives_blocks_the_same_alone
 from .step_cache import KeptShape, OtherStateError, Shapes, StepCache
 from .tables import TableError, count_table_bytes, fill_tables, has_tables
@@ -33,13 +42,13 @@ _UNSAFE_FIELDS = frozenset(
         "_experts_implementation_internal",
     }
 )
-"""What lets a configuration choose code, and some of it from the Hub."""
+"""Fields by which a configuration chooses code, some of it from the Hub."""
 
 _MAX_SIZE = 2**20
-"""Far above any model: what a damaged config.json can make us allocate."""
+"""Far above any model; bounds what a damaged config.json makes us allocate."""
 
 _SMALL_TABLE_BYTES = 2**24
-"""Tables of a block may be as large beside any weights: masks of 4096 positions."""
+"""A block may always have tables of this size: masks of 4096 positions."""
 
 _BUILD_ERRORS = (
     StrictDataclassError,
@@ -53,14 +62,7 @@ _BUILD_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What transformers raises for configurations that it cannot use, or not in this way."""
-
-
-OWN_FAMILIES = (
-    "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "mixtral",
-    "phi3", "qwen2", "qwen3", "qwen3_moe",
-)  # fmt: skip
-"""What peers and clients compute themselves, for the sentence that says what is supported."""
+"""Errors of transformers for configurations that it cannot use, or not in this way."""
 
 
 _NOT_KNOWN_YET = KeptShape(0, 0)
@@ -69,42 +71,66 @@ _NO_LIST = "it is not a list of blocks between an embedding and a norm"
 
 
 class _UnfitError(Exception):
-    """A family cannot run block by block; half a sentence says why."""
+    """A family cannot run block by block; the message is the second half of a sentence."""
+
+
+def read_shape(config: Mapping[str, object]) -> WrappedShape:
+    """Return the shape of a model of a family that only transformers knows."""
+    shell = open_shell(config)
+    # Under the names that all families share, whatever their own are.
+    names = ("num_attention_heads", "max_position_embeddings", "rope_parameters")
+    settings = ConfigReader({name: getattr(shell.config, name, None) for name in names})
+    rope = {"rope_type": "default", **settings.mapping("rope_parameters")}
+    positions = settings.count("max_position_embeddings", MAX_POSITIONS, MAX_POSITIONS)
+    return WrappedShape(
+        family=str(config["model_type"]),
+        hidden_size=shell.config.hidden_size,
+        num_blocks=len(shell.layers),
+        num_kv_heads=shell.kept.num_heads,
+        head_dim=shell.kept.head_dim,
+        max_positions=limit_to_exact_positions(rope, positions)[1],
+        dtype=ConfigReader(config).dtype(),
+        num_heads=settings.count("num_attention_heads", MAX_HEADS, shell.kept.num_heads),
+        block_parameters=tuple(
+            sum(weight.numel() for weight in layer.parameters()) for layer in shell.layers
+        ),
+        block_table_bytes=tuple(count_table_bytes(layer) for layer in shell.layers),
+    )
 
 
 def open_shell(config: Mapping[str, object]) -> Shell:
     """Return the shell of the model with this `config.json` content.
 
-    Raises ShellError for a family that transformers does not know or that does more than hand
-    hidden states from block to block: whoever gets a shell here can serve the model and use it.
+    Raises ModelError for a family that transformers does not know, or whose decoder does more than
+    pass hidden states from block to block. Every model with a shell can be served and used.
     """
     name = config.get("model_type")
     if name is None or name == "":
-        raise ShellError("config.json has no model_type, which says what family the model is of")
+        raise ModelError("config.json has no model_type, which says what family the model is of")
     if not isinstance(name, str):
-        raise ShellError(f"config.json: model_type must be a text, got {name!r:.60}")
+        raise ModelError(f"config.json: model_type must be a text, got {name!r:.60}")
     if config.get("quantization_config") is not None:
-        raise ShellError("this checkpoint is quantized already; use the original one")
+        raise ModelError("this checkpoint is quantized already; use the original one")
     try:
         return _open(_build(name, config))
     except _UnfitError as reason:
-        raise ShellError(
+        raise ModelError(
             f"models of type {name!r:.60} are not supported: {reason}; supported are "
-            f"{', '.join(OWN_FAMILIES)}, and others whose blocks transformers can run one by one"
+            f"{', '.join(FAMILIES)}, and others whose blocks transformers can run one by one"
         ) from reason
 
 
 def open_block_shell(config: Mapping[str, object]) -> Shell:
     """Return the shell of a model whose blocks are to be run alone, on what they are given.
 
-    Of families with an implementation here whatever lies between embedding and blocks is made of
-    zeros; its outputs have to be passed over. Raises ShellError for others like `open_shell`.
+    Works for families with a file here, too: their modules between embedding and blocks consist of
+    zeros, and callers ignore the outputs of these. Raises ModelError like `open_shell`.
     """
     name = config.get("model_type")
-    if name not in OWN_FAMILIES or config.get("quantization_config") is not None:
+    if name not in FAMILIES or config.get("quantization_config") is not None:
         return open_shell(config)
     try:
-        # What has windows in some blocks only is another family in transformers.
+        # Transformers has another family for windows in some blocks only.
         is_ministral = name == "mistral" and config.get("layer_types")
         model = _build("ministral" if is_ministral else str(name), config)
         decoder_name, layers_name = _find_layers(model)
@@ -116,7 +142,7 @@ def open_block_shell(config: Mapping[str, object]) -> Shell:
                 setattr(decoder, part_name, nn.Identity())
         _fill_tables(shell)
     except _UnfitError as reason:
-        raise ShellError(f"blocks of models of type {name!r} do not run alone: {reason}") from None
+        raise ModelError(f"blocks of models of type {name!r} do not run alone: {reason}") from None
     for part in decoder.children():
         if part is not shell.layers:
             for names in (part._parameters, part._buffers):
@@ -179,7 +205,7 @@ def _find_layers(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def _take_multiplier(decoder: Any) -> float:
-    """Return by what a decoder multiplies its input (Granite), and have it do so no longer."""
+    """Return the factor of a decoder for its input (Granite), and set it to one there."""
     multiplier = float(getattr(decoder, "embedding_multiplier", 1.0))
     if multiplier != 1.0:
         decoder.embedding_multiplier = 1.0
@@ -228,14 +254,14 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
             raise _UnfitError(f"it is more than a model of type {text_config.model_type!r}")
         for field, maximum in (("num_hidden_layers", MAX_LAYERS), ("hidden_size", _MAX_SIZE)):
             if not 0 < getattr(model_config, field) <= maximum:
-                raise ShellError(f"config.json: {field} must be a number from 1 to {maximum}")
+                raise ModelError(f"config.json: {field} must be a number from 1 to {maximum}")
         model_config._attn_implementation = "eager"
         with torch.device("meta"):
             model = cast(Any, MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)])(model_config)
-    except ShellError:
+    except ModelError:
         raise
     except _BUILD_ERRORS as error:
-        raise ShellError(
+        raise ModelError(
             f"transformers cannot build a model of type {name!r} from this config.json; check its "
             "values, or download it again"
         ) from error
@@ -243,7 +269,7 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
 
 
 def _fill_tables(shell: Shell) -> None:
-    """Compute what the decoder keeps beside weights; that blocks can is only tried."""
+    """Compute the tables of the decoder; those of blocks are only tried."""
     everything = copy.copy(shell.decoder)
     everything._modules = dict(shell.decoder._modules)
     setattr(everything, shell.layers_name, nn.ModuleList())
@@ -265,9 +291,9 @@ def _fill_tables(shell: Shell) -> None:
 def _find_positions(shell: Shell, others: list[str]) -> str | None:
     """Return the name of the module that adds positions before the first block, if there is one.
 
-    Without it, a decoder without blocks must return what it is given: one that scales or adds
-    anything before its first block would do so on every peer. `others` has what is left that has
-    weights: if it adds no positions, nobody knows what it does.
+    Without that module, a decoder without blocks must return its input: one that scales or adds
+    anything before its first block would do so on every peer. `others` names the other modules
+    with weights, which must add positions: we know of no other use.
     """
     tables = [name for name, child in shell.decoder.named_children() if has_tables(child)]
     names: list[str | None] = [*others] or [None, *tables]
@@ -279,7 +305,7 @@ def _find_positions(shell: Shell, others: list[str]) -> str | None:
 
 @torch.no_grad()
 def _changes_nothing(shell: Shell) -> bool:
-    """Return whether a decoder without blocks and positions returns what it is given."""
+    """Return whether a decoder without blocks and positions returns its input."""
     hidden_BTH = torch.linspace(-3, 3, 2 * 3 * shell.config.hidden_size).view(2, 3, -1)
     calls = list[nn.Module]()
     try:

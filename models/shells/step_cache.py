@@ -24,20 +24,20 @@ Shapes = tuple[torch.Size, torch.Size]
 
 
 _SMALL_HEAD = 16
-"""In smaller heads, the scales of integers would take too much beside them."""
+"""In smaller heads, the scales of int8 states would take too much memory beside them."""
 
 _CUT_HEAD = 32
-"""Where the heads of a model have no such size in common, it is cut into these."""
+"""The size of heads where the model's own have no such size in common."""
 
 
 @dataclass(frozen=True)
 class KeptShape:
-    """What memory keeps of a token in each block: two times `head_dim` numbers in each head.
+    """The form in which the KV cache keeps a token in each block: keys and values of these heads.
 
     Keys and values of that shape are kept as they are. All others are joined to one row of numbers,
     which is cut into such heads, half of them in place of keys: so two shapes cost little more than
-    what they hold. A block that has less than others is filled up with zeros. Where it can be, no
-    head has parts of both: integers of a head have one scale, and keys may be far larger.
+    their numbers. Blocks with fewer numbers than others are padded with zeros. If possible, no head
+    has parts of both: the int8 numbers of a head share a scale, and keys may be far larger.
     """
 
     num_heads: int
@@ -45,7 +45,7 @@ class KeptShape:
 
     @classmethod
     def of(cls, shapes: Iterable[Shapes]) -> "KeptShape":
-        """Return what holds the keys and values of all these blocks."""
+        """Return the smallest form that holds the keys and values of all these blocks."""
         every = set(shapes)
         if len(every) == 1:
             keys, values = next(iter(every))
@@ -86,11 +86,11 @@ def _cut(states_BTN: Tensor, num_heads: int) -> Tensor:
 
 
 class OtherStateError(LookupError):
-    """A block asks for more than keys and values: what a recurrence keeps, for one."""
+    """A block keeps more than keys and values: a recurrent state, for example."""
 
 
 class _NoLayers(list[Any]):
-    """What caches of transformers keep other states in."""
+    """Takes the place of the list in which caches of transformers keep other states."""
 
     def __getitem__(self, index: Any) -> Any:
         raise OtherStateError
@@ -99,8 +99,8 @@ class _NoLayers(list[Any]):
 class StepCache(DynamicCache):
     """Keys and values of one step in one block, for transformers' attention.
 
-    `put` writes at `position` of some memory, which keeps what `kept` says or else anything, and
-    returns everything up to there. Without it, this only remembers what shape would be written.
+    `put` writes at `position` of some memory and returns everything up to there; the memory has
+    the form `kept`, or takes any shape if that is None. Without `put`, this only records shapes.
     """
 
     def __init__(

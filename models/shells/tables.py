@@ -1,7 +1,7 @@
 """Tables of transformers' modules that are in no checkpoint: rotations, positions, masks.
 
-A module that was built without memory gets them here, in the way in which transformers itself
-fills them when it has loaded a checkpoint.
+Fills them for modules that were built without memory, as transformers does after it has loaded a
+checkpoint.
 """
 
 import torch
@@ -9,12 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 MAX_TABLE_BYTES = 2**28
-"""Of all tables of one module: several times what any model has. What a damaged config.json could
-make us allocate."""
+"""Of all tables of one module: several times those of any model. Bounds what a damaged config.json
+makes us allocate."""
 
 
 class TableError(Exception):
-    """The tables of a module cannot be computed; half a sentence says why."""
+    """The tables of a module cannot be computed; the message is the second half of a sentence."""
 
 
 def has_tables(module: nn.Module) -> bool:
@@ -49,7 +49,7 @@ def _list_tables(part: nn.Module) -> dict[str, Tensor]:
 def _fill(model: PreTrainedModel, part: nn.Module, tables: dict[str, Tensor]) -> None:
     if sum(table.nbytes for table in tables.values()) > MAX_TABLE_BYTES:
         raise TableError(f"it keeps tables of more than {MAX_TABLE_BYTES >> 20} MiB")
-    # Twice, upon different numbers: what transformers leaves alone differs afterwards.
+    # Twice, over different numbers: tables that transformers leaves alone then differ.
     first, second = (_compute(model, part, tables, number) for number in (0, 1))
     if not all(torch.equal(first[name], second[name]) for name in tables):
         raise TableError("it keeps tables that are in no checkpoint")

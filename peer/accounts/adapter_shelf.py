@@ -18,8 +18,8 @@ from .adapter_budget import MOST_BYTES
 from .shared_bytes import SharedBytes
 
 _KEEPS_NONE = (
-    "this peer keeps no adapters: it was given no memory for them (--adapter-memory); its blocks "
-    "take another peer"
+    "this peer accepts no adapters: it has no memory for them (--adapter-memory); another peer "
+    "must serve its blocks"
 )
 
 _TIMES_FREE = 3
@@ -83,8 +83,8 @@ class AdapterShelf:
         if num_bytes > most_bytes:
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
-                f"the adapter takes {_in_words(num_bytes)}, more than this peer keeps for one "
-                f"client: {_in_words(most_bytes)}; a lower rank or fewer modules take less",
+                f"the adapter takes {_in_words(num_bytes)}, and this peer accepts at most "
+                f"{_in_words(most_bytes)} per client; use a lower rank or fewer target modules",
             )
         if num_bytes > num_freed and not self.shared.has_room_for(holder, num_bytes):
             raise RefusedError(
@@ -139,9 +139,9 @@ class AdapterShelf:
             raise RefusedError(ErrorCode.UNKNOWN_ADAPTER, _KEEPS_NONE)
         raise RefusedError(
             ErrorCode.UNKNOWN_ADAPTER,
-            f"this peer has no adapter {name.hex():.12}… that you may use; if that is a published "
-            "one, its digest was mistyped, it was withdrawn, or its publisher is gone. A peer that "
-            "has just come gets it from its publisher soon: try again in a minute",
+            f"this peer has no adapter {name.hex():.12}… that you may use; if it was published, "
+            "its digest was mistyped, it was withdrawn, or its publisher is gone. A peer that has "
+            "just joined gets it from the publisher soon: try again in a minute",
         )
 
     def has(self, name: AdapterId, holder: Holder, is_published: bool = False) -> bool:
@@ -221,16 +221,16 @@ class AdapterShelf:
     def _describe_lack(self, holder: Holder, num_bytes: int) -> str:
         """Return why there is no room for an adapter at present, and what makes some."""
         held_bytes, share_bytes = self.shared.measure(holder)
-        said = f"this peer has no room for an adapter of {_in_words(num_bytes)} at present: "
+        said = f"this peer has no memory for an adapter of {_in_words(num_bytes)} at present: "
         if not held_bytes:
             return (
-                f"{said}others leave {_in_words(share_bytes)} to you; a lower rank or fewer "
-                "modules take less"
+                f"{said}others leave you {_in_words(share_bytes)}; use a lower rank or fewer "
+                "target modules"
             )
         return (
-            f"{said}yours take {_in_words(held_bytes)} of the {_in_words(share_bytes)} that it "
-            "keeps for you; withdraw a published one, use one that you have published by its "
-            "digest, which takes nothing more, or take a lower rank"
+            f"{said}your adapters take {_in_words(held_bytes)} of your {_in_words(share_bytes)}; "
+            "withdraw a published adapter, use a published one by its digest, which takes no "
+            "further memory, or use a lower rank"
         )
 
     def _find_own(self, name: AdapterId, holder: Holder, is_published: bool) -> Kept | None:

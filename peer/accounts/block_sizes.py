@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...kernels.linear.quantize import WeightFormat
-from ...models.families.spec import ModelShape, ModelSpec, WrappedShape
-from ..engine.loading.loader import WEIGHT_BYTES, count_block_bytes
+from ...models.specs.model_spec import ModelShape, ModelSpec, WrappedShape
+from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes
 
 _TABLES_AT_ONCE = 4
 """Beside the tables of a block that is loaded: a second one to compare with, and those by way of

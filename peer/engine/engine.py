@@ -15,10 +15,10 @@ from ...kernels.attention.rotary import RotaryTable
 from ...kernels.linear.linear import RowPrecision
 from ...kernels.linear.quantize import WeightFormat
 from ...kernels.linear.select import describe_kernels
-from ...kernels.wire.compress import has_only_finite
+from ...kernels.wire_tensors import has_only_finite
 from ...models.checkpoints.checkpoint import Checkpoint
-from ...models.families.registry import FAMILIES, read_spec
-from ...models.families.spec import ModelShape, ModelSpec
+from ...models.spec_reader import read_spec
+from ...models.specs.model_spec import ModelShape, ModelSpec
 from ...protocol.errors import ErrorCode, ModelError, RefusedError, ShoalError, UsageError
 from ...protocol.fair_share import Holder
 from ...protocol.limits import MAX_ADAPTER_BYTES
@@ -120,9 +120,9 @@ class Engine:
                 blocks = load_span(checkpoint, spec, span, numerics, on_progress, cache, kept)
         except torch.OutOfMemoryError as error:
             raise UsageError(
-                f"{numerics.device.place} has no room for blocks {span} and {kv_budget_bytes} "
-                "bytes of KV memory; serve fewer blocks (--num-blocks), or give sessions less "
-                "(--kv-memory)"
+                f"{numerics.device.place} has no memory for blocks {span} and {kv_budget_bytes} "
+                "bytes of KV cache; serve fewer blocks (--num-blocks), or give sessions less "
+                "memory (--kv-memory)"
             ) from error
         return cls(spec, span, blocks, rotary, pool, numerics)
 
@@ -156,15 +156,14 @@ class Engine:
 
         Any thread may do it, which takes a while: passes and steps need `place_adapter` of it.
         """
-        family = FAMILIES.get(self.spec.family)
-        if family is None or not isinstance(self.spec, ModelSpec):
+        if not isinstance(self.spec, ModelSpec):
             raise RefusedError(
                 ErrorCode.BAD_VALUES,
                 f"models of type {self.spec.family!r} run through transformers here, where "
                 "adapters are not applied",
             )
         most_bytes = MAX_ADAPTER_BYTES + len(config)
-        return read_adapter(config, tensors, self.spec, family, self.span, most_bytes)
+        return read_adapter(config, tensors, self.spec, self.span, most_bytes)
 
     def place_adapter(self, adapter: Adapter | TrainedAdapter) -> Adapter | TrainedAdapter:
         """Return an adapter on the engine's device."""
@@ -325,9 +324,9 @@ def check_kv_budget(spec: ModelShape, span: Span, numerics: Numerics, budget_byt
     needed_bytes = PAGE_TOKENS * len(span) * layouts[KVFormat.FLOAT].token_bytes
     if budget_bytes < needed_bytes:
         raise UsageError(
-            f"{budget_bytes} bytes of KV memory hold no session: {len(span)} blocks of this model "
-            f"need {needed_bytes} bytes at least, and as much again for each {PAGE_TOKENS} tokens "
-            "(--kv-memory)"
+            f"{budget_bytes} bytes of KV memory (--kv-memory) are too few for a session: "
+            f"{len(span)} blocks of this model need {needed_bytes} bytes for every {PAGE_TOKENS} "
+            "tokens"
         )
 
 

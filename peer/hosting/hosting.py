@@ -9,8 +9,8 @@ import torch
 
 from ...kernels.linear.quantize import WeightFormat
 from ...models.checkpoints.checkpoint import Checkpoint
-from ...models.families.registry import read_spec
-from ...models.families.spec import ModelShape
+from ...models.spec_reader import read_spec
+from ...models.specs.model_spec import ModelShape
 from ...protocol.errors import ModelError, ShoalError
 from ...protocol.ids import ModelId, PeerId, make_model_id
 from ...protocol.net.clock import Clock
@@ -24,7 +24,7 @@ from ..engine.blocks.numerics import Numerics
 from ..engine.compute_thread import ComputeThread
 from ..engine.engine import Engine, HostedBlock, check_kv_budget
 from ..engine.loading.block_cache import open_block_cache
-from ..engine.loading.loader import check_span, check_weights, open_checkpoint
+from ..engine.loading.loader import check_span, check_weights
 from ..pushing.neighbours import Neighbours
 from ..runtime.config import PeerConfig
 from ..streams.service import Service, ServiceFacts
@@ -61,7 +61,7 @@ class HostedModel:
     @classmethod
     def open(cls, config: PeerConfig) -> "HostedModel":
         """Read what the model is. Raises UsageError for what the peer cannot serve of it."""
-        checkpoint = open_checkpoint(config.model)
+        checkpoint = Checkpoint.open(config.model)
         spec = read_spec(checkpoint.config)
         span = config.span or Span(0, min(config.num_blocks or 1, spec.num_blocks))
         numerics = Numerics(WeightFormat(config.weights), choose_device(config.device))
@@ -176,7 +176,7 @@ class Hosting:
         free_bytes = self._model.read_free_bytes()
         if needed_bytes > free_bytes:
             raise LoadError(
-                f"blocks {span} need {needed_bytes / 2**20:,.0f} MiB more, and "
+                f"blocks {span} need another {needed_bytes / 2**20:,.0f} MiB, but only "
                 f"{free_bytes / 2**20:,.0f} MiB are free",
                 missing,
             )
@@ -191,9 +191,9 @@ class Hosting:
         throughput = await compute.call(lambda: _measure_if_possible(engine))
         if throughput is None:
             raise LoadError(
-                f"{self._model.numerics.device.place} has room for blocks {engine.span}, but not "
+                f"{self._model.numerics.device.place} has memory for blocks {engine.span}, but not "
                 "for steps through them; serve fewer blocks (--num-blocks), or give sessions less "
-                "(--kv-memory)",
+                "memory (--kv-memory)",
                 missing,
             )
         return throughput

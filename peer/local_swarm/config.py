@@ -1,4 +1,4 @@
-"""How a local swarm is told what to start, checked before anything is started."""
+"""The settings of a local swarm, checked before any peer is started."""
 
 import math
 import operator
@@ -10,7 +10,7 @@ from ...protocol.errors import UsageError
 from ...protocol.spans import Span
 
 Place = Span | int
-"""Where a peer serves: a span, or so many blocks where the swarm needs them."""
+"""Where a peer serves: a span, or a number of blocks where the swarm needs them."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class LocalSwarmConfig:
     """How the peers of a local swarm are started."""
 
     weights: str = "int8"
-    """How block weights are held: int8, bf16 or fp32."""
+    """Format of the block weights in memory: int8, bf16 or fp32."""
 
     num_threads: int = 1
     """Compute threads of each peer."""
@@ -27,16 +27,16 @@ class LocalSwarmConfig:
     """KV cache of each peer."""
 
     announce_period_seconds: float = 5.0
-    """Short, so that the swarm notices changes while one watches."""
+    """Short, so that an interactive user sees changes soon."""
 
     ready_timeout_seconds: float = 120.0
-    """How long one peer may take until it is online; generous for busy machines."""
+    """Time for one peer to come online; generous for busy machines."""
 
     drain_seconds: float = 0.0
-    """How long `terminate` and `drain` give sessions to move to other peers."""
+    """Time that `terminate` and `drain` give sessions to move to other peers."""
 
     serve_arguments: Sequence[str] = ()
-    """More arguments for every `shoal serve`."""
+    """Further arguments for every `shoal serve`."""
 
     def __post_init__(self) -> None:
         """Raise UsageError that names a setting of a wrong type; peers check the values."""
@@ -60,7 +60,7 @@ class LocalSwarmConfig:
 
 
 def make_config(settings: dict[str, Any]) -> LocalSwarmConfig:
-    """Return the configuration of some settings; UsageError for one that does not exist."""
+    """Return the configuration for some settings; raises UsageError for unknown ones."""
     known = [field.name for field in fields(LocalSwarmConfig)]
     unknown = sorted(set(settings) - set(known))
     if unknown:
@@ -71,7 +71,7 @@ def make_config(settings: dict[str, Any]) -> LocalSwarmConfig:
 
 
 def make_places(given: object) -> list[Place]:
-    """Return the places of the peers of a swarm; UsageError unless there are some."""
+    """Return the places of the peers of a swarm; raises UsageError if there are none."""
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise UsageError(f"spans are one for each peer, such as [(0, 4), (4, 8)], not {given!r}")
     if not given:

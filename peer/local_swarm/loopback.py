@@ -1,6 +1,6 @@
 """A swarm inside this process: real engines and services over a network in memory.
 
-For tests, examples and trying things out; nothing is installed, opened or left behind.
+For tests, examples and experiments; it installs nothing, opens no socket and leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from ..streams.service import Service
 from .network_control import NetworkControl
 
 CLIENT_HOST = "client"
-"""Where the client stands in the network of a swarm; its peers are `peer0`, `peer1`, …"""
+"""Host name of the client in the network of a swarm; its peers are `peer0`, `peer1`, …"""
 
 
 @dataclass(eq=False)
 class LoopbackPeer:
-    """One peer of a swarm in this process, and the host it lives on.
+    """One peer of a swarm in this process, and its host name.
 
-    `serve` takes every new stream. It is the service's own; put something else there to see what
-    a client makes of a peer that misbehaves.
+    `serve` receives every new stream. By default it is the service's own; replace it to see how a
+    client handles a peer that misbehaves.
     """
 
     host: str
@@ -67,7 +67,7 @@ class LoopbackSwarm:
         swarm.network.kill("peer1")
         model.close()
 
-    The peers begin when the client connects, and when it is closed everything ends with it.
+    The peers start when the client connects, and end when it is closed.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class LoopbackSwarm:
         link: Link | None = None,
         seed: int = 0,
     ) -> None:
-        """Plan one peer per span; `link` lies between any two hosts until it is changed.
+        """Plan one peer per span; `link` connects any two hosts until it is changed.
 
-        `seed` decides the peers' ids and what a link with losses loses.
+        `seed` determines the peers' ids and the losses of links.
         """
         if not spans:
             raise UsageError("a swarm needs at least one span")
@@ -112,11 +112,11 @@ class LoopbackSwarm:
         return f"<LoopbackSwarm {spans} over {self._network!r}>"
 
     async def connect(self, config: object) -> tuple[Transport, Directory]:
-        """Start the peers on this loop and return a client's two ways to them.
+        """Start the peers on this loop and return the transport and directory of a client.
 
-        Give this function to a client as `connect`; closing the directory ends the swarm. No
-        setting of the client's `config` matters here. Raises UsageError when a client is or was
-        connected before, and for a model or span that cannot be served.
+        Pass this function to a client as `connect`; closing the directory ends the swarm. The
+        client's `config` has no effect here. Raises UsageError if a client is or was connected
+        before, and for a model or span that cannot be served.
         """
         if self._serving is not None:
             raise UsageError("a LoopbackSwarm serves one client; make another one for the next")
@@ -137,7 +137,7 @@ class LoopbackSwarm:
         return LoopbackTransport(self._network, CLIENT_HOST), directory
 
     def find(self, peer_id: PeerId) -> LoopbackPeer:
-        """Return the peer with this id; raises UsageError when it is none of ours."""
+        """Return the peer with this id; raises UsageError if there is none."""
         for peer in self.peers:
             if peer.peer_id == peer_id:
                 return peer

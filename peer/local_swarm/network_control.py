@@ -1,4 +1,4 @@
-"""A network in memory made to misbehave by other threads than the one it belongs to."""
+"""Makes a network in memory misbehave, from other threads than the network's own."""
 
 import asyncio
 import threading
@@ -12,10 +12,10 @@ _PATIENCE_SECONDS = 30.0
 
 
 class NetworkControl:
-    """Trouble on demand between the hosts of a swarm whose client is connected.
+    """Causes failures between the hosts of a swarm whose client is connected.
 
     Every method is safe to call from any thread, has taken effect when it returns, and raises
-    UsageError for a host that does not exist. What each does: see `LoopbackNetwork`.
+    UsageError for a host that does not exist. For their effects see `LoopbackNetwork`.
     """
 
     def __init__(self, network: LoopbackNetwork, hosts: Sequence[str]) -> None:
@@ -28,20 +28,20 @@ class NetworkControl:
         return f"<NetworkControl of {', '.join(self._hosts)}>"
 
     def attach(self) -> None:
-        """Act on the running loop, which the network belongs to."""
+        """Control the network of the running loop."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
 
     def detach(self) -> None:
-        """Act no more: the network is over."""
+        """Stop controlling: the network has ended."""
         self._loop = None
 
     def set_link(self, source: str, target: str, link: Link) -> None:
-        """Change delay, bandwidth and losses of one direction."""
+        """Change delay, bandwidth and losses in one direction."""
         self._run((source, target), lambda: self._network.set_link(source, target, link))
 
     def partition(self, a: str, b: str) -> None:
-        """Let nothing through between two hosts."""
+        """Block all traffic between two hosts."""
         self._run((a, b), lambda: self._network.partition(a, b))
 
     def heal(self, a: str, b: str) -> None:
@@ -49,7 +49,7 @@ class NetworkControl:
         self._run((a, b), lambda: self._network.heal(a, b))
 
     def kill(self, host: str) -> None:
-        """End a host like `kill -9`; it does not come back."""
+        """End a host like `kill -9`; it does not return."""
         self._run((host,), lambda: self._network.kill(host))
 
     def pause(self, host: str) -> None:
@@ -57,7 +57,7 @@ class NetworkControl:
         self._run((host,), lambda: self._network.pause(host))
 
     def resume(self, host: str) -> None:
-        """Let a paused host go on."""
+        """Resume a paused host."""
         self._run((host,), lambda: self._network.resume(host))
 
     def _run(self, hosts: Sequence[str], act: Callable[[], None]) -> None:

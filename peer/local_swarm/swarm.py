@@ -1,7 +1,7 @@
-"""A swarm of real processes on this machine: for tests, demos and trying things out.
+"""A swarm of real processes on this machine: for tests, demos and experiments.
 
-Every peer is a `shoal serve` of its own. Whatever happens to the program that made the swarm, no
-process is left behind: each peer watches a pipe from its parent and ends with it.
+Every peer is a `shoal serve` process. However the parent program ends, no process is left behind:
+each peer watches a pipe from its parent and exits with it.
 """
 
 import contextlib
@@ -37,14 +37,14 @@ SHOAL_PROGRAM = ("-m", "shoal.cli")
 
 
 class PeerProcessError(UnavailableError):
-    """A peer's process ended before it was online; the message holds what it said last."""
+    """A peer's process ended before it was online; the message holds its last output."""
 
 
 class LocalPeer:
     """One `shoal serve` process. Made by `LocalSwarm`."""
 
     Popen: ClassVar[type[subprocess.Popen[bytes]]] = subprocess.Popen
-    """What starts the process. Tests start hundreds, with one that does so without imports."""
+    """Starts the process; tests replace it by one that does not need to import anything."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class LocalPeer:
 
     @property
     def span(self) -> Span:
-        """The blocks that it serves; where it chooses them, known once it is online."""
+        """The blocks that it serves; if it chooses them itself, known once it is online."""
         return self._place if isinstance(self._place, Span) else Span.parse(self.facts["span"])
 
     @property
@@ -111,11 +111,11 @@ class LocalPeer:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses that `initial_peers` takes; known once the directory is up."""
+        """Addresses for `initial_peers`; known once the directory is up."""
         return list(self.facts.get("addresses", ()))
 
     def wait_for(self, event: str, deadline: float) -> None:
-        """Read events until one has this name. Raises PeerProcessError when the process ends."""
+        """Read events until one has this name. Raises PeerProcessError if the process ends."""
         while True:
             try:
                 facts = self._events.get(timeout=max(0.0, deadline - time.monotonic()))
@@ -130,7 +130,7 @@ class LocalPeer:
                 return
 
     def log(self) -> str:
-        """Return the end of what the process wrote to stderr."""
+        """Return the end of the process's stderr."""
         if not self._log_file.closed:
             descriptor = self._log_file.fileno()
             start = max(0, os.fstat(descriptor).st_size - _LOG_TAIL_BYTES)
@@ -148,14 +148,15 @@ class LocalPeer:
         return f"the peer of {self._name} ended before it was online: {self.log()}"
 
     def kill(self) -> None:
-        """SIGKILL: the process is gone at once and can say nothing."""
+        """Send SIGKILL: the process ends at once, without any message."""
         self._process.kill()
         self._process.wait()
 
     def pause(self) -> None:
-        """SIGSTOP: the process keeps its connections and answers nothing. Waits until it stands.
+        """Send SIGSTOP: the process keeps its connections and answers nothing. Waits until it
+        stops.
 
-        Raises UsageError when the process has ended.
+        Raises UsageError if the process has ended.
         """
         self._check_is_running()
         self._process.send_signal(signal.SIGSTOP)
@@ -164,7 +165,7 @@ class LocalPeer:
         os.waitid(os.P_PID, self.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
     def resume(self) -> None:
-        """SIGCONT after a pause; UsageError when the process has ended."""
+        """Send SIGCONT after a pause; raises UsageError if the process has ended."""
         self._check_is_running()
         self._process.send_signal(signal.SIGCONT)
 
@@ -180,7 +181,7 @@ class LocalPeer:
     def drain(self) -> int:
         """Have the process move its sessions to other peers and leave; return its exit code.
 
-        Raises UsageError where the swarm gives it no time for that.
+        Raises UsageError if the swarm was created without `drain_seconds`.
         """
         if self._drain_seconds == 0:
             raise UsageError("make the swarm with drain_seconds=… to have sessions move")
@@ -192,7 +193,7 @@ class LocalPeer:
         return self._process.wait(timeout_seconds)
 
     def close(self, deadline: float) -> None:
-        """End the process by whatever it takes and free what belongs to it."""
+        """End the process by any means and free its resources."""
         if self.is_running:
             try:
                 self._process.wait(max(0.0, deadline - time.monotonic()))
@@ -224,15 +225,15 @@ def _read_json_lines(pipe: IO[bytes]) -> Iterator[dict[str, Any]]:
 
 
 class LocalSwarm:
-    """Peers on this machine, one process each, for use in a `with` block.
+    """A swarm on this machine, one process per peer, for use in a `with` block.
 
         with LocalSwarm("path", spans=[(0, 4), (4, 8), (4, 8)], weights="fp32") as swarm:
             model = AutoDistributedModelForCausalLM.from_pretrained(
                 "path", initial_peers=swarm.initial_peers)
             swarm.peers[1].kill()
 
-    The block is entered when all peers are announced. In place of a span, a number lets a peer
-    serve so many blocks, those that the swarm needs most. `config` and the keywords are those of
+    The block is entered when all peers are announced. A number in place of a span lets a peer serve
+    that many blocks, where the swarm needs them most. `config` and the keywords are those of
     `local_swarm_config.LocalSwarmConfig`.
     """
 
@@ -279,7 +280,7 @@ class LocalSwarm:
 
     @property
     def initial_peers(self) -> list[str]:
-        """Addresses to join through: those of every peer that runs."""
+        """Addresses to join through, of all running peers."""
         running = [peer for peer in self.peers if peer.is_running]
         return [address for peer in running for address in peer.addresses]
 
@@ -292,7 +293,7 @@ class LocalSwarm:
     ) -> LocalPeer:
         """Start one more peer; return it when it is announced (or at once, with `wait=False`).
 
-        Without a span it serves what the swarm needs most, as much as memory holds.
+        Without a span it serves as many blocks as memory holds, where the swarm needs them most.
         """
         arguments = ("--identity", str(identity)) if identity else ()
         place = None if span is None else make_place(span)
@@ -302,14 +303,14 @@ class LocalSwarm:
         return peer
 
     def find(self, peer_id: PeerId) -> LocalPeer:
-        """Return the process of a peer: the newest, where one was restarted."""
+        """Return the process of a peer; the newest one if the peer was restarted."""
         for peer in reversed(self.peers):
             if peer.facts.get("peer_id") == peer_id:
                 return peer
         raise UsageError(f"no peer of this swarm is {peer_id}")
 
     def close(self) -> None:
-        """End all peers: asked first, killed if they do not listen. Safe to call twice."""
+        """Stop all peers; kill those that do not exit. Safe to call twice."""
         for peer in self.peers:
             peer.terminate()
             peer.terminate(signal.SIGCONT)  # a paused one cannot hear otherwise

@@ -146,10 +146,10 @@ def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -
     """
     own, intent = candidate.span, candidate.intent
     if intent is None and own is not None and rng.random() >= _chance_to_consider(supply, own):
-        return Decision(Action.STAY, own, "it is the turn of others to move")
+        return Decision(Action.STAY, own, "other peers are chosen to move")
     starts, stops = _list_places(candidate, supply.num_blocks)
     if not starts.size:
-        return Decision(Action.STAY, own, "there is no memory for a block, or none can be loaded")
+        return Decision(Action.STAY, own, "no block fits into memory, or none can be loaded")
     others = supply.without([candidate.peer_id])
     if intent is not None:
         others = _send_back_rivals(others, candidate.peer_id, intent.planned_on)
@@ -209,21 +209,21 @@ def _confirm(survey: _Survey, own: Span | None, planned: Span, rng: random.Rando
         return _take(survey, survey.draw(rng))
     if survey.may_leave(own, planned) and _improves(survey.judge(own), place, _HYSTERESIS / 2):
         return _move(survey, own, planned)
-    return Decision(Action.STAY, own, f"others take care of blocks {planned}")
+    return Decision(Action.STAY, own, f"other peers already take blocks {planned}")
 
 
 def _reconsider(survey: _Survey, candidate: Candidate, own: Span, rng: random.Random) -> Decision:
     """Return whether a peer that serves should be somewhere else."""
     best = survey.find_best(rng)
     if not survey.may_leave(own, best):
-        return Decision(Action.STAY, own, f"too few others serve blocks {own} yet")
+        return Decision(Action.STAY, own, f"too few other peers serve blocks {own}")
     own_place, best_place = survey.judge(own), survey.judge(best)
     is_urgent = best_place.num_gaps > own_place.num_gaps
     least_seconds = _RESIDENCY_AFTER_MOVE_SECONDS if candidate.has_moved else MIN_RESIDENCY_SECONDS
     if not is_urgent and candidate.residency_seconds < least_seconds:
-        return Decision(Action.STAY, own, "it has not been here for long")
+        return Decision(Action.STAY, own, "it moved here only recently")
     if not _improves(own_place, best_place, _HYSTERESIS):
-        return Decision(Action.STAY, own, f"it is worth about as much at blocks {own}")
+        return Decision(Action.STAY, own, f"moving away from blocks {own} would gain too little")
     return _move(survey, own, best)
 
 
@@ -317,11 +317,11 @@ class _Survey:
         """Return in a sentence why the candidate is wanted at a span."""
         place, blocks = self.judge(span), slice(span.start, span.stop)
         if place.num_gaps:
-            return f"nobody serves {place.num_gaps} of blocks {span}"
+            return f"no peer serves {place.num_gaps} of blocks {span}"
         if place.num_thin:
-            return f"{place.num_thin} of blocks {span} have fewer than {MIN_REPLICAS} other hosts"
+            return f"{place.num_thin} of blocks {span} have fewer than {MIN_REPLICAS} other peers"
         percent = 100 * float(self.others.steps_per_second[blocks].min()) / self._even
-        return f"the weakest of blocks {span} has {percent:.0f} % of an even share of speed"
+        return f"the slowest of blocks {span} has {percent:.0f} % of an even share of throughput"
 
     def _rate(self, starts: Column, stops: Column) -> Column:
         """Return what the candidate is worth at each span.

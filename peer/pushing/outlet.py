@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from ...kernels.wire.compress import decode_as, encode_as
-from ...kernels.wire.replay import join_pieces
+from ...kernels.wire_tensors import decode_as, encode_as, join_pieces
 from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.fair_share import Holder
 from ...protocol.ids import SessionId

@@ -91,16 +91,18 @@ class PeerConfig:
         if self.membership is not None:
             self.membership.check_may_serve()
         if self.weights not in WEIGHT_FORMATS:
-            raise UsageError(f"weights are one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}")
+            raise UsageError(
+                f"weights must be one of {', '.join(WEIGHT_FORMATS)}, not {self.weights}"
+            )
         if parse_cuda_number(self.device) is None and self.weights == "nf4":
             raise UsageError(NO_NF4)
         if self.pass_bytes and self.pass_bytes < LEAST_BYTES:
             raise UsageError(
-                f"training takes at least {LEAST_BYTES // 2**20} MiB of memory, or none "
+                f"training needs at least {LEAST_BYTES // 2**20} MiB of memory, or none "
                 f"(--training-memory 0), not {self.pass_bytes:,} bytes"
             )
         if self.adapter_bytes and self.adapter_bytes < LEAST_ADAPTER_BYTES:
             raise UsageError(
-                f"adapters take at least {LEAST_ADAPTER_BYTES // 2**20} MiB of memory, or none "
+                f"adapters need at least {LEAST_ADAPTER_BYTES // 2**20} MiB of memory, or none "
                 f"(--adapter-memory 0), not {self.adapter_bytes:,} bytes"
             )

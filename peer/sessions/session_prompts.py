@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ...kernels.wire.compress import decode_as, has_only_finite
+from ...kernels.wire_tensors import decode_as, has_only_finite
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import Holder

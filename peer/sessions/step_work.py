@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ...kernels.wire.compress import decode_as, encode_as, has_only_finite
+from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.messages.session import Output, Step

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ...kernels.wire.compress import decode_as, encode_as
+from ...kernels.wire_tensors import decode_as, encode_as
 from ...protocol.messages.passes import (
     Pass,
     PassKind,

@@ -96,24 +96,24 @@ def _decode(text: str) -> bytes:
     text = "".join(text.split()).lower()
     if text.startswith("/"):
         raise UsageError(
-            "that is an address, not a join code; --initial-peers (initial_peers=) takes addresses"
+            "that is an address, not a join code; pass it with --initial-peers (initial_peers=)"
         )
     if not text.startswith(JOIN_CODE_PREFIX):
-        raise UsageError(f"a join code begins with {JOIN_CODE_PREFIX}; copy all that was printed")
+        raise UsageError(f"a join code begins with {JOIN_CODE_PREFIX}; copy the whole code")
     body = text.removeprefix(JOIN_CODE_PREFIX)
     if len(text) > MAX_CODE_CHARACTERS:
         raise UsageError(f"a join code of {len(text)} characters is too long; copy one code only")
     packed, is_even = _decode_base32(body)
     if len(packed) >= 1 and packed[0] != _VERSION:
         raise UsageError(
-            f"the join code is of version {packed[0]}, which this shoal does not know: it was "
-            "mistyped, or update shoal"
+            f"the join code has version {packed[0]}, which this version of shoal does not know: "
+            "either it was mistyped, or shoal needs an update"
         )
     length = int.from_bytes(packed[2:_HEADER_BYTES], "big")
     if len(packed) < _HEADER_BYTES or len(packed) < length:
         raise UsageError("the join code was cut short; copy all of it")
     if len(packed) > length and _is_right(packed[:length]):
-        raise UsageError("there is more behind the end of the join code; copy the code only")
+        raise UsageError("there is text after the end of the join code; copy the code only")
     if len(packed) > length or not is_even or not _is_right(packed):
         raise UsageError("the join code was mistyped; copy it again")
     return packed
@@ -128,7 +128,7 @@ def _decode_base32(body: str) -> tuple[bytes, bool]:
         packed = base64.b32decode(padded.upper().encode("ascii"))
     except (binascii.Error, UnicodeEncodeError) as error:
         raise UsageError(
-            "the join code was mistyped: behind shoal: come letters and the digits 2 to 7 only; "
+            "the join code was mistyped: only letters and the digits 2 to 7 may follow shoal:; "
             "copy it again"
         ) from error
     encoded = base64.b32encode(packed).decode().rstrip("=").lower()
@@ -272,14 +272,14 @@ def find_way_in(code: str, addresses: Sequence[str]) -> tuple[Membership | None,
     that is none, and when there is no address at all.
     """
     if not code and not addresses:
-        raise UsageError("say which swarm: a join code, or the address of one of its peers")
+        raise UsageError("no swarm is given: pass a join code, or the address of a peer")
     if not code:
         return None, tuple(addresses)
     parsed = JoinCode.parse(code)
     if not addresses and not parsed.addresses:
         raise UsageError(
-            "the join code names no address: give one beside it (--initial-peers), or begin the "
-            "swarm of this code with `shoal serve MODEL --new-swarm`"
+            "the join code names no address: give one with --initial-peers, or start the swarm of "
+            "this code with `shoal serve MODEL --new-swarm`"
         )
     return parsed.membership, tuple(dict.fromkeys((*addresses, *parsed.addresses)))
 

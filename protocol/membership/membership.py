@@ -88,15 +88,15 @@ class Membership:
         if role is Role.SERVE and self.serve_secret:
             return make_server(self.serve_secret, self.owner_key)
         raise UsageError(
-            f"a code that lets others {role} this swarm takes one that may {role}; this one may "
-            f"only {self.role}"
+            f"only a code that may {role} this swarm can make such a code; this one may only "
+            f"{self.role}"
         )
 
     def check_may_serve(self) -> None:
         """Raise UsageError when this process may only use the swarm."""
         if self.role is Role.USE:
             raise UsageError(
-                "this join code only lets you use the swarm; ask its owner for one that may serve"
+                "this join code only allows using the swarm; ask its owner for one that may serve"
             )
 
     # Who may serve.
@@ -179,7 +179,7 @@ class Membership:
         """Return the owner's signature; UsageError when we are not the owner."""
         if not self.owner_secret:
             raise UsageError(
-                "this takes the owner's code, which `shoal swarm-new` printed when the swarm began"
+                "only the owner's code allows this: the one that `shoal swarm-new` made first"
             )
         return _make_key(self.owner_secret, "owner").sign(self.swarm_id + message)
 

@@ -82,12 +82,12 @@ def parse_lora_config(data: bytes) -> tuple[LoraConfig, dict[str, Any]]:
     try:
         fields: Any = json.loads(data)
     except (ValueError, RecursionError):
-        raise ValueError("adapter_config.json is no JSON") from None
+        raise ValueError("adapter_config.json is not JSON") from None
     if not isinstance(fields, dict):
-        raise ValueError("adapter_config.json is not that of a LoRA adapter of PEFT")
+        raise ValueError("adapter_config.json does not describe a LoRA adapter of PEFT")
     fields = cast("dict[str, Any]", fields)
     if fields.get("peft_type") != "LORA":
-        raise ValueError("adapter_config.json is not that of a LoRA adapter of PEFT")
+        raise ValueError("adapter_config.json does not describe a LoRA adapter of PEFT")
     for name, plain in _PLAIN_FIELDS.items():
         if fields.get(name) not in plain:
             raise ValueError(f"{name} = {fields[name]!r:.60} is not supported")

@@ -60,7 +60,7 @@ def check_can_be_dialled(host: str) -> None:
     """Raise UsageError for a host to announce that means every address of this machine."""
     if host in ("0.0.0.0", "::"):
         raise UsageError(
-            f"others cannot dial {host}: say with --announce-host which address they should use"
+            f"others cannot dial {host}: give the address that they should use with --announce-host"
         )
 
 
@@ -79,8 +79,8 @@ async def check_can_bind(host: str, port: int) -> None:
             raise UsageError(f"port {port} on {host} is in use; choose another one") from error
         if error.errno == errno.EADDRNOTAVAIL:
             raise UsageError(
-                f"{host} is not an address of this machine; listen on 0.0.0.0, and name what "
-                "others dial with --announce-host"
+                f"{host} is not an address of this machine; listen on 0.0.0.0, and give the "
+                "address that others dial with --announce-host"
             ) from error
         where = Endpoint(host, port) if port else host
         raise UsageError(f"cannot listen on {where}: {error.strerror or error}") from error

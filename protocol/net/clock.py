@@ -1,4 +1,6 @@
-"""Time as an argument: the seam, the real clock, and a virtual one for tests and simulations."""
+"""Time as an argument: the interface, the real clock, and a virtual one for tests and
+simulations.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from typing import Any, Protocol, TypeVar
 Result = TypeVar("Result")
 
 VIRTUAL_EPOCH = 1_700_000_000.0
-"""What a virtual wall clock shows when its loop stands at zero (14 November 2023, 22:13:20 UTC)."""
+"""The virtual wall time at which loop time is zero (14 November 2023, 22:13:20 UTC)."""
 
 
 class Clock(Protocol):
-    """Two readings of time. Waiting is asyncio's own, on a loop that follows the same clock."""
+    """Two readings of time. Code waits with asyncio, on a loop that follows the same clock."""
 
     def now(self) -> float:
         """Return monotonic seconds: for deadlines and durations, meaningless across processes."""
@@ -39,7 +41,9 @@ class SystemClock:
 
 
 class VirtualClock:
-    """Reads the time of the virtual loop it is called on; has no state, so all of them agree."""
+    """Reads the time of the virtual loop that it is called on; it has no state, so all instances
+    agree.
+    """
 
     def now(self) -> float:
         return _running_virtual_loop().time()
@@ -48,19 +52,19 @@ class VirtualClock:
         return VIRTUAL_EPOCH + self.now()
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which time stands still and the loop waits for another thread.
+        """Return a context in which time stands still while the loop waits for another thread.
 
         See `VirtualEventLoop` for when that is needed.
         """
         return _running_virtual_loop().hold()
 
     def stall(self, seconds: float) -> None:
-        """Let time pass in which the loop does not run, as if the process had been stopped."""
+        """Advance time without running the loop, as if the process had been stopped."""
         _running_virtual_loop().stall(seconds)
 
 
 class DeadlockError(RuntimeError):
-    """Every task waits for something that nothing can bring about any more."""
+    """Every task waits, and nothing can wake any of them."""
 
 
 def run_virtual(
@@ -68,8 +72,8 @@ def run_virtual(
 ) -> Result:
     """Run a coroutine to its end on a fresh virtual loop and return its result.
 
-    `start` is the loop's first time in seconds. Hours of `asyncio.sleep` take no real time, and
-    two runs with the same seeds take the same course. Raises DeadlockError instead of hanging.
+    `start` is the loop's first time in seconds. Hours of `asyncio.sleep` take no real time, and two
+    runs with the same seeds behave identically. Raises DeadlockError instead of hanging.
 
     >>> async def nap() -> float:
     ...     await asyncio.sleep(3600)
@@ -84,13 +88,13 @@ def run_virtual(
 class VirtualEventLoop(asyncio.SelectorEventLoop):
     """An asyncio loop whose time jumps to the next timer as soon as nothing else is ready.
 
-    `asyncio.sleep`, `asyncio.timeout`, `call_later` and everything built on them follow it. What
-    is ready runs first, at the present time; computing takes no time at all.
+    `asyncio.sleep`, `asyncio.timeout`, `call_later` and everything built on them follow it. Ready
+    callbacks run first, at the present time; computing takes no virtual time.
 
-    Threads: while a job of `run_in_executor` is under way time stands still and the loop really
-    waits for it. Any other thread that will report through `call_soon_threadsafe` is invisible
-    to the loop, so that time may jump past it: wrap the waiting in `hold()`. Real sockets and
-    child processes work only while no timer is pending; do not mix them with virtual time.
+    Threads: while a job of `run_in_executor` is under way, time stands still and the loop really
+    waits for it. The loop cannot see any other thread that will report through
+    `call_soon_threadsafe`, so time may jump past it: wrap that waiting in `hold()`. Real sockets
+    and child processes work only while no timer is pending; do not mix them with virtual time.
     """
 
     def __init__(self, start: float = 0.0) -> None:
@@ -107,7 +111,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
         return self._virtual_now
 
     def stall(self, seconds: float) -> None:
-        """Let time pass in which nothing runs: timers that were due meanwhile come late."""
+        """Advance time while nothing runs: timers that were due meanwhile fire late."""
         self._virtual_now += seconds
 
     @contextlib.contextmanager

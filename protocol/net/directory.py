@@ -1,4 +1,4 @@
-"""The seam to the replicated store that answers "who serves what"."""
+"""The interface to the replicated store that knows which peer serves what."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,7 +10,7 @@ from ..records.announcements import Announcement
 class Directory(Protocol):
     """Publishes our announcements and finds those of others.
 
-    What comes back is a hint with an expiry, already checked: signed by the peer it speaks of,
+    Every result is an expiring hint, and already checked: signed by the peer that it describes,
     within limits, not expired, the newest of each peer. All implementations pass the same
     conformance tests.
     """
@@ -19,7 +19,7 @@ class Directory(Protocol):
     def addresses(self) -> Sequence[str]:
         """Addresses that newcomers can pass as `initial_peers` to join through this process.
 
-        Empty when nobody can join through it.
+        Empty if no newcomer can join through it.
         """
         ...
 
@@ -27,8 +27,8 @@ class Directory(Protocol):
         """Publish a record of `sign_announcement` until it expires.
 
         It replaces the peer's previous one for the same model if both its sequence and its
-        `expires_at` are higher. Raises LocalProtocolError when the record does not hold now,
-        DirectoryError when nobody took it: unreachable, or a newer one is already there.
+        `expires_at` are higher. Raises LocalProtocolError if the record is not valid now,
+        DirectoryError if no node stored it: all were unreachable, or have a newer one.
         """
         ...
 
@@ -42,6 +42,6 @@ class Directory(Protocol):
     async def close(self) -> None:
         """Leave the directory and end every process and task behind it; safe to call twice.
 
-        What was announced stays until it expires.
+        Announcements stay until they expire.
         """
         ...

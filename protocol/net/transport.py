@@ -1,7 +1,7 @@
-"""The seam to the network: ordered streams of frames between two processes.
+"""The interface to the network: ordered streams of frames between two processes.
 
-An implementation carries frames (`bytes`, at most `limits.MAX_FRAME_BYTES`) and knows nothing of
-what is in them. All of them pass the same conformance tests.
+An implementation carries frames (`bytes`, at most `limits.MAX_FRAME_BYTES`) and does not interpret
+them. All implementations pass the same conformance tests.
 """
 
 import logging
@@ -15,24 +15,24 @@ from ..errors import NotAMemberError, ShoalError
 log = logging.getLogger(__name__)
 
 FrameGate = Callable[[int], AbstractAsyncContextManager[object]]
-"""Lets a frame of so many bytes in: entered when it has begun to arrive, left when it is whole or
-never will be. Entering may wait, and raise RefusedError."""
+"""Admits a frame of a given size: entered when the frame has begun to arrive, left when it is
+complete or never will be. Entering may wait, and may raise RefusedError."""
 
 
 def open_gate(num_bytes: int) -> AbstractAsyncContextManager[object]:
-    """Let every frame in at once."""
+    """Admit every frame at once."""
     return nullcontext()
 
 
 def turn_away(endpoint: Endpoint, has_secret: bool) -> NotAMemberError:
-    """Return what a dialler raises when a peer does not take it for a member of its swarm.
+    """Return the error that a dialler raises when a peer refuses it as a non-member.
 
     `has_secret` says whether the dialler belongs to a private swarm itself.
     """
     if has_secret:
         return NotAMemberError(
-            f"the peer at {endpoint} belongs to another swarm than this join code, or the code's "
-            "secret is wrong; ask for a new one",
+            f"the peer at {endpoint} does not belong to the swarm of this join code, or the secret "
+            "of the code is wrong; ask for a new code",
             has_secret=True,
         )
     return NotAMemberError(
@@ -46,69 +46,70 @@ class Stream(Protocol):
     """An ordered, bidirectional channel of frames to one other process.
 
     Frames arrive whole, in order and at most once, or the stream breaks. One task may send while
-    another receives; two tasks may not do the same at once.
+    another receives; two tasks must not do the same at once.
     """
 
     @property
     def remote_host(self) -> str | None:
-        """The host at the other end, without its port, or None where the transport cannot know.
+        """The host at the other end, without its port, or None if the transport cannot know it.
 
-        A listener sees the address that the frames come from: a hint, since many may share it.
+        At a listener this is the source address of the frames: a hint, since many hosts may share
+        it.
         """
         ...
 
     def set_gate(self, gate: FrameGate) -> None:
-        """Have a gate asked about every frame larger than `limits.MAX_PIECE_BYTES`, from now on.
+        """Ask a gate about every frame larger than `limits.MAX_PIECE_BYTES` from now on.
 
-        Those take memory before they are received. Without a gate they all come in.
+        Such frames take memory before they are received. Without a gate all are admitted.
         """
         ...
 
     async def send(self, frame: bytes) -> None:
-        """Hand one frame to the network, waiting while it is congested.
+        """Hand one frame to the network; wait while it is congested.
 
-        Cancelling it breaks the stream, since part of the frame may have left. Raises
-        UnavailableError when the stream is broken and LocalProtocolError when the frame is larger
-        than the limit or the stream was closed here.
+        Cancelling breaks the stream, since part of the frame may have left. Raises UnavailableError
+        if the stream is broken, LocalProtocolError if the frame exceeds the limit or the stream was
+        closed here.
         """
         ...
 
     async def receive(self) -> bytes | None:
-        """Return the next frame, or None after one of the two ends closed in good order.
+        """Return the next frame, or None after either end has closed the stream in good order.
 
-        Cancelling it loses nothing: the next call goes on where it stood. Raises UnavailableError
-        when the stream is broken, RemoteProtocolError when the other end sent a frame beyond the
-        limit or did not finish one in time, RefusedError when the gate refuses one. Behind those
-        two nothing more is received, but what is sent still arrives.
+        Cancelling loses nothing: the next call continues. Raises UnavailableError if the stream is
+        broken, RemoteProtocolError if the other end sent a frame beyond the limit or did not finish
+        one in time, RefusedError if the gate refuses a frame. After the latter two, nothing more is
+        received, but sent frames still arrive.
         """
         ...
 
     async def wait_over(self) -> None:
         """Wait until the stream is closed at this end, or broken. Never raises.
 
-        Also tells of a break while nobody sends or receives.
+        It also detects a break while no task sends or receives.
         """
         ...
 
     async def close(self) -> None:
-        """End the stream: what was sent still arrives, what was not received is dropped.
+        """Close the stream: sent frames still arrive, frames that were not received are dropped.
 
-        Does not wait for the other end. Breaks the stream where another task has sent half of a
-        frame. Safe to call twice and on a broken stream. Never raises.
+        Does not wait for the other end. Breaks the stream if another task has sent half of a frame.
+        Safe to call twice and on a broken stream. Never raises.
         """
         ...
 
 
 class Listener(Protocol):
-    """An open door: accepts streams until closed."""
+    """Accepts streams until it is closed."""
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where others can dial: the host that was asked for, the real port and fingerprint."""
+        """Where others can dial: the requested host, the real port and the fingerprint."""
         ...
 
     async def close(self, grace_seconds: float = 0.0) -> None:
-        """Stop accepting, give running streams that long to end, then break them."""
+        """Stop accepting, give running streams this long to end, then break them."""
         ...
 
 
@@ -116,7 +117,7 @@ StreamServer = Callable[[Stream], Awaitable[object]]
 """Serves one accepted stream, which is closed when it returns and broken when it raises.
 
 An error that is not a ShoalError is logged with its traceback. When the stream or the listener
-breaks, it learns so from the stream and has a second to end before it is cancelled.
+breaks, the stream reports it, and the server has a second to return before it is cancelled.
 """
 
 
@@ -137,24 +138,23 @@ async def serve_stream(
 
 
 class Transport(Protocol):
-    """Makes streams. Owned by one process and one event loop; close it when done."""
+    """Opens and accepts streams. Owned by one process and one event loop; close it when done."""
 
     async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
-        """Accept streams on a host and port (0: any free one), each served in a task of its own.
+        """Accept streams on a host and port (0: any free one); serve each in a task of its own.
 
-        Raises UsageError when the port is in use or the address is not ours.
+        Raises UsageError if the port is in use or the address is not ours.
         """
         ...
 
     async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Stream:
         """Dial an endpoint and return a stream that is known to be connected.
 
-        No stream holds up another one: each has a connection of its own, or its turn.
+        No stream delays another: each has a connection of its own, or takes its turn.
 
-        Raises UnavailableError when nobody answers in time and RemoteProtocolError when the one
-        who answers does not hold the certificate of the endpoint's fingerprint, or does not speak
-        our protocol, NotAMemberError when its swarm is private and not ours. Every stream has to
-        be closed by the one who opened it.
+        Raises UnavailableError if there is no answer in time; RemoteProtocolError if the other end
+        does not hold the certificate of the endpoint's fingerprint, or does not speak our protocol;
+        NotAMemberError if its swarm is private and not ours. The caller closes the stream.
         """
         ...
 

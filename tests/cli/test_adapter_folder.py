@@ -48,7 +48,7 @@ def test_folders_of_prompts_and_of_an_adapter_are_told_apart() -> None:
 def test_file_is_named_as_such() -> None:
     put("adapter/adapter_config.json")
 
-    with pytest.raises(UsageError, match=r"_config\.json is a file; --adapter takes the folder"):
+    with pytest.raises(UsageError, match=r"_config\.json is a file; --adapter takes a folder"):
         find_adapter("adapter/adapter_config.json")
 
 
@@ -58,6 +58,6 @@ def test_what_is_neither_is_told_both_possibilities(given: str) -> None:
         find_adapter(given)
 
     assert str(raised.value) == (
-        f"there is no folder {given}, nor is that the digest of a published adapter, 64 "
-        "hexadecimal digits; --adapter takes either"
+        f"{given} is neither an existing folder nor the digest of a published adapter (64 "
+        "hexadecimal digits); --adapter takes one of them"
     )

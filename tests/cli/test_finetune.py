@@ -73,7 +73,7 @@ def test_without_a_swarm_one_is_told_how_to_start_one(
 
     sentence = fail(command, capsys)
 
-    assert "--join CODE takes what `shoal serve --new-swarm` printed" in sentence
+    assert "--join CODE, the code that `shoal serve --new-swarm` printed" in sentence
     assert "`shoal swarm shoal-stories --peers 2` in another terminal" in sentence
 
 
@@ -94,20 +94,20 @@ def test_data_that_is_wrong_is_named_before_a_swarm_is_joined(
     [
         (
             ["--max-length", "513"],
-            "texts of 513 tokens cannot be learned: this model takes 2 to 512",
+            "texts of 513 tokens are not possible: this model takes 2 to 512",
         ),
-        (["--max-length", "1"], "texts of 1 tokens cannot be learned"),
+        (["--max-length", "1"], "texts of 1 tokens are not possible"),
         (
             ["--method", "ptune", "--max-length", "500"],
-            "this model takes 2 to 496 beside such a prompt",
+            "this model takes 2 to 496 next to a soft prompt of this length",
         ),
-        (["--method", "ptune", "--pre-seq-len", "9999"], "texts of -9487 tokens cannot be learned"),
+        (["--method", "ptune", "--pre-seq-len", "9999"], "texts of -9487 tokens are not possible"),
         (["--resume"], "there is no checkpoint in"),
         (
             ["--method", "ptune", "--rank", "4"],
-            "--rank belongs to --method lora, and this is ptune",
+            "--rank is for --method lora, not ptune; leave it out",
         ),
-        (["--pre-seq-len", "4"], "belongs to --method ptune or deep_ptune, and this is lora"),
+        (["--pre-seq-len", "4"], "is for --method ptune or deep_ptune, not lora"),
     ],
 )
 def test_settings_that_cannot_be_are_named(
@@ -131,7 +131,7 @@ def test_folder_in_which_another_run_is_at_work_is_refused(
     finally:
         os.close(held)
 
-    assert f"another run is at work in {tmp_path}; wait for it" in sentence
+    assert f"another run is using {tmp_path}; wait for it" in sentence
 
 
 def test_folder_that_takes_nothing_is_named_before_a_swarm_is_joined(
@@ -139,16 +139,16 @@ def test_folder_that_takes_nothing_is_named_before_a_swarm_is_joined(
 ) -> None:
     sentence = fail(name_run(byte_model, data, data / "out"), capsys)
 
-    assert sentence == f"shoal finetune: {data}/out cannot be written to: Not a directory\n"
+    assert sentence == f"shoal finetune: cannot write to {data}/out: Not a directory\n"
 
 
 @pytest.mark.parametrize(
     ("updates", "rows", "asked", "expected"),
     [
         (15, 8, None, [
-            "15 updates may be too few: give more --epochs or a smaller --batch-size"
+            "15 updates may be too few; use more --epochs or a smaller --batch-size"
         ]),
-        (1, 1, None, ["1 update may be too few: give more --epochs"]),
+        (1, 1, None, ["1 update may be too few; use more --epochs"]),
         (15, 8, 15, []),
         (30, 8, None, []),
     ],
@@ -161,13 +161,13 @@ def test_few_updates_are_said_to_be_few_unless_they_were_asked_for(
 
 
 def test_blocks_that_nobody_serves_come_with_advice() -> None:
-    error = RouteError("no peer takes blocks 4:8 any more: refused", [Span(4, 8)])
+    error = RouteError("no peer accepts passes for blocks 4:8: refused", [Span(4, 8)])
 
     advised = finetune._advise(error, "my model")
 
     assert str(advised) == (
-        "no peer takes blocks 4:8 any more: refused; start a peer that does, `shoal serve "
-        "'my model' --blocks 4:8 …`, or give a longer --wait"
+        "no peer accepts passes for blocks 4:8: refused; start peers for them with `shoal serve "
+        "'my model' --blocks 4:8 …`, or increase --wait"
     )
     assert advised.missing == (Span(4, 8),)
 
@@ -180,7 +180,7 @@ def test_folder_that_holds_a_run_is_not_written_over(
 
     sentence = fail(name_run(byte_model, data, tmp_path / "out"), capsys)
 
-    assert "out holds a run already: --resume goes on with it" in sentence
+    assert "out already holds a run; continue it with --resume" in sentence
 
 
 def test_out_that_is_a_file_is_refused(
@@ -191,7 +191,7 @@ def test_out_that_is_a_file_is_refused(
 
 @pytest.mark.parametrize(
     ("files", "sentence"),
-    [([], "nor is that the digest"), (["config.json"], "holds neither an adapter nor prompts")],
+    [([], "nor the digest"), (["config.json"], "holds neither an adapter nor prompts")],
 )
 def test_adapter_that_is_none_is_refused(
     byte_model: Path,
@@ -330,7 +330,9 @@ def test_interrupted_run_goes_on_where_it_stopped(
     begun, *events = read_events(second.stdout)
     assert begun["updates_done"] == stopped["update"]
     assert begun["method"] == "ptune"
-    assert begun["notices"][-1] == ("It goes on with another weight decay: 0.0 there, 1e-12 here.")
+    assert begun["notices"][-1] == (
+        "This run continues with another weight decay: 0.0 there, 1e-12 here."
+    )
     losses = {event["update"]: event["loss"] for event in events if event["event"] == "updated"}
     expected = {
         event["update"]: event["loss"]
@@ -365,6 +367,6 @@ def test_run_that_loses_its_last_peer_keeps_what_it_learned(
     *_, stopped, error = read_events(rest)
     assert process.returncode == 1
     assert (stopped["event"], error["kind"]) == ("stopped", "RouteError")
-    assert "--blocks 0:4 …`, or give a longer --wait" in error["error"]
+    assert "--blocks 0:4 …`, or increase --wait" in error["error"]
     assert len(errors.splitlines()) == 1
     assert (out / f"checkpoint-{stopped['update']:06}" / "state.json").exists()

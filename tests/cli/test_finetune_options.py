@@ -78,13 +78,13 @@ def test_sizes_of_another_method_are_not_taken_over() -> None:
     again = settle("--resume --method ptune", recorded)
 
     assert (again.method, again.pre_seq_len, again.rank) == ("ptune", 16, 8)
-    with pytest.raises(UsageError, match=r"--pre-seq-len belongs to .* and this is lora"):
+    with pytest.raises(UsageError, match=r"--pre-seq-len is for .*, not lora"):
         settle("--resume --pre-seq-len 3", recorded)
 
 
 @pytest.mark.parametrize("recorded", [{"rank": "-1"}, {"method": "magic"}, {"clip": "much"}])
 def test_damaged_record_is_one_sentence(recorded: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="cannot go on with its own options: argument --"):
+    with pytest.raises(UsageError, match="recorded in the checkpoint are damaged: argument --"):
         settle("--resume", recorded)
 
 

@@ -31,7 +31,7 @@ HOPS: list[Any] = [
 ]
 FACTS = RunFacts(
     "shoal-stories", "deep_ptune", 1_234_567, 98_765, 4_321, 123_456, 8, Path("out"),
-    ["2,000 texts are longer than 512 tokens and cut there (--max-length)"],
+    ["2,000 texts are longer than 512 tokens and truncated (--max-length)"],
 )  # fmt: skip
 
 
@@ -90,9 +90,9 @@ def test_lines_fit_a_terminal(num_hops: int) -> None:
 
     shown = re.sub(r"\x1b\[\d+m", "", screen.text).splitlines()
     assert max(map(len, shown)) <= 80
-    assert "It takes 123,456 updates of 8 texts, 120,000 are done; 4,321" in screen.text
+    assert "123,456 updates of 8 texts, 120,000 done; 4,321" in screen.text
     assert "  120,003   12.3456      11.2345" in screen.text
-    assert "Evaluation loss: 2.5000 before, 1.2500 now." in screen.text
+    assert "Evaluation loss: 2.5000 before, 1.2500 after." in screen.text
     assert max(map(len, lines)) + len("  * ") < 80
     begun = "120003/123456  loss 12.3456  2,731 tok/s  86 min left  "
     tails = [f"…{hop.peer.peer_id[-6:]}" for hop in HOPS]
@@ -116,8 +116,8 @@ def test_skipped_updates_are_named() -> None:
     reporter.note_update(make_update(7, math.nan), [])
     reporter.note_update(Updated(8, 1.0, 1e-3, math.inf, 9), [])
 
-    assert "Update 7 was skipped: its loss is no number." in screen.text
-    assert "Update 8 was skipped: its gradients are no numbers." in screen.text
+    assert "Update 7 was skipped: its loss is not finite." in screen.text
+    assert "Update 8 was skipped: its gradients are not finite." in screen.text
 
 
 def make_failover(*replacements: Any) -> Any:
@@ -163,7 +163,7 @@ def test_stopped_run_says_how_to_go_on() -> None:
     reporter.stop(57)
 
     assert screen.text.endswith(
-        "Stopped after update 57 of 123,456; the same command with --resume goes on.\n"
+        "Stopped after update 57 of 123,456. Repeat the command with --resume to continue.\n"
     )
 
 

@@ -81,7 +81,7 @@ def test_code_without_an_address_needs_one_or_begins_its_swarm() -> None:
 def test_code_that_may_only_use_a_swarm_is_refused_before_anything_begins() -> None:
     use = str(JoinCode(OWNER.as_role(Role.USE), (FIRST,)))
 
-    with pytest.raises(UsageError, match="only lets you use the swarm"):
+    with pytest.raises(UsageError, match="only allows using the swarm"):
         _make_config(_parse(["serve", "m", "--join", use]))
 
 
@@ -129,7 +129,7 @@ def test_code_goes_into_a_file_that_others_cannot_read(
     assert file.stat().st_mode & 0o777 == 0o600
     assert capsys.readouterr().out == ""
     assert main(["swarm-new", "--out", str(file)]) == 1
-    assert "exists already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_code_as_json_says_what_it_is_worth(capsys: pytest.CaptureFixture[str]) -> None:

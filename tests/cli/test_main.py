@@ -44,21 +44,24 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         (f"generate m p --max-new-tokens 0 --initial-peers {PEER}", "at least 1"),
         (f"generate m p --temperature -1 --initial-peers {PEER}", "at least 0"),
         (f"generate m p --temperature warm --initial-peers {PEER}", "'warm'"),
-        (f"generate m p --top-p 1.5 --initial-peers {PEER}", "up to 1"),
+        (f"generate m p --top-p 1.5 --initial-peers {PEER}", "at most 1"),
         (f"generate m p --top-k 0 --initial-peers {PEER}", "at least 1"),
         (f"generate m p --seed -3 --initial-peers {PEER}", "--seed"),
         (f"generate m p --dtype int4 --initial-peers {PEER}", "invalid choice: 'int4'"),
         ("swarm --peers none", "'none' is not a whole number"),
         ("swarm --weights fp64", "invalid choice: 'fp64'"),
-        ("serve m --new-swarm --device gpu", "a device is cpu, cuda, cuda:N or auto, not 'gpu'"),
+        (
+            "serve m --new-swarm --device gpu",
+            "the device must be cpu, cuda, cuda:N or auto, not 'gpu'",
+        ),
         ("serve m --new-swarm --device cuda:x", "not 'cuda:x'"),
-        ("demo --weights nf4", "twenty times as slow as int8"),
+        ("demo --weights nf4", "twenty times slower than int8"),
         ("serve m --new-swarm --block-cache lots", "'lots' is not a size"),
         ("serve m --new-swarm --block-cache=-1G", "a size cannot be negative"),
         ("demo --tokens 1.5", "'1.5' is not a whole number"),
         ("serve m --new-swarm --threads 0", "at least 1"),
-        ("serve m --new-swarm --threads 100000", "take at most"),
-        ("swarm --threads 100000", "take at most"),
+        ("serve m --new-swarm --threads 100000", "use at most"),
+        ("swarm --threads 100000", "use at most"),
         ("serve m --new-swarm --announce-host 300.1.1.1", "'300.1.1.1' is not the name"),
         ("serve m --new-swarm --announce-host a/b", "'a/b' is not the name"),
         (f"serve m --new-swarm --announce-host {'a.' * 127}", "is not the name"),
@@ -77,8 +80,8 @@ def run_and_read_error(arguments: list[str], capsys: pytest.CaptureFixture[str])
         (f"generate m p --seed 9223372036854775808 --initial-peers {PEER}", "9223372036854775807"),
         (f"generate m p --trace - --initial-peers {PEER}", "'-' is not a file"),
         (f"generate m p --trace= --initial-peers {PEER}", "'' is not a file"),
-        (f"generate m --tell --initial-peers {PEER}", "begins with - goes behind `--`"),
-        (f"generate m -hello --initial-peers {PEER}", "begins with - goes behind `--`"),
+        (f"generate m --tell --initial-peers {PEER}", "begins with - after `--`"),
+        (f"generate m -hello --initial-peers {PEER}", "begins with - after `--`"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -151,32 +154,35 @@ def test_words_behind_two_dashes_are_left_as_they_are() -> None:
     [
         (["generate", "m", "", "--initial-peers", PEER], "the prompt is empty"),
         (["generate", "m", " \n", "--initial-peers", PEER], "the prompt is empty"),
-        (["generate", "m", "p", "--trace", "/", "--initial-peers", PEER], "written to /: Is a dir"),
+        (
+            ["generate", "m", "p", "--trace", "/", "--initial-peers", PEER],
+            "the trace to /: Is a dir",
+        ),
         (["demo", "--tokens", "9", "--kill-after", "9"], "smaller --kill-after"),
-        (["demo", "--tokens", "1"], "take --tokens 2 at least"),
+        (["demo", "--tokens", "1"], "use --tokens 2 or more"),
         (["serve", "m", "--new-swarm", "--listen", f"1:{'9' * 5000}"], "HOST:PORT"),
-        (["demo", "--tokens", "90000"], "take at most --tokens 20"),
-        (["demo", "--tokens", "50", "--prompt", "word " * 2100], "take a shorter prompt"),
-        (["demo", "--prompt", "\udcff"], "not text in UTF-8"),
-        (["generate", "m", "\udcff", "--initial-peers", PEER], "not text in UTF-8"),
+        (["demo", "--tokens", "90000"], "use at most --tokens 20"),
+        (["demo", "--tokens", "50", "--prompt", "word " * 2100], "use a shorter prompt"),
+        (["demo", "--prompt", "\udcff"], "not valid UTF-8"),
+        (["generate", "m", "\udcff", "--initial-peers", PEER], "not valid UTF-8"),
         (["generate", __file__, "p", "--initial-peers", PEER], "is a file"),
         (["generate", "/no/such", "p", "--initial-peers", PEER], "no model directory '/no/such'"),
         (["serve", "./no-such", "--new-swarm"], "no model directory './no-such'"),
         (["demo", "--prompt", ""], "the prompt is empty"),
         (["swarm", "no/such/model"], "no/such/model"),
-        (["serve", "m"], "; --new-swarm begins one"),
-        (["generate", "m", "p"], "say which swarm: --join CODE"),
-        (["doctor"], "say which swarm: --join CODE"),
+        (["serve", "m"], ", or start a new swarm with --new-swarm"),
+        (["generate", "m", "p"], "no swarm is given: pass --join CODE"),
+        (["doctor"], "no swarm is given: pass --join CODE"),
         (["generate", "m", "p", "--join", "shoal:aeaaag"], "the join code was cut short"),
         (["doctor", "--join", PEER], "an address, not a join code"),
         (["serve", "m", "--join", ""], "begins with shoal:"),
         (["serve", "m", "--new-swarm", "--join", "@no/such"], "cannot read a join code from no/su"),
         (["swarm-new", "--public", "--role", "own"], "a public swarm has no roles"),
         (["swarm-new", "--from", PUBLIC, "--initial-peers", "x"], "does not fit into a join code"),
-        (["revoke", "12D3Koo", "--initial-peers", PEER], "peers print theirs"),
+        (["revoke", "12D3Koo", "--initial-peers", PEER], "a peer prints its id"),
         (["revoke", "--initial-peers", PEER], "give the owner's code with --join"),
         (["revoke", "--join", PUBLIC], "the join code names no address"),
-        (["serve", "", "--new-swarm"], "the name of the model is empty"),
+        (["serve", "", "--new-swarm"], "the model name is empty"),
         (["serve", "m", "--new-swarm", "--listen", "0.0.0.0"], "--announce-host"),
         (["serve", "m", "--new-swarm", "--blocks", "8"], "--blocks"),
         (["serve", "m", "--new-swarm", "--listen", "127.0.0.1:65536"], "HOST:PORT"),
@@ -246,7 +252,7 @@ def test_bundled_name_gives_way_to_a_folder_of_that_name(
 def test_bundled_model_is_found_next_to_the_package() -> None:
     root = Path(__file__).resolve().parents[2]
     if not (root / "models" / BUNDLED_NAME / "config.json").is_file():
-        with pytest.raises(ModelError, match="install shoal again"):
+        with pytest.raises(ModelError, match="reinstall shoal"):
             find_model()
         return
 
@@ -304,7 +310,7 @@ def test_output_that_takes_no_more_is_named(
 
     assert process.returncode == 1
     if full == "stdout":
-        words = "shoal doctor: the output cannot be written to stdout: No space left on device\n"
+        words = "shoal doctor: cannot write the output to stdout: No space left on device\n"
         assert process.stderr == words
     else:
         assert "address" in process.stdout

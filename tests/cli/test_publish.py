@@ -25,9 +25,9 @@ def make_published(*joining: str, is_complete: bool = True) -> publish._Publishe
 @pytest.mark.parametrize(
     ("files", "sentence"),
     [
-        ([], "there is no folder {}; DIR takes the folder of a lora that `shoal finetune`"),
-        (["tuning.json"], "{} holds prompts (ptune, deep_ptune), which no peer keeps"),
-        (["config.json"], "{} holds no adapter: DIR takes"),
+        ([], "there is no folder {}; DIR must be a folder with a LoRA adapter"),
+        (["tuning.json"], "{} holds prompts (ptune, deep_ptune), which cannot be published"),
+        (["config.json"], "{} holds no adapter: DIR must be a folder"),
     ],
 )
 def test_folder_without_an_adapter_is_refused_before_anything_is_joined(
@@ -52,7 +52,7 @@ def test_file_is_refused_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
     assert main(["publish", "no/such/model", file, "--initial-peers", CLOSED]) == 1
 
-    assert "adapter_config.json is a file; DIR takes" in capsys.readouterr().err
+    assert "adapter_config.json is a file; DIR must be a folder" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -81,7 +81,7 @@ def test_it_tells_how_others_use_it_in_a_terminal() -> None:
         "    --join @own.code\n"
     ) in screen.text
     assert "active_adapter=DIGEST" in screen.text
-    assert "Ctrl-C withdraws it.\n" in screen.text
+    assert "Press Ctrl-C to withdraw it.\n" in screen.text
 
 
 def test_it_tells_when_it_cannot_be_used_yet() -> None:
@@ -90,7 +90,7 @@ def test_it_tells_when_it_cannot_be_used_yet() -> None:
     published = make_published("--join", "@own.code", is_complete=False)
     publish._Reporter(Terminal(screen)).report_published(published)
 
-    assert "peers for all blocks keep it" in screen.text
+    assert "peers for all blocks have it" in screen.text
 
 
 def test_it_tells_programs_the_whole_command_and_no_secret() -> None:

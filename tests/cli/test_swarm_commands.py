@@ -166,7 +166,7 @@ def test_generate_shows_its_text_before_it_says_that_the_trace_cannot_be_written
     else:
         assert output.out == expected
         assert "where the time went" in output.err
-    assert output.err.endswith("give --trace another FILE\n")
+    assert output.err.endswith("choose another --trace FILE\n")
 
 
 def test_generate_says_at_once_which_blocks_it_waits_for(byte_model: Path) -> None:

@@ -126,7 +126,7 @@ def make_failover(before: Any, after: Any) -> Failover:
 def test_failover_to_other_weights_is_said() -> None:
     sentence = describe_failover(make_failover("int8", "fp32"))
 
-    assert "fp32 weights in place of int8: the words may differ" in sentence
+    assert "fp32 weights instead of int8: the text may differ" in sentence
     assert failover_facts(make_failover("int8", "fp32"))["changed_weights"] == "fp32"
 
 

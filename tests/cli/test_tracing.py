@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from shoal.cli.terminal.text_generation import Sampling, TextModel
-from shoal.cli.terminal.tracing import TraceFile, describe_cut_trace, describe_summary
+from shoal.cli.terminal.tracing import TraceFile, describe_cut_trace
 from shoal.client import AutoDistributedModelForCausalLM
+from shoal.client.trace.trace_summary import describe_summary
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.errors import UsageError
 
@@ -47,7 +48,7 @@ def test_text_that_ends_half_way_leaves_a_trace_of_that_half(
 
     assert read_slices(path).count("compute") == 2 * 3
     lines = describe_cut_trace(trace_file)
-    assert lines[0] == f"what came of the trace is in {path}"
+    assert lines[0] == f"the incomplete trace is in {path}"
     assert "2 tokens decoded after it, in ms per token:" in lines
 
 
@@ -58,6 +59,7 @@ def test_summary_leaves_out_what_comes_behind_the_last_token(
         model.generate("Once", Sampling(4), lambda piece: None, trace_file.watch)
         summary = trace_file.summarize()
 
+    assert summary is not None
     assert trace_file.summarize() == summary
     assert (summary.prefill.num_tokens, summary.num_decoded_tokens) == (4, 3)
     assert describe_summary(summary)[0].startswith("where the time went")
@@ -112,7 +114,7 @@ def test_file_that_takes_no_more_is_named_unless_something_worse_happened(
         if error is not None:
             raise error
 
-    full = "cannot be written to /dev/full: No space left"
+    full = "cannot write the trace to /dev/full: No space left"
     with open_model(byte_model, byte_tokenizer) as model:
         with pytest.raises(UsageError, match=full), TraceFile(Path("/dev/full")) as trace_file:
             generate(trace_file)

@@ -229,7 +229,7 @@ def make_pair(tiny_model: Any, dtype: torch.dtype | None = None) -> Pair:
     client = FakeClient(tiny_model.reference)
     model = DistributedCausalLM(
         config,
-        load_local_layers(checkpoint, config, dtype),
+        load_local_layers(checkpoint, dtype),
         client,  # pyright: ignore[reportArgumentType]
     )
     return Pair(model, tiny_model.reference, client)

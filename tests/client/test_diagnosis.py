@@ -98,7 +98,7 @@ def test_address_of_another_program_is_told(answer: bytes) -> None:
     [
         ("no initial peer answers: /ip4/...", "paused"),
         ("whoever is there is not the peer that the address names", "--identity"),
-        ("the directory is in flames", "start the peer of this address again"),
+        ("the directory is in flames", "restart the peer at this address"),
     ],
 )
 def test_advice_fits_the_failure_of_the_join(complaint: str, advice: str) -> None:
@@ -165,7 +165,7 @@ def test_peers_to_start_are_told_how_they_get_in(
     finding = find(examine(build), "blocks" if is_somebody_online else "announcements")
 
     assert f"shoal serve stories {'--blocks 4:8 ' * is_somebody_online}{option}`" in finding.fix
-    assert ("with a code that may serve" in finding.fix) == takes_another_code
+    assert ("that allows serving" in finding.fix) == takes_another_code
 
 
 def test_unknown_name_is_told_from_a_closed_port_and_without_numbers() -> None:
@@ -174,9 +174,9 @@ def test_unknown_name_is_told_from_a_closed_port_and_without_numbers() -> None:
 
     finding = find(examine(build), "address")
 
-    assert "the name of this host is unknown here" in finding.detail
+    assert "the host name cannot be resolved" in finding.detail
     assert "Errno" not in finding.detail
-    assert "how the name is written" in finding.fix
+    assert "the spelling of the name" in finding.fix
 
 
 def test_name_that_cannot_be_is_told_like_an_unknown_one() -> None:
@@ -185,8 +185,8 @@ def test_name_that_cannot_be_is_told_like_an_unknown_one() -> None:
 
     finding = find(examine(build), "address")
 
-    assert "the name of this host is unknown here" in finding.detail
-    assert "how the name is written" in finding.fix
+    assert "the host name cannot be resolved" in finding.detail
+    assert "the spelling of the name" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -201,7 +201,7 @@ def test_closed_port_of_another_machine_may_be_shut_by_a_firewall(
     fix = find(examine(build, addresses=[address]), "address").fix
 
     assert "still runs" in fix
-    assert ("a firewall or router there shuts TCP port 4001" in fix) == is_named
+    assert ("a firewall or router there blocks TCP port 4001" in fix) == is_named
 
 
 def test_several_failures_of_one_dial_are_shown_without_numbers() -> None:
@@ -215,7 +215,7 @@ def test_addresses_of_two_swarms_are_not_a_matter_of_codes() -> None:
     async def build(swarm: Swarm) -> None:
         swarm.join_error = WrongSwarmError("the addresses belong to different swarms; give one")
 
-    assert "give one address only" in find(examine(build), "membership").fix
+    assert "give addresses of one swarm only" in find(examine(build), "membership").fix
 
 
 @pytest.mark.parametrize("detail", ["wrong secret: another swarm", "not a member: it is private"])
@@ -227,4 +227,4 @@ def test_swarm_of_others_is_told_from_a_broken_directory(detail: str) -> None:
 
     assert not finding.ok
     assert finding.detail == detail
-    assert "join codes come from" in finding.fix
+    assert "for a join code" in finding.fix

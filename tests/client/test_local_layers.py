@@ -10,9 +10,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from shoal.client.model.local_layers import load_config, load_local_layers, resolve_dtype
+from shoal.client.model.local_layers import (
+    LocalLayers,
+    load_config,
+    load_local_layers,
+    resolve_dtype,
+)
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.models.families.registry import read_spec
+from shoal.models.spec_reader import read_spec
 from shoal.protocol.errors import ModelError, UsageError
 
 SEED = 1234
@@ -46,10 +51,16 @@ def copy_checkpoint(
     return Checkpoint.open(target)
 
 
+def open_layers(checkpoint: Checkpoint) -> LocalLayers:
+    """Read the configuration and the layers, as models do."""
+    load_config(checkpoint)
+    return load_local_layers(checkpoint)
+
+
 @torch.no_grad()
 def test_layers_equal_transformers(any_known_model: Any) -> None:
     checkpoint = Checkpoint.open(any_known_model.directory)
-    layers = load_local_layers(checkpoint, load_config(checkpoint))
+    layers = load_local_layers(checkpoint)
     reference = any_known_model.reference
     generator = torch.Generator().manual_seed(SEED)
     hidden = torch.randn(2, 3, reference.config.hidden_size, generator=generator)
@@ -69,7 +80,7 @@ def test_layers_equal_transformers(any_known_model: Any) -> None:
 def test_loading_reads_only_the_tensors_of_the_client(tiny_models: Any) -> None:
     checkpoint = CountingCheckpoint(Checkpoint.open(tiny_models.get("llama").directory))
 
-    load_local_layers(checkpoint, load_config(checkpoint))  # pyright: ignore[reportArgumentType]
+    load_local_layers(checkpoint)  # pyright: ignore[reportArgumentType]
 
     assert sorted(checkpoint.read) == [
         "lm_head.weight",
@@ -81,7 +92,7 @@ def test_loading_reads_only_the_tensors_of_the_client(tiny_models: Any) -> None:
 def test_tied_head_shares_the_embedding(tiny_models: Any) -> None:
     checkpoint = Checkpoint.open(tiny_models.get("llama-tied").directory)
 
-    layers = load_local_layers(checkpoint, load_config(checkpoint))
+    layers = load_local_layers(checkpoint)
 
     assert layers.head.weight is layers.embedding.weight
 
@@ -94,8 +105,8 @@ def test_stored_head_is_shared_only_if_it_equals_the_embedding(
     same = copy_checkpoint(source, tmp_path / "a", {}, {"lm_head.weight": embedding.clone()})
     other = copy_checkpoint(source, tmp_path / "b", {}, {"lm_head.weight": embedding + 1})
 
-    same_layers = load_local_layers(same, load_config(same))
-    other_layers = load_local_layers(other, load_config(other))
+    same_layers = load_local_layers(same)
+    other_layers = load_local_layers(other)
 
     assert same_layers.head.weight is same_layers.embedding.weight
     assert torch.equal(other_layers.head.weight, embedding + 1)
@@ -110,8 +121,8 @@ def test_dtype_is_that_of_the_checkpoint_unless_asked(
     stored: dict[str, Tensor | None] = {name: t.to(dtype) for name, t in tensors.items()}
     checkpoint = copy_checkpoint(source, tmp_path / "model", {}, stored)
 
-    layers = load_local_layers(checkpoint, load_config(checkpoint))
-    asked = load_local_layers(checkpoint, load_config(checkpoint), torch.float32)
+    layers = load_local_layers(checkpoint)
+    asked = load_local_layers(checkpoint, torch.float32)
 
     assert layers.embedding.weight.dtype == layers.norm.weight.dtype == dtype
     assert layers.head.weight.dtype == dtype
@@ -122,7 +133,7 @@ def test_dtype_is_that_of_the_checkpoint_unless_asked(
 def test_layers_outlive_the_file(tiny_models: Any, tmp_path: Path) -> None:
     source = tiny_models.get("llama").directory
     checkpoint = copy_checkpoint(source, tmp_path / "model", {}, {})
-    layers = load_local_layers(checkpoint, load_config(checkpoint))
+    layers = load_local_layers(checkpoint)
     before = layers.embedding.weight.clone()
 
     path = tmp_path / "model" / "model.safetensors"
@@ -176,7 +187,7 @@ def test_unusable_checkpoint_is_named(
     checkpoint = copy_checkpoint(source, tmp_path / "model", config, tensors)
 
     with pytest.raises(ModelError, match=message):
-        load_local_layers(checkpoint, load_config(checkpoint))
+        open_layers(checkpoint)
 
 
 @pytest.mark.parametrize("model_type", [None, "nonsense", "ctrl", "nanochat", "mamba", "t5"])
@@ -201,7 +212,7 @@ def test_layers_of_a_bare_checkpoint_are_found(tiny_models: Any, tmp_path: Path)
     bare |= {name.removeprefix("transformer."): whole.load(name) for name in whole.names}
     checkpoint = copy_checkpoint(whole.directory, tmp_path / "model", {}, bare)
 
-    layers = load_local_layers(checkpoint, load_config(checkpoint))
+    layers = load_local_layers(checkpoint)
 
     assert layers.positions is not None
     assert torch.equal(
@@ -220,7 +231,7 @@ def test_wrapped_layers_of_a_bare_checkpoint_are_found(
     checkpoint = copy_checkpoint(whole.directory, tmp_path / "model", {}, bare)
     hidden = torch.randn(1, 40, 64, generator=torch.Generator().manual_seed(SEED))
 
-    found, expected = (load_local_layers(each, load_config(each)) for each in (checkpoint, whole))
+    found, expected = (load_local_layers(each) for each in (checkpoint, whole))
 
     assert torch.equal(found.embedding.weight, expected.embedding.weight)
     assert torch.equal(found.head(hidden), expected.head(hidden))
@@ -246,7 +257,7 @@ def test_positions_that_are_fewer_than_config_json_says_are_named(
     checkpoint = copy_checkpoint(source, tmp_path / "model", damaged, {})
 
     with pytest.raises(ModelError, match=r"embed_positions.weight has shape \(514, 64\)"):
-        load_local_layers(checkpoint, load_config(checkpoint))
+        load_local_layers(checkpoint)
     with pytest.raises(ModelError, match="max_position_embeddings must be a whole number"):
         read_spec(checkpoint.config)
 

@@ -100,15 +100,15 @@ def test_new_adapter_changes_nothing_and_is_the_same_for_a_seed(tiny_models: Any
         ({"rank": 0}, "rank is a number from 1 to 1024, not 0"),
         ({"rank": True}, "rank is a number"),
         ({"alpha": float("nan")}, "alpha is a number above 0"),
-        ({"target_modules": ["c_attn"]}, "no linear that target_modules"),
+        ({"target_modules": ["c_attn"]}, "no linear that matches target_modules"),
         (
             {"target_modules": ["q_proj", "vproj"]},
-            r"target_modules \['vproj'\] means; it has down_proj, gate_proj, ",
+            r"target_modules \['vproj'\]; it has down_proj, gate_proj, ",
         ),
-        ({"target_modules": "("}, "is no pattern"),
+        ({"target_modules": "("}, "is not a regular expression"),
         (
             {"target_modules": "q_proj"},
-            r"'q_proj' is a text, and so a pattern for .* a list, \['q_proj'\]: it has ",
+            r"'q_proj' is a regular expression for .* a list, \['q_proj'\]: it has ",
         ),
         ({"target_modules": "q_proj, v_proj"}, r"a list, \['q_proj', 'v_proj'\]: it has "),
         ({"target_modules": "vproj"}, r"a list, \['down_proj'\]: it has "),
@@ -125,7 +125,7 @@ def test_adapter_that_cannot_be_made_is_refused(
     ("change", "complaint"),
     [
         ({"bias": "all"}, "bias = 'all' is not supported"),
-        ({"peft_type": "IA3"}, "not that of a LoRA adapter"),
+        ({"peft_type": "IA3"}, "does not describe a LoRA adapter"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa' is not supported"),
         ({"r": 5}, r"has shape \(4, 96\), this model needs \(5, 96\)"),
     ],
@@ -154,7 +154,7 @@ def test_configuration_that_is_not_understood_is_refused(
         ({QUERY.format("B"): None}, "q_proj has only one of lora_A and lora_B"),
         ({"base_model.model.model.embed_tokens.lora_embedding_A": torch.ones(4, 128)}, "embedding"),
         ({"base_model.model.model.layers.1.gate.lora_A.weight": torch.ones(4, 64)}, "no linear"),
-        ({"layers.1.weight": torch.ones(4, 64)}, "is no matrix of LoRA"),
+        ({"layers.1.weight": torch.ones(4, 64)}, "is not a name that PEFT gives to LoRA"),
     ],
 )
 def test_matrices_that_do_not_fit_are_refused_by_name(
@@ -173,12 +173,12 @@ def test_matrices_that_do_not_fit_are_refused_by_name(
 
 def test_pickled_and_missing_files_are_not_opened(tiny_models: Any, tmp_path: Path) -> None:
     reference = tiny_models.get().reference
-    with pytest.raises(UsageError, match="is no folder of an adapter"):
+    with pytest.raises(UsageError, match="cannot read an adapter from"):
         LoraAdapter.load(tmp_path, reference)
     LoraAdapter.create(reference).save(tmp_path)
     tensors = tmp_path / "adapter_model.safetensors"
     tensors.write_bytes(pickle.dumps({"a": 1}))
-    with pytest.raises(UsageError, match="is no safetensors file"):
+    with pytest.raises(UsageError, match="is not a safetensors file"):
         LoraAdapter.load(tmp_path, reference)
     tensors.rename(tmp_path / "adapter_model.bin")
     with pytest.raises(UsageError, match=r"adapter_model.bin is pickled"):
@@ -192,7 +192,7 @@ def test_folder_in_place_of_a_file_is_named(tiny_models: Any, name: str, tmp_pat
     (tmp_path / name).unlink()
     (tmp_path / name).mkdir()
 
-    with pytest.raises(UsageError, match=f"{name} is a folder, and not the file of an adapter"):
+    with pytest.raises(UsageError, match=f"{name} is a folder, not an adapter file"):
         LoraAdapter.load(tmp_path, reference)
 
 

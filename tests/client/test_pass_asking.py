@@ -99,7 +99,7 @@ def test_weights_that_nobody_has_any_more_are_named() -> None:
     async def test(scene: Scene) -> None:
         await add_pass_peer(scene, 0.1, weights="bf16")
         asker, (texts, grads) = make_asker(scene), make_texts()
-        with pytest.raises(RouteError, match="with weights in int8"):
+        with pytest.raises(RouteError, match="with int8 weights"):
             await asker.ask_backward(WHOLE, texts, grads, "int8")
         await asker.close()
 

@@ -30,14 +30,14 @@ class Answer:
             Status.OK,
             "2 of 3 peers that were asked can",
         ),
-        ([(False, HOME), (False, HOME), (True, HOME)], Status.WARNING, "a firewall shuts it"),
+        ([(False, HOME), (False, HOME), (True, HOME)], Status.WARNING, "a firewall blocks it"),
         ([(False, ROUTER), (False, ROUTER)], Status.WARNING, f"as {ROUTER}, not as {HOME}"),
         ([(True, ROUTER), (None, "")], Status.WARNING, "behind a NAT"),
-        ([(None, ""), (None, HOME)], Status.WARNING, "nobody outside this machine could be"),
+        ([(None, ""), (None, HOME)], Status.WARNING, "no peer on another machine could be"),
         ([(True, HOME)] * 2 + [(True, "; rm -rf")], Status.OK, "3 of 3"),
         ([(True, HOME)] * 2 + [(True, ROUTER)], Status.OK, "3 of 3"),
-        ([(True, "127.0.0.1")], Status.WARNING, "nobody outside this machine could be"),
-        ([], Status.WARNING, "nobody outside this machine could be"),
+        ([(True, "127.0.0.1")], Status.WARNING, "no peer on another machine could be"),
+        ([], Status.WARNING, "no peer on another machine could be"),
     ],
 )
 def test_answers_come_to_one_finding(
@@ -53,9 +53,9 @@ def test_answers_come_to_one_finding(
 @pytest.mark.parametrize(
     ("answer", "words"),
     [
-        (Answer(False, HOME), "let TCP port 7000 through"),
+        (Answer(False, HOME), "open TCP port 7000"),
         (Answer(False, ROUTER), f"--listen 0.0.0.0:7000 --announce-host {ROUTER}"),
-        (Answer(True, ROUTER), f"announce that address, --announce-host {ROUTER}"),
+        (Answer(True, ROUTER), f"announce its address with --announce-host {ROUTER}"),
     ],
 )
 def test_fix_says_what_to_type(answer: Answer, words: str) -> None:
@@ -64,7 +64,10 @@ def test_fix_says_what_to_type(answer: Answer, words: str) -> None:
 
 def test_port_that_is_not_fixed_is_not_named() -> None:
     door = Door("0.0.0.0", 0, HOME)
-    assert "its port (--listen HOST:PORT keeps it" in judge_reach(door, [Answer(False, HOME)]).fix
+    assert (
+        "its port (--listen HOST:PORT fixes its number"
+        in judge_reach(door, [Answer(False, HOME)]).fix
+    )
     assert "0.0.0.0:PORT" in judge_reach(door, [Answer(False, ROUTER)]).fix
 
 
@@ -112,6 +115,6 @@ def test_directory_in_trouble_is_no_fault_of_the_port(error: UnavailableError) -
 
     finding = find(diagnosis, "reach")
     assert finding.status is Status.WARNING
-    assert "nobody outside this machine could be asked" in finding.detail
+    assert "no peer on another machine could be asked" in finding.detail
     assert "--listen" not in finding.fix
     assert diagnosis.is_well

@@ -145,7 +145,9 @@ def test_peers_that_cannot_be_reached_come_with_advice() -> None:
         await scene.add("a", 0, 6)
         scene.network.kill("a")
 
-        with pytest.raises(RouteError, match=r"reached in time for blocks 0:6: .*; `shoal doctor`"):
+        with pytest.raises(
+            RouteError, match=r"reached in time for blocks 0:6: .*; run `shoal doctor`"
+        ):
             await scene.open_session().step(draw(1, 3))
 
     run(test)

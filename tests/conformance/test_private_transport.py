@@ -62,8 +62,8 @@ def test_members_of_every_role_come_in(seam: PrivateSeam, member: Membership) ->
     [
         (None, "belongs to a private swarm; ask its owner"),
         (PUBLIC, "belongs to a private swarm; ask its owner"),
-        (STRANGER, "another swarm than this join code"),
-        (STRANGER.as_role(Role.USE), "another swarm than this join code"),
+        (STRANGER, "does not belong to the swarm of this join code"),
+        (STRANGER.as_role(Role.USE), "does not belong to the swarm of this join code"),
     ],
 )
 def test_others_are_turned_away_before_anything_is_served(

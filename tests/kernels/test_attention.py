@@ -1,5 +1,6 @@
 """Attention over a cache: reference, masks as transformers draws them, any cut into steps."""
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
@@ -7,9 +8,8 @@ from transformers import MistralConfig
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.models.llama.modeling_llama import repeat_kv
 
-from shoal.kernels import reference
 from shoal.kernels.attention.alibi import Alibi
-from shoal.kernels.attention.attention import attention
+from shoal.kernels.attention.torch_attention import attention
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 

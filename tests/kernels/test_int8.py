@@ -4,6 +4,7 @@ Each test runs on every instruction set of this processor and in torch. Where th
 not built, the kernel in torch remains, and the tests of native code alone say that they skip.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -12,14 +13,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels import reference
-from shoal.kernels.linear import int8_native
-from shoal.kernels.linear.int8 import MAX_COLUMNS, Int8Kernel
-from shoal.kernels.linear.quantize import Int8Weight
+from shoal.kernels.linear import native_int8
+from shoal.kernels.linear.quantize import MAX_COLUMNS, Int8Kernel, Int8Weight
 from shoal.kernels.linear.select import choose_int8_kernel, list_int8_kernels
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -250,13 +250,13 @@ def test_two_digits_are_as_good_as_float_activations() -> None:
 @pytest.mark.slow
 def test_torch_is_exact_on_processors_whose_integer_products_saturate() -> None:
     code = (
-        "import torch\n"
-        "from shoal.kernels.linear import int8_torch; from shoal.kernels import reference\n"
+        "import json, torch\n"
+        "from shoal.kernels.linear import torch_int8\n"
         "from shoal.kernels.linear.quantize import Int8Weight\n"
         "weight = Int8Weight(torch.full((40, 2500), 127, dtype=torch.int8), torch.ones(40))\n"
         "hidden = torch.linspace(0.9, 1.0, 7500).view(3, 2500)\n"
-        "result = int8_torch.make_kernel().pack(weight, None).multiply(hidden, 2)\n"
-        "print(torch.equal(result, reference.linear_int8(hidden, weight, None, 2)))\n"
+        "result = torch_int8.make_kernel().pack(weight, None).multiply(hidden, 2)\n"
+        "print(json.dumps(result.tolist()))\n"
     )
 
     # oneDNN, which torch multiplies with, then takes this processor for an older one.
@@ -266,12 +266,15 @@ def test_torch_is_exact_on_processors_whose_integer_products_saturate() -> None:
         capture_output=True, text=True, timeout=60, check=True, env=environment,
     )  # fmt: skip
 
-    assert process.stdout.split() == ["True"]
+    weight = Int8Weight(torch.full((40, 2500), 127, dtype=torch.int8), torch.ones(40))
+    hidden = torch.linspace(0.9, 1.0, 7500).view(3, 2500)
+    expected = reference.linear_int8(hidden, weight, None, 2)
+    assert torch.equal(torch.tensor(json.loads(process.stdout)), expected)
 
 
 @pytest.fixture
 def native() -> list[Int8Kernel]:
-    kernels = int8_native.list_kernels()
+    kernels = native_int8.list_kernels()
     if not kernels:
         pytest.skip("native/ was not built; `pip install -e .` builds it where a compiler is")
     return kernels

@@ -5,21 +5,24 @@ from dataclasses import replace
 import pytest
 import torch
 from allocations import AllocationSizes
+from kernel_reference import round_state
 from prompt_scene import INT8_CASES, Case, Prompt, assert_near, attend, make_prompt
 from torch import Tensor
 
-from shoal.kernels.attention.attention import attention
 from shoal.kernels.attention.int8_states import (
     SCALE_BYTES,
     count_record_bytes,
     dequantize_states,
     quantize_states,
 )
-from shoal.kernels.attention.prompt_attention import PromptAttention, list_prompt_instruction_sets
+from shoal.kernels.attention.native_attention import (
+    PromptAttention,
+    TokenAttention,
+    list_prompt_instruction_sets,
+)
 from shoal.kernels.attention.rotary import apply_rotary
-from shoal.kernels.attention.token_attention import TokenAttention
+from shoal.kernels.attention.torch_attention import attention
 from shoal.kernels.layers.norm import rms_norm
-from shoal.kernels.reference import round_state
 
 needs_library = pytest.mark.skipif(
     not list_prompt_instruction_sets(), reason="the native library was not built"

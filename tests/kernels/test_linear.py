@@ -1,10 +1,10 @@
 """Linear layers against the reference: formats, paths, odd shapes and independent rows."""
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels import reference
 from shoal.kernels.linear.linear import RowPrecision, make_linear
 from shoal.kernels.linear.quantize import WeightFormat, quantize_int8
 

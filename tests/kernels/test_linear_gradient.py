@@ -5,10 +5,9 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.linear import linear as linear_module
-from shoal.kernels.linear.linear import Linear, RowPrecision, make_linear
-from shoal.kernels.linear.linear_gradient import GradientLinears
+from shoal.kernels.linear.linear import GradientLinears, Linear, RowPrecision, make_linear
 from shoal.kernels.linear.quantize import WeightFormat, dequantize_int8, quantize_int8
-from shoal.kernels.native.pauses import NO_PAUSES, Pauses
+from shoal.kernels.pauses import NO_PAUSES, Pauses
 
 FORMATS = [
     (WeightFormat.FP32, torch.float32, 1e-6),

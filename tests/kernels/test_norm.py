@@ -1,11 +1,11 @@
 """The norm against the reference and against transformers."""
 
+import kernel_reference as reference
 import pytest
 import torch
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from shoal.kernels import reference
 from shoal.kernels.layers.norm import layer_norm, rms_norm
 
 

@@ -1,13 +1,12 @@
 """Rows of which a few numbers are far larger than the others keep the precision of those."""
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels import reference
-from shoal.kernels.linear.int8 import Int8Kernel
 from shoal.kernels.linear.linear import MAX_ROUNDING_ERROR, RowPrecision, make_linear
-from shoal.kernels.linear.quantize import WeightFormat, quantize_int8
+from shoal.kernels.linear.quantize import Int8Kernel, WeightFormat, quantize_int8
 from shoal.kernels.linear.select import list_int8_kernels
 
 KERNELS = list_int8_kernels()

@@ -4,16 +4,20 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
+import kernel_reference as reference
 import pytest
 import torch
 from prompt_scene import CASES, INT8_CASES, Case, Prompt, assert_near, attend, make_prompt
 from torch import Tensor
 
-from shoal.kernels import reference
-from shoal.kernels.attention.attention import attention
-from shoal.kernels.attention.prompt_attention import PromptAttention, list_prompt_instruction_sets
+from shoal.kernels.attention.native_attention import (
+    MAX_HEAD_DIM,
+    PromptAttention,
+    TokenAttention,
+    list_prompt_instruction_sets,
+)
 from shoal.kernels.attention.rotary import apply_rotary
-from shoal.kernels.attention.token_attention import MAX_HEAD_DIM, TokenAttention
+from shoal.kernels.attention.torch_attention import attention
 
 pytestmark = pytest.mark.skipif(
     not list_prompt_instruction_sets(), reason="the native library was not built"

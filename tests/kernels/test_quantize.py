@@ -3,18 +3,18 @@
 import pytest
 import torch
 
-from shoal.kernels.linear.int8 import Int8Kernel
-from shoal.kernels.linear.int8_native import list_kernels
-from shoal.kernels.linear.int8_torch import make_kernel as make_torch_kernel
 from shoal.kernels.linear.linear import RowPrecision, make_linear
+from shoal.kernels.linear.native_int8 import list_kernels
 from shoal.kernels.linear.quantize import (
     ON_CPUS,
+    Int8Kernel,
     Int8Weight,
     WeightFormat,
     dequantize_int8,
     quantize_int8,
     stack_int8,
 )
+from shoal.kernels.linear.torch_int8 import make_kernel as make_torch_kernel
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -2,13 +2,13 @@
 
 from typing import Any
 
+import kernel_reference as reference
 import pytest
 import torch
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from shoal.kernels import reference
 from shoal.kernels.attention.rotary import RotaryTable, apply_rotary
 
 DEFAULT: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}

@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.linear.int8 import Int8Kernel
-from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
+from shoal.kernels.linear.quantize import Int8Kernel, Int8Weight, WeightFormat
 from shoal.kernels.linear.select import (
     choose_fastest,
     choose_int8_kernel,

@@ -7,10 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels.attention.attention import attention
 from shoal.kernels.attention.int8_states import quantize_states
-from shoal.kernels.attention.rotary import apply_rotary
-from shoal.kernels.attention.token_attention import (
+from shoal.kernels.attention.native_attention import (
     MAX_HEAD_DIM,
     TokenAttention,
     TokenBatch,
@@ -19,6 +17,8 @@ from shoal.kernels.attention.token_attention import (
     choose_instruction_set,
     list_instruction_sets,
 )
+from shoal.kernels.attention.rotary import apply_rotary
+from shoal.kernels.attention.torch_attention import attention
 from shoal.kernels.layers.norm import rms_norm
 
 pytestmark = pytest.mark.skipif(

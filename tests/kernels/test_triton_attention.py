@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 from triton_devices import every_device
 
-from shoal.kernels import reference
 from shoal.kernels.attention.int8_states import quantize_states
 from shoal.kernels.attention.triton_attention import MAX_HEAD_DIM, PART_TOKENS, paged_attention
 

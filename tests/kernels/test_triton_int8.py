@@ -1,15 +1,20 @@
 """The int8 kernel in Triton: the bits of the reference, and so of every kernel on the CPU."""
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 from triton_devices import every_device, needs_device
 
-from shoal.kernels import reference
 from shoal.kernels.linear import triton_int8
-from shoal.kernels.linear.int8 import MAX_COLUMNS, Int8Product
 from shoal.kernels.linear.linear import RowPrecision, make_linear
-from shoal.kernels.linear.quantize import Int8Weight, WeightFormat, quantize_int8
+from shoal.kernels.linear.quantize import (
+    MAX_COLUMNS,
+    Int8Product,
+    Int8Weight,
+    WeightFormat,
+    quantize_int8,
+)
 from shoal.kernels.linear.select import choose_int8_kernel
 
 pytestmark = pytest.mark.slow  # the interpreter is

@@ -118,7 +118,7 @@ def test_newcomer_joins_through_whoever_of_a_code_is_left() -> None:
 def test_user_is_told_that_serving_takes_another_code() -> None:
     async def story(swarms: Swarms) -> None:
         first = await swarms.join([], SERVER, 1)
-        with pytest.raises(UsageError, match="only lets you use"):
+        with pytest.raises(UsageError, match="only allows using"):
             await swarms.join(first.addresses, USER, 2)
 
     run(story)

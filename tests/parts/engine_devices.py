@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import kernel_reference as reference
 import pytest
 import torch
 from torch import Tensor
 
-from shoal.kernels import reference
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks.capturer import CallingCapturer, Capturer
 from shoal.peer.engine.blocks.cuda_device import choose_device
 from shoal.peer.engine.blocks.device import Device, PagedDevice
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
 
@@ -60,7 +60,7 @@ def load_engine(
     weights: WeightFormat = WeightFormat.INT8,
 ) -> Engine:
     """Load all blocks of a tiny model."""
-    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
     return Engine.load(checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from shoal.client.adapters.adapter_versions import AdapterVersion
 from shoal.client.passes.microbatches import Texts
 from shoal.client.passes.pass_asking import PassAsker
-from shoal.kernels.wire.compress import encode_as
+from shoal.kernels.wire_tensors import encode_as
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import AdapterId, SessionId, UploadId

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.spans import Span
 
 TOLERANCE = 1e-4
@@ -25,7 +25,7 @@ def load_engine(
     tiny_model: Any, weights: WeightFormat = WeightFormat.FP32, span: Span | None = None
 ) -> Engine:
     """Load all blocks of a tiny model, or some."""
-    checkpoint = open_checkpoint(tiny_model.directory)
+    checkpoint = Checkpoint.open(tiny_model.directory)
     span = span or Span(0, tiny_model.num_blocks)
     return Engine.load(checkpoint, span, weights, kv_budget_bytes=KV_BUDGET)
 

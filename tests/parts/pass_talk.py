@@ -11,7 +11,7 @@ import torch
 from service_scene import HIDDEN, MODEL_ID, SPAN, Talk, draw_hidden
 from torch import Tensor
 
-from shoal.kernels.wire.compress import DTYPES, decode_tensor, encode_tensor
+from shoal.kernels.wire_tensors import DTYPES, decode_tensor, encode_tensor
 from shoal.protocol.ids import PassId, SessionId
 from shoal.protocol.messages.passes import Pass, PassKind, PassPiece, Slot, cut_vectors
 from shoal.protocol.messages.session import Queued

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from shoal.kernels.attention.int8_states import quantize_states
-from shoal.kernels.attention.prompt_attention import PromptAttention, list_prompt_instruction_sets
-from shoal.kernels.attention.token_attention import (
+from shoal.kernels.attention.native_attention import (
     MAX_HEAD_DIM,
+    PromptAttention,
     TokenAttention,
     TokenBatch,
     TokenSegment,
     TokenShape,
+    list_prompt_instruction_sets,
 )
 
 FIRST_BLOCK = 4

@@ -20,8 +20,8 @@ from shoal.client.session.route_opening import SessionFacts
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.pushing.parked_streams import ParkedStreams
 from shoal.peer.pushing.reverse_connections import ReverseConnections
@@ -72,7 +72,7 @@ class Scene:
         self, host: str, span: Span = WHOLE, max_sessions: int = 8, *, is_relayed: bool = False
     ) -> AsyncGenerator[Service]:
         """Be a peer, from its announcement to its end; one that is relayed parks streams."""
-        checkpoint = open_checkpoint(self._model)
+        checkpoint = Checkpoint.open(self._model)
         engine = Engine.load(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=2**22)
         identity = Identity(host.encode().ljust(32))
         async with HoldingComputeThread(engine) as compute:

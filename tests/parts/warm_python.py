@@ -57,7 +57,7 @@ _SETTINGS = {
 
 _NOT_SUPPORTED = ("preexec_fn", "pass_fds", "shell", "start_new_session")
 
-_START_PEERS = frozenset({"demo", "swarm", "bench"})
+_START_PEERS = frozenset({"demo", "swarm"})
 """Subcommands that start peers of their own."""
 
 _MAX_REQUEST_BYTES = 128 * 1024

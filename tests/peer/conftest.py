@@ -9,14 +9,14 @@ from kv_cache_scene import PoolMaker
 from service_scene import SPAN
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 
 
 @pytest.fixture(scope="module")
 def engine(tiny_models: Any) -> Engine:
     """Two blocks in the middle of the plain tiny Llama."""
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     return Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**22)
 
 

@@ -138,19 +138,22 @@ def test_who_finds_no_room_hears_how_much_is_in_use_and_what_helps() -> None:
     shelf = AdapterShelf(VirtualClock(), 16 * mib)
 
     said, seconds = refuse(shelf, ANNA, 10 * mib)
-    assert "the adapter takes 10.0 MiB, more than this peer keeps for one client: 9.0 MiB" in said
-    assert "a lower rank or fewer modules take less" in said
+    assert "the adapter takes 10.0 MiB, and this peer accepts at most 9.0 MiB per client" in said
+    assert "use a lower rank or fewer target modules" in said
     assert seconds is None
 
     shelf.reserve(ANNA, 5 * mib)
     said, seconds = refuse(shelf, ANNA, 4_995_281)
-    assert "no room for an adapter of 4.8 MiB at present: yours take 5.0 MiB of the 9.0 MiB" in said
-    assert "withdraw a published one, use one that you have published by its digest" in said
+    assert (
+        "no memory for an adapter of 4.8 MiB at present: your adapters take 5.0 MiB of your 9.0 MiB"
+        in said
+    )
+    assert "withdraw a published adapter, use a published one by its digest" in said
     assert seconds is not None
 
     shelf.reserve(BERT, 4 * mib)
     said, seconds = refuse(shelf, CARL, 5 * mib)
-    assert "no room for an adapter of 5.0 MiB at present: others leave 3.9 MiB to you" in said
+    assert "no memory for an adapter of 5.0 MiB at present: others leave you 3.9 MiB" in said
     assert "withdraw" not in said
     assert seconds is not None
 
@@ -158,8 +161,8 @@ def test_who_finds_no_room_hears_how_much_is_in_use_and_what_helps() -> None:
 def test_peer_that_keeps_no_adapters_says_so() -> None:
     shelf = AdapterShelf(VirtualClock(), 0)
     said, seconds = refuse(shelf, ANNA, 1)
-    assert said.startswith("this peer keeps no adapters")
-    with pytest.raises(RefusedError, match="keeps no adapters") as refusal:
+    assert said.startswith("this peer accepts no adapters")
+    with pytest.raises(RefusedError, match="accepts no adapters") as refusal:
         shelf.find(ONE, ANNA)
     assert refusal.value.code is ErrorCode.UNKNOWN_ADAPTER
     assert seconds is None

@@ -13,10 +13,10 @@ import torch
 from pass_scene import draw
 from torch import Tensor
 
-from shoal.models.families.registry import find_family, read_spec
-from shoal.models.families.spec import ModelSpec
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.spec_reader import read_spec
+from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.adapters.adapters import Adapter, read_adapter
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import ErrorCode, RefusedError
 from shoal.protocol.spans import Span
 
@@ -41,15 +41,14 @@ def read(
     max_bytes: int = 2**20,
     variant: str = "llama",
 ) -> Adapter:
-    settings = open_checkpoint(tiny_models.get(variant).directory).config
-    spec, family = read_spec(settings), find_family(settings)
+    settings = Checkpoint.open(tiny_models.get(variant).directory).config
+    spec = read_spec(settings)
     assert isinstance(spec, ModelSpec)
-    assert family is not None
     data = tensors if isinstance(tensors, bytes) else safetensors.torch.save(
         make_matrices() if tensors is None else tensors
     )  # fmt: skip
     written = config if isinstance(config, bytes) else json.dumps(config).encode()
-    return read_adapter(written, data, spec, family, Span(1, 3), max_bytes)
+    return read_adapter(written, data, spec, Span(1, 3), max_bytes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -77,10 +76,10 @@ def test_scale_is_that_of_peft(tiny_models, changes: dict, scale: float) -> None
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        (b"\x80\x04", "no JSON"),
-        (b"[" * 50_000, "no JSON"),
-        ([], "not that of a LoRA adapter"),
-        ({**CONFIG, "peft_type": "IA3"}, "not that of a LoRA adapter"),
+        (b"\x80\x04", "not JSON"),
+        (b"[" * 50_000, "not JSON"),
+        ([], "does not describe a LoRA adapter"),
+        ({**CONFIG, "peft_type": "IA3"}, "does not describe a LoRA adapter"),
         ({**CONFIG, "r": 0}, "its rank r must be a number from 1 to 1024, not 0"),
         ({**CONFIG, "r": True}, "its rank r must be"),
         ({**CONFIG, "r": 2**40}, "its rank r must be"),
@@ -109,7 +108,7 @@ def test_unusable_configurations_are_refused(tiny_models, config: Any, complaint
         ({PATH.format(3, "v_proj", "B"): draw(64, 4)}, r"\(64, 4\), this model needs \(32, 4\)"),
         ({PATH.format(0, "q_proj", "A"): draw(4, 64) / 0}, "does not hold finite floats"),
         ({PATH.format(0, "q_proj", "A"): draw(4, 64).int()}, "does not hold finite floats"),
-        ({"model.layers.0.weight": draw(4, 64)}, "is no matrix of LoRA as PEFT names them"),
+        ({"model.layers.0.weight": draw(4, 64)}, "is not a name that PEFT gives to LoRA matrices"),
         (
             {
                 PATH.format(0, "qkv_proj", "A"): draw(4, 64),
@@ -127,7 +126,7 @@ def test_matrices_of_another_model_are_refused(tiny_models, changes: dict, compl
 
 @pytest.mark.parametrize("data", [b"", pickle.dumps({"a": 1}), b"\xff" * 100, b"PK\x03\x04" * 9])
 def test_what_is_no_safetensors_file_is_refused(tiny_models, data: bytes) -> None:
-    with pytest.raises(RefusedError, match="no safetensors file"):
+    with pytest.raises(RefusedError, match="not a safetensors file"):
         read(tiny_models, tensors=data)
     with pytest.raises(RefusedError, match="it has no matrices"):
         read(tiny_models, tensors={})
@@ -151,16 +150,31 @@ DOWN_ENTRY, UP_ENTRY = make_entry(0, [4, 64]), make_entry(UP_AT, [64, 4])
 @pytest.mark.parametrize(
     ("down", "up", "num_bytes", "complaint"),
     [
-        (DOWN_ENTRY, UP_ENTRY, 2 * UP_AT + 1, "no safetensors file"),
-        (DOWN_ENTRY, UP_ENTRY, 2 * UP_AT - 1, "no safetensors file"),
-        (DOWN_ENTRY, make_entry(0, [64, 4]), UP_AT, "no safetensors file"),  # the same bytes twice
-        (DOWN_ENTRY, make_entry(UP_AT + 4, [64, 4]), 2 * UP_AT + 4, "no safetensors file"),
-        ({**DOWN_ENTRY, "data_offsets": [0, 0]}, make_entry(0, [64, 4]), UP_AT, "no safetensors"),
-        ({**DOWN_ENTRY, "data_offsets": [UP_AT, 0]}, UP_ENTRY, 2 * UP_AT, "no safetensors file"),
-        ({**DOWN_ENTRY, "data_offsets": [0.0, UP_AT]}, UP_ENTRY, 2 * UP_AT, "no safetensors file"),
-        ({**DOWN_ENTRY, "data_offsets": None}, UP_ENTRY, 2 * UP_AT, "no safetensors file"),
-        ([], UP_ENTRY, 2 * UP_AT, "no safetensors file"),
-        ({**DOWN_ENTRY, "shape": [4, 64, 1]}, UP_ENTRY, 2 * UP_AT, "no safetensors file"),
+        (DOWN_ENTRY, UP_ENTRY, 2 * UP_AT + 1, "not a safetensors file"),
+        (DOWN_ENTRY, UP_ENTRY, 2 * UP_AT - 1, "not a safetensors file"),
+        (
+            DOWN_ENTRY,
+            make_entry(0, [64, 4]),
+            UP_AT,
+            "not a safetensors file",
+        ),  # the same bytes twice
+        (DOWN_ENTRY, make_entry(UP_AT + 4, [64, 4]), 2 * UP_AT + 4, "not a safetensors file"),
+        (
+            {**DOWN_ENTRY, "data_offsets": [0, 0]},
+            make_entry(0, [64, 4]),
+            UP_AT,
+            "not a safetensors",
+        ),
+        ({**DOWN_ENTRY, "data_offsets": [UP_AT, 0]}, UP_ENTRY, 2 * UP_AT, "not a safetensors file"),
+        (
+            {**DOWN_ENTRY, "data_offsets": [0.0, UP_AT]},
+            UP_ENTRY,
+            2 * UP_AT,
+            "not a safetensors file",
+        ),
+        ({**DOWN_ENTRY, "data_offsets": None}, UP_ENTRY, 2 * UP_AT, "not a safetensors file"),
+        ([], UP_ENTRY, 2 * UP_AT, "not a safetensors file"),
+        ({**DOWN_ENTRY, "shape": [4, 64, 1]}, UP_ENTRY, 2 * UP_AT, "not a safetensors file"),
         ({**DOWN_ENTRY, "shape": [0, 64]}, UP_ENTRY, 2 * UP_AT, r"\(0, 64\), this model needs"),
     ],
 )
@@ -178,7 +192,7 @@ def test_headers_that_lie_about_their_file_are_refused(
 
 @pytest.mark.parametrize("header", [b"[" * 50_000, b"[]", b"{", b"\xff", b"9" * 9000])
 def test_headers_that_are_no_objects_are_refused(tiny_models, header: bytes) -> None:
-    with pytest.raises(RefusedError, match="no safetensors file"):
+    with pytest.raises(RefusedError, match="not a safetensors file"):
         read(tiny_models, tensors=write_file(header, 0))
 
 

@@ -19,10 +19,10 @@ from compute_thread_scene import run
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.cache.kv_cache import SessionCache
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
@@ -174,7 +174,7 @@ def assert_bits(ours: Tensor, alone: Tensor) -> None:
 def load(tiny_models: Any) -> Callable[[str, WeightFormat], Engine]:
     @cache
     def load_once(variant: str, weights: WeightFormat) -> Engine:
-        checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+        checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
         return Engine.load(checkpoint, Span(0, 4), weights, kv_budget_bytes=2**26)
 
     return load_once

@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.kernels.linear.quantize import Int8Weight, WeightFormat
-from shoal.models.families.registry import FAMILIES, read_spec
-from shoal.models.families.spec import ModelSpec
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.spec_reader import read_spec
+from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.loading.block_cache import MIN_ENTRY_BYTES, BlockCache, open_block_cache
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.hosting.hosting import HostedModel, Hosting
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.runtime.config import PeerConfig
@@ -341,9 +341,7 @@ def make_model(directory: Path, hidden_size: int, intermediate_size: int, num_bl
     assert isinstance(spec, ModelSpec)
     generator = torch.Generator().manual_seed(7)
     tensors = {
-        FAMILIES["llama"].checkpoint_names(block, name)[0]: torch.randn(
-            shape, generator=generator
-        ).bfloat16()
+        spec.tensors.list_stored(block, name)[0]: torch.randn(shape, generator=generator).bfloat16()
         for block in range(num_blocks)
         for name, shape in spec.tensor_shapes().items()
     }
@@ -362,7 +360,7 @@ class CountingCheckpoint:
     """A checkpoint that remembers which matrices were read."""
 
     def __init__(self, directory: Path) -> None:
-        self._checkpoint = open_checkpoint(directory)
+        self._checkpoint = Checkpoint.open(directory)
         self.config = self._checkpoint.config
         self.revision = self._checkpoint.revision
         self.has = self._checkpoint.has
@@ -520,14 +518,14 @@ from pathlib import Path
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.loading.block_cache import BlockCache
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.protocol.spans import Span
 
 def read_peak_bytes():
     (line,) = [x for x in open("/proc/self/status") if x.startswith("VmHWM")]
     return 1024 * int(line.split()[1])
 
-checkpoint = open_checkpoint(sys.argv[1])
+checkpoint = Checkpoint.open(sys.argv[1])
 before = read_peak_bytes()
 engine = Engine.load(checkpoint, Span(0, 6), WeightFormat.INT8, kv_budget_bytes=2**20,
                      num_threads=1, cache=BlockCache(Path(sys.argv[2]), 2**30))

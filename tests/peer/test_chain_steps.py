@@ -25,7 +25,7 @@ from service_scene import (
 )
 from torch import Tensor
 
-from shoal.kernels.wire.compress import decode_tensor
+from shoal.kernels.wire_tensors import decode_tensor
 from shoal.peer.accounts.shared_bytes import RecentBytes, SharedBytes
 from shoal.peer.engine.engine import Engine
 from shoal.protocol.endpoints import Endpoint

@@ -19,12 +19,12 @@ from engine_devices import (
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine import decode_graphs
 from shoal.peer.engine.blocks.capturer import Capturer
 from shoal.peer.engine.blocks.device import PagedDevice
 from shoal.peer.engine.decode_graphs import choose_size
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.hosting.throughput import measure_throughput
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat
@@ -167,7 +167,7 @@ def test_blocks_whose_shapes_depend_on_more_are_not_captured(
 def test_steps_of_every_size_that_fits_are_captured_while_a_peer_measures_itself(
     tiny_models: Any, capturer: NotingCapturer, budget_bytes: int, num_sizes: int
 ) -> None:
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     engine = Engine.load(
         checkpoint, Span(0, 4), WeightFormat.FP32, device=make_device(capturer=capturer),
         kv_budget_bytes=budget_bytes,

@@ -9,11 +9,11 @@ import torch
 from engine_devices import load_engine, make_device
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks.attention_kernels import MAX_PAGED_HEAD_DIM
 from shoal.peer.engine.blocks.cuda_device import choose_device
 from shoal.peer.engine.blocks.device import CPU
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
@@ -23,9 +23,9 @@ without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 @pytest.mark.parametrize("name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:1000", "CPU"])
 def test_what_is_no_device_is_refused(name: str) -> None:
-    with pytest.raises(UsageError, match="a device is cpu, cuda, cuda:N or auto, not"):
+    with pytest.raises(UsageError, match="the device must be cpu, cuda, cuda:N or auto, not"):
         PeerConfig(model="m", device=name)
-    with pytest.raises(UsageError, match="a device is cpu, cuda, cuda:N or auto, not"):
+    with pytest.raises(UsageError, match="the device must be cpu, cuda, cuda:N or auto, not"):
         choose_device(name)
 
 
@@ -68,7 +68,7 @@ def test_heads_that_the_program_takes_are_those_that_the_engine_gives_it() -> No
 
 def test_nf4_is_refused_on_a_cpu_with_advice(tiny_models: Any) -> None:
     """Also where `--device auto` has found no other."""
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
 
     with pytest.raises(UsageError, match=r"nf4 needs a CUDA device .* use int8"):
         Engine.load(checkpoint, Span(0, 1), WeightFormat.NF4, kv_budget_bytes=2**20)

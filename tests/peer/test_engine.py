@@ -5,18 +5,19 @@ from typing import cast
 import pytest
 import torch
 
-from shoal.kernels.attention.prompt_attention import choose_prompt_instruction_set
+from shoal.kernels.attention.native_attention import choose_prompt_instruction_set
 from shoal.kernels.attention.rotary import RotaryTable
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
-from shoal.models.families.registry import read_spec
-from shoal.models.families.spec import ModelSpec
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.spec_reader import read_spec
+from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.blocks.block import Block
 from shoal.peer.engine.blocks.numerics import Numerics
 from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS, SessionCache
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import load_block, open_checkpoint
+from shoal.peer.engine.loading.block_loader import load_block
 from shoal.peer.engine.scheduler import count_part_tokens
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.spans import Span
@@ -28,7 +29,7 @@ WHOLE = Span(0, 4)
 def load_engine(
     tiny_models, weights=WeightFormat.FP32, span=WHOLE, budget=2**26, variant="llama"
 ) -> Engine:
-    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
     return Engine.load(checkpoint, span, weights, kv_budget_bytes=budget)
 
 
@@ -264,7 +265,7 @@ class OverflowingBlock:
 
 
 def test_a_result_that_overflows_is_refused_and_not_committed(tiny_models) -> None:
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     spec, span = read_spec(checkpoint.config), Span(0, 1)
     assert isinstance(spec, ModelSpec)
     block = load_block(checkpoint, spec, 0, Numerics(WeightFormat.FP32))

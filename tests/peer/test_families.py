@@ -7,11 +7,10 @@ import torch
 from transformers import AutoConfig
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.models.families.local_families import LOCAL_FAMILIES
-from shoal.models.families.registry import FAMILIES, read_spec
-from shoal.models.shells.shell_opening import OWN_FAMILIES
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.families.registry import FAMILIES
+from shoal.models.spec_reader import read_spec
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import ModelError, RefusedError, UsageError
 from shoal.protocol.spans import Span
 
@@ -21,7 +20,7 @@ KV_BUDGET = 2**26
 
 def load_engine(tiny_model, start: int = 0, stop: int | None = None) -> Engine:
     span = Span(start, tiny_model.num_blocks if stop is None else stop)
-    checkpoint = open_checkpoint(tiny_model.directory)
+    checkpoint = Checkpoint.open(tiny_model.directory)
     return Engine.load(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=KV_BUDGET)
 
 
@@ -57,6 +56,10 @@ def check_equal_to_transformers(tiny_model, tokens: torch.Tensor, hidden: torch.
     normed = tiny_model.final_norm(hidden)
     torch.testing.assert_close(normed, expected, rtol=0, atol=TOLERANCE)
     torch.testing.assert_close(head(normed), head(expected), rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def test_every_family_has_a_variant_in_conftest(compared_families: set[str]) -> None:
+    assert set(FAMILIES) <= compared_families
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -141,7 +144,7 @@ NEO = {"model_type": "gpt_neo", "attention_types": [[["global", "local"], 15]], 
     ],
 )
 def test_what_a_config_leaves_out_is_read_as_in_transformers(family: str, optional: dict) -> None:
-    spec = FAMILIES[family].read_spec({"model_type": family, **MINIMAL, **optional})
+    spec = FAMILIES[family]({"model_type": family, **MINIMAL, **optional})
     expected = AutoConfig.for_model(family, **MINIMAL, **optional)
 
     assert spec.head_dim == (getattr(expected, "head_dim", None) or 64 // 8)
@@ -151,6 +154,7 @@ def test_what_a_config_leaves_out_is_read_as_in_transformers(family: str, option
         expected, "hidden_act", "hidden_activation", "activation", "activation_function"
     )
     assert spec.tie_word_embeddings == expected.tie_word_embeddings
+    assert spec.client.logit_softcap == getattr(expected, "final_logit_softcapping", None)
     assert list(spec.ropes) == read_ropes(expected)
     window = getattr(expected, "sliding_window", None)
     layer_types = getattr(expected, "layer_types", None) or ["sliding_attention"] * spec.num_blocks
@@ -295,13 +299,15 @@ def test_a_family_that_cannot_be_wrapped_is_refused(config: dict, complaint: str
         read_spec({**MINIMAL, **config} if config else config)
 
 
-def test_families_that_a_refusal_names_are_those_that_are_here() -> None:
-    assert tuple(sorted(FAMILIES)) == OWN_FAMILIES
-    assert set(LOCAL_FAMILIES) == set(OWN_FAMILIES)
+def test_a_refusal_names_every_family_that_is_here() -> None:
+    with pytest.raises(ModelError) as refusal:
+        read_spec({"model_type": "nonsense", **MINIMAL})
+
+    assert f"; supported are {', '.join(sorted(FAMILIES))}, and others" in str(refusal.value)
 
 
 def test_wrapped_blocks_need_float_weights(tiny_models) -> None:
-    checkpoint = open_checkpoint(tiny_models.get("wrapped-stablelm").directory)
+    checkpoint = Checkpoint.open(tiny_models.get("wrapped-stablelm").directory)
 
     with pytest.raises(UsageError, match=r"'stablelm' .* needs float weights; use --weights bf16"):
         Engine.load(checkpoint, Span(0, 1), WeightFormat.INT8, kv_budget_bytes=KV_BUDGET)
@@ -411,7 +417,7 @@ def test_what_a_family_cannot_use_is_refused_by_name(
 def test_gemma_3_of_transformers_4_reads_like_that_of_5() -> None:
     old = {"rope_theta": 5e4, "rope_local_base_freq": 5e2, "rope_scaling": {"rope_type": "linear"}}
     old["rope_scaling"]["factor"] = 8.0
-    spec = FAMILIES["gemma3_text"].read_spec({"model_type": "gemma3_text", **MINIMAL, **old})
+    spec = FAMILIES["gemma3_text"]({"model_type": "gemma3_text", **MINIMAL, **old})
 
     expected = AutoConfig.for_model("gemma3_text", **MINIMAL, **old).rope_parameters
     assert list(spec.ropes) == [expected["full_attention"], expected["sliding_attention"]]

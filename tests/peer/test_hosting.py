@@ -102,7 +102,9 @@ def test_blocks_are_kept_for_the_way_back_where_memory_holds_both(
         monkeypatch.setattr(hosting, "read_free_bytes", lambda: needed_bytes)
         hosting_.check_room(LAST, {})
         monkeypatch.setattr(hosting, "read_free_bytes", lambda: needed_bytes - 1)
-        with pytest.raises(LoadError, match="blocks 2:4 need 0 MiB more, and 0 MiB are free") as no:
+        with pytest.raises(
+            LoadError, match="blocks 2:4 need another 0 MiB, but only 0 MiB are free"
+        ) as no:
             hosting_.check_room(LAST, {})
         assert no.value.blocks == {2, 3}
 
@@ -168,7 +170,7 @@ def test_room_is_that_of_the_device_however_much_the_machine_has(
 
         device.free_bytes = 0
         assert len((await load(hosting_, FIRST))[1]) == 0
-        with pytest.raises(LoadError, match="and 0 MiB are free"):
+        with pytest.raises(LoadError, match="but only 0 MiB are free"):
             hosting_.check_room(LAST, {})
 
     run(directory, test, device)
@@ -201,7 +203,7 @@ def test_span_whose_steps_find_no_memory_cannot_be_loaded_and_leaves_its_own(
         except LoadError as error:
             facts = (str(error), error.blocks)
         assert facts is not None
-        assert "cpu has room for blocks 2:4, but not for steps" in facts[0]
+        assert "cpu has memory for blocks 2:4, but not for steps" in facts[0]
         assert facts[1] == {2, 3}
         assert [engine() for engine in engines] == [None]
 

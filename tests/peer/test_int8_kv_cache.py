@@ -14,15 +14,15 @@ from kv_cache_scene import NUM_BLOCKS, NUM_HEADS, SPAN
 from service_scene import Peer, draw_hidden, expect_output, make_open, make_step, run
 from torch import Tensor
 
-from shoal.kernels.attention.prompt_attention import choose_prompt_instruction_set
+from shoal.kernels.attention.native_attention import choose_prompt_instruction_set
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.blocks import attention_kernels
 from shoal.peer.engine.cache import kv_layouts
 from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.engine.scheduler import count_part_tokens
 from shoal.protocol.errors import CacheFullError
 from shoal.protocol.fair_share import Holder
@@ -41,7 +41,7 @@ def load(tiny_models: Any) -> Callable[..., Engine]:
 
     def load_once(variant: str = "llama", weights: WeightFormat = WeightFormat.INT8) -> Engine:
         if (variant, weights) not in engines:
-            checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+            checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
             engines[variant, weights] = Engine.load(
                 checkpoint, WHOLE, weights, kv_budget_bytes=2**26
             )
@@ -275,7 +275,7 @@ def test_torch_does_what_c_does(
     in_c = load("llama")
     for name in ("can_attend", "can_attend_prompts"):
         monkeypatch.setattr(attention_kernels, name, lambda shape: False)
-    checkpoint = open_checkpoint(tiny_models.get("llama").directory)
+    checkpoint = Checkpoint.open(tiny_models.get("llama").directory)
     in_torch = Engine.load(checkpoint, WHOLE, WeightFormat.INT8, kv_budget_bytes=2**26)
     prompt, tokens = draw_hidden(1, 2, 90), draw_hidden(2, 2, 5)
 
@@ -298,7 +298,7 @@ def test_torch_attends_to_few_heads_at_a_time(
 ) -> None:
     for name in ("can_attend", "can_attend_prompts"):
         monkeypatch.setattr(attention_kernels, name, lambda shape: False)
-    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
     engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**26)
     prompt, tokens = draw_hidden(1, 3, 190), draw_hidden(2, 3, 3)
     head_bytes = 2 * 200 * engine.spec.head_dim * engine.dtype.itemsize

@@ -16,9 +16,9 @@ from compute_thread_scene import run
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.engine.pace import Pace
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.spans import Span
@@ -81,7 +81,7 @@ def assert_equal(results: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 
 def load(tiny_models: Any, weights: WeightFormat) -> Engine:
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     return Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
 
 

@@ -18,11 +18,11 @@ from kv_cache_scene import (
 )
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.cache import prefix_copy
 from shoal.peer.engine.cache.kv_cache import PAGE_TOKENS
 from shoal.peer.engine.cache.kv_pool import IDLE_SECONDS
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import CacheFullError, ErrorCode, RefusedError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.spans import Span
@@ -236,7 +236,7 @@ def test_fork_that_is_closed_half_way_leaves_nothing(
 def test_fork_computes_to_the_bit_what_the_session_would(
     tiny_models: Any, weights: WeightFormat, kv_format: KVFormat, position: int
 ) -> None:
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     engine = Engine.load(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
     generator = torch.Generator().manual_seed(7)
     prompt = torch.randn(2, 9, HIDDEN, generator=generator)

@@ -9,12 +9,12 @@ from safetensors.torch import load_file, save_file
 
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
-from shoal.models.families.registry import read_spec
-from shoal.models.families.spec import ModelSpec
+from shoal.models.spec_reader import read_spec
+from shoal.models.specs.model_spec import BlockTensorNames, ModelSpec
 from shoal.peer.engine.blocks.block import Block
 from shoal.peer.engine.blocks.numerics import Numerics
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import load_block, open_checkpoint
+from shoal.peer.engine.loading.block_loader import load_block
 from shoal.protocol.errors import ModelError, UsageError
 from shoal.protocol.spans import Span
 
@@ -51,7 +51,7 @@ def copy_model(tiny_model, directory: Path, **changed_tensors: torch.Tensor | No
 
 def load_engine(directory: Path, weights: WeightFormat, span: Span | None = None, **options):
     return Engine.load(
-        open_checkpoint(directory),
+        Checkpoint.open(directory),
         span or Span(0, 4),
         weights,
         kv_budget_bytes=KV_BUDGET,
@@ -68,7 +68,7 @@ def run_step(engine: Engine, hidden: torch.Tensor) -> torch.Tensor:
 
 
 def test_load_reads_each_tensor_of_the_own_span_once_and_no_other(tiny_models) -> None:
-    checkpoint = RecordingCheckpoint(open_checkpoint(tiny_models.get().directory))
+    checkpoint = RecordingCheckpoint(Checkpoint.open(tiny_models.get().directory))
 
     Engine.load(
         checkpoint,  # pyright: ignore[reportArgumentType]
@@ -77,7 +77,7 @@ def test_load_reads_each_tensor_of_the_own_span_once_and_no_other(tiny_models) -
         kv_budget_bytes=KV_BUDGET,
     )
 
-    stored = open_checkpoint(tiny_models.get().directory).names
+    stored = Checkpoint.open(tiny_models.get().directory).names
     expected = {name for name in stored if name.startswith(("model.layers.1.", "model.layers.2."))}
     assert sorted(checkpoint.reads) == sorted(expected)
 
@@ -94,7 +94,7 @@ def test_load_touches_only_the_shards_of_the_own_span(tiny_models, tmp_path: Pat
         shard = {name: tensor for name, tensor in whole.items() if file_of[name] == file_name}
         save_file(shard, tmp_path / file_name)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": file_of}))
-    sharded = open_checkpoint(tmp_path)
+    sharded = Checkpoint.open(tmp_path)
     hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(1))
     expected = run_step(
         load_engine(tiny_models.get().directory, WeightFormat.FP32, Span(2, 4)), hidden
@@ -200,9 +200,7 @@ def test_int8_takes_at_most_105_bytes_for_100_parameters(tmp_path: Path, tiny_mo
 
 
 def read_name(local_name: str, block: int = 0) -> str:
-    from shoal.models.families.registry import FAMILIES
-
-    return FAMILIES["llama"].checkpoint_names(block, local_name)[0]
+    return BlockTensorNames().list_stored(block, local_name)[0]
 
 
 @pytest.mark.parametrize("variant", ["bloom", "falcon", "gpt2"])
@@ -222,7 +220,7 @@ def test_checkpoints_of_the_bare_model_load_like_those_with_a_head(
 
 
 def test_span_beyond_the_model_is_refused_before_reading(tiny_models) -> None:
-    checkpoint = RecordingCheckpoint(open_checkpoint(tiny_models.get().directory))
+    checkpoint = RecordingCheckpoint(Checkpoint.open(tiny_models.get().directory))
 
     with pytest.raises(UsageError, match="blocks 0:4, the span 2:5 reaches beyond"):
         Engine.load(
@@ -239,7 +237,7 @@ def test_unusable_rotary_parameters_are_refused_before_reading(tiny_models, tmp_
     config = json.loads((directory / "config.json").read_text())
     config["rope_parameters"] = {"rope_type": "spiral", "rope_theta": 10_000.0}
     (directory / "config.json").write_text(json.dumps(config))
-    checkpoint = RecordingCheckpoint(open_checkpoint(directory))
+    checkpoint = RecordingCheckpoint(Checkpoint.open(directory))
 
     with pytest.raises(ModelError, match="spiral"):
         Engine.load(
@@ -286,16 +284,16 @@ def test_truncated_and_pickled_checkpoints_are_model_errors(tiny_models, tmp_pat
     weights.write_bytes(weights.read_bytes()[:-1])
 
     with pytest.raises(ModelError, match=r"model\.safetensors is truncated or damaged"):
-        open_checkpoint(directory)
+        Checkpoint.open(directory)
 
     weights.rename(directory / "pytorch_model.bin")
     with pytest.raises(ModelError, match="convert it to safetensors"):
-        open_checkpoint(directory)
+        Checkpoint.open(directory)
 
 
 def test_a_file_that_shrinks_after_opening_is_a_model_error(tiny_models, tmp_path: Path) -> None:
     directory = copy_model(tiny_models.get(), tmp_path / "model")
-    checkpoint = open_checkpoint(directory)
+    checkpoint = Checkpoint.open(directory)
     spec = read_spec(checkpoint.config)
     assert isinstance(spec, ModelSpec)
     weights = directory / "model.safetensors"

@@ -8,17 +8,15 @@ from typing import Any
 import pytest
 
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
-from shoal.models.families.registry import read_spec
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.spec_reader import read_spec
 from shoal.peer.accounts import memory
 from shoal.peer.accounts.block_sizes import BlockSizes
 from shoal.peer.accounts.memory import RESERVE_BYTES, find_room, read_free_bytes
 from shoal.peer.engine.blocks.numerics import Numerics
-from shoal.peer.engine.loading.loader import (
-    count_block_bytes,
-    load_block,
-    load_span,
-    open_checkpoint,
-)
+from shoal.peer.engine.loading.block_loader import load_block
+from shoal.peer.engine.loading.block_tensors import count_block_bytes
+from shoal.peer.engine.loading.loader import load_span
 from shoal.peer.placement.room import Room
 from shoal.protocol.spans import Span
 
@@ -27,7 +25,7 @@ KV_BYTES = 10**6
 
 @pytest.fixture
 def spec(tiny_models: Any) -> Any:
-    return read_spec(open_checkpoint(tiny_models.get("llama").directory).config)
+    return read_spec(Checkpoint.open(tiny_models.get("llama").directory).config)
 
 
 @pytest.mark.parametrize("variant", ["llama", "mixtral"])
@@ -35,7 +33,7 @@ def spec(tiny_models: Any) -> Any:
 def test_counted_bytes_are_those_of_a_loaded_block(
     tiny_models: Any, variant: str, weights: WeightFormat
 ) -> None:
-    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
     spec: Any = read_spec(checkpoint.config)
 
     block = load_block(checkpoint, spec, 0, Numerics(weights))
@@ -64,7 +62,7 @@ def test_blocks_fit_beside_sessions_and_a_block_that_loads(
 
 def test_block_without_experts_is_counted_as_what_it_is(tiny_models: Any) -> None:
     """Block 1 has an MLP; of five experts in the others a token meets three."""
-    spec: Any = read_spec(open_checkpoint(tiny_models.get("qwen3-moe").directory).config)
+    spec: Any = read_spec(Checkpoint.open(tiny_models.get("qwen3-moe").directory).config)
 
     sizes = BlockSizes.of_model(spec, WeightFormat.FP32)
 
@@ -86,7 +84,7 @@ def test_block_without_experts_is_counted_as_what_it_is(tiny_models: Any) -> Non
 def test_blocks_that_only_transformers_knows_are_counted_by_their_shapes(
     tiny_models: Any, variant: str, table_bytes: int
 ) -> None:
-    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
     spec = read_spec(checkpoint.config)
 
     sizes = BlockSizes.of_model(spec, WeightFormat.FP32)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from shoal.kernels.linear.nf4 import Nf4Weight, has_bitsandbytes
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.errors import UsageError
 
@@ -46,7 +46,7 @@ def test_results_are_those_of_what_four_bits_stand_for(
         (tiny_models.get().directory, WeightFormat.NF4),
         (rounded, WeightFormat.BF16),
     ):
-        device, checkpoint = make_device(device_name), open_checkpoint(directory)
+        device, checkpoint = make_device(device_name), Checkpoint.open(directory)
         engine = Engine.load(checkpoint, WHOLE, weights, device=device, kv_budget_bytes=2**25)
         work = open_work(engine, prompt)
         (first,) = execute(engine, work)
@@ -59,7 +59,7 @@ def test_results_are_those_of_what_four_bits_stand_for(
 
 
 def test_weights_take_little_more_than_half_a_byte(tiny_models: Any) -> None:
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     engine = Engine.load(
         checkpoint, WHOLE, WeightFormat.NF4, device=make_device(), kv_budget_bytes=2**20
     )
@@ -69,7 +69,7 @@ def test_weights_take_little_more_than_half_a_byte(tiny_models: Any) -> None:
 
 
 def test_layers_of_transformers_need_float_weights(tiny_models: Any) -> None:
-    checkpoint = open_checkpoint(tiny_models.get("wrapped-stablelm").directory)
+    checkpoint = Checkpoint.open(tiny_models.get("wrapped-stablelm").directory)
 
     with pytest.raises(UsageError, match="use --weights bf16 or fp32"):
         Engine.load(

@@ -12,11 +12,9 @@ from pass_scene import check_close, draw, embed, load_engine, run_reference, sta
 from torch import Tensor
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.models.families.registry import find_family
-from shoal.models.families.spec import ModelSpec
+from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.adapters.adapters import Adapter, read_adapter
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.errors import RefusedError
 
@@ -55,14 +53,12 @@ def train_adapter(tiny_model: Any, targets: list[str], rank: int, folder: Path) 
 
 
 def read_files(tiny_model: Any, engine: Engine, folder: Path) -> Adapter:
-    family = find_family(open_checkpoint(tiny_model.directory).config)
     assert isinstance(engine.spec, ModelSpec)
-    assert family is not None
     config, tensors = (
         (folder / name).read_bytes()
         for name in ("adapter_config.json", "adapter_model.safetensors")
     )
-    return read_adapter(config, tensors, engine.spec, family, engine.span, 2**24)
+    return read_adapter(config, tensors, engine.spec, engine.span, 2**24)
 
 
 def differentiate_peft(

@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.kernels.native.pauses import Pauses
-from shoal.kernels.wire.compress import encode_tensor
+from shoal.kernels.pauses import Pauses
+from shoal.kernels.wire_tensors import encode_tensor
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.training.pass_work import WireWork, run_pass
 from shoal.protocol.ids import ModelId, PassId, SessionId
 from shoal.protocol.messages.passes import Pass, PassKind, Slot, cut_vectors
@@ -106,7 +106,7 @@ def test_two_or_three_pieces_of_work_at_most_lie_between_two_looks(
     num_pieces: int,
     kind: PassKind,
 ) -> None:
-    engine = Engine.load(open_checkpoint(directory), Span(0, 1), weights, kv_budget_bytes=2**20)
+    engine = Engine.load(Checkpoint.open(directory), Span(0, 1), weights, kv_budget_bytes=2**20)
     pass_id = PassId(SessionId(b"\1" * 16))
     asked = Pass(pass_id, kind, ModelId("a" * 32), Span(0, 1), ROWS, TOKENS, WireDtype.FP32)
     texts = torch.randn(ROWS, TOKENS, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -14,13 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from shoal.kernels.linear.quantize import WeightFormat
-from shoal.models.families.registry import read_spec
-from shoal.models.families.spec import ModelSpec
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.spec_reader import read_spec
+from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.blocks.numerics import Numerics
 from shoal.peer.engine.engine import Engine, StepWork
 from shoal.peer.engine.loading.block_cache import open_block_cache
 from shoal.peer.engine.loading.block_tensors import BlockTensors
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.errors import ModelError
 from shoal.protocol.spans import Span
 
@@ -56,7 +56,7 @@ SCHEMES: dict[str, Scheme] = {
 def run(directory: Path, hidden: torch.Tensor, weights: WeightFormat, **options: Any) -> Any:
     """Return what the engine makes of hidden states."""
     engine = Engine.load(
-        open_checkpoint(directory), Span(0, 4), weights, kv_budget_bytes=2**24, **options
+        Checkpoint.open(directory), Span(0, 4), weights, kv_budget_bytes=2**24, **options
     )
     session = engine.open_cache(hidden.shape[0], hidden.shape[1], engine.span)
     (output,) = engine.execute([StepWork(session, engine.span, 0, hidden)])
@@ -130,7 +130,7 @@ def test_int8_of_one_scale_per_output_is_taken_over_bit_by_bit(
     tiny_models, tmp_path: Path, name: str
 ) -> None:
     model = save_quantized(tiny_models.get("llama").directory, tmp_path, SCHEMES[name])
-    checkpoint = open_checkpoint(model.directory)
+    checkpoint = Checkpoint.open(model.directory)
     spec = read_spec(checkpoint.config)
     assert isinstance(spec, ModelSpec)
     tensors = BlockTensors(checkpoint, spec, 1, Numerics(WeightFormat.INT8))
@@ -227,7 +227,7 @@ def test_impossible_parts_are_named(
     save_file(tensors, directory / "model.safetensors")
 
     with pytest.raises(ModelError, match=words) as caught:
-        Engine.load(open_checkpoint(directory), Span(0, 1), weights, kv_budget_bytes=2**24)
+        Engine.load(Checkpoint.open(directory), Span(0, 1), weights, kv_budget_bytes=2**24)
     assert "\n" not in str(caught.value)
 
 
@@ -296,7 +296,7 @@ def test_linears_that_were_left_alone_are_read_as_usual(
 
 
 def test_older_name_of_the_settings_counts_as_well(quantized: dict[str, Path]) -> None:
-    config: dict[str, Any] = dict(open_checkpoint(quantized["int-channel"]).config)
+    config: dict[str, Any] = dict(Checkpoint.open(quantized["int-channel"]).config)
     config["compression_config"] = {**config.pop("quantization_config"), "format": "marlin-24"}
 
     with pytest.raises(ModelError, match="format 'marlin-24'"):

@@ -577,7 +577,7 @@ def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once() -> Non
 def test_machine_without_memory_is_told_so() -> None:
     async def test(world: World) -> None:
         peer = world.add(max_blocks=0)
-        with pytest.raises(UsageError, match="no memory for a block"):
+        with pytest.raises(UsageError, match="not even one block"):
             await peer.running
 
     run(test)

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.kernels.attention.prompt_attention import list_prompt_instruction_sets
-from shoal.kernels.attention.token_attention import list_instruction_sets
+from shoal.kernels.attention.native_attention import (
+    list_instruction_sets,
+    list_prompt_instruction_sets,
+)
 from shoal.kernels.linear import select
-from shoal.kernels.linear.int8 import Int8Kernel
-from shoal.kernels.linear.quantize import WeightFormat
+from shoal.kernels.linear.quantize import Int8Kernel, WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.hosting.hosting import Stay
 from shoal.peer.hosting.throughput import Throughput
 from shoal.peer.runtime.config import PeerConfig
@@ -51,7 +52,7 @@ def threads_at_choice(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def load(tiny_models: Any, weights: WeightFormat, variant: str = "llama", **options: Any) -> Engine:
-    checkpoint = open_checkpoint(tiny_models.get(variant).directory)
+    checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
     return Engine.load(checkpoint, SPAN, weights, kv_budget_bytes=2**24, **options)
 
 

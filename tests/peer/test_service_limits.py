@@ -26,9 +26,9 @@ from service_scene import (
 )
 
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.runtime.config import PeerConfig
 from shoal.peer.sessions import answer_queue
 from shoal.peer.streams.service import MAX_PENDING_BYTES
@@ -148,7 +148,7 @@ def test_one_stream_holds_so_many_sessions(engine: Engine) -> None:
 
 
 def test_session_larger_than_the_kv_budget_is_refused_for_good(tiny_models: Any) -> None:
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     small = Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=2**15)
 
     async def test(peer: Peer) -> None:
@@ -164,7 +164,7 @@ def test_session_larger_than_the_kv_budget_is_refused_for_good(tiny_models: Any)
 def test_step_that_outgrows_the_kv_budget_is_refused_and_can_be_tried_again(
     tiny_models: Any,
 ) -> None:
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     # Room for three pages of 64 tokens of one row.
     page_bytes = 64 * 2 * len(SPAN) * 2 * 16 * 4
     small = Engine.load(checkpoint, SPAN, WeightFormat.FP32, kv_budget_bytes=3 * page_bytes)

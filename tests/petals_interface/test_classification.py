@@ -91,7 +91,7 @@ def test_last_token_is_found_without_a_mask_as_well(classifier: Any) -> None:
     ids, mask = make_texts()
     expected = classifier(ids, attention_mask=mask).logits
 
-    with pytest.raises(UsageError, match="nothing tells where rows end"):
+    with pytest.raises(UsageError, match="cannot find the end of each row"):
         classifier(ids)
     assert torch.equal(classifier(ids[:1]).logits, classifier(ids[:1], mask[:1]).logits)
     classifier.config.pad_token_id = PAD
@@ -119,7 +119,7 @@ def test_labels_out_of_range_are_named(classifier: Any, labels: Any, message: st
 
 
 def test_row_of_padding_is_named(classifier: Any) -> None:
-    with pytest.raises(UsageError, match="row 1 is nothing but padding"):
+    with pytest.raises(UsageError, match="row 1 contains only padding"):
         classifier(torch.tensor([[5, 6], [5, 6]]), torch.tensor([[1, 1], [0, 0]]))
 
 

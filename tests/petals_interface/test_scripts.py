@@ -119,7 +119,7 @@ def test_adapter_follows_the_configuration(tiny_models: Any, tmp_path: Path) -> 
         assert_close(model(IDS).logits, adapted)
         model.config.active_adapter = "no such folder"
         for _ in range(2):
-            with pytest.raises(UsageError, match="no folder of an adapter"):
+            with pytest.raises(UsageError, match="neither an existing folder nor"):
                 model(IDS)
 
 

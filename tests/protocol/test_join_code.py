@@ -108,7 +108,7 @@ def test_two_letters_that_changed_places_are_found() -> None:
         (JOIN_CODE_PREFIX, "cut short"),
         (JOIN_CODE_PREFIX + "0189", "letters and the digits 2 to 7"),
         (JOIN_CODE_PREFIX + "käse", "letters and the digits 2 to 7"),
-        (str(JoinCode(OWNER)) + "abcd", "more behind the end"),
+        (str(JoinCode(OWNER)) + "abcd", "text after the end"),
         (str(JoinCode(OWNER)) + str(JoinCode(OWNER)), "mistyped"),
         (JOIN_CODE_PREFIX + "ai" + str(JoinCode(OWNER))[8:], "version 2"),
         (JOIN_CODE_PREFIX + "a" * 5000, "too long"),

@@ -42,7 +42,7 @@ def test_nobody_makes_more_of_a_code_than_it_holds() -> None:
     for membership, role in ((USER, Role.SERVE), (USER, Role.OWN), (SERVER, Role.OWN)):
         with pytest.raises(UsageError, match="may only"):
             membership.as_role(role)
-    with pytest.raises(UsageError, match="only lets you use"):
+    with pytest.raises(UsageError, match="only allows using"):
         USER.certify(PEER)
     with pytest.raises(UsageError, match="owner's code"):
         SERVER.sign_as_owner(b"message")

@@ -40,7 +40,7 @@ def test_address_of_a_peer_is_read(
     ("text", "reason"),
     [
         ("127.0.0.1:4001", "it does not begin with /"),
-        (f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER_ID}!", "no address has '!' in it"),
+        (f"/ip4/127.0.0.1/tcp/4001/p2p/{PEER_ID}!", "an address cannot contain '!'"),
     ],
 )
 def test_what_is_wrong_with_an_address_is_named(text: str, reason: str) -> None:

@@ -151,7 +151,7 @@ def test_private_swarm_stores_nothing_for_others(scene: Scene) -> None:
 
 
 def test_records_of_users_are_not_even_made(scene: Scene) -> None:
-    with pytest.raises(UsageError, match="only lets you use"):
+    with pytest.raises(UsageError, match="only allows using"):
         scene.gate(USER).wrap(scene.sign(1))
 
 

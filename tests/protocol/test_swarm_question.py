@@ -60,7 +60,7 @@ def test_swarm_of_others_is_called_a_wrong_secret(theirs: Membership | bytes) ->
 def test_code_of_another_public_swarm_is_called_that() -> None:
     assert find(PUBLIC, PUBLIC, OTHER_PUBLIC, None) == (PUBLIC, 2)
     for theirs in (OTHER_PUBLIC, OWNER):
-        with pytest.raises(WrongSwarmError, match=r"wrong swarm: .* belongs to another swarm"):
+        with pytest.raises(WrongSwarmError, match=r"wrong swarm: .* does not belong to the swarm"):
             find(PUBLIC, theirs, None)
 
 

@@ -26,8 +26,8 @@ from shoal.client.session.route_opening import SessionFacts
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.engine import Engine, StepWork
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.peer.local_swarm.loopback import CLIENT_HOST, LoopbackPeer, LoopbackSwarm
 from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message
@@ -222,7 +222,7 @@ class World:
 @pytest.fixture(scope="session")
 def whole_engine(tiny_models: Any) -> Engine:
     """One engine with all blocks of the plain tiny Llama: what a swarm of it must equal."""
-    checkpoint = open_checkpoint(tiny_models.get().directory)
+    checkpoint = Checkpoint.open(tiny_models.get().directory)
     return Engine.load(checkpoint, WHOLE, WeightFormat.FP32, kv_budget_bytes=2**24)
 
 

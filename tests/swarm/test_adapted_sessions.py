@@ -74,11 +74,11 @@ def test_forks_keep_the_adapter_and_others_cannot_be_used(tiny_models: Any, tmp_
             with session.fork() as fork, model.use_session(fork):
                 assert_close(model(PROMPT[:, 8:]).logits, expected[:, 8:])
             for choice in (None, other, [adapter]):
-                with pytest.raises(UsageError, match="with another adapter than is active"):
+                with pytest.raises(UsageError, match="the active adapter is not the one"):
                     model(PROMPT[:, 8:], active_adapter=choice)
         with (
             model.use_adapter([adapter]),
-            pytest.raises(UsageError, match="one adapter for all rows"),
+            pytest.raises(UsageError, match="all rows of a session share one adapter"),
             model.inference_session(max_length=64),
         ):
             pass

@@ -234,14 +234,14 @@ def test_checkpoint_that_lost_its_adapter_loses_no_gradients_silently(
         hidden = model.get_input_embeddings()(TOKENS).detach().requires_grad_()
         with model.use_adapter(adapter):
             output = checkpoint(blocks, hidden, use_reentrant=is_reentrant)
-        with pytest.raises(UsageError, match="again with other adapters than the first time"):
+        with pytest.raises(UsageError, match="a pass with other adapters than the first time"):
             output.sum().backward()
 
         model.active_adapter = adapter
         output = checkpoint(blocks, hidden, use_reentrant=is_reentrant)
         with torch.no_grad():
             next(adapter.parameters()).mul_(0.5)
-        with pytest.raises(UsageError, match="again with other adapters than the first time"):
+        with pytest.raises(UsageError, match="a pass with other adapters than the first time"):
             output.sum().backward()
 
 
@@ -263,17 +263,18 @@ def test_adapter_of_another_model_never_leaves_the_client(tiny_models: Any, tmp_
             model.load_adapter(tmp_path)
         with pytest.raises(UsageError, match="2 active adapters do not fit 3 rows"):
             model(TOKENS, active_adapter=[None, None])
-        with pytest.raises(UsageError, match="active_adapter is a LoraAdapter"):
+        with pytest.raises(UsageError, match="active_adapter must be a LoraAdapter"):
             model.active_adapter = 7  # type: ignore[assignment]
         for folder in ("my-adapter", Path("my-adapter")):
             with pytest.raises(
-                UsageError, match=r"'my-adapter' is no digest .* LoraAdapter\.load\(folder, model\)"
+                UsageError,
+                match=r"'my-adapter' is not the digest .* LoraAdapter\.load\(folder, model\)",
             ):
                 model(TOKENS, active_adapter=folder)  # pyright: ignore[reportArgumentType]
 
 
 def test_name_that_is_neither_a_folder_nor_a_digest_is_called_so(tiny_models: Any) -> None:
-    complaint = "'my-adapter' is no folder of an adapter, and not the digest of a published one"
+    complaint = "'my-adapter' is neither an existing folder nor the digest of a published adapter"
     with swarm_of(tiny_models, ONE_HOP) as (_, model):
         model.config.active_adapter = "my-adapter"
         with pytest.raises(UsageError, match=complaint):
@@ -281,7 +282,7 @@ def test_name_that_is_neither_a_folder_nor_a_digest_is_called_so(tiny_models: An
         model.config.active_adapter = None
         with pytest.raises(UsageError, match=complaint):
             model.open_adapter(Path("my-adapter"))
-        with pytest.raises(UsageError, match="active_adapter is a LoraAdapter"):
+        with pytest.raises(UsageError, match="active_adapter must be a LoraAdapter"):
             model.open_adapter(7)  # pyright: ignore[reportArgumentType]
 
 
@@ -290,10 +291,10 @@ def test_adapter_that_finds_no_room_is_refused_in_one_sentence(tiny_models: Any)
         (peer,) = swarm.peers
         peer.service.adapters = AdapterShelf(peer.service.clock, 1000)
         model.active_adapter = make_adapter(model)
-        with pytest.raises(RefusedError, match="more than this peer keeps") as refusal:
+        with pytest.raises(RefusedError, match="this peer accepts at most") as refusal:
             compute_loss(model)
         assert refusal.value.code is ErrorCode.NO_ROOM_FOR_ADAPTER
-        with pytest.raises(RefusedError, match="more than this peer keeps"):
+        with pytest.raises(RefusedError, match="this peer accepts at most"):
             model.generate(TOKENS[:1], max_new_tokens=2)
 
 
@@ -435,20 +436,20 @@ def test_what_cannot_be_published_is_refused(tiny_models: Any) -> None:
         for given in ("ad1", Path("folder"), None, [head], torch.nn.Linear(2, 2), "ab" * 32):
             complaint = r"publish_adapter\(\) takes a LoraAdapter, not .*"
             if isinstance(given, str | Path):
-                complaint += "; one in a folder is opened with"
+                complaint += "; load an adapter from a folder with"
             with pytest.raises(UsageError, match=complaint):
                 model.publish_adapter(given)  # pyright: ignore[reportArgumentType]
             with pytest.raises(UsageError, match="an optimizer at peers takes a LoraAdapter"):
                 model.optimizer_at_peers(given)  # pyright: ignore[reportArgumentType]
         for given in (head, None, 7, "folder"):
             with pytest.raises(
-                UsageError, match=r"no digest of .*; publish_adapter\(\) returns it"
+                UsageError, match=r"not the digest of .*; publish_adapter\(\) returns it"
             ):
                 model.withdraw_adapter(given)  # pyright: ignore[reportArgumentType]
         digest = model.publish_adapter(make_adapter(model))
         with (
             model.use_adapter([make_adapter(model), digest, None]),
-            pytest.raises(UsageError, match="go in separate calls"),
+            pytest.raises(UsageError, match="make two calls"),
         ):
             compute_loss(model)
 

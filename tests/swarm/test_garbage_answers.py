@@ -11,7 +11,7 @@ import pytest
 import torch
 from story_outputs import assert_same
 
-from shoal.kernels.wire.compress import encode_tensor
+from shoal.kernels.wire_tensors import encode_tensor
 from shoal.protocol.ids import ModelId, SessionId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Gap, Opened, Output, Welcome

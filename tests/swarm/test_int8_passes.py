@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.cli.benchmarks.watched_transport import WatchedTransport
+from measuring.watched_transport import WatchedTransport
 from shoal.client.model.model import DistributedCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.net.directory import Directory

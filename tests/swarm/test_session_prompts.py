@@ -113,9 +113,9 @@ def test_peers_keep_nothing_of_prompts(model: Any) -> None:
 @pytest.mark.parametrize(
     ("prompts", "message"),
     [
-        (draw(3, 1, 3, HIDDEN), "prompts inside of blocks"),
+        (draw(3, 1, 3, HIDDEN), "deep prompts must be"),
         (torch.full((4, 1, 3, HIDDEN), float("nan")), "NaN"),
-        (draw(4, 1, 10, HIDDEN), "prompts inside of blocks"),
+        (draw(4, 1, 10, HIDDEN), "deep prompts must be"),
     ],
     ids=["blocks", "not a number", "too long"],
 )
@@ -135,7 +135,7 @@ def test_rows_with_prompts_of_their_own_stay_where_they_are(model: Any) -> None:
     with blocks.inference_session(max_length=12) as session:
         session.step(TEXT[:, :5], OWN_PROMPTS)
         for wrong in (TEXT[:, 5:6], TEXT[:, :0]):
-            with pytest.raises(UsageError, match="cannot be moved"):
+            with pytest.raises(UsageError, match="cannot be reordered"):
                 session.step(wrong, hypo_ids=swap)
         assert_close(session.step(TEXT[:, 5:], hypo_ids=torch.tensor([0, 1])), expected[:, 5:])
 

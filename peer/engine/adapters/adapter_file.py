@@ -123,7 +123,7 @@ def _group(header: Mapping[str, Any]) -> dict[str, tuple[_Entry, _Entry]]:
             continue
         ending = next((end for end in (DOWN, UP) if name.endswith(end)), None)
         if ending is None or not name.startswith(PREFIX):
-            raise refuse(f"{name:.200} is no matrix of LoRA as PEFT names them")
+            raise refuse(f"{name:.200} is not a name that PEFT gives to LoRA matrices")
         module = name[len(PREFIX) : -len(ending)]
         modules.setdefault(module, {})[ending] = _read_entry(name, fields)
     for module, found in modules.items():
@@ -150,4 +150,4 @@ def _read_entry(name: str, fields: Any) -> _Entry:
 
 
 def _make_format_error() -> RefusedError:
-    return refuse("its weights are no safetensors file")
+    return refuse("its weights are not a safetensors file")

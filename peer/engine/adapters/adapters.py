@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.linear.linear import Linear
-from ....models.families.family import Family, FusedOrder
-from ....models.families.spec import MlpKind, ModelSpec
+from ....models.specs.model_spec import FusedOrder, MlpKind, ModelSpec
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.messages.lora_config import DOWN, PREFIX, UP, parse_lora_config
 from ....protocol.spans import Span
@@ -136,7 +135,7 @@ class _Target:
 
 
 def read_adapter(
-    config: bytes, tensors: bytes, spec: ModelSpec, family: Family, span: Span, max_bytes: int
+    config: bytes, tensors: bytes, spec: ModelSpec, span: Span, max_bytes: int
 ) -> Adapter:
     """Return what an adapter has for a span; raises RefusedError that says what does not fit.
 
@@ -148,7 +147,7 @@ def read_adapter(
             f"the adapter has {len(config) + len(tensors)} bytes, and {max_bytes} are allowed",
         )
     rank, scale = _read_config(config)
-    known = _list_targets(spec, family)
+    known = _list_targets(spec)
     file = AdapterFile(tensors, rank, {name: target.sizes for name, target in known.items()})
     parts: dict[Place, list[AdapterPart]] = {}
     for module in file:
@@ -178,7 +177,7 @@ def _read_config(config: bytes) -> tuple[int, float]:
     return known.rank, known.scale
 
 
-def _list_targets(spec: ModelSpec, family: Family) -> dict[str, _Target]:
+def _list_targets(spec: ModelSpec) -> dict[str, _Target]:
     """Return every linear of the model's blocks by what its checkpoint may call it."""
     targets: dict[str, _Target] = {}
     for block in range(spec.num_blocks):
@@ -187,25 +186,25 @@ def _list_targets(spec: ModelSpec, family: Family) -> dict[str, _Target]:
             if not all(member in shapes for member in members):
                 continue  # experts
             start, num_shared_inputs = 0, shapes[members[0]][1]
-            is_fused = len(members) > 1 and slot in family.tensor_names
+            is_fused = len(members) > 1 and slot in spec.tensors.names
             for member in members:
                 num_outputs, num_inputs = shapes[member]
                 stop = start + num_outputs
                 if not is_fused:
                     target = _Target((block, slot), slice(start, stop), num_inputs, None)
-                    _add(targets, family, block, member, target)
+                    _add(targets, spec, block, member, target)
                 start = stop
             if is_fused:
-                order_O = _find_order(spec, family) if slot == "query_key_value" else None
+                order_O = _find_order(spec) if slot == "query_key_value" else None
                 target = _Target((block, slot), slice(0, start), num_shared_inputs, order_O)
-                _add(targets, family, block, slot, target)
+                _add(targets, spec, block, slot, target)
     return targets
 
 
 def _add(
-    targets: dict[str, _Target], family: Family, block: int, name: str, target: _Target
+    targets: dict[str, _Target], spec: ModelSpec, block: int, name: str, target: _Target
 ) -> None:
-    for stored in family.checkpoint_names(block, name):
+    for stored in spec.tensors.list_stored(block, name):
         targets[stored.removesuffix(".weight")] = target
 
 
@@ -221,9 +220,9 @@ def _list_slots(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
     return slots | {"up": ("up",)}
 
 
-def _find_order(spec: ModelSpec, family: Family) -> Tensor | None:
+def _find_order(spec: ModelSpec) -> Tensor | None:
     """Return where each of our outputs is among those that are stored head by head."""
-    if family.fused_order is not FusedOrder.BY_GROUP:
+    if spec.tensors.fused_order is not FusedOrder.BY_GROUP:
         return None
     group_size = spec.num_heads // spec.num_kv_heads + 2
     places_GXD = torch.arange(spec.query_size + 2 * spec.kv_size).view(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ....kernels.attention.attention import attention
+from ....kernels.attention.torch_attention import attention
 from ....kernels.linear.linear import Linear
 from ..scheduler import count_part_tokens
 from .attention_kernels import AttentionKernels

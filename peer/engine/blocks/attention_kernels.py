@@ -12,8 +12,13 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from ....kernels.attention.prompt_attention import PromptAttention, can_attend_prompts
-from ....kernels.attention.token_attention import TokenAttention, TokenShape, can_attend
+from ....kernels.attention.native_attention import (
+    PromptAttention,
+    TokenAttention,
+    TokenShape,
+    can_attend,
+    can_attend_prompts,
+)
 from .attention_options import AttentionOptions, QueryKeyTurn
 from .rows import Segments
 

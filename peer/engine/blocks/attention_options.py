@@ -10,7 +10,7 @@ import torch
 from ....kernels.attention.alibi import Alibi
 from ....kernels.attention.rotary import apply_rotary
 from ....kernels.layers.norm import rms_norm
-from ....models.families.spec import ModelSpec
+from ....models.specs.model_spec import ModelSpec
 from .rows import Rotation
 
 

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from ....kernels.layers.norm import Norm
-from ....models.families.spec import Residual
+from ....models.specs.model_spec import Residual
 from .attention import Attention
 from .mlp import Mlp
 from .pass_rows import PassRows, differentiate

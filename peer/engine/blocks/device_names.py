@@ -6,7 +6,7 @@ from ....protocol.errors import UsageError
 
 NO_NF4 = (
     "nf4 needs a CUDA device (shoal serve --device cuda): on a CPU it would be about twenty times "
-    "as slow as int8; use int8"
+    "slower than int8; use int8"
 )
 """What there is to say about weights in four bits that no device is there for."""
 
@@ -21,5 +21,5 @@ def parse_cuda_number(name: str) -> int | None:
     """
     found = _NAME.fullmatch(name)
     if found is None:
-        raise UsageError(f"a device is cpu, cuda, cuda:N or auto, not {name!r:.60}")
+        raise UsageError(f"the device must be cpu, cuda, cuda:N or auto, not {name!r:.60}")
     return None if name == "cpu" else int(found["number"] or 0)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ....kernels.layers.gate import gate_silu
 from ....kernels.layers.routing import Router
 from ....kernels.linear.linear import Linear
-from ....models.families.spec import ExpertsSpec
+from ....models.specs.model_spec import ExpertsSpec
 from .rows import RowRange, apply_linear
 
 Activation = Callable[[torch.Tensor], torch.Tensor]

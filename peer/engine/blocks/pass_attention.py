@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ....kernels.attention.attention import attention
-from ....kernels.native.pauses import Pauses
+from ....kernels.attention.torch_attention import attention
+from ....kernels.pauses import Pauses
 from .attention_options import AttentionOptions, QueryKeyTurn
 from .pass_rows import PassRows
 

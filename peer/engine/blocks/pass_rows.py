@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ....kernels.linear.linear import Linear, RowPrecision
-from ....kernels.linear.linear_gradient import GradientLinears
-from ....kernels.native.pauses import Pauses
+from ....kernels.linear.linear import GradientLinears, Linear, RowPrecision
+from ....kernels.pauses import Pauses
 from .rows import AdaptedRows, Rotation, RowRange
 
 PRECISION = RowPrecision.ONE_DIGIT

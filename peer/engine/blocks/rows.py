@@ -9,10 +9,9 @@ from functools import cached_property
 
 import torch
 
+from ....kernels.attention.native_attention import TokenBatch, TokenSegment
 from ....kernels.attention.rotary import RotaryTable
-from ....kernels.attention.token_attention import TokenBatch, TokenSegment
-from ....kernels.linear.linear import Linear, RowPrecision
-from ....kernels.linear.linear_gradient import GradientLinears
+from ....kernels.linear.linear import GradientLinears, Linear, RowPrecision
 from ..adapters.adapters import AdapterPart
 from ..cache.kv_cache import SessionCache
 from ..cache.lazy_memory import LazyMemory

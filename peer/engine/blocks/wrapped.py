@@ -17,48 +17,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ....kernels.linear.linear import Linear
-from ....models.checkpoints.checkpoint import Checkpoint, CheckpointError
+from ....models.checkpoints.checkpoint import Checkpoint
 from ....models.checkpoints.conversion import ConvertedCheckpoint
-from ....models.families.config_reader import (
-    MAX_HEADS,
-    MAX_POSITIONS,
-    ConfigReader,
-    limit_to_exact_positions,
-)
-from ....models.families.spec import WrappedShape
-from ....models.shells.shell import Shell, ShellError
 from ....models.shells.shell_opening import open_shell
 from ....models.shells.step_cache import KeptShape, StepCache
 from ....models.shells.tables import count_table_bytes
-from ....protocol.errors import ModelError
 from ..scheduler import count_part_tokens
 from .numerics import Numerics
 from .pass_rows import PassRows, differentiate
 from .rows import RowRange, Segment, Segments
-
-
-def read_shape(config: Mapping[str, object]) -> WrappedShape:
-    """Return the shape of a model of a family that only transformers knows."""
-    shell = _open(config)
-    # Under the names that all families share, whatever their own are.
-    names = ("num_attention_heads", "max_position_embeddings", "rope_parameters")
-    settings = ConfigReader({name: getattr(shell.config, name, None) for name in names})
-    rope = {"rope_type": "default", **settings.mapping("rope_parameters")}
-    positions = settings.count("max_position_embeddings", MAX_POSITIONS, MAX_POSITIONS)
-    return WrappedShape(
-        family=str(config["model_type"]),
-        hidden_size=shell.config.hidden_size,
-        num_blocks=len(shell.layers),
-        num_kv_heads=shell.kept.num_heads,
-        head_dim=shell.kept.head_dim,
-        max_positions=limit_to_exact_positions(rope, positions)[1],
-        dtype=ConfigReader(config).dtype(),
-        num_heads=settings.count("num_attention_heads", MAX_HEADS, shell.kept.num_heads),
-        block_parameters=tuple(
-            sum(weight.numel() for weight in layer.parameters()) for layer in shell.layers
-        ),
-        block_table_bytes=tuple(count_table_bytes(layer) for layer in shell.layers),
-    )
 
 
 class WrappedBlock:
@@ -129,15 +96,12 @@ class WrappedLoader:
     def __init__(self, checkpoint: Checkpoint, numerics: Numerics) -> None:
         self._dtype = numerics.dtype
         self._place = numerics.device.place
-        self._shell = _open(checkpoint.config)
+        self._shell = open_shell(checkpoint.config)
         self._checkpoint = ConvertedCheckpoint(checkpoint, self._shell.model)
 
     def load(self, index: int) -> WrappedBlock:
         """Load one block; a missing or misshapen tensor is a ModelError that names it."""
-        try:
-            self._shell.load_layer(self._checkpoint, index, self._dtype)
-        except CheckpointError as error:
-            raise ModelError(str(error)) from error
+        self._shell.load_layer(self._checkpoint, index, self._dtype)
         decoder = self._shell.cut([index])
         _bring(decoder, self._place)
         # What the decoder keeps beside its blocks all of them share.
@@ -154,10 +118,3 @@ def _bring(decoder: PreTrainedModel, place: torch.device) -> None:
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 module._buffers[name] = buffer.to(place)
-
-
-def _open(config: Mapping[str, object]) -> Shell:
-    try:
-        return open_shell(config)
-    except ShellError as error:
-        raise ModelError(str(error)) from error

@@ -1,4 +1,4 @@
 """Loading blocks: only the tensors of a span, quantized as they arrive, cached on disk.
 
-Read first: loader.py.
+Read first: loader.py (a span), then block_loader.py (one block).
 """

@@ -6,6 +6,7 @@ import torch
 
 from ....kernels.layers.norm import Norm
 from ....kernels.linear.linear import Linear, make_linear
+from ....kernels.linear.nf4 import BYTES_PER_WEIGHT
 from ....kernels.linear.quantize import (
     Int8Weight,
     WeightFormat,
@@ -13,16 +14,34 @@ from ....kernels.linear.quantize import (
     quantize_int8,
     stack_int8,
 )
-from ....models.checkpoints.checkpoint import Checkpoint, CheckpointError
-from ....models.families.config_reader import find_quantization
-from ....models.families.family import FusedOrder
-from ....models.families.registry import find_family
-from ....models.families.spec import ModelSpec
+from ....models.checkpoints.checkpoint import Checkpoint
+from ....models.checkpoints.quantized import read_quantization
+from ....models.specs.model_spec import FusedOrder, ModelSpec
 from ....protocol.errors import ModelError
 from ..blocks.numerics import Numerics
 
 _LOADABLE_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _WEIGHT = "weight"
+
+WEIGHT_BYTES = {
+    WeightFormat.INT8: 1,
+    WeightFormat.BF16: 2,
+    WeightFormat.FP32: 4,
+    WeightFormat.NF4: BYTES_PER_WEIGHT,
+}
+
+
+def count_block_bytes(spec: ModelSpec, index: int, weights: WeightFormat) -> int:
+    """Return the bytes of a block's linears; in int8, each output has a float32 scale as well."""
+    num_experts = spec.experts.num_experts if spec.experts is not None else 1
+    weight_bytes = WEIGHT_BYTES[weights]
+    scale_bytes = 4 if weights is WeightFormat.INT8 else 0
+    return sum(
+        int(shape[0] * shape[1] * weight_bytes + scale_bytes * shape[0])
+        * (num_experts if "expert" in name else 1)
+        for name, shape in spec.tensor_shapes(index).items()
+        if len(shape) == 2
+    )
 
 
 class BlockTensors:
@@ -42,11 +61,9 @@ class BlockTensors:
     ) -> None:
         self.quantized: dict[str, Int8Weight] = {}
         self._checkpoint = checkpoint
-        family = find_family(checkpoint.config)
-        assert family is not None  # otherwise there would be no ModelSpec
-        self._family = family
-        self._quantization = find_quantization(checkpoint.config)
+        self._quantization = read_quantization(checkpoint.config)
         self._spec = spec
+        self._names = spec.tensors
         self._index = index
         self._weights = numerics.weights
         self._dtype = numerics.dtype
@@ -133,28 +150,25 @@ class BlockTensors:
         fused_name = "_".join(name.removesuffix("_bias") for name in local_names)
         if local_names[0].endswith("_bias"):
             fused_name += "_bias"
-        if len(local_names) == 1 or fused_name not in self._family.tensor_names:
+        if len(local_names) == 1 or fused_name not in self._names.names:
             return shapes
         num_outputs = sum(shape[0] for shape in shapes.values())
         return {fused_name: (num_outputs, *shapes[local_names[0]][1:])}
 
     def _is_grouped(self, stored: Mapping[str, tuple[int, ...]]) -> bool:
         is_fused = not stored.keys() <= self._shapes.keys()
-        return is_fused and self._family.fused_order is FusedOrder.BY_GROUP
+        return is_fused and self._names.fused_order is FusedOrder.BY_GROUP
 
     def _load_one(
         self, local_name: str, shape: tuple[int, ...], expert: int
     ) -> torch.Tensor | Int8Weight:
         name = self._find(local_name, expert)
-        try:
-            if len(shape) == 2 and self._quantization is not None:
-                stem = name.removesuffix(_WEIGHT)
-                if self._quantization.stores(self._checkpoint, stem):
-                    return self._quantization.load(self._checkpoint, stem, (shape[0], shape[1]))
-            tensor = self._checkpoint.load(name)
-        except CheckpointError as error:
-            raise ModelError(str(error)) from error
-        if tensor.dim() == 2 and self._family.stores_transposed:
+        if len(shape) == 2 and self._quantization is not None:
+            stem = name.removesuffix(_WEIGHT)
+            if self._quantization.stores(self._checkpoint, stem):
+                return self._quantization.load(self._checkpoint, stem, (shape[0], shape[1]))
+        tensor = self._checkpoint.load(name)
+        if tensor.dim() == 2 and self._names.stores_transposed:
             tensor = tensor.t()
         if tuple(tensor.shape) != shape:
             raise ModelError(
@@ -167,7 +181,7 @@ class BlockTensors:
         return tensor
 
     def _find(self, local_name: str, expert: int = 0) -> str:
-        usual, *others = self._family.checkpoint_names(self._index, local_name, expert)
+        usual, *others = self._names.list_stored(self._index, local_name, expert)
         if not others or self._is_stored(usual):
             return usual
         return next(filter(self._is_stored, others), usual)

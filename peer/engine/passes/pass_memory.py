@@ -1,7 +1,7 @@
 """How much memory a pass needs, known before it begins."""
 
 from ....kernels.linear.quantize import WeightFormat
-from ....models.families.spec import ModelShape, ModelSpec, WrappedShape
+from ....models.specs.model_spec import ModelShape, ModelSpec, WrappedShape
 from ..blocks.numerics import COMPUTE_DTYPES
 
 _PIECE_BYTES = 2**25

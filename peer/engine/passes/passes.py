@@ -19,9 +19,9 @@ from torch import Tensor
 
 from ....kernels.attention.rotary import RotaryTable
 from ....kernels.linear.quantize import WeightFormat
-from ....kernels.native.pauses import NO_PAUSES, Pauses
-from ....kernels.wire.compress import has_only_finite
-from ....models.families.spec import ModelShape, WrappedShape
+from ....kernels.pauses import NO_PAUSES, Pauses
+from ....kernels.wire_tensors import has_only_finite
+from ....models.specs.model_spec import ModelShape, WrappedShape
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.spans import Span
 from ..adapters.adapters import Adapter

@@ -122,7 +122,7 @@ def _explain(error: ValidationError) -> str:
     direction = "ahead of" if ahead_seconds > 0 else "behind"
     return (
         f"the clock of this machine is {abs(ahead_seconds):.1f} seconds {direction} that of an "
-        "initial peer: set it by a time server (3 seconds are allowed)"
+        "initial peer: synchronise it with a time server (3 seconds are allowed)"
     )
 
 

@@ -144,14 +144,14 @@ class HivemindDirectory:
         try:
             self._gate.add_own(announcement.model_id, record)
         except RemoteProtocolError as error:
-            raise DirectoryError(f"the directory did not take our announcement: {error}") from error
+            raise DirectoryError(f"the directory refused our announcement: {error}") from error
         return announcement
 
     async def _publish(self, announcement: Announcement, record: bytes) -> None:
         key, value = self._gate.key_of(announcement.model_id), self._gate.wrap(record)
         expires_at = float(announcement.expires_at)
         if not await self._store(key, announcement.peer_id, value, expires_at):
-            raise DirectoryError("no replica of the directory took our announcement")
+            raise DirectoryError("no replica of the directory stored our announcement")
 
     async def _look_after_swarm(self, announcement: Announcement) -> None:
         """Do what every peer does each time that it announces itself, so that the swarm lasts.
@@ -198,7 +198,7 @@ class HivemindDirectory:
         revocations = Revocations(sequence, known.peer_ids.union(peer_ids))
         value = self._gate.wrap_revocations(sign_revocations(self.membership, revocations))
         if not await self._store_revocations(value):
-            raise DirectoryError("no peer of the swarm took the list; is one running?")
+            raise DirectoryError("no peer of the swarm stored the list; check that one is running")
         return revocations
 
     async def _store_revocations(self, value: bytes) -> bool:

@@ -88,8 +88,8 @@ class RecordGate:
         peer_id = self.read(record).peer_id
         if peer_id in self.revocations.peer_ids:
             raise RevokedError(
-                f"the owner of the swarm has revoked this peer, {peer_id}: its members ignore it "
-                "from now on; ask the owner"
+                f"the owner of the swarm has revoked this peer, {peer_id}: members now ignore its "
+                "announcements; ask the owner for access"
             )
         self._book.add_own(self.key_of(model_id), record, self._clock.wall())
 

@@ -52,7 +52,7 @@ class PeerAddress:
         ('127.0.0.1', 4001, True, True)
         """
         if text.startswith(JOIN_CODE_PREFIX):
-            raise UsageError("that is a join code, not an address; --join (join=) takes join codes")
+            raise UsageError("that is a join code, not an address; pass it with --join (join=)")
         try:
             return cls._parse(text)
         except (ValueError, RemoteProtocolError) as error:
@@ -65,7 +65,7 @@ class PeerAddress:
         if not text.startswith("/"):
             raise ValueError("it does not begin with /")
         if unexpected := _UNEXPECTED.search(text):
-            raise ValueError(f"no address has {unexpected[0]!r} in it")
+            raise ValueError(f"an address cannot contain {unexpected[0]!r}")
         words = text.split("/")[1:]
         parts: list[tuple[str, str]] = []
         while words:
@@ -90,7 +90,7 @@ class PeerAddress:
 def _check_part(name: str, value: str) -> None:
     """Raise ValueError or RemoteProtocolError unless a multiaddr may have this part."""
     if name in _PORT_PARTS and not (value.isdecimal() and 0 < int(value) < 2**16):
-        raise ValueError(f"{value!r} is no port in 1..65535")
+        raise ValueError(f"{value!r} is not a port in 1..65535")
     elif name in ("ip4", "ip6") and f"ip{ipaddress.ip_address(value).version}" != name:
         raise ValueError(f"{value} is of the other family")
     elif name == "p2p":

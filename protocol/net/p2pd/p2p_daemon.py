@@ -162,8 +162,8 @@ def _check_is_alone(listening: Sequence[PeerAddress], identity: Identity | None)
     for peer in listening:
         if identity is not None and peer.peer_id == identity.peer_id and peer.tcp_port is not None:
             raise UsageError(
-                f"another running peer uses this identity: {peer.text}; end that one first, or "
-                "take another identity file"
+                f"another running peer uses this identity: {peer.text}; stop that peer first, or "
+                "use another identity file"
             )
 
 
@@ -230,11 +230,11 @@ def _translate(
         return UsageError(f"cannot listen on {options['host_maddrs'][0]}: {error}")
     if "bootstrap peers" in str(error):
         return DirectoryError(
-            "whoever accepts connections there is not the peer that the address names, or does "
-            f"not answer: {texts}"
+            "the program that accepts connections there is not the peer that the address names, "
+            f"or does not respond: {texts}"
         )
     if "failed to start in" in str(error) and texts:
         return DirectoryError(
-            f"p2pd did not start in time: this machine is busy, or nobody answers there: {texts}"
+            f"p2pd did not start in time: this machine is busy, or no peer responds at: {texts}"
         )
     return DirectoryError(f"cannot start p2pd to join the directory: {error}")

@@ -60,8 +60,8 @@ async def find_swarm(
     if len(wrong) == len(heard):
         reason = "wrong secret" if membership.is_private else "wrong swarm"
         raise WrongSwarmError(
-            f"{reason}: {_list(wrong)} belongs to another swarm than this join code; ask for "
-            "a new code"
+            f"{reason}: {_list(wrong)} does not belong to the swarm of this join code; ask for a "
+            "new code"
         )
     return membership, [peer for peer in peers if peer not in wrong]
 
@@ -70,7 +70,7 @@ def make_silence_error(peers: Sequence[PeerAddress]) -> DirectoryError:
     """Return what to raise when peers take connections and say nothing."""
     return DirectoryError(
         f"no initial peer answers: {_list(peers)}; it may be paused or overloaded: give another "
-        "address, or start it again"
+        "address, or restart the peer"
     )
 
 
@@ -113,7 +113,9 @@ def _learn_swarm(heard: Sequence[tuple[PeerAddress, bytes]], nonce: bytes) -> Me
             )
         found.add(membership)
     if len(found) > 1:
-        raise WrongSwarmError("the addresses belong to different swarms; give those of one")
+        raise WrongSwarmError(
+            "the addresses belong to different swarms; give addresses of one swarm"
+        )
     return found.pop()
 
 

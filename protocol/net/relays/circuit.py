@@ -126,7 +126,7 @@ async def start_until_it_carries(p2p: P2P, start: Callable[[], Awaitable[P2P]]) 
         if child_of(p2p).returncode is None:
             await stop_p2pd(p2p)
         raise
-    log.warning("texts through this peer as a relay are cut after 128 KiB; start it again")
+    log.warning("this relay cuts connections after 128 KiB; restart the peer")
     return p2p
 
 

@@ -100,8 +100,8 @@ def test_texts_that_are_too_long_are_cut_and_counted(tokenizer: Any) -> None:
     assert [len(example.token_ids) <= 8 for example in dataset.training] == [True, True]
     assert (dataset.num_cut, dataset.num_left_out) == (1, 1)
     assert dataset.describe_limits(8) == [
-        "1 text is longer than 8 tokens and cut there (--max-length)",
-        "1 text is left out: nothing to learn in the first 8 tokens",
+        "1 text is longer than 8 tokens and truncated (--max-length)",
+        "1 text is skipped: the first 8 tokens hold nothing to learn",
     ]
 
 

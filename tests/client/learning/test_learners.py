@@ -32,5 +32,5 @@ def test_adapter_of_other_linears_is_told_by_its_facts_and_refused(
     model.config.dht_prefix = "01" * 16  # other weights of the same name
     assert first.facts != before
     for learner in (other, part):
-        with pytest.raises(UsageError, match="changes other linears than this run"):
+        with pytest.raises(UsageError, match="has other target modules than this run"):
             learner.load(tmp_path)

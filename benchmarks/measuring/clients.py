@@ -1,0 +1,158 @@
+"""Clients of a swarm, all in this process and on one event loop, and timing of their sessions."""
+
+import asyncio
+import contextlib
+import hashlib
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from measuring.benchmark_model import BenchmarkModel
+from shoal.client.routing.swarm import Swarm
+from shoal.client.runtime.client import connect_over_network
+from shoal.client.session.farewells import Farewells
+from shoal.client.session.live_hops import LiveHops, SessionFacts
+from shoal.client.session.session import RemoteSession
+from shoal.client.settings.config import ClientConfig
+from shoal.peer.local_swarm.swarm import LocalSwarm
+from shoal.protocol.errors import UnavailableError
+from shoal.protocol.ids import ModelId, SessionId
+from shoal.protocol.net.clock import SystemClock
+from shoal.protocol.net.transport import Transport
+from shoal.protocol.spans import Span
+
+
+@dataclass(frozen=True)
+class SwarmAddress:
+    """Where a swarm is and what it serves; everything that a client in another process needs."""
+
+    model: BenchmarkModel
+    model_id: ModelId
+    initial_peers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, swarm: LocalSwarm, model: BenchmarkModel) -> "SwarmAddress":
+        """Return where a running swarm is."""
+        model_id = ModelId(swarm.peers[0].facts["model_id"])
+        return cls(model, model_id, tuple(swarm.initial_peers))
+
+
+class Clients:
+    """Opens sessions under the names of several clients, which peers cannot tell from processes
+    of their own. Made by `join_swarm`.
+    """
+
+    def __init__(
+        self, address: SwarmAddress, config: ClientConfig, swarm: Swarm, transport: Transport
+    ) -> None:
+        self._address = address
+        self._config = config
+        self._swarm = swarm
+        self._transport = transport
+        self._farewells = Farewells()
+        self._sessions: list[RemoteSession] = []
+
+    def open(
+        self,
+        max_tokens: int,
+        client: str = "one",
+        span: Span | None = None,
+        kind: type[RemoteSession] = RemoteSession,
+    ) -> RemoteSession:
+        """Return a session of a client over all blocks, or over a span of them."""
+        facts = SessionFacts(
+            SessionId(secrets.token_bytes(16)),
+            self._address.model_id,
+            span or Span(0, self._address.model.num_blocks),
+            self._address.model.hidden_size,
+            max_tokens,
+            hashlib.sha256(client.encode()).digest()[:16],
+        )
+        hops = LiveHops(
+            facts, self._swarm, self._transport, SystemClock(), self._config, self._farewells
+        )
+        session = kind(hops)
+        self._sessions.append(session)
+        return session
+
+    async def close_sessions(self) -> None:
+        """Close every session that was opened so far."""
+        sessions, self._sessions = self._sessions, []
+        await asyncio.gather(*(session.close() for session in sessions))
+        await self._farewells.finish()
+
+    def check_nothing_was_lost(self) -> None:
+        """Raise UnavailableError when a session had to change its peer: its times are no good."""
+        for session in self._sessions:
+            if session.failovers:
+                raise UnavailableError(
+                    f"a peer was lost while it was measured: {session.failovers[0].reason}"
+                )
+
+
+@contextlib.asynccontextmanager
+async def join_swarm(
+    address: SwarmAddress,
+    wrap: Callable[[Transport], Transport] = lambda transport: transport,
+    **settings: Any,
+) -> AsyncIterator[Clients]:
+    """Join with the client's own network stack and with settings of `ClientConfig`; `wrap` puts
+    something around its transport.
+    """
+    config = ClientConfig(initial_peers=address.initial_peers, **settings)
+    transport, directory = await connect_over_network(config)
+    try:
+        swarm = Swarm(
+            directory, address.model_id, address.model.num_blocks, SystemClock(), random.Random(0)
+        )
+        await swarm.refresh()
+        clients = Clients(address, config, swarm, wrap(transport))
+        try:
+            yield clients
+        finally:
+            await clients.close_sessions()
+    finally:
+        await transport.close()
+        await directory.close()
+
+
+async def time_prompt(session: RemoteSession, model: BenchmarkModel, num_tokens: int) -> float:
+    """Return the seconds until the last token of a new prompt is answered."""
+    hidden_BTH = model.make_hidden(num_tokens)
+    started_at = time.perf_counter()
+    await session.step(hidden_BTH, last_token_only=True)
+    return time.perf_counter() - started_at
+
+
+async def time_steps(session: RemoteSession, model: BenchmarkModel, num_steps: int) -> list[float]:
+    """Return the seconds of steps of one token."""
+    return [await time_step(session, model) for _ in range(num_steps)]
+
+
+async def time_step(session: RemoteSession, model: BenchmarkModel) -> float:
+    """Return the seconds of one step of one token."""
+    hidden_BTH = model.make_hidden(1)
+    started_at = time.perf_counter()
+    await session.step(hidden_BTH, is_decoded=True)
+    return time.perf_counter() - started_at
+
+
+async def time_load(
+    sessions: Sequence[RemoteSession], model: BenchmarkModel, load_seconds: float
+) -> tuple[list[float], float]:
+    """Let all sessions step for a while, each as fast as it is answered.
+
+    Returns the seconds of every step, and those that it took together.
+    """
+    started_at = time.perf_counter()
+    seconds: list[float] = []
+
+    async def live(session: RemoteSession) -> None:
+        while time.perf_counter() < started_at + load_seconds:
+            seconds.append(await time_step(session, model))
+
+    await asyncio.gather(*map(live, sessions))
+    return seconds, time.perf_counter() - started_at

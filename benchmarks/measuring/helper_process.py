@@ -1,0 +1,68 @@
+"""A second process of a measurement: told what to do in lines, answers in lines of JSON."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from shoal.protocol.errors import UnavailableError
+
+_ANSWER_SECONDS = 120.0
+"""Generous: most of it are imports on a busy machine."""
+
+_GOODBYE_SECONDS = 10.0
+_IMPORT_PATH = str(Path(__file__).resolve().parents[1])
+"""Where the modules of benchmarks are found."""
+
+
+class HelperProcess:
+    """Runs a module of the benchmarks, for use in a `with` block. It ends with its stdin."""
+
+    def __init__(self, module: str, *arguments: str) -> None:
+        self._name = module
+        # A process group of its own: Ctrl-C goes to the parent only, who then ends this one.
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", "-m", module, *arguments],
+            env={**os.environ, "PYTHONPATH": _IMPORT_PATH},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+
+    def __enter__(self) -> "HelperProcess":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self._process.communicate(timeout=_GOODBYE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.communicate()
+
+    def tell(self, word: str) -> None:
+        """Send a line."""
+        assert self._process.stdin is not None
+        print(word, file=self._process.stdin, flush=True)
+
+    def read(self) -> Any:
+        """Return the next line of JSON. Raises UnavailableError when there is none."""
+        assert self._process.stdout is not None
+        watchdog = threading.Timer(_ANSWER_SECONDS, self._process.kill)
+        watchdog.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            watchdog.cancel()
+        if not line:
+            raise UnavailableError(f"the process {self._name} ended before it was done")
+        return json.loads(line)

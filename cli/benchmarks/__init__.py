@@ -1,1 +1,0 @@
-"""What `shoal bench` measures, one part per file. See `parts.py` for the list."""

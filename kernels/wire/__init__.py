@@ -1,4 +1,0 @@
-"""Codecs for tensors on the wire.
-
-Read first: compress.py.
-"""

@@ -1,0 +1,58 @@
+"""Numbers of a config.json that nobody could count up to are refused, and no others."""
+
+import pytest
+
+from shoal.models.shells.config_bounds import check_bounds
+from shoal.protocol.errors import ModelError
+
+
+def test_numbers_of_real_models_pass() -> None:
+    check_bounds(
+        {
+            "vocab_size": 262_144,
+            "vocab_size_per_layer_input": 262_144,
+            "num_hidden_layers": 126,
+            "first_k_dense_replace": 3,
+            "max_position_embeddings": 10_485_760,
+            "model_max_length": 10**30,
+            "rope_theta": 10**10,
+            "layer_rope_theta": [10**7] * 64,
+            "layer_norm_eps": 1e-5,
+            "eos_token_id": [128_001, 128_008, 128_009],
+            "forced_decoder_ids": [[1, 50_259], [2, 50_359]],
+            "attention_types": [[["global", "local"], 12]],
+            "rope_parameters": {"full_attention": {"rope_theta": 10**6, "long_factor": [1.5] * 48}},
+            "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+            "num_parameters": 7 * 10**10,
+            "use_cache": True,
+            "torch_dtype": "bfloat16",
+            "pad_token_id": None,
+        }
+    )
+
+
+def nest(depth: int) -> list:
+    value = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "complaint"),
+    [
+        ("num_layers", 4097, "num_layers must be at most 4096, got 4097"),
+        ("num_hidden_layers", 1e10, "num_hidden_layers must be at most 4096"),
+        ("num_labels", 10**9, "num_labels must be at most 65536"),
+        ("first_k_dense_replace", 10**9, "first_k_dense_replace must be at most 16777216"),
+        ("text", {"inner": {"n_layer": 10**6}}, "n_layer must be at most 4096"),
+        ("counts", [1, 10**9], "counts must be at most 16777216"),
+        ("attention_types", [[["global"], 2**23]] * 2, "numbers in attention_types must be at"),
+        ("attention_types", [[["a"] * 100_000, 4000]], "numbers in attention_types must be at"),
+        ("deep", nest(20), "deep has lists in lists that are too deep"),
+        ("long", [0] * (2**20 + 1), "long has more than 1048576 values"),
+    ],
+)
+def test_others_are_refused_by_name(field: str, value: object, complaint: str) -> None:
+    with pytest.raises(ModelError, match=f"config.json: {complaint}"):
+        check_bounds({field: value})
