@@ -165,7 +165,7 @@ class _Screen:
                     "-" if speed is None else f"{speed:.0f}",
                     f"{diagnosis.view.taken_at - peer.issued_at:.0f} s",
                     "-" if rtt is None else f"{rtt * 1000:.1f} ms",
-                    str(peer.doors[0]) if peer.doors else "-",
+                    str(peer.all_endpoints[0]) if peer.all_endpoints else "-",
                 )
             )
         self._terminal.print()
@@ -225,7 +225,7 @@ def _make_json(diagnosis: "Diagnosis") -> dict[str, object]:
                 "state": str(peer.state),
                 "weights": peer.weights,
                 "kernels": peer.kernels,
-                "endpoints": [str(endpoint) for endpoint in peer.doors],
+                "endpoints": [str(endpoint) for endpoint in peer.all_endpoints],
                 "decode_steps_per_second": peer.decode_steps_per_second,
                 "age_seconds": round(now - peer.issued_at, 3),
                 **_check_facts(checks.get(peer.peer_id)),

@@ -95,7 +95,7 @@ async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> N
             announcer=announcer,
             description=description,
             report=report,
-            address=_describe_address(template.doors[0], directory),
+            address=_describe_address(template.all_endpoints[0], directory),
             drain_seconds=config.drain_seconds,
         )
         await resident.run(config.span, placer, chores, stop)

@@ -5,7 +5,8 @@ nobody is held to a fixed number, only to a part of what others have left.
 """
 
 import ipaddress
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from .errors import ErrorCode, RefusedError
@@ -84,6 +85,25 @@ def check_room_for_client(
     num_places_here = (num_places - num_of_others) // 2 + 1
     clients = [other.client for other in holders if other.address == holder.address]
     check_room_for(holder.client, clients, num_places_here, of_what)
+
+
+class SharedPlaces:
+    """A number of places, and who holds them at present."""
+
+    def __init__(self, num_places: int, of_what: str) -> None:
+        self._num_places = num_places
+        self._of_what = of_what
+        self._holders: list[Holder] = []
+
+    @contextmanager
+    def hold(self, holder: Holder) -> Generator[None]:
+        """Hold one place. Raises RefusedError for who holds more than is left for others."""
+        check_room_for_client(holder, self._holders, self._num_places, self._of_what)
+        self._holders.append(holder)
+        try:
+            yield
+        finally:
+            self._holders.remove(holder)
 
 
 def compute_share(

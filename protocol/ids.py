@@ -31,6 +31,9 @@ Capability = NewType("Capability", bytes)
 """The right to push steps into one session: 16 random bytes that the client gives to the peer
 before it on the route, or none."""
 
+JOIN_CODE_PREFIX = "shoal:"
+"""How a join code begins; no address does."""
+
 NO_CAPABILITY = Capability(b"")
 """Of a session that takes steps from its client only."""
 

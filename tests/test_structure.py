@@ -33,10 +33,8 @@ ARROWS = {
 
 DOORS = {
     "hivemind": {
-        "protocol/net/dht/dht_validator.py",
-        "protocol/net/dht/hivemind_directory.py",
-        "protocol/net/relays/dial_back.py",
-        "protocol/net/relays/reachability.py",
+        "protocol/net/dht/gated_node.py",
+        "protocol/net/p2pd/swarm_question.py",
         "protocol/net/libp2p/libp2p_transport.py",
         "protocol/net/dht/neighbourhood.py",
         "protocol/net/dht/newcomers.py",

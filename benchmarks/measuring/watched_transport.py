@@ -1,7 +1,7 @@
 """A transport that counts bytes and keeps the last frame of each direction, to measure with."""
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.transport import FrameGate, Lane, Listener, Stream, StreamServer, Transport
+from shoal.protocol.net.transport import FrameGate, Listener, Stream, StreamServer, Transport
 
 
 class WatchedTransport:
@@ -17,10 +17,8 @@ class WatchedTransport:
     async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
         return await self._inner.listen(host, port, serve)
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> Stream:
-        return _WatchedStream(self, await self._inner.open_stream(endpoint, lane, timeout_seconds))
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Stream:
+        return _WatchedStream(self, await self._inner.open_stream(endpoint, timeout_seconds))
 
     async def close(self) -> None:
         await self._inner.close()

@@ -19,11 +19,10 @@ from ...protocol.errors import (
 from ...protocol.ids import NO_CLIENT
 from ...protocol.membership.membership import Membership
 from ...protocol.messages.session import Welcome
-from ...protocol.net.choosing_transport import ChoosingTransport
 from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.dialling import greet
 from ...protocol.net.directory import Directory
-from ...protocol.net.transport import Lane, Transport
+from ...protocol.net.transport import ChoosingTransport, Transport
 from ...protocol.records.announcements import Announcement
 from .reach_check import Door, Reach
 
@@ -117,7 +116,7 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
     They are those of a member, or, with None, of whoever the swarm is open to.
     """
     from ...protocol.net.dht.hivemind_directory import HivemindDirectory
-    from ...protocol.net.libp2p.lazy_libp2p import LazyLibp2pTransport
+    from ...protocol.net.libp2p.libp2p_transport import LazyLibp2pTransport
     from ...protocol.net.relays.reachability import probe
     from ...protocol.net.tcp.tcp_transport import TcpTransport
     from ...protocol.net.tcp.tls import fetch_pinned_certificate
@@ -130,7 +129,9 @@ def make_network_probes(membership: Membership | None = None) -> Probes:
         )
 
     async def reach(addresses: Sequence[str], door: Door) -> Sequence[Reach]:
-        return await probe(addresses, door.listen_host, door.port, door.announced_host)
+        return await probe(
+            TcpTransport(), addresses, door.listen_host, door.port, door.announced_host
+        )
 
     transport = ChoosingTransport(
         TcpTransport(membership=membership),
@@ -161,7 +162,7 @@ async def check_peer(peer: Announcement, probes: Probes) -> PeerCheck:
         detail = f"it speaks protocol versions {theirs}, this machine {ours}"
         return PeerCheck(peer, Fault.VERSION, detail)
     result = PeerCheck(peer, Fault.UNREACHABLE, "it announces no endpoint")
-    for endpoint in peer.doors:
+    for endpoint in peer.all_endpoints:
         try:
             async with asyncio.timeout(PEER_SECONDS):
                 result = await _ask_peer(peer, endpoint, probes)
@@ -184,7 +185,7 @@ async def _ask_peer(peer: Announcement, endpoint: Endpoint, probes: Probes) -> P
     except UnavailableError as error:
         return PeerCheck(peer, _name_fault(error), str(error))
     try:
-        stream = await probes.transport.open_stream(endpoint, Lane.INTERACTIVE, PEER_SECONDS)
+        stream = await probes.transport.open_stream(endpoint, PEER_SECONDS)
     except NotAMemberError as error:
         fault = Fault.WRONG_SECRET if error.has_secret else Fault.NOT_A_MEMBER
         return PeerCheck(peer, fault, str(error))

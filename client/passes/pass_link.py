@@ -40,7 +40,7 @@ from ...protocol.messages.passes import (
 from ...protocol.messages.session import Queued
 from ...protocol.net.clock import Clock
 from ...protocol.net.dialling import open_greeted, receive
-from ...protocol.net.transport import Lane, Stream, Transport
+from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
@@ -91,7 +91,7 @@ class PassLink:
         try:
             async with WakefulTimeout(timeout_seconds):
                 stream, _ = await open_greeted(
-                    transport, clock, peer, peer.span, Lane.BULK, timeout_seconds, client
+                    transport, clock, peer, peer.span, timeout_seconds, client
                 )
         except TimeoutError as error:
             raise SilentError(f"peer …{peer.peer_id[-6:]} did not answer in time") from error

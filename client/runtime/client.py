@@ -10,10 +10,9 @@ from ...protocol.errors import DirectoryError, UsageError
 from ...protocol.ids import ModelId, PeerId, SessionId
 from ...protocol.limits import MAX_SESSION_TOKENS
 from ...protocol.membership.join_code import find_way_in
-from ...protocol.net.choosing_transport import ChoosingTransport
 from ...protocol.net.clock import SystemClock
 from ...protocol.net.directory import Directory
-from ...protocol.net.transport import Transport
+from ...protocol.net.transport import ChoosingTransport, Transport
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter

@@ -38,8 +38,15 @@ from ...protocol.messages.session import (
     Step,
 )
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import check_answer, choose_lane, make_refusal, open_greeted, receive
-from ...protocol.net.transport import Lane, Stream, Transport
+from ...protocol.net.dialling import (
+    Lane,
+    check_answer,
+    choose_lane,
+    make_refusal,
+    open_greeted,
+    receive,
+)
+from ...protocol.net.transport import Stream, Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, WireTensor
@@ -236,7 +243,7 @@ class HopLink:
             try:
                 async with WakefulTimeout(timeout_seconds) as timeout:
                     stream, rtt_seconds = await open_greeted(
-                        transport, clock, hop.peer, hop.span, Lane.INTERACTIVE, timeout_seconds,
+                        transport, clock, hop.peer, hop.span, timeout_seconds,
                         client, opening,
                     )  # fmt: skip
                     undo.push_async_callback(stream.close)
@@ -370,7 +377,7 @@ class HopLink:
         if self._bulk is None:
             peer, span = self.hop.peer, self.hop.span
             self._bulk, _ = await open_greeted(
-                self._transport, self._clock, peer, span, Lane.BULK, 5.0, self._client
+                self._transport, self._clock, peer, span, 5.0, self._client
             )
         if self._bulk_capability != self.capability:
             attach = Attach(self.session, self._opening.epoch, self.capability)

@@ -27,8 +27,8 @@ from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
 from ...protocol.messages.session import Attach, Declined, NextHop
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import dial, greet, refuse_large_frames
-from ...protocol.net.transport import Lane, Stream, Transport
+from ...protocol.net.dialling import Lane, dial, greet, refuse_large_frames
+from ...protocol.net.transport import Stream, Transport
 from ...protocol.wire.codec import decode_frame, encode_frame
 from ..accounts.dial_budget import DialBudget
 from ..accounts.shared_bytes import RecentBytes
@@ -250,7 +250,7 @@ class Neighbours:
 
     async def _open_stream(self, neighbour: "_Neighbour", endpoint: Endpoint) -> Stream:
         peer_id = neighbour.following.peer_id
-        stream = await dial(self._transport, peer_id, (endpoint,), neighbour.lane, _DIAL_SECONDS)
+        stream = await dial(self._transport, peer_id, (endpoint,), _DIAL_SECONDS)
         await self._greet(neighbour, stream)
         return stream
 

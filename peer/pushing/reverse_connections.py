@@ -17,10 +17,10 @@ from ...protocol.identity import Identity
 from ...protocol.ids import PeerId
 from ...protocol.messages.offers import Parked, make_offer
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import dial, greet, receive, refuse_large_frames
+from ...protocol.net.dialling import Lane, dial, greet, receive, refuse_large_frames
 from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
-from ...protocol.net.transport import FrameGate, Lane, Stream, StreamServer, Transport
+from ...protocol.net.transport import FrameGate, Stream, StreamServer, Transport
 from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
 from ...protocol.versions import REVERSE_VERSION
@@ -205,7 +205,7 @@ class ReverseConnections:
 
     async def _offer_at(self, endpoint: Endpoint, host: Announcement, lane: Lane) -> Stream:
         name = _name(host)
-        stream = await dial(self._transport, host.peer_id, (endpoint,), lane, _OFFER_SECONDS)
+        stream = await dial(self._transport, host.peer_id, (endpoint,), _OFFER_SECONDS)
         stream.set_gate(refuse_large_frames)
         try:
             welcome, _ = await greet(stream, name, self._clock)

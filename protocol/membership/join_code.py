@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from ..errors import RemoteProtocolError, UsageError
 from ..identity import PUBLIC_KEY_BYTES, make_peer_id, public_key_of
+from ..ids import JOIN_CODE_PREFIX
 from .membership import (
     SECRET_BYTES,
     SWARM_ID_BYTES,
@@ -35,7 +36,6 @@ from .membership import (
     make_user,
 )
 
-PREFIX = "shoal:"
 MAX_ADDRESSES = 8
 MAX_CODE_CHARACTERS = 4096
 """More than 8 of the longest addresses take."""
@@ -67,7 +67,7 @@ class JoinCode:
         length = _HEADER_BYTES + len(content) + _CHECKSUM_BYTES
         packed = bytes((_VERSION, kind)) + length.to_bytes(2, "big") + content
         packed += _checksum(packed)
-        return PREFIX + base64.b32encode(packed).decode().rstrip("=").lower()
+        return JOIN_CODE_PREFIX + base64.b32encode(packed).decode().rstrip("=").lower()
 
     def __repr__(self) -> str:
         return f"JoinCode({self.membership}, may {self.membership.role}, {self.addresses})"
@@ -98,9 +98,9 @@ def _decode(text: str) -> bytes:
         raise UsageError(
             "that is an address, not a join code; pass it with --initial-peers (initial_peers=)"
         )
-    if not text.startswith(PREFIX):
-        raise UsageError(f"a join code begins with {PREFIX}; copy the whole code")
-    body = text.removeprefix(PREFIX)
+    if not text.startswith(JOIN_CODE_PREFIX):
+        raise UsageError(f"a join code begins with {JOIN_CODE_PREFIX}; copy the whole code")
+    body = text.removeprefix(JOIN_CODE_PREFIX)
     if len(text) > MAX_CODE_CHARACTERS:
         raise UsageError(f"a join code of {len(text)} characters is too long; copy one code only")
     packed, is_even = _decode_base32(body)

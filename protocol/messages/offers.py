@@ -26,7 +26,7 @@ class Offer(Message):
     `Parked`.
 
     Nothing else is said on the stream. `signature` shows that it is that peer, see `offers`;
-    `is_bulk` is the lane.
+    `is_bulk` says for which frames the stream is.
     """
 
     peer_id: Annotated[PeerId, Body(1, "string"), check_text]
@@ -55,5 +55,5 @@ def check_offer(offer: Offer, fingerprint: str, nonce: bytes) -> None:
 
 
 def _make_signed(fingerprint: str, nonce: bytes, is_bulk: bool) -> bytes:
-    lane = b"bulk" if is_bulk else b"interactive"
-    return b"\0".join((_CONTEXT + fingerprint.encode(), lane, nonce))
+    frames = b"bulk" if is_bulk else b"interactive"
+    return b"\0".join((_CONTEXT + fingerprint.encode(), frames, nonce))

@@ -257,7 +257,7 @@ class Step(Message):
     rows as they are. `is_decoded` says that these tokens were generated one by one, so a peer
     that rebuilds a cache computes them the way it would have then. With `last_token_only` the
     answer holds only the last token of each row. Of a step cut in several, each `is_piece`: they
-    stay on one lane, so that none overtakes another. A pushed step brings the times of the hops
+    stay on one stream, so that none overtakes another. A pushed step brings the times of the hops
     `before`.
     """
 

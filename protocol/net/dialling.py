@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable, Sequence
+from enum import Enum
 
 from .. import versions
 from ..endpoints import Endpoint
@@ -22,10 +23,17 @@ from ..records.announcements import Announcement
 from ..spans import Span
 from ..wire.codec import decode_frame, encode_frame
 from .clock import Clock
-from .transport import Lane, Stream, Transport
+from .transport import Stream, Transport
 
 BULK_FRAME_BYTES = 256 * 2**10
 """Larger steps go over the second connection, so that they never delay a token."""
+
+
+class Lane(Enum):
+    """Which of two streams to a peer a frame takes, so that a prompt never delays a token."""
+
+    INTERACTIVE = "interactive"
+    BULK = "bulk"
 
 
 def choose_lane(step: Step, num_bytes: int) -> Lane:
@@ -38,7 +46,6 @@ async def dial(
     transport: Transport,
     peer_id: PeerId,
     endpoints: Sequence[Endpoint],
-    lane: Lane,
     timeout_seconds: float,
 ) -> Stream:
     """Try the endpoints of a peer in their order; that they are good ones is for it to see to.
@@ -50,7 +57,7 @@ async def dial(
     error = RemoteProtocolError(f"peer …{peer_id[-6:]} announced no endpoint")
     for endpoint in endpoints:
         try:
-            return await transport.open_stream(endpoint, lane, timeout_seconds)
+            return await transport.open_stream(endpoint, timeout_seconds)
         except UnavailableError as failure:
             error = failure
         except RemoteProtocolError as failure:  # another certificate, or another program
@@ -85,7 +92,6 @@ async def open_greeted(
     clock: Clock,
     peer: Announcement,
     span: Span,
-    lane: Lane,
     timeout_seconds: float,
     client: ClientToken = NO_CLIENT,
     *more: Message,
@@ -95,7 +101,7 @@ async def open_greeted(
     Returns the stream and the round-trip seconds. Raises what `dial`, `greet` and `check_welcome`
     do; nothing is left open then.
     """
-    stream = await dial(transport, peer.peer_id, peer.doors, lane, timeout_seconds)
+    stream = await dial(transport, peer.peer_id, peer.all_endpoints, timeout_seconds)
     try:
         name = f"peer …{peer.peer_id[-6:]} (blocks {span})"
         welcome, rtt_seconds = await greet(stream, name, clock, client, *more)
@@ -111,13 +117,13 @@ def check_welcome(welcome: Welcome, peer_id: PeerId, span: Span, model_id: Model
     if welcome.peer_id != peer_id:
         raise StaleAnnouncementError(f"another peer answers for …{peer_id[-6:]}")
     if not versions.MIN_VERSION <= welcome.version <= versions.MAX_VERSION:
-        raise RemoteProtocolError(f"peer …{peer_id[-6:]} chose a version of its own")
+        raise RemoteProtocolError(f"peer …{peer_id[-6:]} chose an unsupported version")
     if welcome.model_id == model_id and not welcome.span.covers(span):
         raise StaleAnnouncementError(
             f"peer …{peer_id[-6:]} announced blocks {span} and serves {welcome.span}"
         )
     if welcome.model_id != model_id:
-        raise StaleAnnouncementError(f"peer …{peer_id[-6:]} serves another model by now")
+        raise StaleAnnouncementError(f"peer …{peer_id[-6:]} now serves another model")
 
 
 @contextlib.asynccontextmanager
@@ -144,7 +150,7 @@ async def measure_rtt(
     name = f"peer …{peer_id[-6:]}"
     try:
         async with asyncio.timeout(timeout_seconds):
-            stream = await dial(transport, peer_id, endpoints, Lane.INTERACTIVE, timeout_seconds)
+            stream = await dial(transport, peer_id, endpoints, timeout_seconds)
             stream.set_gate(refuse_large_frames)
             try:
                 welcome, rtt_seconds = await greet(stream, name, clock)

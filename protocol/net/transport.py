@@ -4,24 +4,15 @@ An implementation carries frames (`bytes`, at most `limits.MAX_FRAME_BYTES`) and
 them. All implementations pass the same conformance tests.
 """
 
+import logging
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from enum import Enum
 from typing import Protocol
 
-from ..endpoints import Endpoint
-from ..errors import NotAMemberError
-from ..membership.membership import Membership
+from ..endpoints import Endpoint, Libp2pEndpoint
+from ..errors import NotAMemberError, ShoalError
 
-
-class Lane(Enum):
-    """The connection of a pair that a stream uses; two of them, so that bulk never delays a
-    token.
-    """
-
-    INTERACTIVE = "interactive"
-    BULK = "bulk"
-
+log = logging.getLogger(__name__)
 
 FrameGate = Callable[[int], AbstractAsyncContextManager[object]]
 """Admits a frame of a given size: entered when the frame has begun to arrive, left when it is
@@ -33,9 +24,12 @@ def open_gate(num_bytes: int) -> AbstractAsyncContextManager[object]:
     return nullcontext()
 
 
-def turn_away(endpoint: Endpoint, membership: Membership | None) -> NotAMemberError:
-    """Return the error that a dialler raises when a peer refuses it as a non-member."""
-    if membership is not None and membership.is_private:
+def turn_away(endpoint: Endpoint, has_secret: bool) -> NotAMemberError:
+    """Return the error that a dialler raises when a peer refuses it as a non-member.
+
+    `has_secret` says whether the dialler belongs to a private swarm itself.
+    """
+    if has_secret:
         return NotAMemberError(
             f"the peer at {endpoint} does not belong to the swarm of this join code, or the secret "
             "of the code is wrong; ask for a new code",
@@ -127,6 +121,22 @@ breaks, the stream reports it, and the server has a second to return before it i
 """
 
 
+async def serve_stream(
+    serve: StreamServer, stream: Stream, endpoint: Endpoint, break_off: Callable[[str], None]
+) -> None:
+    """See an accepted stream to its end, as `StreamServer` says; `break_off` breaks it."""
+    try:
+        await serve(stream)
+    except ShoalError as error:
+        log.debug("a stream at %s ended: %s", endpoint, error)
+        break_off(str(error))
+    except Exception:
+        log.exception("serving a stream at %s failed", endpoint)
+        break_off("serving it failed")
+    finally:
+        await stream.close()
+
+
 class Transport(Protocol):
     """Opens and accepts streams. Owned by one process and one event loop; close it when done."""
 
@@ -137,10 +147,10 @@ class Transport(Protocol):
         """
         ...
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> Stream:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Stream:
         """Dial an endpoint and return a stream that is known to be connected.
+
+        No stream delays another: each has a connection of its own, or takes its turn.
 
         Raises UnavailableError if there is no answer in time; RemoteProtocolError if the other end
         does not hold the certificate of the endpoint's fingerprint, or does not speak our protocol;
@@ -151,3 +161,25 @@ class Transport(Protocol):
     async def close(self) -> None:
         """Break every stream, close every connection and listener."""
         ...
+
+
+class ChoosingTransport:
+    """Dials and listens directly, and dials through libp2p where an endpoint asks for it."""
+
+    def __init__(self, direct: Transport, libp2p: Transport) -> None:
+        self._direct = direct
+        self._libp2p = libp2p
+
+    def __repr__(self) -> str:
+        return f"ChoosingTransport({self._direct!r}, {self._libp2p!r})"
+
+    async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
+        return await self._direct.listen(host, port, serve)
+
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Stream:
+        chosen = self._libp2p if isinstance(endpoint, Libp2pEndpoint) else self._direct
+        return await chosen.open_stream(endpoint, timeout_seconds)
+
+    async def close(self) -> None:
+        await self._libp2p.close()
+        await self._direct.close()

@@ -150,7 +150,7 @@ class Announcement:
         return shorten(peer_id) in self.parked_at
 
     @property
-    def doors(self) -> tuple[Endpoint, ...]:
+    def all_endpoints(self) -> tuple[Endpoint, ...]:
         """Every way to dial the peer, best first: its own endpoints, then those behind relays."""
         behind = (Libp2pEndpoint.behind(relay, self.peer_id) for relay in self.relays)
         return (*self.endpoints, *behind)

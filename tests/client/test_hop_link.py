@@ -44,7 +44,7 @@ from shoal.protocol.messages.session import Close, Gap, Hello, Open, Opened, Ste
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.dialling import BULK_FRAME_BYTES
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
-from shoal.protocol.net.transport import FrameGate, Lane
+from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.wire.codec import encode_frame
 
@@ -150,15 +150,13 @@ def test_peer_that_falls_silent_is_waited_for_no_longer_than_asked() -> None:
     run(test)
 
 
-def test_large_steps_take_the_bulk_lane_and_small_ones_do_not() -> None:
-    lanes: list[Lane] = []
+def test_large_steps_take_a_second_stream_and_small_ones_do_not() -> None:
+    dialled: list[Endpoint] = []
 
     class NotingTransport(LoopbackTransport):
-        async def open_stream(
-            self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-        ) -> Any:
-            lanes.append(lane)
-            return await super().open_stream(endpoint, lane, timeout_seconds)
+        async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Any:
+            dialled.append(endpoint)
+            return await super().open_stream(endpoint, timeout_seconds)
 
     async def test(scene: Scene) -> None:
         scene.transport = NotingTransport(scene.network, "client")
@@ -169,7 +167,7 @@ def test_large_steps_take_the_bulk_lane_and_small_ones_do_not() -> None:
         for step in (make_step(), wide, wide, make_step()):
             await ask(link, step, TIMEOUT)
 
-        assert lanes == [Lane.INTERACTIVE, Lane.BULK]
+        assert len(dialled) == 2
         assert [type(message) for message in scene.heard[1]] == [Hello, Step, Step]
         assert [type(message) for message in scene.heard[0]] == [Hello, Open, Step, Step]
         await link.close()
@@ -192,7 +190,7 @@ def test_what_a_step_takes_to_be_carried_does_not_count_as_silence() -> None:
     run(test)
 
 
-def test_bulk_lane_has_to_lead_to_the_same_peer() -> None:
+def test_second_stream_has_to_lead_to_the_same_peer() -> None:
     async def test(scene: Scene) -> None:
         link, _ = await scene.open()
         scene.script = change(Hello, lambda _: replace(WELCOME, peer_id=OTHER_ID))

@@ -48,7 +48,6 @@ from shoal.protocol.messages.session import Hello, Open, Opened, Queued
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.dialling import BULK_FRAME_BYTES
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
-from shoal.protocol.net.transport import Lane
 
 
 def test_opening_asks_for_the_span_of_the_hop_and_learns_of_the_load() -> None:
@@ -184,12 +183,10 @@ def test_endpoints_are_tried_in_their_order() -> None:
 class PickyTransport(LoopbackTransport):
     """Turns endpoints down like TCP does without a fingerprint."""
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> Any:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Any:
         if not endpoint.fingerprint:
             raise UsageError(f"{endpoint} has no TLS fingerprint and is not a loopback address")
-        return await super().open_stream(endpoint, lane, timeout_seconds)
+        return await super().open_stream(endpoint, timeout_seconds)
 
 
 def test_endpoint_that_must_not_be_dialled_is_the_fault_of_its_announcement() -> None:

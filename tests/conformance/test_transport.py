@@ -15,7 +15,7 @@ from shoal.protocol.errors import (
     UsageError,
 )
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
-from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.net.transport import Stream
 
 SIZES = [0, 1, 16 * 2**10, 5 * 2**20]
 
@@ -155,8 +155,7 @@ def test_concurrent_streams_do_not_mix(seam: Seam) -> None:
         client = seam.transport("client")
 
         async def talk(number: int) -> None:
-            lane = Lane.BULK if number % 2 else Lane.INTERACTIVE
-            stream = await client.open_stream(listener.endpoint, lane)
+            stream = await client.open_stream(listener.endpoint)
             for turn in range(20):
                 frame = f"{number}/{turn}".encode()
                 await stream.send(frame)

@@ -26,8 +26,7 @@ def run(test: Callable[[Ask, Endpoint], Awaitable[None]], num_others: int = 1) -
     """Run a test with a way to ask others, and an endpoint that they can dial."""
     from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
     from shoal.protocol.net.p2pd.p2p_daemon import start_reading_p2pd, start_serving_p2pd, stop_p2pd
-    from shoal.protocol.net.relays.dial_back import DialBack
-    from shoal.protocol.net.relays.reachability import can_be_dialled
+    from shoal.protocol.net.relays.reachability import DialBack, can_be_dialled
 
     async def main() -> None:
         others = [await start_serving_p2pd([], None, "127.0.0.1", 0) for _ in range(num_others)]
@@ -64,10 +63,9 @@ def test_open_port_is_reached() -> None:
 def test_closed_port_is_not_reached_also_by_who_has_to_wait_for_a_turn(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.protocol.net.relays import dial_back, reachability
+    from shoal.protocol.net.relays import reachability
 
-    for module in (dial_back, reachability):
-        monkeypatch.setattr(module, "PAUSE_SECONDS", 1.0)
+    monkeypatch.setattr(reachability, "PAUSE_SECONDS", 1.0)
 
     async def test(ask: Ask, endpoint: Endpoint) -> None:
         with socket.socket() as unused:
@@ -106,7 +104,7 @@ def test_private_host_that_is_not_the_one_dialled_is_not_reached(host: str, expe
 
 def test_addresses_of_one_customer_have_one_turn() -> None:
     """They could take the turns of all others, who then take themselves for reachable."""
-    from shoal.protocol.net.relays.dial_back import DialBack
+    from shoal.protocol.net.relays.reachability import DialBack
 
     async def main() -> None:
         others = DialBack(VirtualClock())

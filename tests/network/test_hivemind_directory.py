@@ -31,7 +31,7 @@ from shoal.protocol.errors import DirectoryError, UsageError, WrongSwarmError
 from shoal.protocol.membership.membership import Membership
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
 from shoal.protocol.net.dht.record_exchange import QUESTION, Entry, encode_answer
-from shoal.protocol.net.p2pd import p2p_daemon
+from shoal.protocol.net.p2pd import p2p_daemon, swarm_question
 from shoal.protocol.net.p2pd.multiaddrs import split_multiaddr
 from shoal.protocol.spans import Span
 
@@ -298,7 +298,7 @@ def test_dishonest_node_neither_fills_nor_hides_nor_poisons(peers: contextlib.Ex
         liar: Any = await DHTNode.create(
             p2p=p2p, node_id=make_node_id(p2p.peer_id), initial_peers=list(honest.addresses)
         )
-        await p2p_daemon.answer_questions(liar.p2p, honest.membership)
+        await swarm_question.answer_questions(liar.p2p, honest.membership)
 
         async def say_what_is_stored(question: bytes, _: object) -> bytes:
             stored = liar.protocol.storage.get(DHTID.from_bytes(question[:20])).value.items()

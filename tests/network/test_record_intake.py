@@ -21,18 +21,20 @@ from hivemind.utils import MSGPackSerializer
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.limits import MAX_ANNOUNCEMENT_BYTES
 from shoal.protocol.membership.membership import NONCE_BYTES, SWARM_ID_BYTES
-from shoal.protocol.net.dht.dht_validator import GateValidator
+from shoal.protocol.net.dht.gated_node import GateValidator
 from shoal.protocol.net.dht.newcomers import Newcomers
 from shoal.protocol.net.dht.node_ids import make_node_id
 from shoal.protocol.net.dht.record_exchange import Entry
 from shoal.protocol.net.dht.record_intake import (
     MAX_FIND_BYTES,
     MAX_KEYS,
+    MAX_RECORDS,
     MAX_STORE_BYTES,
     MAX_STORED_AT_ONCE,
+    NUM_FOR_CERTAIN,
+    WINDOW_SECONDS,
     RecordIntake,
 )
-from shoal.protocol.net.dht.store_budget import MAX_RECORDS, NUM_FOR_CERTAIN, WINDOW_SECONDS
 
 pytestmark = pytest.mark.network
 

@@ -16,8 +16,8 @@ from hivemind.p2p.p2p_daemon_bindings.utils import read_pbmsg_safe, write_pbmsg
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.multiaddr import Multiaddr
 
-from shoal.protocol.net.relays import relay_places
-from shoal.protocol.net.relays.relay_places import P2pdRelayPlaces
+from shoal.protocol.net.relays import circuit
+from shoal.protocol.net.relays.circuit import P2pdRelayPlaces
 
 pytestmark = pytest.mark.network
 
@@ -41,7 +41,7 @@ async def hang_up(writer: asyncio.StreamWriter) -> None:
 def test_p2pd_that_does_not_say_who_is_connected_has_nobody(
     answer: Answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_places, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(circuit, "_ANSWER_SECONDS", 0.2)
     path, has_ended = tmp_path / "p2pd", asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -62,7 +62,7 @@ def run(test: Callable[[Starts], Awaitable[None]]) -> None:
 
 
 def test_relay_with_the_limits_of_libp2p_carries_no_texts() -> None:
-    from shoal.protocol.net.relays.relay_service import carries_texts
+    from shoal.protocol.net.relays.circuit import carries_texts
 
     async def test(starts: Starts) -> None:
         assert not await carries_texts(await starts.start_with_limits_of_libp2p())
@@ -71,7 +71,7 @@ def test_relay_with_the_limits_of_libp2p_carries_no_texts() -> None:
 
 
 def test_relay_is_started_anew_until_it_carries_texts() -> None:
-    from shoal.protocol.net.relays.relay_service import carries_texts, start_until_it_carries
+    from shoal.protocol.net.relays.circuit import carries_texts, start_until_it_carries
 
     async def test(starts: Starts) -> None:
         poor = await starts.start_with_limits_of_libp2p()
@@ -86,7 +86,7 @@ def test_relay_is_started_anew_until_it_carries_texts() -> None:
 
 
 def test_relay_that_carries_texts_is_kept() -> None:
-    from shoal.protocol.net.relays.relay_service import start_until_it_carries
+    from shoal.protocol.net.relays.circuit import start_until_it_carries
 
     async def test(starts: Starts) -> None:
         poor = await starts.start_with_limits_of_libp2p()
@@ -100,7 +100,7 @@ def test_relay_that_carries_texts_is_kept() -> None:
 
 
 def test_none_is_left_running_when_starting_is_interrupted() -> None:
-    from shoal.protocol.net.relays.relay_service import start_until_it_carries
+    from shoal.protocol.net.relays.circuit import start_until_it_carries
 
     async def test(starts: Starts) -> None:
         async def start_late() -> Any:

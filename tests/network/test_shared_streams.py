@@ -118,18 +118,18 @@ def test_who_holds_many_streams_over_libp2p_keeps_nobody_out(
 def test_who_asks_nothing_to_be_dialled_back_keeps_few_streams(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from shoal.protocol.net.relays import dial_back, reachability
+    from shoal.protocol.net.relays import reachability
 
-    monkeypatch.setattr(dial_back, "_MAX_QUESTIONS", 8)
+    monkeypatch.setattr(reachability, "_MAX_QUESTIONS", 8)
 
     async def test() -> None:
         async with server_and_diallers() as (server, (silent, honest)):
-            await dial_back.DialBack(SystemClock()).start(server)
+            await reachability.DialBack(SystemClock()).start(server)
             serving = TcpTransport()
             endpoint = (await serving.listen("127.0.0.1", 0, wait)).endpoint
-            streams = await open_silent(silent, server, dial_back.PROTOCOL)
+            streams = await open_silent(silent, server, reachability.PROTOCOL)
 
-            async with asyncio.timeout(dial_back.ANSWER_SECONDS / 2):
+            async with asyncio.timeout(reachability.ANSWER_SECONDS / 2):
                 assert await streams[-1][0].read() == b""
             assert await reachability.can_be_dialled(honest, endpoint)
 

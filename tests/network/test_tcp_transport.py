@@ -23,7 +23,7 @@ from shoal.protocol.limits import MAX_FRAME_BYTES
 from shoal.protocol.net.tcp import tcp_listener
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.tcp.tls import make_tls_identity
-from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.net.transport import Stream
 
 pytestmark = pytest.mark.network
 
@@ -200,7 +200,7 @@ def test_random_bytes_on_the_port_disturb_nobody(plaintext: bool) -> None:
             await throw(endpoint)
             await stream.send(bytes([turn]))
             assert await stream.receive() == bytes([turn])
-        fresh = await transport.open_stream(endpoint, Lane.BULK)
+        fresh = await transport.open_stream(endpoint)
         await fresh.close()
         await stream.close()
         await transport.close()

@@ -117,7 +117,7 @@ def start(peers: contextlib.ExitStack, number: int, *initial_peers: str, port: i
 async def intrude(directory: HivemindDirectory, addresses: Sequence[str]) -> None:
     """Enter the DHT at some addresses, without asking which swarm it is of."""
     peers = [PeerAddress.parse(address) for address in addresses]
-    await Neighbourhood(directory._node, directory._p2p, peers).restore(())
+    await Neighbourhood(directory._node, directory._p2p, peers).restore()
 
 
 async def look_up(directory: HivemindDirectory) -> tuple[set[str], float]:

@@ -5,7 +5,7 @@ import warnings
 from typing import Any
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.transport import Lane, Listener, Stream, StreamServer
+from shoal.protocol.net.transport import Listener, Stream, StreamServer
 
 
 class OwnLibp2pTransport:
@@ -20,10 +20,8 @@ class OwnLibp2pTransport:
     async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
         return await (await self._start()).listen(host, port, serve)
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> Stream:
-        return await (await self._start()).open_stream(endpoint, lane, timeout_seconds)
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Stream:
+        return await (await self._start()).open_stream(endpoint, timeout_seconds)
 
     async def close(self) -> None:
         if self._p2p is None:

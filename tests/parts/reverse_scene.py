@@ -24,9 +24,9 @@ from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.messages.offers import make_offer
 from shoal.protocol.messages.session import Hello, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.dialling import Lane
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.net.transport import Lane
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION
@@ -141,15 +141,15 @@ class Scene:
         self.transports.append(LoopbackTransport(self.network, host))
         return self.transports[-1]
 
-    async def dial(self, host: str = "home", lane: Lane = Lane.INTERACTIVE) -> Talk:
+    async def dial(self, host: str = "home") -> Talk:
         """Return a stream from a host to the public peer."""
-        return Talk(await self.make_transport(host).open_stream(self.public.endpoint, lane))
+        return Talk(await self.make_transport(host).open_stream(self.public.endpoint))
 
     async def offer(
         self, identity: Identity = HOME, host: str = "home", is_bulk: bool = False, **changes: Any
     ) -> Talk:
         """Return a stream on which an offer was said; the answer is not heard."""
-        talk = await self.dial(host, Lane.BULK if is_bulk else Lane.INTERACTIVE)
+        talk = await self.dial(host)
         welcome = await talk.ask(HELLO)
         assert isinstance(welcome, Welcome)
         offer = make_offer(identity, self.public.endpoint.fingerprint, welcome.nonce, is_bulk)

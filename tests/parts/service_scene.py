@@ -26,7 +26,7 @@ from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Output, Step, Welcome
 from shoal.protocol.net.clock import VirtualClock, VirtualEventLoop, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.net.transport import Stream
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
 from shoal.protocol.wire.codec import decode_frame, encode_frame
@@ -155,8 +155,8 @@ class Peer:
     clients: list[LoopbackTransport]
     endpoint: Any
 
-    async def dial(self, lane: Lane = Lane.INTERACTIVE) -> Talk:
-        return Talk(await self.client.open_stream(self.endpoint, lane))
+    async def dial(self) -> Talk:
+        return Talk(await self.client.open_stream(self.endpoint))
 
     def at_host(self, name: str) -> Peer:
         """Return the same peer, as another host of the network sees it."""
@@ -164,8 +164,8 @@ class Peer:
         self.clients.append(client)
         return replace(self, client=client)
 
-    async def greet(self, lane: Lane = Lane.INTERACTIVE) -> Talk:
-        talk = await self.dial(lane)
+    async def greet(self) -> Talk:
+        talk = await self.dial()
         assert isinstance(await talk.ask(HELLO), Welcome)
         return talk
 

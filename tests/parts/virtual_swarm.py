@@ -34,7 +34,6 @@ from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.loopback_wire import LoopbackStream
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from shoal.protocol.net.transport import Lane
 from shoal.protocol.records.announcements import Announcement, PeerState, sign_announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import MAX_VERSION, MIN_VERSION
@@ -50,14 +49,12 @@ class RelayedTransport(LoopbackTransport):
 
     num_relayed = 0
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> LoopbackStream:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> LoopbackStream:
         if isinstance(endpoint, Libp2pEndpoint):
             self.num_relayed += 1
             fingerprint = self._network.fingerprint_of(endpoint.host, endpoint.port)
             endpoint = Endpoint(endpoint.host, endpoint.port, fingerprint)
-        return await super().open_stream(endpoint, lane, timeout_seconds)
+        return await super().open_stream(endpoint, timeout_seconds)
 
 
 class Scene:

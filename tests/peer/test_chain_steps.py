@@ -54,7 +54,7 @@ from shoal.protocol.messages.session import (
 )
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
-from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.net.transport import Stream
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 KEY, NEW_KEY, NEXT_KEY = (Capability(bytes([n]) * 16) for n in (1, 2, 3))
@@ -216,13 +216,13 @@ def test_hop_that_pushes_cannot_count_epochs(engine: Engine) -> None:
     run(engine, test)
 
 
-@pytest.mark.parametrize("lane", Lane)
-def test_client_counts_epochs_on_both_lanes(engine: Engine, lane: Lane) -> None:
+@pytest.mark.parametrize("has_second_stream", [False, True])
+def test_client_counts_epochs_on_both_streams(engine: Engine, has_second_stream: bool) -> None:
     async def test(peer: Peer) -> None:
         client = await peer.open(capability=KEY)
         talk = client
-        if lane is Lane.BULK:
-            talk = await peer.greet(Lane.BULK)
+        if has_second_stream:
+            talk = await peer.greet()
             await talk.say(Attach(make_session(1), 1, KEY))
 
         await talk.say(make_step(1, 0, draw_hidden(1), epoch=3))
@@ -575,7 +575,7 @@ def test_lanes_keep_parts_of_a_step_together(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         following = await start_next(peer)
         client = await peer.open(capability=KEY, next=following.name())
-        bulk = await peer.greet(Lane.BULK)
+        bulk = await peer.greet()
         await bulk.say(Attach(make_session(1), 1, KEY))
 
         for number in range(4):

@@ -21,9 +21,10 @@ from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_PIECE_BYTES
 from shoal.protocol.messages.session import Attach, Declined, Hello, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.dialling import Lane
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.loopback_wire import WINDOW_BYTES
-from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.net.transport import Stream
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 NEXT_ID = Identity(bytes([9]) * 32).peer_id
@@ -177,9 +178,9 @@ def test_every_endpoint_that_is_tried_counts() -> None:
         tried: list[Endpoint] = []
         open_stream = scene.transport.open_stream
 
-        async def count(endpoint: Endpoint, lane: Lane, timeout_seconds: float) -> Stream:
+        async def count(endpoint: Endpoint, timeout_seconds: float) -> Stream:
             tried.append(endpoint)
-            return await open_stream(endpoint, lane, timeout_seconds)
+            return await open_stream(endpoint, timeout_seconds)
 
         scene.transport.open_stream = count  # type: ignore[method-assign]
         nowhere = Endpoint("nobody", 1, "b" * 64)
@@ -208,15 +209,13 @@ def test_step_that_comes_while_an_idle_connection_closes_is_pushed_over_a_new_on
         session = Session()
         open_stream = scene.transport.open_stream
 
-        async def open_one_that_closes_late(
-            endpoint: Endpoint, lane: Lane, timeout_seconds: float
-        ) -> Stream:
-            stream = await open_stream(endpoint, lane, timeout_seconds)
+        async def open_one_that_closes_late(endpoint: Endpoint, timeout_seconds: float) -> Stream:
+            stream = await open_stream(endpoint, timeout_seconds)
             close = stream.close
 
             async def push_and_close() -> None:
                 scene.transport.open_stream = open_stream  # type: ignore[method-assign]
-                scene.neighbours.push(scene.name(), lane, make_frame(), session)
+                scene.neighbours.push(scene.name(), Lane.INTERACTIVE, make_frame(), session)
                 await close()
 
             stream.close = push_and_close  # type: ignore[method-assign]

@@ -18,9 +18,10 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages.offers import Parked
 from shoal.protocol.messages.session import Attach, Hello, Welcome
 from shoal.protocol.net.clock import VirtualClock
+from shoal.protocol.net.dialling import Lane
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.memory.loopback_wire import LoopbackStream
-from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.net.transport import Stream
 from shoal.protocol.records.announcements import Announcement, PeerState, shorten
 from shoal.protocol.records.coordinates import Coordinate
 from shoal.protocol.spans import Span
@@ -350,13 +351,11 @@ class FailingTransport(LoopbackTransport):
 
     num_failures = 2
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> LoopbackStream:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> LoopbackStream:
         if self.num_failures:
             self.num_failures -= 1
             raise ZeroDivisionError("on purpose")
-        return await super().open_stream(endpoint, lane, timeout_seconds)
+        return await super().open_stream(endpoint, timeout_seconds)
 
 
 def test_streams_are_kept_after_an_error_that_nobody_foresaw(

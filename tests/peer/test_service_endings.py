@@ -36,7 +36,7 @@ from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Hello, Leaving, Opened, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackTransport
-from shoal.protocol.net.transport import FrameGate, Lane
+from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.tensors import WireDtype
 from shoal.protocol.versions import HANDOFF_VERSION
 from shoal.protocol.wire.codec import encode_frame
@@ -362,7 +362,7 @@ def test_idle_stream_is_ended_and_its_session_freed(engine: Engine) -> None:
 
 def test_session_that_is_stepped_over_another_stream_is_not_idle(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        talk, bulk = await peer.open(), await peer.greet(Lane.BULK)
+        talk, bulk = await peer.open(), await peer.greet()
 
         for index in range(5):
             expect_output(await bulk.ask(make_step(index + 1, index, draw_hidden(index))))

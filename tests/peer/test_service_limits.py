@@ -40,7 +40,7 @@ from shoal.protocol.ids import ClientToken
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Gap, Opened, Output, Step
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.transport import FrameGate, Lane, open_gate
+from shoal.protocol.net.transport import FrameGate, open_gate
 from shoal.protocol.session.table import MAX_CACHED_ANSWER_BYTES, MAX_CACHED_ANSWERS
 from shoal.protocol.tensors import WireDtype, WireTensor
 from shoal.protocol.wire.codec import decode_frame, encode_frame
@@ -516,7 +516,7 @@ def test_steps_of_a_stream_that_broke_count_until_they_are_computed(engine: Engi
         talk = await peer.open()
         held = peer.service.sessions[make_session(1)]
         for number in range(6):
-            bulk = await peer.at_host("cut").greet(Lane.BULK)
+            bulk = await peer.at_host("cut").greet()
             await bulk.say(make_step(1 + number, 0, prompt))
             if number < 4:
                 await let_others_run()
@@ -564,7 +564,7 @@ def test_stream_says_how_its_steps_ended_also_when_it_broke(engine: Engine) -> N
     gated = GatedEngine(engine, "execute")
 
     async def test(peer: Peer) -> None:
-        talk, bulk = await peer.open(), await peer.at_host("cut").greet(Lane.BULK)
+        talk, bulk = await peer.open(), await peer.at_host("cut").greet()
         await bulk.say(make_step(1, 0, torch.full((1, 3, HIDDEN), float("nan"))))
         await gated.wait_entered()
         peer.network.kill("cut")

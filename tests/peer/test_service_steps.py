@@ -26,7 +26,6 @@ from shoal.peer.engine.steps import StepWork
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Close, Declined, Gap, Opened, Output, Step
-from shoal.protocol.net.transport import Lane
 from shoal.protocol.tensors import WireDtype
 
 
@@ -195,7 +194,7 @@ def test_second_stream_may_step_a_session_and_its_end_leaves_it(engine: Engine) 
     expected = compute_alone(engine, *parts)
 
     async def test(peer: Peer) -> None:
-        interactive, bulk = await peer.open(), await peer.greet(Lane.BULK)
+        interactive, bulk = await peer.open(), await peer.greet()
 
         outputs = [
             expect_output(await talk.ask(make_step(index + 1, 4 * index, parts[index])))
@@ -213,7 +212,7 @@ def test_second_stream_may_step_a_session_and_its_end_leaves_it(engine: Engine) 
 
 def test_bulk_stream_is_told_when_the_session_is_gone(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        interactive, bulk = await peer.open(), await peer.greet(Lane.BULK)
+        interactive, bulk = await peer.open(), await peer.greet()
         await interactive.stream.close()
         await peer.wait_until_empty()
 

@@ -216,10 +216,10 @@ def test_peer_is_dialled_itself_first_and_then_through_its_relays(
     own = Endpoint("192.0.2.1", 7000, "0" * 64)
     relay = Relay("192.0.2.7", 4001, identity_of(2).peer_id)
 
-    doors = announce(endpoints=(own,), relays=(relay,)).doors
+    found = announce(endpoints=(own,), relays=(relay,)).all_endpoints
 
-    assert doors[0] == own
-    assert doors[1] == Libp2pEndpoint(
+    assert found[0] == own
+    assert found[1] == Libp2pEndpoint(
         "192.0.2.7", 4001, peer_id=identity_of(1).peer_id, relay_id=identity_of(2).peer_id
     )
 

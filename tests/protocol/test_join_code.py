@@ -11,7 +11,8 @@ import pytest
 
 from shoal.protocol.errors import UsageError
 from shoal.protocol.identity import Identity
-from shoal.protocol.membership.join_code import MAX_ADDRESSES, PREFIX, JoinCode
+from shoal.protocol.ids import JOIN_CODE_PREFIX
+from shoal.protocol.membership.join_code import MAX_ADDRESSES, JoinCode
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.net.p2pd.multiaddrs import PeerAddress
 
@@ -72,7 +73,7 @@ def test_code_shows_no_secret_when_it_is_logged() -> None:
 def test_code_that_was_cut_anywhere_is_called_cut_short(membership: Membership) -> None:
     text = str(JoinCode(membership, (ADDRESSES[0],)))
 
-    for length in range(len(PREFIX), len(text)):
+    for length in range(len(JOIN_CODE_PREFIX), len(text)):
         with pytest.raises(UsageError, match="cut short"):
             JoinCode.parse(text[:length])
 
@@ -81,7 +82,7 @@ def test_code_that_was_cut_anywhere_is_called_cut_short(membership: Membership) 
 def test_any_mistyped_letter_is_found(membership: Membership) -> None:
     text = str(JoinCode(membership, (ADDRESSES[0],)))
 
-    for index in range(len(PREFIX), len(text)):
+    for index in range(len(JOIN_CODE_PREFIX), len(text)):
         typo = "b" if text[index] != "b" else "c"
         # One in the length may look as if something was missing.
         with pytest.raises(UsageError, match=r"mistyped|cut short"):
@@ -91,7 +92,7 @@ def test_any_mistyped_letter_is_found(membership: Membership) -> None:
 def test_two_letters_that_changed_places_are_found() -> None:
     text = str(JoinCode(OWNER, (ADDRESSES[0],)))
 
-    for index in range(len(PREFIX) + 8, len(text) - 1):
+    for index in range(len(JOIN_CODE_PREFIX) + 8, len(text) - 1):
         swapped = text[:index] + text[index + 1] + text[index] + text[index + 2 :]
         if swapped != text:
             with pytest.raises(UsageError, match="mistyped"):
@@ -104,13 +105,13 @@ def test_two_letters_that_changed_places_are_found() -> None:
         ("", "begins with shoal:"),
         ("hello", "begins with shoal:"),
         (ADDRESSES[0], "--initial-peers"),
-        (PREFIX, "cut short"),
-        (PREFIX + "0189", "letters and the digits 2 to 7"),
-        (PREFIX + "käse", "letters and the digits 2 to 7"),
+        (JOIN_CODE_PREFIX, "cut short"),
+        (JOIN_CODE_PREFIX + "0189", "letters and the digits 2 to 7"),
+        (JOIN_CODE_PREFIX + "käse", "letters and the digits 2 to 7"),
         (str(JoinCode(OWNER)) + "abcd", "text after the end"),
         (str(JoinCode(OWNER)) + str(JoinCode(OWNER)), "mistyped"),
-        (PREFIX + "ai" + str(JoinCode(OWNER))[8:], "version 2"),
-        (PREFIX + "a" * 5000, "too long"),
+        (JOIN_CODE_PREFIX + "ai" + str(JoinCode(OWNER))[8:], "version 2"),
+        (JOIN_CODE_PREFIX + "a" * 5000, "too long"),
     ],
 )
 def test_what_is_no_code_is_called_what_it_is(text: str, complaint: str) -> None:
@@ -165,7 +166,7 @@ def _forge(kind: int, content: bytes) -> str:
     """Return a code of any content, with the right length and checksum."""
     packed = bytes((1, kind)) + (len(content) + 8).to_bytes(2, "big") + content
     packed += hashlib.sha256(b"shoal join code\0" + packed).digest()[:4]
-    return PREFIX + base64.b32encode(packed).decode().rstrip("=")
+    return JOIN_CODE_PREFIX + base64.b32encode(packed).decode().rstrip("=")
 
 
 def test_join_code_in_place_of_an_address_is_told_where_it_belongs_and_not_shown() -> None:

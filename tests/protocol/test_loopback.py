@@ -8,7 +8,7 @@ import pytest
 from shoal.protocol.errors import UnavailableError
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.transport import Lane, Stream
+from shoal.protocol.net.transport import Stream
 
 TEN_FRAMES = [bytes([i]) * 1000 for i in range(10)]
 
@@ -26,9 +26,9 @@ class Pair:
         self.a = LoopbackTransport(network, "a")
         self.b = LoopbackTransport(network, "b")
 
-    async def open_stream(self, lane: Lane = Lane.INTERACTIVE) -> Stream:
+    async def open_stream(self) -> Stream:
         listener = await self.b.listen("b", 0, echo)
-        return await self.a.open_stream(listener.endpoint, lane)
+        return await self.a.open_stream(listener.endpoint)
 
 
 def run(network: LoopbackNetwork, test: Callable[[Pair], Awaitable[None]]) -> None:
@@ -62,9 +62,9 @@ def test_delay_counts_once_each_way() -> None:
     run(LoopbackNetwork(), test)
 
 
-def test_bandwidth_spaces_frames_out_but_not_those_of_the_other_lane() -> None:
+def test_bandwidth_spaces_frames_out_but_not_those_of_another_stream() -> None:
     async def test(pair: Pair) -> None:
-        bulk = await pair.open_stream(Lane.BULK)
+        bulk = await pair.open_stream()
         interactive = await pair.open_stream()
         pair.network.set_link("a", "b", Link(bandwidth_bytes_per_second=1e6))
         for _ in range(4):

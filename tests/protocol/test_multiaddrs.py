@@ -1,17 +1,9 @@
 """Addresses of the directory, read and refused."""
 
 import pytest
-from announcements import describe_peer
 
-from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import UsageError
-from shoal.protocol.ids import ModelId, PeerId
-from shoal.protocol.net.p2pd.multiaddrs import (
-    PeerAddress,
-    list_relay_addresses,
-    make_listen_multiaddr,
-)
-from shoal.protocol.spans import Span
+from shoal.protocol.net.p2pd.multiaddrs import PeerAddress, make_listen_multiaddr
 
 PEER_ID = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
@@ -86,23 +78,3 @@ def test_listening_takes_an_ip_address() -> None:
     assert make_listen_multiaddr("0.0.0.0", 4001) == "/ip4/0.0.0.0/tcp/4001"
     with pytest.raises(UsageError, match="not an IP address"):
         make_listen_multiaddr("localhost", 4001)
-
-
-@pytest.mark.parametrize("host", ["300.1.1.1", "1.2", "1:2", "fe80::1%eth0"])
-def test_relay_whose_host_cannot_be_hides_no_other(host: str) -> None:
-    """Announcements may say so: whoever reads the directory would fail with it."""
-    peers = [
-        describe_peer(
-            peer_id=PeerId(PEER_ID),
-            model_id=ModelId("a" * 32),
-            num_blocks=8,
-            span=Span(0, 8),
-            issued_at=0.0,
-            expires_at=90.0,
-            endpoints=(Endpoint(name, 4000, "c" * 64),),
-            relay_port=4001,
-        )
-        for name in (host, "192.0.2.7")
-    ]
-
-    assert [relay.host for relay in list_relay_addresses(peers)] == ["192.0.2.7"]

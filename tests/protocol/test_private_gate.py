@@ -12,7 +12,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.membership.membership import Membership, Role, make_owner, make_public
 from shoal.protocol.membership.revocations import Revocations, sign_revocations
-from shoal.protocol.net.dht.record_gate import REVOCATIONS, RecordGate
+from shoal.protocol.net.dht.record_gate import RecordGate
 from shoal.protocol.records.announcements import Announcement, sign_announcement
 
 Announce = Callable[..., Announcement]
@@ -91,7 +91,7 @@ class Scene:
         value = writer.wrap_revocations(sign_revocations(owner, revocations))
         return gate.accept(
             digest(writer.revocations_key),
-            pack(REVOCATIONS),
+            pack(RecordGate.REVOCATIONS),
             pack(value),
             self.clock.wall() + lifetime_seconds,
         )
@@ -186,7 +186,7 @@ def test_newest_list_of_the_owner_counts_whoever_brings_it(scene: Scene) -> None
     handed_on = scene.gate(USER)
     assert handed_on.accept(
         digest(gate.revocations_key),
-        pack(REVOCATIONS),
+        pack(RecordGate.REVOCATIONS),
         pack(gate.wrap_revocations()),
         scene.clock.wall() + 90,
     )
@@ -198,7 +198,7 @@ def test_public_swarm_has_nobody_who_could_revoke(scene: Scene) -> None:
     value = bytes(16) + bytes(1 + 64 + 8)
     key = digest(gate.revocations_key)
 
-    assert not gate.accept(key, pack(REVOCATIONS), pack(value), scene.clock.wall() + 90)
+    assert not gate.accept(key, pack(RecordGate.REVOCATIONS), pack(value), scene.clock.wall() + 90)
     assert gate.wrap_revocations() == b""
 
 
@@ -215,7 +215,7 @@ def test_junk_is_refused_without_a_word(scene: Scene) -> None:
                 value[place : place + rng.randrange(9)] = rng.randbytes(rng.randrange(9))
             if bytes(value) == genuine:
                 continue
-            subkey = pack(rng.choice([REVOCATIONS, scene.peer_id(1), "junk"]))
+            subkey = pack(rng.choice([RecordGate.REVOCATIONS, scene.peer_id(1), "junk"]))
 
             assert not gate.accept(
                 rng.choice(keys), subkey, pack(bytes(value)), scene.clock.wall() + 90

@@ -11,78 +11,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import re
-import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from typing import Any, cast
 
 from ...endpoints import Endpoint, Relay
 from ...errors import DirectoryError, LocalProtocolError, RemoteProtocolError, UsageError
 from ...identity import Identity
 from ...ids import ModelId, PeerId
-from ...limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
-from ...membership.membership import Membership, begin_public
+from ...membership.membership import Membership
 from ...membership.revocations import Revocations, sign_revocations
 from ...records.announcements import Announcement, PeerState
-from ..addresses import is_loopback
 from ..clock import Clock
 from ..libp2p.libp2p_transport import Libp2pTransport
-from ..p2pd.multiaddrs import PeerAddress, list_relay_addresses
-from ..p2pd.p2p_daemon import (
-    answer_questions,
-    child_of,
-    make_ask,
-    start_reading_p2pd,
-    start_serving_p2pd,
-    stop_p2pd,
-)
-from ..p2pd.swarm_question import find_swarm, make_silence_error
-from ..relays.dial_back import DialBack
-from ..relays.reachability import make_reachable
-from ..relays.relay_keeper import RelayKeeper
-from ..relays.relay_places import make_keeper
-from .dht_validator import GateValidator
+from ..p2pd.multiaddrs import PeerAddress
+from ..p2pd.p2p_daemon import child_of, stop_p2pd
+from .gated_node import GatedNode, quieten_hivemind, start_node
+from .joining import Access, open_access
 from .neighbourhood import Neighbourhood
-from .newcomers import Newcomers
-from .node_ids import distrust, make_node_id
-from .record_gate import REVOCATIONS, RecordGate
-from .record_intake import RecordIntake
 from .replicas import Replicas
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
-    from hivemind.dht.node import DHTNode
-    from hivemind.dht.protocol import ValidationError
-    from hivemind.dht.routing import DHTID
-    from hivemind.p2p import P2P
-    from hivemind.utils import MSGPackSerializer
-    from hivemind.utils.logging import use_hivemind_log_handler
-
-logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
 
 _logger = logging.getLogger(__name__)
 
-# With those of p2p_daemon.py, it keeps a join that cannot succeed below ten seconds.
-_JOIN_ANSWER_SECONDS = 3.0
-# How long one neighbour may keep an operation waiting before it counts as gone, and how long
-# a whole operation may take: with 16 questions at once, three rounds of nothing but dead ones.
-_ANSWER_SECONDS = 1.5
 _OPERATION_SECONDS = 5.0
-_CLOSE_SECONDS = 2.0
+"""How long an operation may take: with 16 questions at once, three rounds of only dead nodes."""
 
-_NODE_OPTIONS: dict[str, Any] = {
-    # Reads must be fresh, and nobody shall fill our memory with what we did not ask for.
-    "cache_locally": False,
-    "cache_nearest": 0,
-    "cache_on_store": False,
-    "cache_refresh_before_expiry": 0,
-    "cache_size": -1,  # or a single record that a stranger puts there would hide all others
-    "reuse_get_requests": False,
-    "num_workers": 16,  # dead neighbours are found out side by side, not one after the other
-    "blacklist_time": 10.0,
-    "wait_timeout": _JOIN_ANSWER_SECONDS,
-}
+_CLOSE_SECONDS = 2.0
 
 
 class HivemindDirectory:
@@ -92,23 +45,12 @@ class HivemindDirectory:
     What is found or stored here passes the gate; lookups answer from what has passed.
     """
 
-    def __init__(
-        self,
-        node: DHTNode,
-        p2p: P2P,
-        gate: RecordGate,
-        initial_peers: Sequence[PeerAddress],
-        addresses: Sequence[str],
-        keeper: RelayKeeper | None,
-    ) -> None:
-        self._node = node
-        self._p2p = p2p
-        self._gate = gate
-        self._neighbourhood = Neighbourhood(node, p2p, initial_peers)
-        self._replicas = Replicas(node, p2p, gate)
-        self._relay_addresses: Sequence[PeerAddress] = ()
-        self._addresses = tuple(addresses)
-        self._keeper = keeper
+    def __init__(self, access: Access, gated: GatedNode) -> None:
+        self._access = access
+        self._p2p = access.p2p
+        self._node, self._gate = gated
+        self._neighbourhood = Neighbourhood(self._node, self._p2p, access.peers)
+        self._replicas = Replicas(self._node, self._p2p, self._gate)
         self._is_closed = False
 
     @classmethod
@@ -135,39 +77,20 @@ class HivemindDirectory:
         when the membership does not fit the initial peers, DirectoryError when no initial peer
         answers within ten seconds or the clock is off.
         """
-        _quieten_hivemind()
+        quieten_hivemind()
         peers = [PeerAddress.parse(text) for text in initial_peers]
-        if client_mode:
-            p2p = await start_reading_p2pd(peers, identity)
-        else:
-            p2p = await start_serving_p2pd(peers, identity, listen_host, port)
+        listening = None if client_mode else (listen_host, port)
+        access = await open_access(peers, identity, clock, listening, membership, endpoint)
         try:
-            if peers:
-                membership, peers = await find_swarm(peers, membership, make_ask(p2p))
-            membership = membership or begin_public(_id_of(p2p))
-            relays: Sequence[Relay] = ()  # that may be ours
-            if endpoint is not None and not is_loopback(listen_host):
-                p2p, relays = await make_reachable(
-                    p2p, peers, identity, listen_host, port, endpoint
-                )
-                await DialBack(clock).start(p2p)
-            gate = RecordGate(
-                membership,
-                clock,
-                lambda key: DHTID.generate(source=key).to_bytes(),
-                MSGPackSerializer.dumps,
+            gated = await start_node(
+                access.p2p, access.membership, clock, access.peers, client_mode
             )
-            addresses = [] if client_mode else await p2p.get_visible_maddrs()
-            if not client_mode:
-                await answer_questions(p2p, membership)
-            node = await _start_node(p2p, gate, peers, client_mode)
-            keeper = make_keeper(p2p, clock, relays) if relays else None
-            directory = cls(node, p2p, gate, peers, list(map(str, addresses)), keeper)
+            directory = cls(access, gated)
             if not client_mode:
                 await directory._replicas.serve()
         except BaseException:
-            if child_of(p2p).returncode is None:
-                await stop_p2pd(p2p)
+            if child_of(access.p2p).returncode is None:
+                await stop_p2pd(access.p2p)
             raise
         return directory
 
@@ -177,26 +100,26 @@ class HivemindDirectory:
     @property
     def membership(self) -> Membership:
         """What we know of the swarm that was joined."""
-        return self._gate.membership
+        return self._access.membership
 
     @property
     def addresses(self) -> Sequence[str]:
         """Multiaddrs with our peer id, `/ip4/127.0.0.1/tcp/4001/p2p/12D3KooW…`; see the seam."""
-        return self._addresses
+        return self._access.addresses
 
     @property
     def relays(self) -> Sequence[Relay]:
         """Who carries streams to us, since others cannot dial us; none when they can."""
-        return () if self._keeper is None else self._keeper.relays
+        return () if self._access.keeper is None else self._access.keeper.relays
 
     async def renew_relays(self, model_id: ModelId) -> bool:
         """Take other relays for those that are gone; return whether they are not the same now.
 
         Those who serve the model are asked as well as initial peers. Does nothing without relays.
         """
-        if self._keeper is None:
+        if self._access.keeper is None:
             return False
-        return await self._keeper.look(lambda: self.lookup(model_id))
+        return await self._access.keeper.look(lambda: self.lookup(model_id))
 
     def make_transport(self) -> Libp2pTransport:
         """Return a transport over the same p2pd; close it before the directory."""
@@ -207,6 +130,13 @@ class HivemindDirectory:
         self._check_is_running()
         if self._is_reader:
             raise UsageError("a directory in client mode only reads; join without client_mode")
+        announcement = self._take_own(record)
+        await self._neighbourhood.restore()
+        await self._publish(announcement, record)
+        await self._look_after_swarm(announcement)
+
+    def _take_own(self, record: bytes) -> Announcement:
+        """Return our announcement, which lookups find here from now on."""
         try:
             announcement = self._gate.read(record)
         except RemoteProtocolError as error:
@@ -215,13 +145,23 @@ class HivemindDirectory:
             self._gate.add_own(announcement.model_id, record)
         except RemoteProtocolError as error:
             raise DirectoryError(f"the directory refused our announcement: {error}") from error
-        await self._neighbourhood.restore(self._relay_addresses)
+        return announcement
+
+    async def _publish(self, announcement: Announcement, record: bytes) -> None:
         key, value = self._gate.key_of(announcement.model_id), self._gate.wrap(record)
         expires_at = float(announcement.expires_at)
         if not await self._store(key, announcement.peer_id, value, expires_at):
             raise DirectoryError("no replica of the directory stored our announcement")
+
+    async def _look_after_swarm(self, announcement: Announcement) -> None:
+        """Do what every peer does each time that it announces itself, so that the swarm lasts.
+
+        It hands on the list of revocations, and goes back to neighbours that were lost.
+        """
         if self.membership.is_private:
-            await self._hand_on_revocations()
+            await self._search(self._gate.revocations_key)
+            if value := self._gate.wrap_revocations():
+                await self._store_revocations(value)  # its owner need not be there
         if announcement.state is not PeerState.OFFLINE:
             announced = self._gate.list_current(announcement.model_id)
             await self._neighbourhood.look_for_lost(announced, self._gate.wall())
@@ -230,7 +170,7 @@ class HivemindDirectory:
         """See Directory.lookup."""
         self._check_is_running()
         for _ in range(2):  # the first search may find out that every known neighbour is gone
-            await self._neighbourhood.restore(self._relay_addresses)
+            await self._neighbourhood.restore()
             await self._search(self._gate.watch(model_id), *self._other_keys)
             if len(self._neighbourhood):
                 break
@@ -239,7 +179,7 @@ class HivemindDirectory:
                 raise DirectoryError(f"no peer of the directory answers: {self._initial_texts}")
         found = self._gate.list_current(model_id)
         drawn = random.sample(found, len(found))  # else made-up peers could be the first ones
-        self._relay_addresses = list_relay_addresses(drawn) or self._relay_addresses
+        self._neighbourhood.note_relays(drawn)
         return found
 
     async def revoke(self, peer_ids: Collection[PeerId]) -> Revocations:
@@ -249,7 +189,7 @@ class HivemindDirectory:
         DirectoryError when nobody took it.
         """
         self._check_is_running()
-        await self._neighbourhood.restore(self._relay_addresses)
+        await self._neighbourhood.restore()
         await self._search(self._gate.revocations_key)
         known = self._gate.revocations
         if not set(peer_ids) - known.peer_ids:
@@ -261,17 +201,11 @@ class HivemindDirectory:
             raise DirectoryError("no peer of the swarm stored the list; check that one is running")
         return revocations
 
-    async def _hand_on_revocations(self) -> None:
-        """Learn of the newest list, and keep it from expiring: its owner need not be there."""
-        await self._search(self._gate.revocations_key)
-        value = self._gate.wrap_revocations()
-        if value:
-            await self._store_revocations(value)
-
     async def _store_revocations(self, value: bytes) -> bool:
         # A replica keeps what expires later: an old list must not outlive the newest one.
-        expires_at = self._gate.wall() + MAX_ANNOUNCEMENT_LIFETIME_SECONDS
-        return await self._store(self._gate.revocations_key, REVOCATIONS, value, expires_at)
+        return await self._store(
+            self._gate.revocations_key, self._gate.REVOCATIONS, value, self._gate.latest_expiry()
+        )
 
     async def close(self) -> None:
         """See Directory.close."""
@@ -293,11 +227,11 @@ class HivemindDirectory:
 
     @property
     def _is_reader(self) -> bool:
-        return not self._addresses
+        return not self._access.addresses
 
     @property
     def _initial_texts(self) -> str:
-        return ", ".join(peer.text for peer in self._neighbourhood.initial_peers)
+        return ", ".join(peer.text for peer in self._access.peers)
 
     def _check_is_running(self) -> None:
         if self._is_closed:
@@ -317,59 +251,3 @@ class HivemindDirectory:
         with suppress(TimeoutError):
             async with asyncio.timeout(_OPERATION_SECONDS):
                 await self._replicas.search(keys)
-
-
-def _id_of(p2p: P2P) -> PeerId:
-    return PeerId(cast(Any, p2p).peer_id.to_base58())
-
-
-async def _start_node(
-    p2p: P2P, gate: RecordGate, initial_peers: Sequence[PeerAddress], client_mode: bool
-) -> DHTNode:
-    try:
-        node = await DHTNode.create(
-            p2p=p2p,
-            node_id=make_node_id(cast(Any, p2p).peer_id),
-            initial_peers=[f"/p2p/{peer.peer_id}" for peer in initial_peers],
-            client_mode=client_mode,
-            record_validator=GateValidator(gate),
-            **_NODE_OPTIONS,
-        )
-    except ValidationError as error:
-        raise DirectoryError(_explain(error)) from error
-    except RuntimeError as error:  # none of them responded
-        raise make_silence_error(initial_peers) from error
-
-    def forget(key: str, peer_id: str) -> None:
-        stored: Any = node.protocol.storage.get(DHTID.generate(source=key))
-        if stored is not None:
-            del stored.value[peer_id]
-
-    gate.when_displaced(forget)
-    node.protocol.wait_timeout = _ANSWER_SECONDS
-    distrust(node.protocol)
-    Newcomers(node.protocol).watch()
-    if not client_mode:
-        RecordIntake(node.protocol, gate.wall).open(p2p)
-    return node
-
-
-def _explain(error: ValidationError) -> str:
-    """Translate why the initial peers do not want us."""
-    times = re.search(r"local: ([\d.]+), peer: ([\d.]+)", str(error))
-    if times is None:
-        return f"the initial peers cannot connect to us: {error}"
-    ahead_seconds = float(times[1]) - float(times[2])
-    direction = "ahead of" if ahead_seconds > 0 else "behind"
-    return (
-        f"the clock of this machine is {abs(ahead_seconds):.1f} seconds {direction} that of an "
-        "initial peer: synchronise it with a time server (3 seconds are allowed)"
-    )
-
-
-def _quieten_hivemind() -> None:
-    """Hand hivemind's messages to whoever set up logging, and only when debugging."""
-    use_hivemind_log_handler("nowhere")
-    is_debugging = _logger.isEnabledFor(logging.DEBUG)
-    logging.getLogger("hivemind").setLevel(logging.DEBUG if is_debugging else logging.CRITICAL)
-    warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"hivemind\.")

@@ -24,10 +24,6 @@ _MAX_RECORDS_PER_KEY = 4 * 2**20 // (limits.MAX_ANNOUNCEMENT_BYTES + 256)
 key in one message and can send no larger one: who stored more could not be asked any more."""
 
 
-REVOCATIONS = "revocations"
-"""The subkey under which the owner's list stands; no peer id looks like this."""
-
-
 class RecordGate:
     """Checks entries of the DHT and remembers what passed. Owned by one node.
 
@@ -36,6 +32,9 @@ class RecordGate:
     sealed, and holds the certificate that the peer may serve. Junk, foreign writers and replays
     of older records are refused, and so is whoever the owner has revoked.
     """
+
+    REVOCATIONS = "revocations"
+    """The subkey under which the owner's list stands; no peer id looks like this."""
 
     def __init__(
         self,
@@ -76,6 +75,10 @@ class RecordGate:
         """Return the wall seconds that this gate goes by."""
         return self._clock.wall()
 
+    def latest_expiry(self) -> float:
+        """Return the last wall second until which anything may be stored now."""
+        return self._clock.wall() + limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
+
     def add_own(self, model_id: ModelId, record: bytes) -> None:
         """Remember a record of ours.
 
@@ -108,7 +111,7 @@ class RecordGate:
     @property
     def revocations_key(self) -> str:
         """The key under which the owner's list of our swarm stands."""
-        return _make_key(self.membership.swarm_id, REVOCATIONS)
+        return _make_key(self.membership.swarm_id, self.REVOCATIONS)
 
     def wrap(self, record: bytes) -> bytes:
         """Return the value that stands in the DHT for a record of ours.
@@ -133,7 +136,7 @@ class RecordGate:
         """Return whether an entry may stand there, and remember it then. Never raises."""
         try:
             value = self._unpack_bytes(packed_value)
-            if packed_subkey == self._pack(REVOCATIONS):
+            if packed_subkey == self._pack(self.REVOCATIONS):
                 self._accept_revocations(key_digest, value, expires_at)
                 return True
             swarm_id, record = self._open(value)
@@ -168,11 +171,10 @@ class RecordGate:
 
     def _accept_revocations(self, key_digest: bytes, value: bytes, expires_at: float) -> None:
         """Take the owner's list, from whoever hands it on; raises RemoteProtocolError else."""
-        latest = self._clock.wall() + limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS
         is_ours = value.startswith(self.membership.swarm_id)
         if not is_ours or key_digest != self._digest_key(self.revocations_key):
             raise RemoteProtocolError("the revocations stand in a wrong place")
-        if expires_at > latest + limits.MAX_CLOCK_SKEW_SECONDS:
+        if expires_at > self.latest_expiry() + limits.MAX_CLOCK_SKEW_SECONDS:
             raise RemoteProtocolError("the revocations are to stay for too long")
         record = self.membership.open(value[SWARM_ID_BYTES:])
         found = read_revocations(self.membership, record)

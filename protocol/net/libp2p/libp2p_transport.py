@@ -3,7 +3,7 @@
 """Transport over libp2p, through the p2pd process of the directory: for peers behind a NAT.
 
 Slower than TCP, since every byte passes through p2pd at both ends and maybe through a relay, and
-both lanes share one connection. libp2p encrypts, and proves the peer id: it is the public key.
+all streams share one connection. libp2p encrypts, and proves the peer id: it is the public key.
 
 Imported by the directory only: hivemind takes seconds to import.
 """
@@ -23,16 +23,16 @@ from ...errors import (
     UnavailableError,
     UsageError,
 )
-from ...fair_share import Holder
+from ...fair_share import Holder, SharedPlaces
 from ...ids import PeerId
 from ...membership.membership import Membership
 from ..p2pd.multiaddrs import split_multiaddr
+from ..p2pd.p2p_daemon import start_reading_p2pd, stop_p2pd
 from ..pieces import MAX_MESSAGE_BYTES
 from ..tcp.tcp_listener import MAX_STREAMS
-from ..transport import Lane, StreamServer, turn_away
+from ..transport import Listener, Stream, StreamServer, serve_stream, turn_away
 from .libp2p_stream import Libp2pStream
-from .p2p_streams import connect, open_byte_stream
-from .shared_places import SharedPlaces, name_dialler
+from .p2p_streams import connect, name_dialler, open_byte_stream
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
@@ -98,9 +98,7 @@ class Libp2pTransport:
         await self._listener.start()
         return self._listener
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> Libp2pStream:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Libp2pStream:
         self._check_open()
         if not isinstance(endpoint, Libp2pEndpoint):
             raise UsageError(f"{endpoint} is not dialled through libp2p")
@@ -138,6 +136,40 @@ class Libp2pTransport:
     def _check_open(self) -> None:
         if self._is_closed:
             raise LocalProtocolError("this transport is closed")
+
+
+class LazyLibp2pTransport:
+    """Only dials; starts a p2pd of its own for the first stream, and ends it on closing.
+
+    For clients that have left the directory and may still want to dial a relayed peer.
+    """
+
+    def __init__(self, membership: Membership | None = None) -> None:
+        self._membership = membership
+        self._started: tuple[P2P, Libp2pTransport] | None = None
+        self._starting = asyncio.Lock()
+        self._is_closed = False
+
+    async def listen(self, host: str, port: int, serve: StreamServer) -> Listener:
+        raise UsageError("this transport only dials")
+
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> Stream:
+        async with self._starting:
+            if self._is_closed:
+                raise LocalProtocolError("this transport is closed")
+            if self._started is None:
+                p2p = await start_reading_p2pd((), None, use_relay=True)
+                self._started = p2p, Libp2pTransport(p2p, self._membership)
+        return await self._started[1].open_stream(endpoint, timeout_seconds)
+
+    async def close(self) -> None:
+        async with self._starting:
+            self._is_closed = True
+            if self._started is not None:
+                p2p, transport = self._started
+                await transport.close()
+                await stop_p2pd(p2p)
+                self._started = None
 
 
 class Libp2pListener:
@@ -213,7 +245,10 @@ class Libp2pListener:
                     return
             with self._places.hold(holder):
                 await stream.say(_ACCEPTED)
-                await self._serve_stream(stream)
+                try:
+                    await serve_stream(self._serve, stream, self._endpoint, stream.break_off)
+                finally:
+                    await stream.wait_gone()
         except (ShoalError, TimeoutError) as error:
             log.debug("somebody did not get in at %s: %s", self._endpoint, error)
             await stream.abort(str(error))
@@ -224,18 +259,6 @@ class Libp2pListener:
             raise RemoteProtocolError(f"the first message does not speak {PROTOCOL}")
         proof = hello.removeprefix(_HELLO)
         return self._membership is None or self._membership.accepts(self._endpoint.peer_id, proof)
-
-    async def _serve_stream(self, stream: Libp2pStream) -> None:
-        try:
-            await self._serve(stream)
-        except ShoalError as error:
-            log.debug("a stream at %s ended: %s", self._endpoint, error)
-            stream.break_off(str(error))
-        except Exception:
-            log.exception("serving a stream at %s failed", self._endpoint)
-            stream.break_off("serving it failed")
-        finally:
-            await _end(stream)
 
 
 async def _end(stream: Libp2pStream) -> None:
@@ -256,6 +279,7 @@ async def _wait_accepted(
     if not accepting.done():
         raise UnavailableError(f"{endpoint} takes no more streams")
     if accepting.result() == _MEMBERS_ONLY:
-        raise turn_away(endpoint, membership)
+        is_private = membership is not None and membership.is_private
+        raise turn_away(endpoint, has_secret=is_private)
     if accepting.result() != _ACCEPTED:
         raise RemoteProtocolError(f"{endpoint} answers, but does not speak {PROTOCOL}")

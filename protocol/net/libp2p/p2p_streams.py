@@ -15,8 +15,9 @@ import warnings
 from typing import Any, cast
 
 from ...errors import RemoteProtocolError, ShoalError, UnavailableError
+from ...fair_share import Holder, name_holder
 from ...identity import peer_id_bytes
-from ..p2pd.multiaddrs import pack_multiaddr
+from ..p2pd.multiaddrs import pack_multiaddr, split_multiaddr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
@@ -95,3 +96,13 @@ def _translate(error: ControlFailure, where: str) -> ShoalError:
         return RemoteProtocolError(f"another peer answers at {where}")
     reason = " ".join(str(error).removeprefix("Connect failed. msg=").split())
     return UnavailableError(f"nobody answers at {where}: {reason:.200}")
+
+
+def name_dialler(info: Any) -> Holder:
+    """Return the name under which a stream is counted, by what p2pd says of it.
+
+    All that comes through one relay has its address. There the peer ids, which libp2p has proven,
+    keep strangers apart.
+    """
+    host, _ = split_multiaddr(str(info.addr))
+    return Holder(name_holder(host), str(info.peer_id))

@@ -14,16 +14,10 @@ import random
 from dataclasses import dataclass
 
 from ...endpoints import Endpoint
-from ...errors import (
-    LocalProtocolError,
-    RemoteProtocolError,
-    ShoalError,
-    UnavailableError,
-    UsageError,
-)
+from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError, UsageError
 from ...membership.membership import Membership
-from ..transport import Lane, StreamServer, turn_away
-from .loopback_wire import LoopbackStream, Mark, Wire
+from ..transport import StreamServer, serve_stream, turn_away
+from .loopback_wire import LoopbackStream, Mark, Pipe, Wire
 
 log = logging.getLogger(__name__)
 
@@ -42,11 +36,11 @@ _FIRST_FREE_PORT = 49152
 
 @dataclass(frozen=True)
 class Link:
-    """One direction between two hosts, for each lane.
+    """One direction between two hosts, for each stream.
 
     A lost frame is not missing, as under TCP: it is sent again after 0.2 s (or two delays, where
     that is longer), twice that the next time, and holds up all frames behind it. A frame lost six
-    times in a row breaks the stream. The two lanes do not share the bandwidth: each has all of it.
+    times in a row breaks the stream. Streams do not share the bandwidth: each has all of it.
     """
 
     delay_seconds: float = 0.0
@@ -62,7 +56,6 @@ class LoopbackNetwork:
         self._seed = seed
         self._default_link = link or Link()
         self._links: dict[tuple[str, str], Link] = {}
-        self._busy_until: dict[tuple[str, str, Lane], float] = {}
         self._partitions: dict[frozenset[str], asyncio.TimerHandle] = {}
         self._paused: set[str] = set()
         self._dead: set[str] = set()
@@ -135,14 +128,13 @@ class LoopbackNetwork:
         if host in self._dead:
             raise UnavailableError(f"{host} was killed")
 
-    def plan_arrival(self, source: str, target: str, lane: Lane, num_bytes: int) -> float | None:
+    def plan_arrival(self, pipe: Pipe, num_bytes: int) -> float | None:
         """Draw when a frame sent now arrives, in the loop's time; None: lost once too often."""
-        no_link = Link() if source == target else self._default_link
-        link = self._links.get((source, target), no_link)
-        busy_until = self._busy_until.get((source, target, lane), 0.0)
-        sent_at = max(asyncio.get_running_loop().time(), busy_until)
+        no_link = Link() if pipe.source == pipe.target else self._default_link
+        link = self._links.get((pipe.source, pipe.target), no_link)
+        sent_at = max(asyncio.get_running_loop().time(), pipe.busy_until)
         sent_at += num_bytes / link.bandwidth_bytes_per_second
-        self._busy_until[source, target, lane] = sent_at
+        pipe.busy_until = sent_at
         patience = max(_RETRANSMISSION_SECONDS, 2 * link.delay_seconds)
         for _ in range(_MAX_RETRANSMISSIONS + 1):
             if self._random.random() >= link.loss_fraction:
@@ -225,12 +217,10 @@ class LoopbackTransport:
         self._listeners.add(listener)
         return listener
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> LoopbackStream:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> LoopbackStream:
         self._check_open()
         proof = self._membership.prove_to(endpoint.fingerprint) if self._membership else b""
-        wire = Wire(self._network, self._host, endpoint.host, lane)
+        wire = Wire(self._network, self._host, endpoint.host)
         self._network.register(wire)
         try:
             async with asyncio.timeout(timeout_seconds):
@@ -252,7 +242,8 @@ class LoopbackTransport:
                 f"the peer at {endpoint} presents another TLS certificate than it announced"
             )
         if answer is Mark.NOT_A_MEMBER:
-            raise turn_away(endpoint, self._membership)
+            is_private = self._membership is not None and self._membership.is_private
+            raise turn_away(endpoint, has_secret=is_private)
         raise UnavailableError(f"nobody answers at {endpoint}: connection refused")
 
     async def close(self) -> None:
@@ -297,7 +288,8 @@ class _LoopbackListener:
         """Serve the listening end of a wire in a task of its own."""
         stream = LoopbackStream(wire, wire.back, wire.forward)
         name = f"serve {self._endpoint}"
-        task = asyncio.create_task(self._serve_stream(stream, wire), name=name)
+        serving = serve_stream(self._serve, stream, self._endpoint, wire.break_off)
+        task = asyncio.create_task(serving, name=name)
         self._tasks[task] = wire
         task.add_done_callback(self._tasks.pop)
 
@@ -316,15 +308,3 @@ class _LoopbackListener:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=_LAST_WORDS_SECONDS)
-
-    async def _serve_stream(self, stream: LoopbackStream, wire: Wire) -> None:
-        try:
-            await self._serve(stream)
-        except ShoalError as error:
-            log.debug("a stream at %s ended: %s", self._endpoint, error)
-            wire.break_off(str(error))
-        except Exception:
-            log.exception("serving a stream at %s failed", self._endpoint)
-            wire.break_off("serving it failed")
-        finally:
-            await stream.close()

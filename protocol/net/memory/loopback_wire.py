@@ -12,7 +12,7 @@ from typing import Protocol
 
 from ...errors import LocalProtocolError, RefusedError, UnavailableError
 from ...limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
-from ..transport import FrameGate, Lane, open_gate
+from ..transport import FrameGate, open_gate
 
 WINDOW_BYTES = 4 * 2**20
 """What a stream holds in each direction before `send` waits; one larger frame is let through."""
@@ -35,7 +35,7 @@ class Mark(Enum):
 class Medium(Protocol):
     """What a wire asks of the network around it."""
 
-    def plan_arrival(self, source: str, target: str, lane: Lane, num_bytes: int) -> float | None:
+    def plan_arrival(self, pipe: Pipe, num_bytes: int) -> float | None:
         """Draw when a frame sent now arrives, in the loop's time; None: lost once too often."""
         ...
 
@@ -58,9 +58,8 @@ class Wire:
     `changed` is set whenever anybody who waits on the wire may find that the wait is over.
     """
 
-    def __init__(self, medium: Medium, dialler: str, listener: str, lane: Lane) -> None:
+    def __init__(self, medium: Medium, dialler: str, listener: str) -> None:
         self.medium = medium
-        self.lane = lane
         self.hosts = frozenset((dialler, listener))
         self.fault: str | None = None
         self.changed = asyncio.Event()
@@ -120,7 +119,9 @@ class Pipe:
     def __init__(self, wire: Wire, source: str, target: str) -> None:
         self._wire = wire
         self.source = source
-        self._target = target
+        self.target = target
+        self.busy_until = 0.0
+        """When all that was sent so far has left."""
         self._in_transit: deque[tuple[float, bytes | Mark]] = deque()
         self._arrived: deque[bytes | Mark] = deque()
         self._num_bytes = 0
@@ -136,7 +137,7 @@ class Pipe:
         """Send a frame or a mark on its way."""
         size = len(item) if isinstance(item, bytes) else 0
         wire = self._wire
-        arrival = wire.medium.plan_arrival(self.source, self._target, wire.lane, size)
+        arrival = wire.medium.plan_arrival(self, size)
         if arrival is None:
             wire.break_off("a frame was lost too often")
             return
@@ -146,7 +147,7 @@ class Pipe:
 
     def can_take(self) -> bool:
         """Return whether `take` would not wait."""
-        return bool(self._arrived) and not self._wire.medium.is_paused(self._target)
+        return bool(self._arrived) and not self._wire.medium.is_paused(self.target)
 
     @property
     def num_bytes_of_next(self) -> int:
@@ -168,7 +169,7 @@ class Pipe:
     def deliver(self) -> None:
         """Let everything arrive that is due, unless an obstacle holds it up."""
         self.stop()
-        if self._wire.medium.is_blocked(self.source, self._target):
+        if self._wire.medium.is_blocked(self.source, self.target):
             return
         now = asyncio.get_running_loop().time() + _TIMER_SLACK_SECONDS
         while self._in_transit and self._in_transit[0][0] <= now:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from ...errors import DirectoryError, RemoteProtocolError, UsageError
 from ...identity import peer_id_bytes, public_key_of
-from ...ids import PeerId
-from ...membership.join_code import PREFIX as JOIN_CODE_PREFIX
-from ...records.announcements import Announcement
+from ...ids import JOIN_CODE_PREFIX, PeerId
 from ..addresses import is_loopback
 
 _HOST_PARTS = frozenset({"ip4", "ip6", "dns", "dns4", "dns6"})
@@ -30,7 +27,6 @@ _CODES = {
     "p2p": b"\xa5\x03",
 }
 # No comma above all: p2pd takes its initial peers as a list with commas.
-_MAX_RELAYS = 16  # that are dialled at once when all neighbours are gone
 _UNEXPECTED = re.compile(r"[^0-9A-Za-z._:/-]")
 
 
@@ -172,25 +168,6 @@ def replace_host(addresses: Sequence[str], host: str | None) -> list[str]:
         form = "dns"
     rest = {address.split("/", 3)[3] for address in addresses}  # without form and host
     return sorted(f"/{form}/{host}/{end}" for end in rest)
-
-
-def find_relay_address(peer: Announcement) -> PeerAddress | None:
-    """Return where a peer can be joined that says that it is a relay for others.
-
-    None also where it says what is no address, such as 300.1.1.1: strangers name their hosts.
-    """
-    if (relay := peer.as_relay) is None:
-        return None
-    try:
-        return PeerAddress.parse(str(relay))
-    except UsageError:
-        return None
-
-
-def list_relay_addresses(announcements: Iterable[Announcement]) -> list[PeerAddress]:
-    """Return where some of those peers can be joined who say that they are relays for others."""
-    found = (address for peer in announcements if (address := find_relay_address(peer)))
-    return list(islice(found, _MAX_RELAYS))
 
 
 async def find_listening(

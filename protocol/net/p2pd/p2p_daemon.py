@@ -16,18 +16,15 @@ from pathlib import Path
 from typing import Any, cast
 
 from ...endpoints import Relay
-from ...errors import DirectoryError, UnavailableError, UsageError
+from ...errors import DirectoryError, UsageError
 from ...identity import Identity
-from ...ids import PeerId
-from ...membership.membership import Membership
 from ..addresses import check_can_bind, is_loopback
 from .multiaddrs import PeerAddress, find_listening, make_listen_multiaddr
-from .swarm_question import QUESTION, Ask, answer
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # about what hivemind itself uses
-    from hivemind.p2p import P2P, PeerID
-    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
+    from hivemind.p2p import P2P
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 
 PROBE_SECONDS = 1.5
 """How long an initial peer may take to accept a connection before it counts as gone."""
@@ -40,7 +37,7 @@ _STOP_SECONDS = 2.0
 _IN_OWN_GROUP = "import os, sys; os.setpgid(0, 0); os.execv(sys.argv[1], sys.argv[1:])"
 
 # For a relay: with one thread that runs Go, p2pd nearly always sets up its relay services in the
-# order that we need, see relay_service.py. With more it seldom does.
+# order that we need, see circuit.py. With more it seldom does.
 _IN_ONE_THREAD = f"import os; os.environ['GOMAXPROCS'] = '1'; {_IN_OWN_GROUP}"
 
 
@@ -158,29 +155,6 @@ def list_relays(initial_peers: Sequence[PeerAddress]) -> list[Relay]:
 def child_of(p2p: P2P) -> asyncio.subprocess.Process:
     """Return the process of a p2pd."""
     return cast(Any, p2p)._child
-
-
-def make_ask(p2p: P2P) -> Ask:
-    """Return what asks a peer, which p2pd is connected to, for its swarm."""
-
-    async def ask(peer_id: PeerId, nonce: bytes) -> bytes:
-        target = PeerID.from_base58(peer_id)
-        try:
-            return await cast(Any, p2p)._client.call_unary_handler(target, QUESTION, nonce)
-        except (P2PDaemonError, P2PHandlerError, OSError) as error:
-            raise UnavailableError(f"{peer_id} does not say its swarm: {error}") from error
-
-    return ask
-
-
-async def answer_questions(p2p: P2P, membership: Membership) -> None:
-    """From now on tell whoever asks which swarm we are in."""
-    peer_id = PeerId(cast(Any, p2p).peer_id.to_base58())
-
-    async def handle(nonce: bytes, _: object) -> bytes:
-        return answer(membership, peer_id, nonce)
-
-    await cast(Any, p2p)._client.add_unary_handler(QUESTION, handle)
 
 
 def _check_is_alone(listening: Sequence[PeerAddress], identity: Identity | None) -> None:

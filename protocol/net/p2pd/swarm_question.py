@@ -1,3 +1,4 @@
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 """Asks the peers that one joins through which swarm they belong to, and answers that question.
 
 Without it a newcomer with an old code would join the DHT, find nobody, and wait.
@@ -7,12 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import warnings
 from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, cast
 
 from ...errors import DirectoryError, RemoteProtocolError, UnavailableError, WrongSwarmError
 from ...ids import PeerId
 from ...membership.membership import GREETING_NONCE_BYTES, Membership, read_public_greeting
 from .multiaddrs import PeerAddress
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # about what hivemind itself uses
+    from hivemind.p2p import P2P, PeerID
+    from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError, P2PHandlerError
 
 QUESTION = "shoal.swarm.1"
 """The name of the libp2p protocol that carries a nonce there and an answer back."""
@@ -64,6 +72,29 @@ def make_silence_error(peers: Sequence[PeerAddress]) -> DirectoryError:
         f"no initial peer answers: {_list(peers)}; it may be paused or overloaded: give another "
         "address, or restart the peer"
     )
+
+
+def make_ask(p2p: P2P) -> Ask:
+    """Return what asks a peer, which p2pd is connected to, for its swarm."""
+
+    async def ask(peer_id: PeerId, nonce: bytes) -> bytes:
+        target = PeerID.from_base58(peer_id)
+        try:
+            return await cast(Any, p2p)._client.call_unary_handler(target, QUESTION, nonce)
+        except (P2PDaemonError, P2PHandlerError, OSError) as error:
+            raise UnavailableError(f"{peer_id} does not say its swarm: {error}") from error
+
+    return ask
+
+
+async def answer_questions(p2p: P2P, membership: Membership) -> None:
+    """From now on tell whoever asks which swarm we are in."""
+    peer_id = PeerId(cast(Any, p2p).peer_id.to_base58())
+
+    async def handle(nonce: bytes, _: object) -> bytes:
+        return answer(membership, peer_id, nonce)
+
+    await cast(Any, p2p)._client.add_unary_handler(QUESTION, handle)
 
 
 def _learn_swarm(heard: Sequence[tuple[PeerAddress, bytes]], nonce: bytes) -> Membership:

@@ -1,23 +1,158 @@
-"""What is said to a relay to get a place, in the words of libp2p's circuit relay v2.
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
+"""Circuit relays, as p2pd has them: places at the relays of others, and whether we are a good one.
 
-See https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md. The messages are of protobuf.
+A relay carries streams only to peers that have a place there. p2pd asks for places, too, but only
+at the relays that it was told of when it was started. The question and its answer are those of
+libp2p's circuit relay v2 (https://github.com/libp2p/specs/blob/master/relay/circuit-v2.md), in
+protobuf.
+
+p2pd sets up two relay services: one with the limits of its command line, half an hour and 4 GiB for
+a connection, as soon as libp2p hears that it is reachable; and at the end of its start always one
+with libp2p's default, two minutes and 128 KiB. The one whose handler is set last serves. They run
+side by side, no option leaves out the second, and only a peer that asks for a place learns which
+one it is.
+
+Imported by the directory only: hivemind takes seconds to import.
 """
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from ...errors import RemoteProtocolError
+from ...endpoints import Relay
+from ...errors import RemoteProtocolError, ShoalError, UnavailableError
+from ...ids import PeerId
+from ..clock import Clock
+from ..libp2p.p2p_streams import connect, list_peers, open_byte_stream
+from ..p2pd.multiaddrs import PeerAddress
+from ..p2pd.p2p_daemon import P2P, child_of, start_reading_p2pd, stop_p2pd
+from .relay_keeper import RelayKeeper
 
-HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
+log = logging.getLogger(__name__)
 
-RESERVE = bytes([2, 0x08, 0])
+_HOP_PROTOCOL = "/libp2p/circuit/relay/0.2.0/hop"
+
+_RESERVE = bytes([2, 0x08, 0])
 """Its length, and a HopMessage of which field 1, the type, is 0."""
 
-OK = 100
+_OK = 100
 _LIMIT_FIELD = 4
 _STATUS_FIELD = 5
 _MAX_SECONDS_FIELD = 1
 _MAX_BYTES_FIELD = 2
+
+_MAX_ANSWER_BYTES = 4096
+_ANSWER_SECONDS = 4.0
+
+_MIN_SECONDS = 600
+_MIN_BYTES = 1 << 28
+"""Between the limits of both services, far from either."""
+
+_MAX_STARTS = 10
+"""Nearly always the first one is right; on a busy machine one in fifteen was not."""
+
+_ASK_SECONDS = 8.0
+
+
+def make_keeper(p2p: P2P, clock: Clock, relays: Sequence[Relay]) -> RelayKeeper:
+    """Return who keeps places for the peer of a p2pd, first of all at these relays."""
+    return RelayKeeper(P2pdRelayPlaces(p2p), PeerId(str(p2p.peer_id)), clock, relays)
+
+
+class P2pdRelayPlaces:
+    """Places at relays for the peer id of a p2pd."""
+
+    def __init__(self, p2p: P2P) -> None:
+        self._p2p = p2p
+
+    async def list_connected(self) -> set[PeerId]:
+        """See RelayPlaces; empty when p2pd has ended, which whoever uses it next says, or does not
+        answer: the places are asked for again then.
+        """
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                found = await list_peers(self._p2p)
+        except (ShoalError, TimeoutError):
+            return set()
+        return {PeerId(peer_id) for peer_id, address in found if "/p2p-circuit" not in address}
+
+    async def reserve(self, relay: Relay) -> None:
+        """See RelayPlaces."""
+        try:
+            async with asyncio.timeout(_ANSWER_SECONDS):
+                address = str(relay).removesuffix(f"/p2p/{relay.peer_id}")
+                await connect(self._p2p, relay.peer_id, address)
+                answer = await ask_for_place(self._p2p, relay.peer_id)
+        except (OSError, EOFError, TimeoutError) as error:
+            raise UnavailableError(f"the relay {relay} does not answer") from error
+        if answer.status != _OK:
+            raise UnavailableError(f"the relay {relay} has no place: status {answer.status}")
+
+
+async def ask_for_place(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
+    """Ask a relay that p2pd is connected to; raises ShoalError, OSError or EOFError."""
+    reader, writer = await open_byte_stream(p2p, peer_id, _HOP_PROTOCOL)
+    try:
+        writer.write(_RESERVE)
+        num_bytes = 0
+        for shift in range(0, 14, 7):
+            (byte,) = await reader.readexactly(1)
+            num_bytes |= (byte & 0x7F) << shift
+            if byte < 0x80:
+                break
+        if num_bytes > _MAX_ANSWER_BYTES:
+            raise RemoteProtocolError("the answer of the relay is too long")
+        return read_answer(await reader.readexactly(num_bytes))
+    finally:
+        writer.transport.abort()
+
+
+async def start_until_it_carries(p2p: P2P, start: Callable[[], Awaitable[P2P]]) -> P2P:
+    """Return a p2pd that carries whole texts: this one, or one that was started in its place.
+
+    When that is interrupted, none is left running.
+    """
+    try:
+        for _ in range(_MAX_STARTS):
+            if await carries_texts(p2p):
+                return p2p
+            log.info("p2pd serves as a relay with the limits of libp2p: it is started anew")
+            await stop_p2pd(p2p)
+            p2p = await start()
+    except BaseException:
+        if child_of(p2p).returncode is None:
+            await stop_p2pd(p2p)
+        raise
+    log.warning("this relay cuts connections after 128 KiB; restart the peer")
+    return p2p
+
+
+async def carries_texts(p2p: P2P) -> bool:
+    """Return whether a p2pd carries whole texts as a relay, as far as can be found out."""
+    try:
+        answer = await _ask_as_another(p2p)
+    except (ShoalError, OSError, EOFError, TimeoutError) as error:
+        log.info("cannot find out how much we carry as a relay: %s", error)
+        return True
+    is_long = not 0 < answer.max_seconds < _MIN_SECONDS
+    return is_long and not 0 < answer.max_bytes < _MIN_BYTES
+
+
+async def _ask_as_another(p2p: P2P) -> RelayAnswer:
+    """Ask for a place through a p2pd that was made for it, since none can dial itself.
+
+    With it the place goes.
+    """
+    addresses = [PeerAddress.parse(str(address)) for address in await p2p.get_visible_maddrs()]
+    async with asyncio.timeout(_ASK_SECONDS):
+        asking = await start_reading_p2pd(addresses, None)
+        try:
+            return await ask_for_place(asking, addresses[0].peer_id)
+        finally:
+            await stop_p2pd(asking)
 
 
 class RelayAnswer(NamedTuple):

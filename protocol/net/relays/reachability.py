@@ -1,8 +1,10 @@
 # hivemind's types are partial; what we say ourselves is checked.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-"""How a peer learns whether others can dial it: it asks some of them to try.
+"""Dial-back: how a peer learns whether others can dial it. It asks some of them to try.
 
-What they do then is in `dial_back.py`.
+The question travels over libp2p, on a connection that the asking peer has opened: its port and TLS
+fingerprint. It is dialled at the address that it asks from, at no other, so that nobody can have
+others dial a third party. The answer is a verdict, and that address.
 """
 
 from __future__ import annotations
@@ -10,35 +12,105 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
-import warnings
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from ...endpoints import Endpoint, Relay
+from ...endpoints import Endpoint
 from ...errors import ShoalError
-from ...identity import Identity
-from ...ids import PeerId
-from ..libp2p.p2p_streams import open_byte_stream
-from ..p2pd.multiaddrs import PeerAddress
-from ..p2pd.p2p_daemon import list_relays, start_reading_p2pd, start_serving_p2pd, stop_p2pd
-from ..tcp.tcp_transport import TcpTransport
-from ..transport import Stream
-from .dial_back import ANSWER_SECONDS, NOT_REACHED, PAUSE_SECONDS, PROTOCOL, QUESTION, REACHED
-from .relay_keeper import NUM_RELAYS, rank_relays
-from .relay_service import start_until_it_carries
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # about what hivemind itself uses
-    from hivemind.p2p import P2P
+from ...fair_share import SharedPlaces, name_holder
+from ..clock import Clock
+from ..libp2p.p2p_streams import name_dialler, open_byte_stream
+from ..p2pd.multiaddrs import PeerAddress, split_multiaddr
+from ..p2pd.p2p_daemon import P2P, start_reading_p2pd, stop_p2pd
+from ..tcp.tls import fetch_pinned_certificate
+from ..transport import Stream, Transport
 
 log = logging.getLogger(__name__)
+
+PROTOCOL = "/shoal/dial-back/1"
+
+QUESTION = struct.Struct(">H32s")
+REACHED, NOT_REACHED, BUSY = b"y", b"n", b"b"
+
+_DIAL_SECONDS = 3.0
+ANSWER_SECONDS = 6.0
+"""How long who asks waits: a dial, and a slow way there and back."""
+
+_MAX_QUESTIONS = 64
+"""How many are listened to at once."""
+
+_MAX_DIALS_AT_ONCE = 4
+_MAX_HOSTS = 64
+PAUSE_SECONDS = 10.0
+"""How long a host waits for its next turn, and 64 others for theirs. Peers ask on start only."""
 
 _MAX_ANSWER_BYTES = 64
 """The verdict, and an address."""
 
 _MAX_ASKED = 4
 """How many peers are asked; more than half of those with an opinion decide."""
+
+
+class DialBack:
+    """Dials those who ask for it, and tells them whether they answered."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._dialled_at: dict[str, float] = {}
+        self._num_dialling = 0
+        self._places = SharedPlaces(_MAX_QUESTIONS, "questions")
+
+    async def start(self, p2p: P2P) -> None:
+        """Answer questions that reach a p2pd, until it ends."""
+        await p2p.add_binary_stream_handler(PROTOCOL, self._serve)
+
+    async def _serve(
+        self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answer one question, or nothing to who holds too many streams already."""
+        try:
+            with self._places.hold(name_dialler(info)):
+                async with asyncio.timeout(ANSWER_SECONDS):
+                    port, fingerprint = QUESTION.unpack(await reader.readexactly(QUESTION.size))
+                    writer.write(await self._answer(str(info.addr), port, fingerprint.hex()))
+                    await writer.drain()
+        except (ShoalError, OSError, EOFError, TimeoutError) as error:
+            log.debug("a question from %s was not answered: %r", info.addr, error)
+        finally:
+            writer.close()
+
+    async def _answer(self, address: str, port: int, fingerprint: str) -> bytes:
+        host, _ = split_multiaddr(address)
+        is_relayed = "/p2p-circuit" in address
+        if not port or not host or is_relayed or not self.take_turn(host):
+            return BUSY + host.encode()
+        return await self._dial(Endpoint(host, port, fingerprint)) + host.encode()
+
+    def take_turn(self, host: str) -> bool:
+        """Return whether it is a host's turn, and note that it was."""
+        holder = name_holder(host)
+        now = self._clock.now()
+        recent = {name: at for name, at in self._dialled_at.items() if now - at < PAUSE_SECONDS}
+        self._dialled_at = recent
+        is_full = len(recent) >= _MAX_HOSTS or self._num_dialling >= _MAX_DIALS_AT_ONCE
+        if is_full or holder in recent:
+            return False
+        recent[holder] = now
+        return True
+
+    async def _dial(self, endpoint: Endpoint) -> bytes:
+        self._num_dialling += 1
+        try:
+            async with asyncio.timeout(_DIAL_SECONDS):
+                await fetch_pinned_certificate(endpoint)
+        except (ShoalError, TimeoutError) as error:
+            log.debug("%s cannot be dialled back: %s", endpoint, error)
+            return NOT_REACHED
+        finally:
+            self._num_dialling -= 1
+        return REACHED
 
 
 @dataclass(frozen=True)
@@ -65,30 +137,6 @@ class Reach:
 _SILENCE = Reach(None, "")
 
 
-async def make_reachable(
-    p2p: P2P,
-    initial_peers: Sequence[PeerAddress],
-    identity: Identity | None,
-    host: str,
-    port: int,
-    endpoint: Endpoint,
-) -> tuple[P2P, Sequence[Relay]]:
-    """Return a p2pd that is a relay for others, or one behind relays when nobody can dial us.
-
-    With it come all that may be relays, best first; p2pd is told of as many as are needed. It is
-    the one that was given, or a new one.
-    """
-
-    async def start(*trusted: Relay) -> P2P:
-        return await start_serving_p2pd(initial_peers, identity, host, port, trusted)
-
-    relays = rank_relays(PeerId(str(p2p.peer_id)), list_relays(initial_peers))
-    if not relays or await can_be_dialled(p2p, endpoint):
-        return await start_until_it_carries(p2p, start), ()
-    await stop_p2pd(p2p)
-    return await start(*relays[:NUM_RELAYS]), relays
-
-
 async def can_be_dialled(p2p: P2P, endpoint: Endpoint) -> bool:
     """Return whether those that p2pd is connected to can dial our endpoint, by most of them.
 
@@ -102,12 +150,15 @@ async def can_be_dialled(p2p: P2P, endpoint: Endpoint) -> bool:
     return num_against <= num_for
 
 
-async def probe(addresses: Sequence[str], host: str, port: int, announced_host: str) -> list[Reach]:
+async def probe(
+    transport: Transport, addresses: Sequence[str], host: str, port: int, announced_host: str
+) -> list[Reach]:
     """Listen for a moment as a peer would, and return whether others can dial that.
+
+    Closes the transport.
 
     Raises UsageError when nobody can listen there, DirectoryError when no address answers.
     """
-    transport = TcpTransport()
     try:
         listening = (await transport.listen(host, port, _hang_up)).endpoint
         p2p = await start_reading_p2pd([PeerAddress.parse(text) for text in addresses], None)

@@ -1,6 +1,6 @@
 """Which relays carry streams to a peer that cannot be dialled, from its start to its end.
 
-What a place at a relay is, and how it is asked for, is in `relay_places.py`.
+What a place at a relay is, and how it is asked for, is in `circuit.py`.
 """
 
 from __future__ import annotations

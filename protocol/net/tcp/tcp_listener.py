@@ -14,7 +14,7 @@ from ...fair_share import check_room_for, name_holder
 from ...limits import MAX_FRAME_BYTES
 from ...membership.membership import Membership
 from ..addresses import open_listening, resolve_all
-from ..transport import StreamServer
+from ..transport import StreamServer, serve_stream
 from .frame_cutter import Mark
 from .tcp_stream import TcpStream
 from .tls import SHUTDOWN_SECONDS
@@ -136,7 +136,7 @@ class TcpListener:
         stream.lost.add_done_callback(lambda _: self._streams.discard(stream))
         self._served.append(holder)
         try:
-            await self._serve_stream(stream)
+            await serve_stream(self._serve, stream, self._endpoint, stream.break_off)
         finally:
             self._served.remove(holder)
 
@@ -177,15 +177,3 @@ class TcpListener:
         except RefusedError:
             return Mark.TOO_MANY_STREAMS
         return None
-
-    async def _serve_stream(self, stream: TcpStream) -> None:
-        try:
-            await self._serve(stream)
-        except ShoalError as error:
-            log.debug("a stream at %s ended: %s", self._endpoint, error)
-            stream.break_off(str(error))
-        except Exception:
-            log.exception("serving a stream at %s failed", self._endpoint)
-            stream.break_off("serving it failed")
-        finally:
-            await stream.close()

@@ -15,7 +15,7 @@ from ...endpoints import Endpoint
 from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError, UsageError
 from ...membership.membership import Membership
 from ..addresses import check_can_bind, is_loopback
-from ..transport import Lane, StreamServer, turn_away
+from ..transport import StreamServer, turn_away
 from .frame_cutter import Mark
 from .tcp_listener import HELLO, TcpListener
 from .tcp_stream import TcpStream
@@ -85,9 +85,7 @@ class TcpTransport:
         self._listeners.add(listener)
         return listener
 
-    async def open_stream(
-        self, endpoint: Endpoint, lane: Lane = Lane.INTERACTIVE, timeout_seconds: float = 5.0
-    ) -> TcpStream:
+    async def open_stream(self, endpoint: Endpoint, timeout_seconds: float = 5.0) -> TcpStream:
         self._check_open()
         if not endpoint.fingerprint and not (self._identity is None and is_loopback(endpoint.host)):
             # Endpoints come from strangers' announcements: they cannot talk us out of TLS.
@@ -127,7 +125,8 @@ class TcpTransport:
         await stream.send(HELLO + proof)
         answer = await stream.receive()
         if stream.mark is Mark.MEMBERS_ONLY:
-            raise turn_away(endpoint, membership)
+            is_private = membership is not None and membership.is_private
+            raise turn_away(endpoint, has_secret=is_private)
         if stream.mark is Mark.TOO_MANY_STREAMS:
             raise UnavailableError(f"{endpoint} has too many streams open")
         if answer != HELLO:

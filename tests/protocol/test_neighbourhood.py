@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from random import Random
 
+import pytest
 from announcements import describe_peer
 
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId
-from shoal.protocol.net.dht.lost_neighbours import LOST_SECONDS, MAX_LOST, LostNeighbours
+from shoal.protocol.ids import ModelId, PeerId
+from shoal.protocol.net.dht.neighbourhood import (
+    LOST_SECONDS,
+    MAX_LOST,
+    LostNeighbours,
+    list_relay_addresses,
+)
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
+
+PEER_ID = "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
 
 
 def make_peer(
@@ -81,3 +89,23 @@ def test_who_is_away_is_forgotten_after_a_day_or_when_there_are_too_many() -> No
     assert len(list_lost(neighbours)) == MAX_LOST
     neighbours.note((), (), 31.0 + LOST_SECONDS)
     assert list_lost(neighbours) == set()
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "1.2", "1:2", "fe80::1%eth0"])
+def test_relay_whose_host_cannot_be_hides_no_other(host: str) -> None:
+    """Announcements may say so: whoever reads the directory would fail with it."""
+    peers = [
+        describe_peer(
+            peer_id=PeerId(PEER_ID),
+            model_id=ModelId("a" * 32),
+            num_blocks=8,
+            span=Span(0, 8),
+            issued_at=0.0,
+            expires_at=90.0,
+            endpoints=(Endpoint(name, 4000, "c" * 64),),
+            relay_port=4001,
+        )
+        for name in (host, "192.0.2.7")
+    ]
+
+    assert [relay.host for relay in list_relay_addresses(peers)] == ["192.0.2.7"]

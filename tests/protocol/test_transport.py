@@ -4,10 +4,9 @@ import asyncio
 
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint, Relay
 from shoal.protocol.identity import Identity
-from shoal.protocol.net.choosing_transport import ChoosingTransport
 from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
-from shoal.protocol.net.transport import Stream
+from shoal.protocol.net.transport import ChoosingTransport, Stream
 
 PEER, RELAY = Identity(bytes(32)).peer_id, Identity(bytes([1]) * 32).peer_id
 
