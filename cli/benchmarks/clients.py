@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...client.routing.swarm import Swarm
-from ...client.runtime.client import connect_over_network
+from ...client.runtime.joining import connect_over_network
 from ...client.session.farewells import Farewells
 from ...client.session.live_hops import LiveHops, SessionFacts
 from ...client.session.session import RemoteSession

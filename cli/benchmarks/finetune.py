@@ -9,7 +9,7 @@ import torch
 
 from ...client import AutoDistributedModelForCausalLM
 from ...client.model.remote_blocks import RemoteSequential
-from ...client.runtime.client import connect_over_network
+from ...client.runtime.joining import connect_over_network
 from ...client.settings.config import ClientConfig
 from ...peer.local_swarm.swarm import LocalSwarm
 from ...protocol.net.directory import Directory

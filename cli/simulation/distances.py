@@ -10,12 +10,12 @@ import numpy as np
 
 from ...client.routing.chain_search import Edges, Leg, Offers, find_cheapest_chain
 from ...client.routing.router import Ends, RoutingCosts, plan_route
-from ...peer.announcing.delays import MAX_TOLD, choose_measured, is_likely_neighbour
+from ...peer.announcing.delays import MAX_TOLD, choose_measured
 from ...protocol.ids import PeerId
 from ...protocol.records.announcements import Announcement, PeerState
 from ...protocol.records.coordinates import ORIGIN, Coordinate, settle
 from ...protocol.records.swarm_view import SwarmView
-from ...protocol.spans import Span
+from ...protocol.spans import Span, is_likely_neighbour
 from .machines import Machine, draw_machine
 from .steps import StepCost
 from .world import MODEL_ID, make_announcement

@@ -22,8 +22,7 @@ from ...peer.placement.placement import (
     Intent,
     decide_placement,
 )
-from ...peer.placement.room import Room
-from ...peer.placement.supply import Supply
+from ...peer.placement.supply import Room, Supply
 from ...protocol.endpoints import Endpoint
 from ...protocol.ids import MODEL_ID_CHARACTERS, ModelId, PeerId
 from ...protocol.records.announcements import Announcement, PeerState

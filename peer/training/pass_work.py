@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -13,10 +14,9 @@ from ...protocol.messages.session import Pass, PassKind, PassPiece, Slot
 from ...protocol.tensors import WireCodec, WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.trained_adapter import GatheredGradients
-from ..engine.engine import Engine
 from ..engine.pass_queue import GiveWay
-from ..engine.passes.passes import PassWork
-from ..sessions.step_work import check_fits
+from ..engine.passes.passes import Gradients, PassWork
+from ..streams.answer_queue import check_fits
 from .named_adapters import Adapters, join_gradients
 
 
@@ -26,18 +26,27 @@ class WireWork:
 
     message: Pass
     tensors: dict[Slot, list[WireTensor]]
+    hidden_size: int
     adapters: Adapters = ()
     gathered: GatheredGradients | None = None
     """Where the gradients of its adapter are added to, if they are."""
 
 
-def run_pass(engine: Engine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
+class PassEngine(Protocol):
+    """What computes passes."""
+
+    def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor: ...
+
+    def run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients: ...
+
+
+def run_pass(engine: PassEngine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
     """Return the frames that answer a pass, but for the last.
 
     On the compute thread: to decode and encode megabytes would hold up the event loop.
     """
     message, tensors, adapters = asked.message, asked.tensors, asked.adapters
-    shape = (message.num_rows, message.num_tokens, engine.spec.hidden_size)
+    shape = (message.num_rows, message.num_tokens, asked.hidden_size)
     hidden_BTH = _join(tensors.pop(Slot.HIDDEN), give_way).view(shape)
     prompts = _read_prompts(message, tensors, give_way)
     wants_adapters = message.adapter_vectors > 0 or asked.gathered is not None
@@ -53,7 +62,7 @@ def run_pass(engine: Engine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
         (found,) = gradients.adapters.values()  # only one is trained
         asked.gathered.add(message.gather, found, give_way)
     elif wants_adapters:
-        vectors = join_gradients(adapters, gradients.adapters, engine.spec.hidden_size)
+        vectors = join_gradients(adapters, gradients.adapters, asked.hidden_size)
         frames += _encode(message, Slot.ADAPTERS, vectors, give_way)
     return frames
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.cli.main import main
 from shoal.peer.engine.engine import Engine
-from shoal.peer.hosting import hosting
+from shoal.peer.hosting import hosted_model
 
 
 class SlowEngine(Engine):
@@ -29,5 +29,5 @@ class SlowEngine(Engine):
 
 
 if __name__ == "__main__":
-    hosting.Engine = SlowEngine  # type: ignore[misc]
+    hosted_model.Engine = SlowEngine  # type: ignore[misc]
     sys.exit(main())

@@ -27,13 +27,13 @@ from pass_scene import check_close
 from pass_talk import GRADIENTS, ROWS, TEXTS, TOKENS, ask, cut, join, make_pass
 from service_scene import HELLO, HIDDEN, SPAN, Peer, Talk, assert_declined, draw_hidden, run
 
-from shoal.peer.accounts import pass_budget
+from shoal.peer.accounts import budgets
 from shoal.peer.accounts.adapter_shelf import AdapterShelf
-from shoal.peer.accounts.pass_budget import PassBudget
+from shoal.peer.accounts.budgets import PassBudget
 from shoal.peer.engine.adapters.adapters import Adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
-from shoal.peer.training.adapter_desk import AdapterDesk
+from shoal.peer.training.uploads import UploadStream
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, UploadId
@@ -152,7 +152,7 @@ def test_gradients_of_adapters_have_a_budget_of_their_own(
         talk = await greet(peer)
         rows = (AdapterRows(await keep(talk, pack()), ROWS),)
         asked = make_pass(kind=PassKind.BACKWARD, adapters=rows, adapter_vectors=4 * RANK)
-        monkeypatch.setattr(pass_budget, "_MOST_TENSOR_BYTES", num_bytes - 1)
+        monkeypatch.setattr(budgets, "_MOST_TENSOR_BYTES", num_bytes - 1)
         (answer,) = await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS)
         refusal = assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER)
         assert refusal.retry_after_seconds is None
@@ -161,7 +161,7 @@ def test_gradients_of_adapters_have_a_budget_of_their_own(
         (answer,) = await ask(talk, there, HIDDEN=TEXTS)
         assert assert_declined(answer, ErrorCode.NO_ROOM_FOR_ADAPTER).detail == refusal.detail
 
-        monkeypatch.setattr(pass_budget, "_MOST_TENSOR_BYTES", max(text_bytes, num_bytes))
+        monkeypatch.setattr(budgets, "_MOST_TENSOR_BYTES", max(text_bytes, num_bytes))
         asked = replace(asked, pass_id=make_pass(2).pass_id)
         assert isinstance((await ask(talk, asked, HIDDEN=TEXTS, GRADIENTS=GRADIENTS))[-1], Passed)
 
@@ -440,13 +440,13 @@ def test_adapter_that_comes_slowly_is_read_and_one_that_drips_is_not(
 def test_stream_is_kept_while_an_adapter_comes_and_is_read(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = AdapterDesk._read
+    read = UploadStream._read
 
-    async def read_slowly(self: AdapterDesk, upload: Any) -> Any:
+    async def read_slowly(self: UploadStream, upload: Any) -> Any:
         await asyncio.sleep(30.0)
         return await read(self, upload)
 
-    monkeypatch.setattr(AdapterDesk, "_read", read_slowly)
+    monkeypatch.setattr(UploadStream, "_read", read_slowly)
 
     async def test(peer: Peer) -> None:
         talk, files = await greet(peer), pack()

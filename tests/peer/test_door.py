@@ -9,7 +9,7 @@ from typing import Any
 
 from service_scene import HELLO, Talk, assert_declined
 
-from shoal.peer.streams.door import Door
+from shoal.peer.streams.stream_handler import StreamHandler
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
@@ -28,9 +28,9 @@ class EchoService:
 
 @dataclass
 class Scene:
-    """A door at which nothing is served, a client, and what is running when nobody waits."""
+    """A handler for which nothing is served, a client, and what is running when nobody waits."""
 
-    door: Door
+    handler: StreamHandler
     listener: Listener
     client: LoopbackTransport
     idle: set[Any]
@@ -51,9 +51,9 @@ def run(test: Callable[[Scene], Awaitable[None]]) -> None:
     async def main() -> None:
         network = LoopbackNetwork()
         server, client = (LoopbackTransport(network, name) for name in ("peer", "client"))
-        door = Door()
-        listener = await server.listen("peer", 0, door.serve)
-        await test(Scene(door, listener, client, asyncio.all_tasks()))
+        handler = StreamHandler()
+        listener = await server.listen("peer", 0, handler.serve)
+        await test(Scene(handler, listener, client, asyncio.all_tasks()))
         await client.close()
         await server.close()
 
@@ -65,7 +65,7 @@ def test_stream_waits_for_a_service_that_comes_soon() -> None:
         talk = await scene.dial()
         service: Any = EchoService()
 
-        scene.door.open(service)
+        scene.handler.open(service)
 
         assert await talk.hear() == HELLO
         await talk.stream.close()

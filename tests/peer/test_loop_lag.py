@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterator
 
-from shoal.peer.runtime.loop_lag import LoopLag
+from shoal.peer.runtime.background import LoopLag
 from shoal.protocol.net.clock import run_virtual
 
 

@@ -9,9 +9,6 @@ import pytest
 
 from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
 from shoal.models.families.registry import read_spec
-from shoal.peer.accounts import memory
-from shoal.peer.accounts.block_sizes import BlockSizes
-from shoal.peer.accounts.memory import RESERVE_BYTES, find_room, read_free_bytes
 from shoal.peer.engine.blocks.numerics import Numerics
 from shoal.peer.engine.loading.loader import (
     count_block_bytes,
@@ -19,7 +16,9 @@ from shoal.peer.engine.loading.loader import (
     load_span,
     open_checkpoint,
 )
-from shoal.peer.placement.room import Room
+from shoal.peer.hosting import capacity
+from shoal.peer.hosting.capacity import RESERVE_BYTES, BlockSizes, find_room, read_free_bytes
+from shoal.peer.placement.supply import Room
 from shoal.protocol.spans import Span
 
 KV_BYTES = 10**6
@@ -108,7 +107,7 @@ def test_free_memory_is_less_than_there_is() -> None:
 def test_files_that_were_read_do_not_count_as_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("8000000\n")
     (tmp_path / "memory.current").write_text("7500000\n")
     (tmp_path / "memory.stat").write_text("anon 500000\nactive_file 1\ninactive_file 6999999\n")
@@ -119,7 +118,7 @@ def test_files_that_were_read_do_not_count_as_used(
 def test_container_without_a_limit_has_what_the_machine_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
+    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
     (tmp_path / "memory.max").write_text("max\n")
 
     assert read_free_bytes() > 8_000_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import hashlib
+import random
 import weakref
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
@@ -20,15 +21,14 @@ from shoal.peer.announcing.announcer import Announcer
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.cache.kv_pool import KVCachePool
 from shoal.peer.engine.cache.lazy_memory import LazyStore
-from shoal.peer.hosting.hosting import LoadError
+from shoal.peer.hosting.span_loader import LoadError
 from shoal.peer.hosting.throughput import Throughput
-from shoal.peer.placement.room import Room
-from shoal.peer.placer import PlacedModel, Placer
-from shoal.peer.resident import PeerEvent, Resident
-from shoal.peer.runtime.chores import Chores
-from shoal.peer.runtime.config import PeerConfig
-from shoal.peer.runtime.loop_lag import LoopLag
-from shoal.peer.streams.door import Door
+from shoal.peer.placement.placer import PlacedModel, Placer
+from shoal.peer.placement.supply import Room
+from shoal.peer.runtime.background import BackgroundTasks, LoopLag
+from shoal.peer.runtime.config import PeerConfig, PeerEvent
+from shoal.peer.serving_loop import ServingLoop
+from shoal.peer.streams.stream_handler import StreamHandler
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.identity import Identity
@@ -72,20 +72,9 @@ class TroubledDirectory(MemoryDirectory):
         return announcements
 
 
-class IdleCompute:
-    """Calls at once what is to be called on the compute thread."""
-
-    queue_seconds = 0.0
-    pass_queue_seconds = 0.0
-
-    async def call(self, function: Callable[[], Any]) -> Any:
-        return function()
-
-
 class IdleService:
     """A service without sessions."""
 
-    facts = SimpleNamespace(peer_id="", model_id=MODEL_ID)
     is_empty = False
 
     def __init__(self, drain_seconds: float) -> None:
@@ -98,6 +87,15 @@ class IdleService:
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
         await asyncio.sleep(self.drain_seconds)
         return True
+
+    async def hang_up(self) -> None:
+        return
+
+    async def describe(self, announcement: Announcement) -> Announcement:
+        return announcement
+
+    def count_work(self) -> dict[str, object]:
+        return {}
 
     async def serve(self, stream: object) -> None:
         self.num_streams += 1
@@ -118,7 +116,7 @@ class IdleEngine:
         return {block: block for block in range(NUM_BLOCKS) if block in self.span and block in span}
 
 
-class CountingHosting:
+class CountingLoader:
     """Takes its time for each block that is not there yet."""
 
     def __init__(self) -> None:
@@ -145,16 +143,22 @@ class CountingHosting:
                 raise LoadError(f"block {block} cannot be loaded: the disk is full", [block])
         engine = IdleEngine(span)
         self.engines.append(weakref.ref(engine))
-        self.services.append(IdleService(self.drain_seconds))
+        throughput = Throughput(BLOCKS_PER_SECOND / len(span), 1000.0)
         yield SimpleNamespace(
             engine=engine,
-            service=self.services[-1],
-            compute=IdleCompute(),
-            throughput=Throughput(BLOCKS_PER_SECOND / len(span), 1000.0),
+            span=span,
+            kernels="",
+            decode_steps_per_second=throughput.decode_steps_per_second,
+            prefill_tokens_per_second=throughput.prefill_tokens_per_second,
+            throughput=throughput,
             load_seconds=LOAD_SECONDS,
             began_at=VirtualClock().now(),
             blocks_per_second=BLOCKS_PER_SECOND,
         )
+
+    def make_service(self, served: object) -> Any:
+        self.services.append(IdleService(self.drain_seconds))
+        return self.services[-1]
 
     def keep_blocks(self, engine: IdleEngine, span: Span) -> dict[int, Any]:
         return engine.keep_blocks(engine.span if self.has_memory_for_two else span)
@@ -172,8 +176,8 @@ class Peer:
     name: str
     events: list[PeerEvent]
     directory: TroubledDirectory
-    door: Door
-    hosting: CountingHosting
+    handler: StreamHandler
+    loader: CountingLoader
     stop: asyncio.Event
     running: asyncio.Task[None]
 
@@ -211,26 +215,35 @@ class World:
         name = f"peer{len(self.peers)}"
         identity = Identity(hashlib.sha256(name.encode()).digest())
         clock, directory, events = VirtualClock(), TroubledDirectory(self.store), list[PeerEvent]()
-        endpoint = Endpoint(name, 1, "f" * 64)
-        template = make_template(CONFIG, identity.peer_id, MODEL_ID, NUM_BLOCKS, endpoint)
+        presence: Any = SimpleNamespace(
+            identity=identity, endpoint=Endpoint(name, 1, "f" * 64), relays=(), relay_port=0
+        )
+        template = make_template(CONFIG, MODEL_ID, NUM_BLOCKS, presence)
         description = SelfDescription(template, LoopLag(clock), WORK)
         announcer = Announcer(directory, identity, description.describe, clock, PERIOD_SECONDS)
         model = PlacedModel(MODEL_ID, WORK, Room(max_blocks))
-        placer = Placer(identity.peer_id, model, directory, announcer, description, clock)
-        placer._rng.seed(name)
-        hosting: Any = CountingHosting()
-        door = Door()
-        resident = Resident(
-            hosting, door, announcer, description, events.append, {"endpoint": name}, 0.0
+        rng = random.Random(name)
+        placer = Placer(model, directory, announcer, description, clock, rng)
+        loader: Any = CountingLoader()
+        handler = StreamHandler()
+        loop = ServingLoop(
+            loader,
+            loader.make_service,
+            handler,
+            announcer,
+            description,
+            events.append,
+            {"endpoint": name},
+            0.0,
         )
         stop = asyncio.Event()
 
         async def live() -> None:
-            async with Chores() as chores:
-                await resident.run(span, placer, chores, stop)
+            async with BackgroundTasks() as tasks:
+                await loop.run(span, placer, tasks, stop)
 
         running = asyncio.create_task(live())
-        peer = Peer(name, events, directory, door, hosting, stop, running)
+        peer = Peer(name, events, directory, handler, loader, stop, running)
         self.peers.append(peer)
         return peer
 
@@ -339,7 +352,7 @@ def test_blocks_that_both_spans_have_stay_loaded() -> None:
         await asyncio.sleep(3 * PERIOD_SECONDS)
 
         assert peer.span == Span(0, 6)
-        assert peer.hosting.loaded == [set(range(2, 8)), {0, 1}]
+        assert peer.loader.loaded == [set(range(2, 8)), {0, 1}]
 
     run(test)
 
@@ -350,7 +363,7 @@ def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> No
             world.add(span=span)
         await asyncio.sleep(PERIOD_SECONDS)
         peer = world.add()
-        peer.hosting.drain_seconds = 10.0
+        peer.loader.drain_seconds = 10.0
         await asyncio.sleep(PERIOD_SECONDS)
         stream: Any = SimpleNamespace(wait_over=asyncio.Event().wait)
         for other in world.peers[:2]:
@@ -359,12 +372,12 @@ def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> No
             assert not peer.running.done()
             await asyncio.sleep(0.1)
 
-        await peer.door.serve(stream)
-        assert [service.num_streams for service in peer.hosting.services] == [1]
-        while len(peer.hosting.loaded) < 2:  # noqa: ASYNC110 - a test on virtual time
+        await peer.handler.serve(stream)
+        assert [service.num_streams for service in peer.loader.services] == [1]
+        while len(peer.loader.loaded) < 2:  # noqa: ASYNC110 - a test on virtual time
             await asyncio.sleep(0.1)
-        await peer.door.serve(stream)
-        assert [service.num_streams for service in peer.hosting.services] == [1, 1]
+        await peer.handler.serve(stream)
+        assert [service.num_streams for service in peer.loader.services] == [1, 1]
 
     run(test)
 
@@ -430,7 +443,7 @@ def test_who_is_about_to_serve_for_an_hour_is_not_believed() -> None:
     async def test(world: World) -> None:
         world.add(span=Span(4, 8))
         for _ in range(2):  # they say they come, and never do
-            world.add(span=Span(0, 4)).hosting.serve = never_load  # type: ignore[method-assign]
+            world.add(span=Span(0, 4)).loader.serve = never_load  # type: ignore[method-assign]
         watcher = world.add()
         await asyncio.sleep(2 * PERIOD_SECONDS)
         assert watcher.span == Span(4, 8)
@@ -470,8 +483,8 @@ async def bring_to_move(world: World) -> Peer:
 def test_peer_goes_back_when_it_cannot_load_where_it_moves(has_memory_for_two: bool) -> None:
     async def test(world: World) -> None:
         peer = await bring_to_move(world)
-        peer.hosting.broken = {3}
-        peer.hosting.has_memory_for_two = has_memory_for_two
+        peer.loader.broken = {3}
+        peer.loader.has_memory_for_two = has_memory_for_two
 
         await asyncio.sleep(3 * PERIOD_SECONDS)
 
@@ -488,7 +501,7 @@ def test_peer_goes_back_when_it_cannot_load_where_it_moves(has_memory_for_two: b
         }  # fmt: skip
         assert peer.span == Span(4, 8)
         again = set() if has_memory_for_two else {4, 5, 6, 7}
-        assert peer.hosting.loaded == [{4, 5, 6, 7}, {0, 1, 2, 3}, again]
+        assert peer.loader.loaded == [{4, 5, 6, 7}, {0, 1, 2, 3}, again]
         assert await world.count_hosts() == [0] * 4 + [2] * 4
 
     run(test)
@@ -497,7 +510,7 @@ def test_peer_goes_back_when_it_cannot_load_where_it_moves(has_memory_for_two: b
 def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it() -> None:
     async def test(world: World) -> None:
         peer = await bring_to_move(world)
-        peer.hosting.broken = {2}
+        peer.loader.broken = {2}
 
         await asyncio.sleep(4 * PERIOD_SECONDS)
 
@@ -510,11 +523,11 @@ def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it() -> None:
 def test_place_that_could_not_be_loaded_is_tried_again_later_and_later() -> None:
     async def test(world: World) -> None:
         peer = await bring_to_move(world)
-        peer.hosting.broken = {3}
+        peer.loader.broken = {3}
         await asyncio.sleep(9 * 600)
         assert peer.num_moves == 4  # after 0, 10, 30 and 70 minutes
 
-        peer.hosting.broken = set()
+        peer.loader.broken = set()
         await asyncio.sleep(10 * 600)
 
         assert peer.span == Span(0, 4)
@@ -526,12 +539,12 @@ def test_place_that_could_not_be_loaded_is_tried_again_later_and_later() -> None
 def test_peer_goes_back_when_memory_does_not_hold_where_it_moves() -> None:
     async def test(world: World) -> None:
         peer = await bring_to_move(world)
-        peer.hosting.has_memory_for_one = False
+        peer.loader.has_memory_for_one = False
 
         await asyncio.sleep(3 * PERIOD_SECONDS)
 
         assert peer.span == Span(4, 8)
-        assert peer.hosting.loaded == [{4, 5, 6, 7}, {4, 5, 6, 7}]
+        assert peer.loader.loaded == [{4, 5, 6, 7}, {4, 5, 6, 7}]
 
     run(test)
 
@@ -540,7 +553,7 @@ def test_peer_goes_back_when_memory_does_not_hold_where_it_moves() -> None:
 def test_peer_that_cannot_load_its_first_span_says_so(span: Span | None) -> None:
     async def test(world: World) -> None:
         peer = world.add(span=span)
-        peer.hosting.broken = set(range(NUM_BLOCKS))
+        peer.loader.broken = set(range(NUM_BLOCKS))
         with pytest.raises(LoadError, match="block 0 cannot be loaded: the disk is full"):
             await peer.running
 
@@ -550,7 +563,7 @@ def test_peer_that_cannot_load_its_first_span_says_so(span: Span | None) -> None
 def test_peer_that_can_load_nothing_any_more_says_so() -> None:
     async def test(world: World) -> None:
         peer = await bring_to_move(world)
-        peer.hosting.broken = set(range(NUM_BLOCKS))
+        peer.loader.broken = set(range(NUM_BLOCKS))
         with pytest.raises(LoadError, match="block 4 cannot be loaded: the disk is full"):
             await peer.running
 
@@ -560,14 +573,14 @@ def test_peer_that_can_load_nothing_any_more_says_so() -> None:
 def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once() -> None:
     async def test(world: World) -> None:
         peer = await bring_to_move(world)
-        peer.hosting.drain_seconds = peer.hosting.services[0].drain_seconds = 20.0
+        peer.loader.drain_seconds = peer.loader.services[0].drain_seconds = 20.0
         await wait_for_move(peer)
         began_at = VirtualClock().now()
 
         await peer.leave()
 
         assert VirtualClock().now() - began_at < 1.0
-        assert len(peer.hosting.loaded) == 1
+        assert len(peer.loader.loaded) == 1
         states = sorted(peer.state for peer in await world.read() if peer.span == Span(4, 8))
         assert states == [PeerState.OFFLINE, PeerState.ONLINE]
 

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import safetensors.torch
 from torch import Tensor
@@ -24,15 +24,13 @@ from ...protocol.messages.adapters import (
     AdapterUpdate,
     make_updated_id,
 )
-from ...protocol.wire.codec import encode_frame
+from ...protocol.messages.session import Message
+from ...protocol.net.clock import Clock
 from ..accounts.adapter_shelf import Kept
 from ..engine.adapters.trained_adapter import GiveWay, TrainedAdapter
-from ..sessions.answer_queue import AnswerQueue
-from ..sessions.answers import encode_refusal
-from ..sessions.signs import Signs
-
-if TYPE_CHECKING:
-    from ..streams.service import Service
+from ..streams.answer_queue import encode_refusal
+from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
+from .accounts import TrainingAccounts
 
 _logger = logging.getLogger(__name__)
 
@@ -44,32 +42,44 @@ _FLOAT_BYTES = 4
 TrainingMessage = AdapterMeasure | AdapterUpdate | AdapterFetch
 
 
-class UpdateDesk:
-    """Does one thing at a time for a stream, in turn with passes. A repeated update is one."""
+class UpdateStream:
+    """Does one thing at a time for a stream, in turn with passes. A repeated update is one.
 
-    def __init__(self, service: Service, answers: AnswerQueue) -> None:
-        self._service = service
-        self._answers = answers
-        self._signs = Signs(service.compute, answers)
+    A part of a `StreamWork`.
+    """
+
+    def __init__(
+        self, compute: Compute, clock: Clock, accounts: TrainingAccounts, stream: ClientStream
+    ) -> None:
+        self._compute = compute
+        self._clock = clock
+        self._accounts = accounts
+        self._stream = stream
+        self._answers = stream.answers
+        self._keep_alive = KeepAlive(compute, stream.answers)
         self._task: asyncio.Task[None] | None = None
         self._unsent: tuple[Holder, int] | None = None  # an answer that counts until it is sent
-        self._active_at = service.clock.now()
+        self._active_at = clock.now()
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        return dict.fromkeys((AdapterMeasure, AdapterUpdate, AdapterFetch), self._take)
 
     @property
     def active_at(self) -> float:
         """When something was last asked here; now, while it is done."""
-        return self._service.clock.now() if self._task is not None else self._active_at
+        return self._clock.now() if self._task is not None else self._active_at
 
-    def take(self, message: TrainingMessage, holder: Holder) -> None:
+    def _take(self, message: TrainingMessage) -> None:
         """Begin with what is asked, or answer why not.
 
         Raises RemoteProtocolError while something else is asked.
         """
         if self._task is not None:
             raise RemoteProtocolError("a stream asks for one thing about an adapter at a time")
-        shelf = self._service.adapters
+        shelf, holder = self._accounts.shelf, self._stream.holder
         if isinstance(message, AdapterUpdate) and shelf.has(make_updated_id(message), holder):
-            self._answers.put(_encode_kept(message))
+            self._answers.say(_make_kept(message))
             return
         try:
             is_fetched = isinstance(message, AdapterFetch)
@@ -82,8 +92,8 @@ class UpdateDesk:
         except RefusedError as error:
             self._answers.put(encode_refusal(message.pass_id, 0, error))
             return
-        self._service.num_passes += 1
-        self._signs.begin(message.pass_id)
+        self._accounts.begin()
+        self._keep_alive.begin(message.pass_id)
         self._task = asyncio.create_task(self._work(message, holder, kept, trained))
         self._task.add_done_callback(self._finish)
 
@@ -98,7 +108,7 @@ class UpdateDesk:
         if isinstance(message, AdapterMeasure):
             return
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
-        if num_bytes > self._service.read_free_bytes():
+        if num_bytes > self._accounts.read_free_bytes():
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
                 f"this peer has no {num_bytes} bytes of memory for an update at present",
@@ -111,14 +121,14 @@ class UpdateDesk:
         try:
             if isinstance(message, AdapterMeasure):
                 measure = partial(trained.gathered.measure, message.gradients)
-                square_sum: float = await self._compute(measure, holder, kept, trained)
-                self._answers.put(encode_frame(AdapterMeasured(message.pass_id, square_sum)))
+                square_sum: float = await self._run(measure, holder, kept, trained)
+                self._answers.say(AdapterMeasured(message.pass_id, square_sum))
             elif isinstance(message, AdapterUpdate):
                 update = partial(_update, trained, message)
-                updated: TrainedAdapter = await self._compute(update, holder, kept, trained)
+                updated: TrainedAdapter = await self._run(update, holder, kept, trained)
                 names = message.gradients.adapter, make_updated_id(message)
-                self._service.adapters.replace(*names, holder, updated)
-                self._answers.put(_encode_kept(message))
+                self._accounts.shelf.replace(*names, holder, updated)
+                self._answers.say(_make_kept(message))
             else:
                 await self._fetch(message, holder, kept, trained)
         except RefusedError as error:
@@ -129,12 +139,12 @@ class UpdateDesk:
         self, message: AdapterFetch, holder: Holder, kept: Kept, trained: TrainedAdapter
     ) -> None:
         """Queue all files of an adapter, which count like the answers of passes until sent."""
-        passes = self._service.passes
+        tensors = self._accounts.tensors
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
-        passes.check_room_for(holder, num_bytes)
-        passes.count(holder, num_bytes)
+        tensors.check_room_for(holder, num_bytes)
+        tensors.count(holder, num_bytes)
         self._unsent = holder, num_bytes
-        matrices = await self._compute(trained.copy_matrices, holder, kept, trained)
+        matrices = await self._run(trained.copy_matrices, holder, kept, trained)
         files = await asyncio.to_thread(_encode_files, matrices)
         head = AdapterHead(
             UploadId(message.pass_id),
@@ -144,23 +154,23 @@ class UpdateDesk:
             optimizer=trained.kind,
             num_updates=trained.num_updates,
         )
-        self._answers.put(encode_frame(head))
+        self._answers.say(head)
         for piece in cut_adapter(head.upload_id, files):
-            self._answers.put(encode_frame(piece))
+            self._answers.say(piece)
         self._answers.put_mark(self._note_sent)
 
     def _note_sent(self) -> None:
         """Count an answer no longer that was sent, or that nobody will read."""
         if self._unsent is not None:
             holder, num_bytes = self._unsent
-            self._service.passes.count(holder, -num_bytes)
+            self._accounts.tensors.count(holder, -num_bytes)
             self._unsent = None
 
-    async def _compute(
+    async def _run(
         self, run: Callable[[GiveWay], Any], holder: Holder, kept: Kept, trained: TrainedAdapter
     ) -> Any:
         """Return what comes of it when its turn has come on the compute thread."""
-        compute, shelf = self._service.compute, self._service.adapters
+        compute, shelf = self._compute, self._accounts.shelf
         cost = max(1, trained.adapter.num_numbers // _NUMBERS_PER_COST)
         num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
         shelf.use(kept, holder)
@@ -176,12 +186,11 @@ class UpdateDesk:
                 compute.drop_pass(job)
 
     def _finish(self, task: asyncio.Task[None]) -> None:
-        self._signs.stop()
+        self._keep_alive.stop()
         if task.cancelled():
             self._note_sent()
-        self._task, self._active_at = None, self._service.clock.now()
-        self._service.num_passes -= 1
-        self._service.note_change()
+        self._task, self._active_at = None, self._clock.now()
+        self._accounts.end()
         error = None if task.cancelled() else task.exception()
         if error is not None:
             _logger.error("an adapter could not be trained: %r", error)
@@ -196,5 +205,5 @@ def _encode_files(matrices: Sequence[Mapping[str, Tensor]]) -> bytes:
     return b"".join(safetensors.torch.save(dict(sorted(file.items()))) for file in matrices)
 
 
-def _encode_kept(message: AdapterUpdate) -> bytes:
-    return encode_frame(AdapterKept(UploadId(message.pass_id), KEEP_SECONDS))
+def _make_kept(message: AdapterUpdate) -> AdapterKept:
+    return AdapterKept(UploadId(message.pass_id), KEEP_SECONDS)

@@ -1,12 +1,18 @@
-"""How much memory passes may take at a peer, and what for."""
+"""How much memory passes and adapters may take at a peer, and what for."""
 
 from dataclasses import dataclass
 
-MOST_BYTES = 2**32
-"""Beyond it more memory only helps who sends microbatches of more than 10,000 tokens."""
+MOST_PASS_BYTES = 2**32
+"""For passes. More only helps clients that send microbatches of more than 10,000 tokens."""
 
-LEAST_BYTES = 2**27
+LEAST_PASS_BYTES = 2**27
 """With less, no pass through a model of some width finds room."""
+
+MOST_ADAPTER_BYTES = 2**29
+"""Of all adapters together, as they were brought. One client may have half of that and a bit."""
+
+LEAST_ADAPTER_BYTES = 2**24
+"""With less, there is no room for an adapter of a model of some width."""
 
 _MOST_TENSOR_BYTES = 2**28
 """For one pass: 2,000 tokens of a model of width 8192 in float32, there and back."""
@@ -65,4 +71,18 @@ def choose_pass_bytes(free_bytes: int) -> int:
     >>> choose_pass_bytes(2**33) // 2**20
     1024
     """
-    return min(free_bytes // 8, MOST_BYTES)
+    return min(free_bytes // 8, MOST_PASS_BYTES)
+
+
+def choose_adapter_bytes(free_bytes: int) -> int:
+    """Return what adapters may take of so much free memory, unless a volunteer says it.
+
+    Nothing where that is less than the least that one may say.
+
+    >>> choose_adapter_bytes(2**32) // 2**20
+    256
+    >>> choose_adapter_bytes(2**27)
+    0
+    """
+    num_bytes = min(free_bytes // 16, MOST_ADAPTER_BYTES)
+    return num_bytes if num_bytes >= LEAST_ADAPTER_BYTES else 0

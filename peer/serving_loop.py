@@ -1,47 +1,44 @@
 """The life of a peer that has joined: it serves a span, and maybe another one after it."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from typing import Any
 
 from ..protocol.errors import DirectoryError
 from ..protocol.records.announcements import PeerState
 from ..protocol.spans import Span
-from .announcing.announcer import Announcer
+from .announcing.announcer import Announcer, say_goodbye
 from .announcing.self_description import SelfDescription
-from .engine.loading.loader import HostedBlock
-from .hosting.hosting import Hosting, LoadError, Stay
+from .engine.engine import HostedBlock
+from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
 from .placement.placement import Decision
-from .placer import Placer
-from .runtime.chores import Chores
-from .streams.door import Door
+from .placement.placer import Placer
+from .runtime.background import BackgroundTasks
+from .runtime.config import PeerEvent, Report
 from .streams.service import Service
+from .streams.stream_handler import StreamHandler
 
 _logger = logging.getLogger(__name__)
 
 _MOVE_DRAIN_SECONDS = 30.0
 """How long sessions may go on at blocks that are wanted less than others. The swarm waits."""
 
-
-@dataclass(frozen=True)
-class PeerEvent:
-    """A point in the life of a peer, for whoever started it. Values are plain JSON types."""
-
-    name: str
-    facts: dict[str, object] = field(default_factory=dict)
-
-
-Report = Callable[[PeerEvent], None]
+MakeService = Callable[[ServedSpan], Service]
+"""Makes what serves streams from a span that is loaded."""
 
 
 @dataclass(frozen=True)
-class Resident:
-    """A peer in its swarm. `address` says for people where it is found."""
+class ServingLoop:
+    """Serves one span after the other. `address` says for people where the peer is found."""
 
-    hosting: Hosting
-    door: Door
+    loader: SpanLoader
+    make_service: MakeService
+    handler: StreamHandler
     announcer: Announcer
     description: SelfDescription
     report: Report
@@ -49,7 +46,7 @@ class Resident:
     drain_seconds: float
 
     async def run(
-        self, span: Span | None, placer: Placer, chores: Chores, stop: asyncio.Event
+        self, span: Span | None, placer: Placer, tasks: BackgroundTasks, stop: asyncio.Event
     ) -> None:
         """Serve a span until told to stop; without one, serve where the swarm needs it."""
         is_placed = span is None
@@ -59,15 +56,15 @@ class Resident:
             self._tell("placed", decision)
         self.description.plan(span)
         await self.announcer.announce(PeerState.JOINING)
-        chores.begin(self.announcer.run())
+        tasks.begin(self.announcer.run())
         kept: dict[int, HostedBlock] = {}
         origin: Span | None = None
         while span is not None:
             try:
                 if origin is not None:
-                    self.hosting.check_room(span, kept)
-                decision, kept = await self._stay(
-                    span, kept, placer if is_placed else None, chores, stop
+                    self.loader.check_room(span, kept)
+                decision, kept = await self._serve(
+                    span, kept, placer if is_placed else None, tasks, stop
                 )
             except LoadError as error:
                 if origin is None:
@@ -78,34 +75,38 @@ class Resident:
             else:
                 span, origin = None if decision is None else decision.span, span
 
-    async def _stay(
+    async def _serve(
         self,
         span: Span,
         kept: dict[int, HostedBlock],
         placer: Placer | None,
-        chores: Chores,
+        tasks: BackgroundTasks,
         stop: asyncio.Event,
     ) -> tuple[Decision | None, dict[int, HostedBlock]]:
         """Serve a span; return where to go on, with which blocks, or None to leave.
 
         Memory is for the next span: when this returns, nothing may hold on to what was served.
         """
-        async with self.hosting.serve(span, kept, self._tell_loading) as stay:
+        async with AsyncExitStack() as stack:
+            loading = self.loader.serve(span, kept, self._tell_loading)
+            served = await stack.enter_async_context(loading)
             kept.clear()  # what was kept for the way back has to go, too
-            await self._begin(stay)
-            decision = await chores.run_until(_watch(stay, placer, stop))
-            decision = await self._end(stay.service, decision, stop)
+            service = self.make_service(served)
+            stack.push_async_callback(service.hang_up)
+            await self._begin(served, service)
+            decision = await tasks.run_until(_watch(served, placer, stop))
+            decision = await self._end(service, decision, stop)
             if decision is None or decision.span is None:
                 return None, {}
-            return decision, self.hosting.keep_blocks(stay.engine, decision.span)
+            return decision, self.loader.keep_blocks(served.engine, decision.span)
 
-    async def _begin(self, stay: Stay) -> None:
+    async def _begin(self, served: ServedSpan, service: Service) -> None:
         """Let streams and sessions come."""
-        self.description.begin_serving(stay)
-        self.door.open(stay.service)
+        self.description.begin_serving(served, service.describe)
+        self.handler.open(service)
         # Whoever was announced once is told again, as soon as the directory can be written.
         await self._announce_if_possible(PeerState.ONLINE)
-        self.report(PeerEvent("online", {**self._describe(stay), **self.address}))
+        self.report(PeerEvent("online", {**self._describe(served), **self.address}))
 
     async def _end(
         self, service: Service, decision: Decision | None, stop: asyncio.Event
@@ -128,7 +129,7 @@ class Resident:
         self.description.end_serving()
         if decision is None:
             await say_goodbye(self.announcer)
-        self.door.close()
+        self.handler.close()
         return decision
 
     async def _turn_back(self, origin: Span, error: LoadError) -> None:
@@ -140,8 +141,7 @@ class Resident:
     async def _drain(self, service: Service) -> None:
         if service.is_empty or self.drain_seconds <= 0:
             return
-        facts: dict[str, object] = {"sessions": len(service.sessions), "passes": service.num_passes}
-        self.report(PeerEvent("draining", facts))
+        self.report(PeerEvent("draining", dict(service.count_work())))
         await self._announce_if_possible(PeerState.DRAINING)
         await service.wait_until_empty(self.drain_seconds)
 
@@ -151,11 +151,11 @@ class Resident:
         except DirectoryError as error:
             _logger.warning("could not announce that the peer is %s: %s", state, error)
 
-    def _describe(self, stay: Stay) -> dict[str, object]:
-        engine, facts, throughput = stay.engine, stay.service.facts, stay.throughput
+    def _describe(self, served: ServedSpan) -> dict[str, object]:
+        engine, throughput = served.engine, served.throughput
         return {
-            "peer_id": facts.peer_id,
-            "model_id": facts.model_id,
+            "peer_id": self.announcer.peer_id,
+            "model_id": self.description.model_id,
             "span": str(engine.span),
             "num_blocks": engine.spec.num_blocks,
             "weights_bytes": engine.num_weight_bytes,
@@ -171,22 +171,12 @@ class Resident:
         self.report(PeerEvent("loading", {"done": num_done, "blocks": num_blocks}))
 
 
-async def say_goodbye(announcer: Announcer) -> None:
-    """Announce OFFLINE unless that was done: once a peer has shown itself, others wait for it."""
-    if announcer.state is PeerState.OFFLINE:
-        return
-    try:
-        await announcer.announce(PeerState.OFFLINE)
-    except DirectoryError as error:
-        _logger.warning("could not say goodbye to the directory: %s", error)
-
-
-async def _watch(stay: Stay, placer: Placer | None, stop: asyncio.Event) -> Decision | None:
+async def _watch(served: ServedSpan, placer: Placer | None, stop: asyncio.Event) -> Decision | None:
     """Wait until the peer should move, or, that is None, stop."""
     if placer is None:
         await stop.wait()
         return None
-    stopping, moving = await _race(stop.wait(), placer.wait_for_move(stay))
+    stopping, moving = await _race(stop.wait(), placer.wait_for_move(served))
     return moving.result() if stopping.cancelled() else None
 
 

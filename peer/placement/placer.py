@@ -3,19 +3,21 @@
 import asyncio
 import logging
 import random
-from collections.abc import Collection
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
-from ..protocol.errors import DirectoryError, UsageError
-from ..protocol.ids import ModelId, PeerId
-from ..protocol.net.clock import Clock
-from ..protocol.net.directory import Directory
-from ..protocol.records.announcements import PeerState
-from ..protocol.records.swarm_view import SwarmView
-from .announcing.announcer import Announcer
-from .announcing.self_description import SelfDescription
-from .hosting.hosting import Stay
-from .placement.placement import (
+from ...protocol.errors import DirectoryError, UsageError
+from ...protocol.ids import ModelId, PeerId
+from ...protocol.net.clock import Clock
+from ...protocol.net.directory import Directory
+from ...protocol.records.announcements import PeerState
+from ...protocol.records.swarm_view import SwarmView
+from ...protocol.spans import Span
+from ..announcing.announcer import Announcer
+from ..announcing.self_description import SelfDescription
+from .placement import (
     INTENT_PERIODS,
     LOOKS_PER_PERIOD,
     MAX_INTENTS,
@@ -25,14 +27,38 @@ from .placement.placement import (
     Intent,
     decide_placement,
 )
-from .placement.room import Room
-from .placement.setbacks import Setbacks
-from .placement.supply import Supply
+from .supply import Room, Supply
 
 _logger = logging.getLogger(__name__)
 
 _MAX_JOINING_SECONDS = 3600.0
 """Who says for so long that he is about to serve is no longer believed: others may be needed."""
+
+
+_FIRST_AVOIDED_SECONDS = 600.0
+"""How long blocks are avoided after the first failure: as long as a peer stays anywhere."""
+
+_MOST_AVOIDED_SECONDS = 24 * 3600.0
+
+
+class Placed(Protocol):
+    """Where a peer is, and what it measured there."""
+
+    @property
+    def span(self) -> Span: ...
+
+    @property
+    def blocks_per_second(self) -> float: ...
+
+    @property
+    def load_seconds(self) -> float:
+        """What loading one block took; 0 if all were there already."""
+        ...
+
+    @property
+    def began_at(self) -> float:
+        """Seconds of the peer's clock."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -56,26 +82,44 @@ class PlacedModel:
         return bool((stops > range(self.num_blocks)).any())
 
 
+class LoadFailures:
+    """Blocks that could not be loaded. Each is avoided for a while, twice as long every time."""
+
+    def __init__(self) -> None:
+        self._num_failures: Counter[int] = Counter()
+        self._avoided_until: dict[int, float] = {}
+
+    def note(self, blocks: Iterable[int], now: float) -> None:
+        """Note that these blocks, or one of them, could not be loaded."""
+        for block in blocks:
+            doubled = _FIRST_AVOIDED_SECONDS * 2 ** self._num_failures[block]
+            self._num_failures[block] += 1
+            self._avoided_until[block] = now + min(doubled, _MOST_AVOIDED_SECONDS)
+
+    def list_avoided(self, now: float) -> frozenset[int]:
+        """Return the blocks that are to be left alone now."""
+        return frozenset(block for block, until in self._avoided_until.items() if now < until)
+
+
 class Placer:
     """Decides for one peer where it serves, and announces what it intends before it does it."""
 
     def __init__(
         self,
-        peer_id: PeerId,
         model: PlacedModel,
         directory: Directory,
         announcer: Announcer,
         description: SelfDescription,
         clock: Clock,
+        rng: random.Random,
     ) -> None:
-        self._peer_id = peer_id
         self._model = model
         self._directory = directory
         self._announcer = announcer
         self._description = description
         self._clock = clock
-        self._rng = random.Random()
-        self._setbacks = Setbacks()
+        self._rng = rng
+        self._failures = LoadFailures()
         self._has_moved = False
         self._joining_since: dict[PeerId, float] = {}
 
@@ -103,16 +147,16 @@ class Placer:
 
     def avoid(self, blocks: Collection[int]) -> None:
         """Keep away for a while from blocks that could not be loaded."""
-        self._setbacks.note(blocks, self._clock.now())
+        self._failures.note(blocks, self._clock.now())
 
-    async def wait_for_move(self, stay: Stay) -> Decision:
+    async def wait_for_move(self, current: Placed) -> Decision:
         """Watch the swarm; return as soon as the peer should be somewhere else, and has said so."""
         look_seconds = self._announcer.period_seconds / LOOKS_PER_PERIOD
         await asyncio.sleep(self._rng.random() * look_seconds)
         while True:
             await asyncio.sleep(look_seconds)
             try:
-                decision = await self._reconsider(stay)
+                decision = await self._reconsider(current)
             except DirectoryError as error:
                 _logger.warning("cannot look where the peer is needed: %s", error)
                 decision = None
@@ -121,12 +165,12 @@ class Placer:
                 return decision
             await self._withdraw()
 
-    async def _reconsider(self, stay: Stay) -> Decision | None:
+    async def _reconsider(self, current: Placed) -> Decision | None:
         """Decide, and if it is for a move say so and decide again."""
         intent: Intent | None = None
         while True:
             supply = await self._take_supply()
-            decision = self._decide(supply, stay, intent)
+            decision = self._decide(supply, current, intent)
             if decision.action is Action.STAY or decision.span is None:
                 return None
             if intent is not None and decision.span == intent.span:
@@ -150,18 +194,18 @@ class Placer:
         await self._announcer.announce(PeerState.JOINING)
         await asyncio.sleep(INTENT_PERIODS * self._announcer.period_seconds)
 
-    def _decide(self, supply: Supply, stay: Stay | None, intent: Intent | None) -> Decision:
+    def _decide(self, supply: Supply, current: Placed | None, intent: Intent | None) -> Decision:
         candidate = Candidate(
-            peer_id=self._peer_id,
+            peer_id=self._announcer.peer_id,
             room=self._model.room,
             blocks_per_second=(
-                supply.typical_blocks_per_second if stay is None else stay.blocks_per_second
+                supply.typical_blocks_per_second if current is None else current.blocks_per_second
             ),
-            load_seconds=0.0 if stay is None else stay.load_seconds,
-            span=None if stay is None else stay.engine.span,
-            residency_seconds=0.0 if stay is None else self._clock.now() - stay.began_at,
+            load_seconds=0.0 if current is None else current.load_seconds,
+            span=None if current is None else current.span,
+            residency_seconds=0.0 if current is None else self._clock.now() - current.began_at,
             has_moved=self._has_moved,
-            avoided=self._setbacks.list_avoided(self._clock.now()),
+            avoided=self._failures.list_avoided(self._clock.now()),
             intent=intent,
         )
         return decide_placement(supply, candidate, self._rng)

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, Holder
 from ...protocol.ids import PassId
 from ...protocol.messages.passes import PiecesReader, list_answer_slots, list_question_slots
-from ...protocol.messages.session import Pass, Passed, PassKind, PassPiece
-from ...protocol.wire.codec import encode_frame
+from ...protocol.messages.session import Message, Pass, Passed, PassKind, PassPiece
+from ...protocol.net.clock import Clock
 from ..accounts.adapter_shelf import Kept
 from ..engine.adapters.trained_adapter import GatheredGradients
+from ..engine.engine import Engine
 from ..engine.pass_queue import ComputedPass, PassJob
-from ..sessions.answer_queue import AnswerQueue
-from ..sessions.answers import encode_refusal
-from ..sessions.signs import Signs
+from ..streams.answer_queue import encode_refusal
+from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
+from .accounts import TrainingAccounts
 from .named_adapters import Adapters, check_adapters, cut_adapters, find_gathered, find_kept
 from .pass_work import WireWork, run_pass
-
-if TYPE_CHECKING:
-    from ..streams.service import Service
 
 _logger = logging.getLogger(__name__)
 
@@ -54,20 +51,36 @@ class _Asked:
     job: PassJob | None = None
 
 
-class PassDesk:
+class PassStream:
     """Takes one pass at a time from a stream.
 
-    The memory that the pass needs on its way is counted as a whole when it is asked for.
+    The memory that the pass needs on its way is counted as a whole when it is asked for. A part of
+    a `StreamWork`.
     """
 
-    def __init__(self, service: Service, answers: AnswerQueue) -> None:
-        self._service = service
-        self._answers = answers
+    def __init__(
+        self,
+        engine: Engine,
+        compute: Compute,
+        clock: Clock,
+        accounts: TrainingAccounts,
+        stream: ClientStream,
+    ) -> None:
+        self._engine = engine
+        self._compute = compute
+        self._clock = clock
+        self._accounts = accounts
+        self._stream = stream
+        self._answers = stream.answers
         self._asked: _Asked | None = None
         self._refused: PassId | None = None
         self._timer: asyncio.TimerHandle | None = None  # of the upload's end
-        self._signs = Signs(service.compute, answers)
-        self._active_at = service.clock.now()
+        self._keep_alive = KeepAlive(compute, stream.answers)
+        self._active_at = clock.now()
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        return {Pass: self._take_pass, PassPiece: self._take_piece}
 
     @property
     def active_at(self) -> float:
@@ -75,25 +88,19 @@ class PassDesk:
         answered.
         """
         if self._asked is not None and self._asked.job is not None:
-            return self._service.clock.now()
+            return self._clock.now()
         return self._active_at
 
-    def take(self, message: Pass | PassPiece, holder: Holder) -> None:
-        """Begin a pass, or answer why not; or take the next piece of one.
-
-        Raises RemoteProtocolError where neither belongs there.
-        """
-        if isinstance(message, PassPiece):
-            self._take_piece(message)
-            return
+    def _take_pass(self, message: Pass) -> None:
+        """Begin a pass, or answer why not."""
         if self._asked is not None:
             raise RemoteProtocolError("a stream has one pass at a time")
         try:
-            self._asked = asked = self._admit(message, holder)
+            self._asked = asked = self._admit(message, self._stream.holder)
         except RefusedError as error:
             self._refuse(message.pass_id, error)
             return
-        self._active_at = self._service.clock.now()
+        self._active_at = self._clock.now()
         self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, asked)
 
     def end(self) -> None:
@@ -107,7 +114,7 @@ class PassDesk:
         else:
             # Its tensors are in memory until the compute thread has let go of them.
             asked.job.released.add_done_callback(lambda _: self._forget(asked))
-            self._service.compute.drop_pass(asked.job)
+            self._compute.drop_pass(asked.job)
 
     def _take_piece(self, piece: PassPiece) -> None:
         asked = self._asked
@@ -116,17 +123,17 @@ class PassDesk:
                 raise RemoteProtocolError("a piece of a pass that was not asked for")
             return
         asked.reader.take(piece)
-        self._active_at = self._service.clock.now()
+        self._active_at = self._clock.now()
         if asked.reader.is_complete:
-            self._compute(asked)
+            self._begin_computing(asked)
 
     def _admit(self, message: Pass, holder: Holder) -> _Asked:
-        service, engine = self._service, self._service.engine
-        if service.is_draining:
+        accounts, engine = self._accounts, self._engine
+        if accounts.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
-        if not service.pass_budget.num_bytes:
+        if not accounts.budget.num_bytes:
             raise RefusedError(ErrorCode.OUT_OF_MEMORY, "this peer has no memory for training")
-        if message.model_id != service.facts.model_id:
+        if message.model_id != accounts.model_id:
             raise RefusedError(ErrorCode.WRONG_MODEL, "this peer serves another model")
         if not engine.span.covers(message.span):
             raise RefusedError(
@@ -137,15 +144,15 @@ class PassDesk:
                 ErrorCode.TOO_LONG,
                 f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
             )
-        kept = find_kept(message, service.adapters, holder)
+        kept = find_kept(message, accounts.shelf, holder)
         gathered = find_gathered(message, kept)
         adapters = cut_adapters(message, kept)
         num_bytes, work_bytes = self._measure(message, adapters)
-        service.passes.check_room_for(holder, num_bytes)
-        service.passes.count(holder, num_bytes)
-        service.num_passes += 1
+        accounts.tensors.check_room_for(holder, num_bytes)
+        accounts.tensors.count(holder, num_bytes)
+        accounts.begin()
         for one in kept.values():
-            service.adapters.use(one, holder)
+            accounts.shelf.use(one, holder)
         reader = PiecesReader(list_question_slots(message), engine.spec.hidden_size)
         return _Asked(
             message, holder, reader, num_bytes, work_bytes, adapters, kept.values(), gathered
@@ -153,7 +160,7 @@ class PassDesk:
 
     def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
         """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
-        engine, budget = self._service.engine, self._service.pass_budget
+        engine, budget = self._engine, self._accounts.budget
         vector_bytes = engine.spec.hidden_size * _FLOAT_BYTES
         adapter_bytes = check_adapters(
             message, adapters, engine.spec.hidden_size, budget.max_gradient_bytes
@@ -169,7 +176,7 @@ class PassDesk:
         )
         has_room = text_bytes <= budget.max_tensor_bytes and work_bytes <= budget.max_work_bytes
         work_bytes += adapter_bytes
-        if not has_room or work_bytes > self._service.read_free_bytes():
+        if not has_room or work_bytes > self._accounts.read_free_bytes():
             raise RefusedError(
                 ErrorCode.OUT_OF_MEMORY,
                 f"a pass of {message.num_rows} x {message.num_tokens} tokens is more than this "
@@ -187,16 +194,16 @@ class PassDesk:
         detail = f"the pass did not come within {_UPLOAD_SECONDS:.0f} s; send smaller microbatches"
         self._refuse(asked.message.pass_id, RefusedError(ErrorCode.OUT_OF_MEMORY, detail))
 
-    def _compute(self, asked: _Asked) -> None:
+    def _begin_computing(self, asked: _Asked) -> None:
         message = asked.message
-        work = WireWork(message, asked.reader.tensors, asked.adapters, asked.gathered)
-        run = partial(run_pass, self._service.engine, work)
+        hidden_size = self._engine.spec.hidden_size
+        work = WireWork(message, asked.reader.tensors, hidden_size, asked.adapters, asked.gathered)
+        run = partial(run_pass, self._engine, work)
         cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
-        compute = self._service.compute
-        asked.job = compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
+        asked.job = self._compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
         asked.job.future.add_done_callback(partial(self._answer, asked))
         self._stop_timer()
-        self._signs.begin(message.pass_id)
+        self._keep_alive.begin(message.pass_id)
 
     def _answer(self, asked: _Asked, computing: asyncio.Future[ComputedPass]) -> None:
         if computing.cancelled() or self._asked is not asked:
@@ -220,22 +227,21 @@ class PassDesk:
         # Before the last word, upon which the client may ask for the next pass.
         self._answers.put_mark(lambda: self._forget(asked))
         passed = Passed(pass_id, computed.queue_seconds, computed.compute_seconds)
-        self._answers.put(encode_frame(passed))
+        self._answers.say(passed)
 
     def _recount(self, asked: _Asked, num_bytes: int) -> None:
-        self._service.passes.count(asked.holder, num_bytes - asked.num_bytes)
+        self._accounts.tensors.count(asked.holder, num_bytes - asked.num_bytes)
         asked.num_bytes = num_bytes
 
     def _forget(self, asked: _Asked) -> None:
         self._stop_timer()
-        self._asked, self._active_at = None, self._service.clock.now()
+        self._asked, self._active_at = None, self._clock.now()
         self._recount(asked, 0)
         for kept in asked.kept:
-            self._service.adapters.leave(kept, asked.holder)
-        self._service.num_passes -= 1
-        self._service.note_change()
+            self._accounts.shelf.leave(kept, asked.holder)
+        self._accounts.end()
 
     def _stop_timer(self) -> None:
-        self._signs.stop()
+        self._keep_alive.stop()
         if self._timer is not None:
             self._timer.cancel()

@@ -23,14 +23,18 @@ from .neighbours import Neighbours
 _logger = logging.getLogger(__name__)
 
 
+MAX_LOGGED_BYTES = 256 * 2**20
+"""Outputs of all sessions that were pushed to other peers and may have to be pushed again: 32,000
+tokens of a model of width 4096 in 16 bits. A session that finds no room is not logged."""
+
 _BEHIND_ALL = 2**64
 """A sequence that no step reaches."""
 
 
 @dataclass(frozen=True)
-class Ways:
-    """What all outlets of a peer share: connections, and the memory for what is not sent or may
-    have to be sent again.
+class PushResources:
+    """What the outputs of all sessions of a peer share: connections, and the memory for what is not
+    sent or may have to be sent again.
     """
 
     neighbours: Neighbours | None
@@ -38,18 +42,22 @@ class Ways:
     logged: SharedBytes
 
 
-class Outlet:
+class SessionOutputs:
     """The outputs of one session at its peer. `post` sends a frame to the session's client."""
 
     def __init__(
-        self, session: SessionId, holder: Holder, ways: Ways, post: Callable[[bytes], None]
+        self,
+        session: SessionId,
+        holder: Holder,
+        resources: PushResources,
+        post: Callable[[bytes], None],
     ) -> None:
         self.holder = holder
         self.next: NextHop | None = None
         self.post = post
         self._mirror: NextHop | None = None  # is to take the place of the next one
         self._session = session
-        self._ways = ways
+        self._resources = resources
         self._log: SenderLog[WireTensor] | None = None
         self._logged_bytes = 0
         self._resume_sequence = 0
@@ -57,7 +65,9 @@ class Outlet:
         self._loss = ""  # why the next hop is lost, until the client names another
 
     def __repr__(self) -> str:
-        return f"<Outlet to {'the client' if self.next is None else self.next.peer_id[-6:]}>"
+        return (
+            f"<SessionOutputs to {'the client' if self.next is None else self.next.peer_id[-6:]}>"
+        )
 
     def open(
         self, following: NextHop, log: SenderLog[WireTensor] | None, prefix_tokens: int
@@ -68,7 +78,7 @@ class Outlet:
             self._log = SenderLog[WireTensor]()
         elif log is not None:
             num_bytes = _count_bytes(log.payloads)
-            if self._ways.logged.has_room_for(self.holder, num_bytes):
+            if self._resources.logged.has_room_for(self.holder, num_bytes):
                 self._log = log
                 self._count(num_bytes)
         self._neighbours.prepare(following, self)
@@ -142,7 +152,7 @@ class Outlet:
         if following is not None and following.first_sequence >= resume_sequence:
             prefix = []  # it has what is before
         num_bytes = _count_bytes(piece.payload for piece in (*prefix, *rest))
-        if not self._ways.pending.has_room_for(self.holder, num_bytes):
+        if not self._resources.pending.has_room_for(self.holder, num_bytes):
             raise RefusedError(ErrorCode.LOG_INCOMPLETE, "there is no room to send it all again")
         if following is not None:
             self._neighbours.count_replay(self.holder, num_bytes)
@@ -165,7 +175,7 @@ class Outlet:
             return 0
         prefix, _ = self._log.plan(_BEHIND_ALL)
         num_bytes = _count_bytes(piece.payload for piece in prefix)
-        if not prefix or not self._ways.pending.has_room_for(self.holder, num_bytes):
+        if not prefix or not self._resources.pending.has_room_for(self.holder, num_bytes):
             return 0
         try:
             self._neighbours.count_replay(self.holder, num_bytes)
@@ -184,7 +194,7 @@ class Outlet:
     ) -> int:
         groups = _group_for_replay(prefix)
         frames = self._make_frames(following, groups, rest)
-        self._ways.pending.count(self.holder, num_bytes)
+        self._resources.pending.count(self.holder, num_bytes)
         self._neighbours.replay(following, frames, num_bytes, self)
         return len(groups)
 
@@ -215,7 +225,7 @@ class Outlet:
 
     def note_left(self, num_bytes: int) -> None:
         """See `Sender`."""
-        self._ways.pending.count(self.holder, -num_bytes)
+        self._resources.pending.count(self.holder, -num_bytes)
 
     def note_lost(self, following: NextHop, error: ShoalError) -> None:
         """See `Sender`: the client decides what happens; it may have decided already.
@@ -231,15 +241,15 @@ class Outlet:
 
     @property
     def _neighbours(self) -> Neighbours:
-        if self._ways.neighbours is None:
+        if self._resources.neighbours is None:
             raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer pushes to no other")
-        return self._ways.neighbours
+        return self._resources.neighbours
 
     def _note(self, sent: SentStep[WireTensor]) -> None:
         """Log an output, or give the log up where there is no room for it."""
         if self._log is None:
             return
-        if not self._ways.logged.has_room_for(self.holder, _count_bytes([sent.payload])):
+        if not self._resources.logged.has_room_for(self.holder, _count_bytes([sent.payload])):
             _logger.info("no room to log more of a session")
             self.give_up_log()
             return
@@ -249,14 +259,14 @@ class Outlet:
     def _count(self, num_bytes: int) -> None:
         self._logged_bytes += num_bytes
         if num_bytes:
-            self._ways.logged.count(self.holder, num_bytes)
+            self._resources.logged.count(self.holder, num_bytes)
 
     def _send(self, step: Step, following: NextHop) -> None:
         if following is self.next and self._loss:
             self._tell_loss()  # it is logged: the client may have it sent elsewhere
             return
         frame = _encode_for(following, step)
-        self._ways.pending.count(self.holder, len(frame))
+        self._resources.pending.count(self.holder, len(frame))
         self._neighbours.push(following, choose_lane(step, len(frame)), frame, self)
 
     def _tell_loss(self) -> None:

@@ -5,7 +5,7 @@ import contextlib
 
 from ...protocol.errors import ErrorCode, RefusedError, UnavailableError
 from ...protocol.net.transport import Stream
-from ..sessions.answers import encode_refusal
+from .answer_queue import encode_refusal
 from .service import Service
 
 _PATIENCE_SECONDS = 20.0
@@ -15,7 +15,7 @@ take hours, and waiting costs a stranger nothing."""
 _RETRY_SECONDS = 10.0
 
 
-class Door:
+class StreamHandler:
     """Leads each stream to the service of the moment; while there is none, streams wait a while.
 
     So whoever dials while the last block is being loaded waits for it.
@@ -23,6 +23,11 @@ class Door:
 
     def __init__(self) -> None:
         self._opened: asyncio.Future[Service] = asyncio.Future()
+
+    @property
+    def service(self) -> Service:
+        """The service of the moment; only while there is one."""
+        return self._opened.result()
 
     def open(self, service: Service) -> None:
         """Let this service have the streams that wait, and those that come."""

@@ -3,10 +3,17 @@
 import asyncio
 from collections.abc import Callable
 
+from torch import Tensor
+
+from ...kernels.wire.compress import has_only_finite
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError, UnavailableError
 from ...protocol.fair_share import BUSY_SECONDS, Holder
+from ...protocol.ids import SessionId
+from ...protocol.messages.session import Declined, Message
 from ...protocol.net.transport import Stream
+from ...protocol.tensors import WireDtype
+from ...protocol.wire.codec import encode_frame
 from ..accounts.shared_bytes import SharedBytes
 
 _MAX_PENDING_ANSWERS = 16
@@ -41,6 +48,10 @@ class AnswerQueue:
     def put(self, answer: bytes | Answer) -> None:
         """Queue an answer, or the place of one."""
         self._queue.put_nowait(answer)
+
+    def say(self, message: Message) -> None:
+        """Queue a message."""
+        self.put(encode_frame(message))
 
     def put_mark(self, note_sent: Callable[[], None]) -> None:
         """Have something called as soon as everything that is queued by now was sent."""
@@ -129,3 +140,19 @@ class AnswerQueue:
     def _count_unsent(self, num_bytes: int) -> None:
         self._unsent_bytes += num_bytes
         self.count(num_bytes)
+
+
+def encode_refusal(session: SessionId | None, sequence: int, error: RefusedError) -> bytes:
+    """Return the frame that refuses a step, a session (sequence 0) or the stream (no session)."""
+    return encode_frame(
+        Declined(session, sequence, error.code, str(error), error.retry_after_seconds)
+    )
+
+
+def check_fits(hidden: Tensor, dtype: WireDtype) -> None:
+    """Raise RefusedError when a dtype of the wire cannot hold these numbers."""
+    if dtype is WireDtype.FP16 and not has_only_finite(hidden.half()):
+        raise RefusedError(
+            ErrorCode.BAD_VALUES,
+            "these hidden states are too large for fp16 on the wire; choose bf16 or fp32",
+        )
