@@ -86,28 +86,17 @@ class Peer:
         report: Report,
     ) -> Peer:
         """Make the parts and begin what runs in the background; the stack ends all of it."""
-        identity, model = presence.identity, loader.model
+        identity, directory, model = presence.identity, presence.directory, loader.model
+        period_seconds = config.announce_period_seconds
         # Nobody else can foretell what it draws; an identity that a test gives draws the same.
         rng = random.Random(identity.derive_secret("shoal random numbers"))
         lag = LoopLag(clock)
         connections = Connections.make(
-            identity,
-            presence,
-            handler.serve,
-            model.model_id,
-            clock,
-            config.announce_period_seconds,
-            rng,
+            identity, presence, handler.serve, model.model_id, clock, period_seconds, rng
         )
         template = make_template(config, model.model_id, model.spec.num_blocks, presence)
         description = SelfDescription(template, lag, model.sizes.work, connections.describe)
-        announcer = Announcer(
-            presence.directory,
-            identity,
-            description.describe,
-            clock,
-            config.announce_period_seconds,
-        )
+        announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
         stack.push_async_callback(say_goodbye, announcer)
         tasks = await stack.enter_async_context(BackgroundTasks())
         tasks.begin(lag.run())
@@ -119,10 +108,7 @@ class Peer:
         for listener in presence.listeners:
             stack.push_async_callback(listener.close)
         stack.callback(lambda: _logger.info("served with %r", lag))
-        address = {
-            "endpoint": str(template.doors[0]),
-            "addresses": list(presence.directory.addresses),
-        }
+        address = {"endpoint": str(template.doors[0]), "addresses": list(directory.addresses)}
         loop = ServingLoop(
             loader,
             partial(make_service, identity.peer_id, loader, connections.neighbours, clock),
@@ -134,7 +120,7 @@ class Peer:
             config.drain_seconds,
         )
         placed = PlacedModel(model.model_id, model.sizes.work, model.find_room())
-        placer = Placer(placed, presence.directory, announcer, description, clock, rng)
+        placer = Placer(placed, directory, announcer, description, clock, rng)
         return cls(config, announcer, handler, placer, loop, tasks)
 
     async def serve(self, stop: asyncio.Event) -> None:

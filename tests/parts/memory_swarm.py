@@ -215,16 +215,16 @@ class Inside:
         self.training.shelf = self.resources.shelf = shelf
 
     @property
-    def ways(self) -> Any:
+    def pushing(self) -> Any:
         return self.resources.pushing
 
-    @ways.setter
-    def ways(self, ways: Any) -> None:
-        self.resources.pushing = ways
+    @pushing.setter
+    def pushing(self, resources: Any) -> None:
+        self.resources.pushing = resources
 
     @property
     def neighbours(self) -> Any:
-        return self.ways.neighbours
+        return self.pushing.neighbours
 
     @property
     def pending(self) -> Any:
@@ -233,7 +233,7 @@ class Inside:
     @pending.setter
     def pending(self, pending: Any) -> None:
         self.service.host = replace(self.service.host, pending=pending)
-        self.ways = replace(self.ways, pending=pending)
+        self.pushing = replace(self.pushing, pending=pending)
 
     @property
     def clock(self) -> Clock:

@@ -241,7 +241,7 @@ def run(
             for client in peer.clients:
                 await client.close()
             await peer.wait_until_empty()
-            assert service.ways.logged.used_bytes == 0
+            assert service.pushing.logged.used_bytes == 0
             await service.neighbours.close()
             assert service.pending.used_bytes == 0
             assert service.passes.used_bytes == 0

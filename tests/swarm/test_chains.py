@@ -143,7 +143,7 @@ def test_tokens_are_sent_through_everything_where_no_log_is_left(run_story: Any,
     async def story(world: Any) -> None:
         for peer in world.loopback.peers:
             service = look_into(peer)
-            service.ways = replace(service.ways, logged=SharedBytes(0))
+            service.pushing = replace(service.pushing, logged=SharedBytes(0))
         session, turns = world.open(), world.make_turns(num_rows=2, num_decoded=6)
         turns[2] = replace(turns[2], row_map=(1, 0))
         turns[4] = replace(turns[4], row_map=(0, 0))

@@ -474,7 +474,7 @@ def test_prompt_that_comes_during_the_move_holds_up_no_step(
 def test_hop_whose_input_nobody_has_kept_stays(run_story: Any) -> None:
     async def story(world: Any) -> None:
         for peer in world.loopback.peers:
-            look_into(peer).ways = replace(look_into(peer).ways, logged=SharedBytes(0))
+            look_into(peer).pushing = replace(look_into(peer).pushing, logged=SharedBytes(0))
         session, turns = world.open(), world.make_turns(num_decoded=12)
         outputs = await world.take_all(session, turns[:4])
         before = world.hosts_of(session)
@@ -498,7 +498,7 @@ def test_hop_that_could_not_move_takes_its_log_with_it(run_story: Any) -> None:
 
     async def story(world: Any) -> None:
         for peer in world.loopback.peers:
-            look_into(peer).ways = replace(look_into(peer).ways, logged=SharedBytes(0))
+            look_into(peer).pushing = replace(look_into(peer).pushing, logged=SharedBytes(0))
         session, turns = world.open(), world.make_turns(num_decoded=4)
         await world.take_all(session, turns[:2])
         leaving = world.hosts_of(session)[1]

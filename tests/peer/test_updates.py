@@ -1,4 +1,4 @@
-"""Adapters that a peer trains, at its door: repeats do nothing, strangers nothing, NaN nothing."""
+"""Adapters that a peer trains, on a stream: repeats do nothing, strangers nothing, NaN nothing."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_client_that_goes_in_the_middle_leaves_the_adapter_as_it_was(engine: Eng
     run(engine, test)
 
 
-# ---- without a door
+# ---- without a stream
 
 
 def make_trained(engine: Engine) -> TrainedAdapter:

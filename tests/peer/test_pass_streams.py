@@ -1,4 +1,4 @@
-"""Passes at a peer's door: what is honest is computed, what is not is refused, nothing is left."""
+"""Passes on a stream: honest ones are computed, others refused, and nothing is left."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters at a peer's door: kept and shared fairly, found by who may, refused by name, let go."""
+"""Adapters that are uploaded: kept and shared fairly, refused by name, let go."""
 
 from __future__ import annotations
 
