@@ -10,14 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvloop
 
-from ..peer.runtime.config import PeerConfig
+from ..peer.runtime.config import PeerConfig, PeerEvent, Report
 from ..protocol.errors import UsageError
 from ..protocol.membership.join_code import JoinCode
 from ..protocol.membership.membership import Membership
+from ..protocol.net.clock import SystemClock
+from ..protocol.net.dht.internet import InternetNetwork, Listening
 from ..protocol.spans import Span
 from .terminal.bundled_model import find_model
 from .terminal.heavy_imports import importing_much
@@ -35,10 +37,6 @@ from .terminal.quantities import (
 )
 from .terminal.sizes import parse_bytes, parse_memory
 from .terminal.terminal import Terminal
-
-if TYPE_CHECKING:
-    # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.
-    from ..peer.resident import PeerEvent, Report
 
 _DEFAULTS = PeerConfig(model="")
 
@@ -142,7 +140,7 @@ def run(options: argparse.Namespace) -> int:
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
     with quitting_at_once(), importing_much():
-        from ..peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
+        pass
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_online = runner.run(_serve(config, report, options.end_with_stdin))
     return 0 if was_online else INTERRUPTED
@@ -187,7 +185,7 @@ def _choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple
     return (JoinCode.parse(code).membership if code else None), ()
 
 
-async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> bool:
+async def _serve(config: PeerConfig, report: Report, end_with_stdin: bool) -> bool:
     """Run the peer and listen to requests to end; return whether it was online."""
     _allow_many_files()
     stop, hurry = asyncio.Event(), asyncio.Event()
@@ -213,24 +211,22 @@ def _allow_many_files() -> None:
 
 
 async def _run_until_stopped(
-    config: PeerConfig, stop: asyncio.Event, hurry: asyncio.Event, report: "Report"
+    config: PeerConfig, stop: asyncio.Event, hurry: asyncio.Event, report: Report
 ) -> bool:
     """Run the peer and return whether it was online.
 
     A stop while it loads blocks, the first ones or others, does not wait for them; a hurry waits
     for no session either.
     """
-    from ..peer.peer import run_peer
-
     is_online = was_online = False
 
-    def watch(event: "PeerEvent") -> None:
+    def watch(event: PeerEvent) -> None:
         nonlocal is_online, was_online
         is_online = event.name == "online" or (is_online and event.name != "drained")
         was_online = was_online or is_online
         report(event)
 
-    running = asyncio.ensure_future(run_peer(config, stop, watch))
+    running = asyncio.ensure_future(_run_peer(config, stop, watch))
     for event in (stop, hurry):
         waiting = asyncio.ensure_future(event.wait())
         await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
@@ -242,16 +238,30 @@ async def _run_until_stopped(
     return was_online
 
 
+async def _run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> None:
+    """Serve a span over the internet until `stop` is set."""
+    from ..peer.peer import Peer  # with torch, for which `--help` should not wait
+
+    clock = SystemClock()
+    listening = Listening(
+        config.listen_host, config.listen_port, config.directory_port, config.announce_host
+    )
+    network = InternetNetwork(clock, config.initial_peers, config.membership, listening)
+    async with Peer.join(config, network, clock, report) as peer:
+        await peer.serve(stop)
+    report(PeerEvent("left"))
+
+
 def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
     if not os.read(sys.stdin.fileno(), 4096):
         stop.set()
 
 
-def _print_json(event: "PeerEvent") -> None:
+def _print_json(event: PeerEvent) -> None:
     Terminal(sys.stdout).print(json.dumps({"event": event.name, **event.facts}))
 
 
-def _print_for_people(event: "PeerEvent") -> None:
+def _print_for_people(event: PeerEvent) -> None:
     facts: dict[str, Any] = event.facts
     terminal = Terminal(sys.stdout)
     if event.name == "started":
@@ -276,7 +286,7 @@ def _print_for_people(event: "PeerEvent") -> None:
                 terminal.print(line)
 
 
-def _describe_event(event: "PeerEvent") -> Iterator[str]:
+def _describe_event(event: PeerEvent) -> Iterator[str]:
     """Yield what happens to a peer that runs, in sentences for people."""
     facts: dict[str, Any] = event.facts
     if event.name == "draining":

@@ -1,224 +1,152 @@
-"""The main path of a serving peer: load a span, announce it, serve it, leave in good order."""
+"""The composition root of a peer: the parts that it is made of, and how they meet.
+
+`shoal serve`, swarms in memory and tests build the same Peer, over another network and clock.
+"""
+
+from __future__ import annotations
 
 import asyncio
 import logging
 import random
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
-from dataclasses import replace
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
 
-from ..protocol.endpoints import Endpoint
 from ..protocol.identity import Identity
-from ..protocol.membership.join_code import make_codes
-from ..protocol.net.addresses import check_can_be_dialled, is_loopback
-from ..protocol.net.clock import SystemClock
-from ..protocol.net.dht.hivemind_directory import HivemindDirectory
-from ..protocol.net.directory import Directory
-from ..protocol.net.p2pd.multiaddrs import replace_host, split_multiaddr
-from ..protocol.net.tcp.tcp_transport import TcpTransport
-from ..protocol.net.tcp.tls import make_tls_identity
-from ..protocol.net.transport import Listener, Transport
-from ..protocol.records.announcements import Announcement
-from .accounts.memory import find_room
-from .announcing.announcer import Announcer
-from .announcing.delays import Delays
-from .announcing.relay_watch import watch_relays
-from .announcing.self_description import SelfDescription, make_template
-from .hosting.hosting import HostedModel, Hosting
-from .placement.room import Room
-from .placer import PlacedModel, Placer
-from .pushing.neighbours import Neighbours
-from .pushing.parked_streams import ParkedStreams
-from .pushing.reverse_connections import ReverseConnections
-from .resident import PeerEvent, Report, Resident, say_goodbye
-from .runtime.chores import Chores
-from .runtime.config import PeerConfig
+from ..protocol.net.clock import Clock
+from ..protocol.net.network import Network, Presence
+from .announcing.announcer import Announcer, say_goodbye
+from .announcing.self_description import SelfDescription, make_template, watch_relays
+from .hosting.span_loader import SpanLoader
+from .placement.placer import PlacedModel, Placer
+from .pushing.connections import Connections
+from .runtime.background import BackgroundTasks, LoopLag
+from .runtime.config import PeerConfig, PeerEvent, Report, ignore
 from .runtime.identity_file import hold_identity
-from .runtime.loop_lag import LoopLag
-from .streams.door import Door
+from .serving_loop import ServingLoop
+from .streams.stream_handler import StreamHandler
+from .workloads import make_service
 
 _logger = logging.getLogger(__name__)
 
+OpenLoader = Callable[[PeerConfig, Clock], SpanLoader]
 
-async def run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> None:
-    """Serve a span until `stop` is set, the configured one or those that the swarm needs.
 
-    Reports `started`, `directory`, `placed` (where, if that is not told), `loading` (per block),
-    `online`, maybe `moving`, `loading` and `online` again (or, where that was not possible,
-    `returning`), and `left`. Raises UsageError for what the caller can mend and DirectoryError when
-    the swarm cannot be joined; whatever was begun is undone before.
-    """
-    check_can_be_dialled(config.announce_host or config.listen_host)
-    clock = SystemClock()
-    async with AsyncExitStack() as stack:
-        identity = stack.enter_context(_hold_identity(config))
-        model = await asyncio.to_thread(HostedModel.open, config)
-        report(PeerEvent("started", _describe_start(identity, model)))
-        # Whoever knows the announcement from before a restart finds the same key again.
-        tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
-        transport = TcpTransport(tls_identity, membership=config.membership)
-        stack.push_async_callback(transport.close)
-        door = Door()
-        listeners = [await _listen(config, transport, config.listen_port, door)]
-        endpoint = _choose_endpoint(config, listeners[0].endpoint)
-        directory = await _join_directory(config, identity, clock, endpoint)
-        stack.push_async_callback(directory.close)
-        report(PeerEvent("directory", _describe_directory(config, directory)))
-        if directory.relays:
-            listeners.append(await _listen_behind_relays(config, directory, stack, door))
+@dataclass(frozen=True)
+class Peer:
+    """A peer that has joined its swarm and serves nothing yet."""
 
-        lag = LoopLag(clock)
-        template = _make_template(config, identity, model, endpoint, directory)
+    config: PeerConfig
+    announcer: Announcer
+    handler: StreamHandler
+    _placer: Placer
+    _loop: ServingLoop
+    _tasks: BackgroundTasks
+
+    @classmethod
+    @asynccontextmanager
+    async def join(
+        cls,
+        config: PeerConfig,
+        network: Network,
+        clock: Clock,
+        report: Report = ignore,
+        *,
+        identity: Identity | None = None,
+        open_loader: OpenLoader = SpanLoader.open,
+    ) -> AsyncGenerator[Peer]:
+        """Open the model, listen and join the directory; leave in good order at the end.
+
+        Without an `identity` it is that of `config.identity_path`, or a fresh one. `open_loader`
+        opens the model; tests pass one that computes otherwise.
+
+        Reports `started` and `directory`. Raises UsageError for what the caller can mend and
+        DirectoryError when the swarm cannot be joined; whatever was begun is undone before.
+        """
+        async with AsyncExitStack() as stack:
+            identity = identity or stack.enter_context(hold_identity(config.identity_path))
+            loader = await asyncio.to_thread(open_loader, config, clock)
+            report(PeerEvent("started", _describe_start(identity, loader)))
+            handler = StreamHandler()
+            presence = await network.serve(identity, handler.serve)
+            stack.push_async_callback(presence.close)
+            report(PeerEvent("directory", dict(presence.describe())))
+            yield await cls._compose(stack, config, loader, presence, handler, clock, report)
+
+    @classmethod
+    async def _compose(
+        cls,
+        stack: AsyncExitStack,
+        config: PeerConfig,
+        loader: SpanLoader,
+        presence: Presence,
+        handler: StreamHandler,
+        clock: Clock,
+        report: Report,
+    ) -> Peer:
+        """Make the parts and begin what runs in the background; the stack ends all of it."""
+        identity, directory, model = presence.identity, presence.directory, loader.model
         period_seconds = config.announce_period_seconds
-        delays = Delays(directory, transport, clock, period_seconds, random.Random())
-        reverse = _make_reverse(config, identity, transport, directory, door)
-        description = SelfDescription(template, lag, model.sizes.work, delays, reverse)
+        # Nobody else can foretell what it draws; an identity that a test gives draws the same.
+        rng = random.Random(identity.derive_secret("shoal random numbers"))
+        lag = LoopLag(clock)
+        connections = Connections.make(
+            identity, presence, handler.serve, model.model_id, clock, period_seconds, rng
+        )
+        template = make_template(config, model.model_id, model.spec.num_blocks, presence)
+        description = SelfDescription(template, lag, model.sizes.work, connections.describe)
         announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
         stack.push_async_callback(say_goodbye, announcer)
-        chores = await stack.enter_async_context(Chores())
-        chores.begin(lag.run())
-        chores.begin(delays.run())
-        if reverse is not None:
-            chores.begin(watch_relays(directory, model.model_id, description, announcer, report))
-            chores.begin(reverse.run(partial(_note_parked, announcer, report)))
-        parked = None if reverse else _make_parked(config, model, directory, endpoint)
-        neighbours = Neighbours(transport, clock, delays.note_pushed, parked)
-        stack.push_async_callback(neighbours.close)
-        for listener in listeners:
+        tasks = await stack.enter_async_context(BackgroundTasks())
+        tasks.begin(lag.run())
+        tasks.begin(connections.delays.run())
+        if connections.reverse is not None:
+            tasks.begin(watch_relays(presence, model.model_id, description, announcer, report))
+            tasks.begin(connections.reverse.run(partial(_note_parked, announcer, report)))
+        stack.push_async_callback(connections.neighbours.close)
+        for listener in presence.listeners:
             stack.push_async_callback(listener.close)
-        placed = _describe_model(config, model)
-        placer = Placer(identity.peer_id, placed, directory, announcer, description, clock)
-        resident = Resident(
-            hosting=Hosting(config, model, identity.peer_id, clock, neighbours),
-            door=door,
-            announcer=announcer,
-            description=description,
-            report=report,
-            address=_describe_address(template.all_endpoints[0], directory),
-            drain_seconds=config.drain_seconds,
+        stack.callback(lambda: _logger.info("served with %r", lag))
+        address = {
+            "endpoint": str(template.all_endpoints[0]),
+            "addresses": list(directory.addresses),
+        }
+        loop = ServingLoop(
+            loader,
+            partial(make_service, identity.peer_id, loader, connections.neighbours, clock),
+            handler,
+            announcer,
+            description,
+            report,
+            address,
+            config.drain_seconds,
         )
-        await resident.run(config.span, placer, chores, stop)
-        _logger.info("served with %r", lag)
-    report(PeerEvent("left", {}))
+        placed = PlacedModel(model.model_id, model.sizes.work, model.find_room())
+        placer = Placer(placed, directory, announcer, description, clock, rng)
+        return cls(config, announcer, handler, placer, loop, tasks)
+
+    async def serve(self, stop: asyncio.Event) -> None:
+        """Serve the configured span, or those that the swarm needs, until `stop` is set.
+
+        Reports `placed` (where, if that is not told), `loading` (per block), `online`, maybe
+        `moving`, `loading` and `online` again (or, where that was not possible, `returning`).
+
+        Raises UsageError where there is no room for any block, LoadError when the first blocks
+        cannot be loaded and RevokedError when the owner of the swarm has shut the peer out.
+        """
+        await self._loop.run(self.config.span, self._placer, self._tasks, stop)
 
 
-def _hold_identity(config: PeerConfig) -> AbstractContextManager[Identity]:
-    if config.identity_path is None:
-        return nullcontext(Identity.generate())
-    return hold_identity(config.identity_path)
-
-
-async def _join_directory(
-    config: PeerConfig, identity: Identity, clock: SystemClock, endpoint: Endpoint
-) -> HivemindDirectory:
-    return await HivemindDirectory.join(
-        config.initial_peers,
-        identity=identity,
-        listen_host=config.listen_host,
-        port=config.directory_port,
-        clock=clock,
-        membership=config.membership,
-        endpoint=endpoint,
-    )
-
-
-def _describe_start(identity: Identity, model: HostedModel) -> dict[str, object]:
+def _describe_start(identity: Identity, loader: SpanLoader) -> dict[str, object]:
     return {
         "peer_id": identity.peer_id,
-        "model_id": model.model_id,
-        "adapter_bytes": model.adapter_bytes,
+        "model_id": loader.model.model_id,
+        "adapter_bytes": loader.model.adapter_bytes,
     }
 
 
-def _describe_directory(config: PeerConfig, directory: HivemindDirectory) -> dict[str, object]:
-    """Return where others join, and the codes for that of a swarm that begins here.
-
-    Not those of other swarms: a peer that is started by a program should not log secrets.
-    """
-    dialled = replace_host(directory.addresses, config.announce_host)
-    facts: dict[str, object] = {"addresses": list(directory.addresses), "dialled": dialled}
-    if not config.initial_peers:
-        facts["join_codes"] = make_codes(directory.membership, dialled)
-    return facts
-
-
-def _make_template(
-    config: PeerConfig,
-    identity: Identity,
-    model: HostedModel,
-    endpoint: Endpoint,
-    directory: HivemindDirectory,
-) -> Announcement:
-    """Return what to announce; it says, too, that the peer is behind relays, or is one."""
-    num_blocks = model.spec.num_blocks
-    template = make_template(config, identity.peer_id, model.model_id, num_blocks, endpoint)
-    if directory.relays:
-        return replace(template, endpoints=(), relays=tuple(directory.relays))
-    host, port = split_multiaddr(directory.addresses[0])
-    return template if is_loopback(host) else replace(template, relay_port=port)
-
-
-async def _listen(config: PeerConfig, transport: Transport, port: int, door: Door) -> Listener:
-    return await transport.listen(config.listen_host, port, door.serve)
-
-
-async def _listen_behind_relays(
-    config: PeerConfig,
-    directory: HivemindDirectory,
-    stack: AsyncExitStack,
-    door: Door,
-) -> Listener:
-    transport = directory.make_transport()
-    stack.push_async_callback(transport.close)
-    return await _listen(config, transport, config.directory_port, door)
-
-
-def _make_reverse(
-    config: PeerConfig,
-    identity: Identity,
-    transport: Transport,
-    directory: HivemindDirectory,
-    door: Door,
-) -> ReverseConnections | None:
-    """Return what lets others push to a peer that cannot be dialled; None for one that can."""
-    if not directory.relays:
-        return None
-    period_seconds = config.announce_period_seconds
-    return ReverseConnections(
-        identity, transport, directory, door.serve, SystemClock(), period_seconds
-    )
-
-
 def _note_parked(announcer: Announcer, report: Report, parked_at: Sequence[str]) -> None:
-    """Announce and report who can push to us over connections of ours (`parked`)."""
+    """Announce and report which peers can push to us over connections of ours (`parked`)."""
     announcer.hurry()
     report(PeerEvent("parked", {"parked_at": list(parked_at)}))
-
-
-def _make_parked(
-    config: PeerConfig, model: HostedModel, directory: HivemindDirectory, endpoint: Endpoint
-) -> ParkedStreams:
-    """Return what keeps the streams of peers that cannot be dialled."""
-    look = partial(directory.lookup, model.model_id)
-    period_seconds = config.announce_period_seconds
-    return ParkedStreams(endpoint.fingerprint, look, SystemClock(), period_seconds)
-
-
-def _choose_endpoint(config: PeerConfig, listening: Endpoint) -> Endpoint:
-    host = config.announce_host or listening.host
-    return Endpoint(host, listening.port, listening.fingerprint)
-
-
-def _describe_address(door: object, directory: Directory) -> dict[str, object]:
-    return {"endpoint": str(door), "addresses": list(directory.addresses)}
-
-
-def _describe_model(config: PeerConfig, model: HostedModel) -> PlacedModel:
-    """Return what there is to place: as many blocks as were asked for, or as memory holds."""
-    if config.num_blocks is None:
-        other_bytes = config.kv_budget_bytes + model.pass_bytes + model.adapter_bytes
-        room = find_room(model.sizes, other_bytes, model.read_free_bytes())
-    else:
-        room = Room(config.num_blocks)
-    return PlacedModel(model.model_id, model.sizes.work, room)

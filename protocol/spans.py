@@ -73,3 +73,16 @@ def find_gaps(num_blocks: int, spans: Iterable[Span]) -> list[Span]:
     if covered_to < num_blocks:
         gaps.append(Span(covered_to, num_blocks))
     return gaps
+
+
+def is_likely_neighbour(own: Span, other: Span) -> bool:
+    """Return whether a chain may lead from one of two spans to the other: where one ends, the other
+    goes on.
+
+    >>> is_likely_neighbour(Span(4, 8), Span(6, 12)), is_likely_neighbour(Span(4, 8), Span(0, 4))
+    (True, True)
+    >>> is_likely_neighbour(Span(4, 8), Span(5, 8)), is_likely_neighbour(Span(4, 8), Span(9, 12))
+    (False, False)
+    """
+    first, second = sorted((own, other), key=lambda span: (span.start, span.stop))
+    return first.start < second.start <= first.stop < second.stop

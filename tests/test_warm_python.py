@@ -147,13 +147,13 @@ def test_script_and_module_run_as_the_main_module(tmp_path: Path) -> None:
 
 def test_one_process_finds_nothing_of_another(tmp_path: Path) -> None:
     """What a process changes in modules and the environment is its own."""
-    change = "import os, shoal.peer.peer as peer; peer.run_peer = None; os.environ['A_B'] = 'c'"
-    look = "import os, shoal.peer.peer as peer; print(peer.run_peer, os.environ.get('A_B'))"
+    change = "import os, shoal.peer.peer as peer; peer.make_service = None; os.environ['A_B'] = 'c'"
+    look = "import os, shoal.peer.peer as peer; print(peer.make_service, os.environ.get('A_B'))"
 
     warm_python.run(make_command(change))
     done = warm_python.run(make_command(look), capture_output=True, text=True)
 
-    assert done.stdout.startswith("<function run_peer")
+    assert done.stdout.startswith("<function make_service")
     assert done.stdout.endswith(" None\n")
 
 

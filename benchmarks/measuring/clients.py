@@ -13,7 +13,8 @@ from typing import Any
 from measuring.benchmark_model import BenchmarkModel
 from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.client import connect_over_network, open_remote_session
+from shoal.client.runtime.joining import connect_over_network
+from shoal.client.runtime.session_opener import open_remote_session
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig

@@ -15,12 +15,12 @@ import numpy as np
 from shoal.client.routing.chain_search import Edges, Leg, Offers, find_cheapest_chain
 from shoal.client.routing.route import Ends
 from shoal.client.routing.router import RoutingCosts, plan_route
-from shoal.peer.announcing.delays import MAX_TOLD, choose_measured, is_likely_neighbour
+from shoal.peer.announcing.delays import MAX_TOLD, choose_measured
 from shoal.protocol.ids import PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.records.coordinates import ORIGIN, Coordinate, settle
 from shoal.protocol.records.swarm_view import SwarmView
-from shoal.protocol.spans import Span
+from shoal.protocol.spans import Span, is_likely_neighbour
 from simulation.machines import Machine, draw_machine
 from simulation.steps import StepCost
 from simulation.world import MODEL_ID, make_announcement

@@ -22,8 +22,7 @@ from shoal.peer.placement.placement import (
     Intent,
     decide_placement,
 )
-from shoal.peer.placement.room import Room
-from shoal.peer.placement.supply import Supply
+from shoal.peer.placement.supply import Room, Supply
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.ids import MODEL_ID_CHARACTERS, ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState

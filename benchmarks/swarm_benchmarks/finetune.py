@@ -23,7 +23,7 @@ from shoal.cli.bench_report import Figure, at_least, at_most, compute_median, co
 from shoal.cli.swarm_speed import CONTEXT_TOKENS, time_calls
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
-from shoal.client.runtime.client import connect_over_network
+from shoal.client.runtime.joining import connect_over_network
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.net.directory import Directory

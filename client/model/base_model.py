@@ -20,7 +20,8 @@ from ...kernels.wire_tensors import has_only_finite
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
-from ..runtime.client import Client, Connect, connect_over_network
+from ..runtime.client import Client
+from ..runtime.joining import Connect, connect_over_network
 from ..session.inference_session import InferenceSession
 from ..settings.config import ClientConfig, make_client_config, make_whole
 from ..training.adapted_model import ADAPTER_NAME, AdaptedModel

@@ -11,7 +11,9 @@ from transformers import PreTrainedConfig
 
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.ids import ModelId, make_model_id
-from ..runtime.client import Client, Connect, connect_over_network
+from ...protocol.net.clock import SystemClock
+from ..runtime.client import Client
+from ..runtime.joining import Connect, SwarmModel, connect_over_network
 from ..settings.config import ClientConfig, make_client_config
 from .local_layers import load_config
 
@@ -29,7 +31,8 @@ def join_swarm(
 ) -> Client:
     """Join the swarm of exactly these weights; raises what Client.join() does."""
     model_id = make_model_id(checkpoint.config, checkpoint.revision)
-    return Client.join(model_id, model.num_hidden_layers, model.hidden_size, config, connect)
+    known = SwarmModel(model_id, model.num_hidden_layers, model.hidden_size)
+    return Client.join(config, connect, SystemClock(), known)
 
 
 _OWN = ("_checkpoint", "_connect", "model", "client", "initial_peers")

@@ -1,4 +1,4 @@
 """The composition root: a client that has joined a swarm, with everything that it opens.
 
-Read first: client.py.
+Nothing here talks to a peer itself. Read first: client.py.
 """

@@ -1,86 +1,25 @@
-"""A client's main path: join a swarm, open sessions over it, leave."""
+"""The composition root of a client: join a swarm, open sessions over it, leave."""
 
-import importlib
-import random
+from __future__ import annotations
+
 import secrets
-from collections.abc import Awaitable, Callable
 from types import TracebackType
 
-from ...protocol.errors import DirectoryError, UsageError
-from ...protocol.ids import ModelId, PeerId, SessionId
-from ...protocol.limits import MAX_SESSION_TOKENS
-from ...protocol.membership.join_code import find_way_in
-from ...protocol.net.clock import SystemClock
-from ...protocol.net.directory import Directory
-from ...protocol.net.transport import ChoosingTransport, Transport
+from ...protocol.ids import PeerId
+from ...protocol.net.clock import Clock
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
-from ..concurrency.tasks import Closer
 from ..passes.pass_asking import PassAsker
-from ..passes.session_adapter import SessionAdapter
 from ..routing.route import Route
 from ..routing.swarm import Swarm
-from ..session.exchange import Exchange
-from ..session.handoff import Mover, Parts
-from ..session.hop_link import Mailbox
-from ..session.hops import HopFinder
 from ..session.inference_session import InferenceSession
-from ..session.push_plan import PushPlan
-from ..session.session import RemoteSession
-from ..session.standby import Standbys
-from ..session.state import SessionFacts, SessionState
-from ..settings.config import ClientConfig, make_whole, read_kv_format
+from ..settings.config import ClientConfig
 from ..training.autograd import PassRunner
 from ..training.remote_passes import RemotePasses
-from .chosen_peers import choose_peers
-
-Connect = Callable[[ClientConfig], Awaitable[tuple[Transport, Directory]]]
-"""Makes the transport and the directory of a client. Called on the client's loop."""
-
-
-async def connect_over_network(config: ClientConfig) -> tuple[Transport, Directory]:
-    """Return TCP, with libp2p for relayed peers, and the DHT, joined by code or initial peers.
-
-    They are imported here, not above: the import takes seconds, which a client over loopback and
-    `--help` do not need.
-    """
-    if not config.initial_peers and not config.join:
-        raise UsageError(
-            "no swarm is given: pass join='shoal:…', the code that `shoal serve --new-swarm` "
-            "prints, or initial_peers=[...], addresses that `shoal serve` and `shoal swarm` print"
-        )
-    membership, addresses = find_way_in(config.join, config.initial_peers)
-    tcp_transport = importlib.import_module("...protocol.net.tcp.tcp_transport", __package__)
-    hivemind_directory = importlib.import_module(
-        "...protocol.net.dht.hivemind_directory", __package__
-    )
-    directory = await hivemind_directory.HivemindDirectory.join(
-        addresses, identity=None, clock=SystemClock(), client_mode=True, membership=membership
-    )
-    direct = tcp_transport.TcpTransport(membership=directory.membership)
-    return ChoosingTransport(direct, directory.make_transport()), directory
-
-
-def open_remote_session(
-    state: SessionState,
-    transport: Transport,
-    closer: Closer,
-    kind: type[RemoteSession] = RemoteSession,
-) -> RemoteSession:
-    """Return a session with everything that works beside its steps; hops come with the first."""
-    mailbox = Mailbox()
-    finder, exchange = HopFinder(state, transport, mailbox), Exchange(state, mailbox, closer)
-    plan = PushPlan(state, exchange, mailbox)
-    session = kind(state, finder, exchange, plan, mailbox)
-    parts = Parts(session, finder, exchange, plan, mailbox)
-    state.observers.append(Mover(parts))
-    if state.config.standby:
-        standbys = Standbys(parts)
-        state.observers.append(standbys)
-        session.rely_on(standbys)
-    return session
+from .joining import Connect, Connected, SwarmModel, join_swarm
+from .session_opener import SessionOpener
 
 
 class Client:
@@ -90,19 +29,24 @@ class Client:
     """
 
     def __init__(
-        self, portal: Portal, swarm: Swarm, transport: Transport, directory: Directory,
-        hidden_size: int, config: ClientConfig,
-    ) -> None:  # fmt: skip
+        self,
+        config: ClientConfig,
+        model: SwarmModel,
+        swarm: Swarm,
+        connected: Connected,
+        clock: Clock,
+        portal: Portal,
+    ) -> None:
+        """Made by `join`."""
         self._portal = portal
         self._swarm = swarm
-        self._transport = transport
-        self._directory = directory
-        self._hidden_size = hidden_size
+        self._transport, self._directory = connected
+        self._hidden_size = model.hidden_size
         self._config = config
-        self._closer = Closer()
-        self._secret = secrets.token_bytes(16)
-        self._asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
-        self._passes = RemotePasses(self._asker, SystemClock())
+        secret = secrets.token_bytes(16)
+        self._asker = PassAsker(swarm, self._transport, clock, config, secret)
+        self._sessions = SessionOpener(swarm, self._transport, clock, config, secret)
+        self._passes = RemotePasses(self._asker, clock)
         self.passes = PassRunner(self._passes, portal)
         portal.run_last(self._leave)
 
@@ -111,38 +55,17 @@ class Client:
 
     @classmethod
     def join(
-        cls,
-        model_id: ModelId,
-        num_blocks: int,
-        hidden_size: int,
-        config: ClientConfig,
-        connect: Connect = connect_over_network,
-    ) -> "Client":
-        """Join a swarm and return when its directory was read once.
+        cls, config: ClientConfig, connect: Connect, clock: Clock, model: SwarmModel
+    ) -> Client:
+        """Join a swarm over the network of `connect`; return when its directory was read once.
 
         Raises DirectoryError if no initial peer answers at the second attempt.
         """
         portal = Portal()
 
         async def join_on_loop() -> Client:
-            try:
-                return await join_once()
-            except DirectoryError:
-                # A busy machine may have been too slow, above all where many join at once.
-                return await join_once()
-
-        async def join_once() -> Client:
-            transport, directory = await connect(config)
-            rng = random.Random(config.seed)
-            chosen = choose_peers(directory, config)
-            swarm = Swarm(chosen, model_id, num_blocks, SystemClock(), rng)
-            try:
-                await swarm.refresh()
-            except BaseException:
-                await directory.close()
-                await transport.close()
-                raise
-            return cls(portal, swarm, transport, directory, hidden_size, config)
+            swarm, connected = await join_swarm(config, connect, clock, model)
+            return cls(config, model, swarm, connected, clock, portal)
 
         try:
             return portal.run(join_on_loop())
@@ -150,7 +73,7 @@ class Client:
             portal.close()
             raise
 
-    def __enter__(self) -> "Client":
+    def __enter__(self) -> Client:
         return self
 
     def __exit__(
@@ -172,31 +95,9 @@ class Client:
 
         `kv_format` applies to all of its hops; None: the client's. All rows use the `adapter`.
         """
-        sent = None if adapter is None else SessionAdapter(adapter, self._asker)
-        known_format = read_kv_format(self._config.kv_format if kv_format is None else kv_format)
-        max_length = make_whole("max_length", max_length)
-        if max_length < 1:
-            raise UsageError(f"a session needs a length of at least one token, not {max_length}")
-        if max_length > MAX_SESSION_TOKENS:
-            raise UsageError(
-                f"max_length is at most {MAX_SESSION_TOKENS} tokens, whatever the model, not "
-                f"{max_length}"
-            )
-
-        def open_remote() -> RemoteSession:
-            facts = SessionFacts(
-                SessionId(secrets.token_bytes(16)),
-                self._swarm.book.view.model_id,
-                span,
-                self._hidden_size,
-                max_length,
-                self._secret,
-                known_format,
-                sent,
-            )
-            state = SessionState(facts, self._swarm, SystemClock(), self._config)
-            return open_remote_session(state, self._transport, self._closer)
-
+        open_remote = self._sessions.prepare(
+            max_length, span, self._hidden_size, kv_format, adapter, self._asker
+        )
         return InferenceSession(open_remote, self._portal)
 
     @property
@@ -250,7 +151,7 @@ class Client:
 
     async def _leave(self) -> None:
         try:
-            await self._closer.finish()
+            await self._sessions.close()
             await self._passes.close()
             await self._transport.close()
         finally:

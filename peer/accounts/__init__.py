@@ -1,5 +1,5 @@
-"""Accounts of a peer's memory: what sessions, passes and adapters may take, and what is left.
+"""Accounts of what strangers may take of a peer: memory for frames, passes and adapters, and dials.
 
-Only arithmetic and storage; admission decisions are made by the rooms that ask. Read first:
-memory.py.
+Only arithmetic and storage; the rooms that ask decide. Read first: shared_bytes.py, then
+adapter_shelf.py.
 """

@@ -14,7 +14,7 @@ from ...protocol.messages.adapter_contents import KEEP_SECONDS
 from ...protocol.net.clock import Clock
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.trained_adapter import TrainedAdapter
-from .adapter_budget import MOST_BYTES
+from .budgets import MOST_ADAPTER_BYTES
 from .shared_bytes import SharedBytes
 
 _KEEPS_NONE = (
@@ -54,7 +54,7 @@ class AdapterShelf:
     several have published, each has a copy to pay for, which nobody else keeps alive.
     """
 
-    def __init__(self, clock: Clock, num_bytes: int = MOST_BYTES) -> None:
+    def __init__(self, clock: Clock, num_bytes: int = MOST_ADAPTER_BYTES) -> None:
         self.shared = SharedBytes(num_bytes, _TIMES_FREE)
         self._num_bytes = num_bytes
         self._clock = clock

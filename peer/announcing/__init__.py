@@ -1,4 +1,4 @@
-"""Announcing a peer: what it says of itself, when, and the delays it measures to neighbours.
+"""Announcing a peer: what it says of itself, when, and the delays it measures to other peers.
 
-Read first: announcer.py.
+Nothing here serves or decides. Read first: announcer.py.
 """

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ...protocol import limits
 from ...protocol.errors import DirectoryError, RevokedError
 from ...protocol.identity import Identity
+from ...protocol.ids import PeerId
 from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
 from ...protocol.records.announcements import Announcement, PeerState, sign_announcement
@@ -53,6 +54,11 @@ class Announcer:
         self._has_read_back = False
         self._turn = asyncio.Lock()
         self._is_outdated = asyncio.Event()
+
+    @property
+    def peer_id(self) -> PeerId:
+        """Whose announcements these are."""
+        return self._identity.peer_id
 
     async def announce(self, state: PeerState) -> None:
         """Publish a state now. Raises DirectoryError when no replica took it."""
@@ -102,3 +108,13 @@ class Announcer:
             except DirectoryError as error:
                 pause_periods = _RETRY_PERIODS
                 _logger.warning("could not renew the announcement: %s", error)
+
+
+async def say_goodbye(announcer: Announcer) -> None:
+    """Announce OFFLINE unless that was done: once a peer has shown itself, others wait for it."""
+    if announcer.state is PeerState.OFFLINE:
+        return
+    try:
+        await announcer.announce(PeerState.OFFLINE)
+    except DirectoryError as error:
+        _logger.warning("could not say goodbye to the directory: %s", error)

@@ -21,7 +21,7 @@ from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.coordinates import ORIGIN, Coordinate, estimate_rtt_seconds, settle
 from ...protocol.records.swarm_view import SwarmView
-from ...protocol.spans import Span
+from ...protocol.spans import is_likely_neighbour
 
 _logger = logging.getLogger(__name__)
 
@@ -53,19 +53,6 @@ class _Known:
 
     measured_at: float
     samples: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=4))
-
-
-def is_likely_neighbour(own: Span, other: Span) -> bool:
-    """Return whether a chain may lead from one of two spans to the other: where one ends, the other
-    goes on.
-
-    >>> is_likely_neighbour(Span(4, 8), Span(6, 12)), is_likely_neighbour(Span(4, 8), Span(0, 4))
-    (True, True)
-    >>> is_likely_neighbour(Span(4, 8), Span(5, 8)), is_likely_neighbour(Span(4, 8), Span(9, 12))
-    (False, False)
-    """
-    first, second = sorted((own, other), key=lambda span: (span.start, span.stop))
-    return first.start < second.start <= first.stop < second.stop
 
 
 def choose_measured(

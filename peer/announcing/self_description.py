@@ -1,28 +1,38 @@
 """What a peer says of itself in its announcements: what it is, and how busy it is right now."""
 
+import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
 from ...kernels.linear.quantize import WeightFormat
-from ...protocol.endpoints import Endpoint, Relay
-from ...protocol.errors import LocalProtocolError, RefusedError
-from ...protocol.ids import ModelId, PeerId
+from ...protocol.endpoints import Relay
+from ...protocol.errors import DirectoryError
+from ...protocol.ids import ModelId
+from ...protocol.net.network import Presence
 from ...protocol.records.announcements import Announcement, ComputeDtype, PeerState
 from ...protocol.spans import Span
 from ...protocol.versions import MAX_VERSION, MIN_VERSION, SOFTWARE
-from ..engine.cache.kv_pool import KVCachePool, KVCacheStatistics
 from ..engine.devices.device import COMPUTE_DTYPES
-from ..hosting.hosting import Stay
-from ..pushing.reverse_connections import ReverseConnections
-from ..runtime.config import PeerConfig
-from ..runtime.loop_lag import LoopLag
-from .announcer import LIFETIME_PERIODS
-from .delays import Delays
+from ..runtime.background import LoopLag
+from ..runtime.config import PeerConfig, PeerEvent, Report
+from .announcer import LIFETIME_PERIODS, Announcer
 
 _logger = logging.getLogger(__name__)
+
+_MEASURED = ("queue_seconds", "pass_queue_seconds", "loaded_decode_steps_per_second")
+
+_LOOK_FOR_RELAYS_SECONDS = 3.0
+"""How often to see whether relays are there. A step of a client waits for twenty seconds."""
+
+Describe = Callable[[Announcement], Announcement]
+"""Adds to an announcement of the peer what one part of it knows."""
+
+DescribeLoad = Callable[[Announcement], Awaitable[Announcement]]
+"""Does the same with the present load of what is served."""
 
 _DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
     torch.float32: "fp32",
@@ -32,11 +42,7 @@ _DTYPE_NAMES: dict[torch.dtype, ComputeDtype] = {
 
 
 def make_template(
-    config: PeerConfig,
-    peer_id: PeerId,
-    model_id: ModelId,
-    num_blocks: int,
-    endpoint: Endpoint,
+    config: PeerConfig, model_id: ModelId, num_blocks: int, presence: Presence
 ) -> Announcement:
     """Return the announcement without what changes; of its dates only the lifetime counts.
 
@@ -44,13 +50,16 @@ def make_template(
     Of kernels it says nothing: which are fastest is measured with the threads that the engine gets.
     """
     weights = WeightFormat(config.weights)
+    relays = tuple(presence.relays)
     return Announcement(
-        peer_id=peer_id,
+        peer_id=presence.identity.peer_id,
         model_id=model_id,
         num_blocks=num_blocks,
         span=Span(0, num_blocks),
         state=PeerState.JOINING,
-        endpoints=(endpoint,),
+        endpoints=() if relays else (presence.endpoint,),
+        relays=relays,
+        relay_port=presence.relay_port,
         min_version=MIN_VERSION,
         max_version=MAX_VERSION,
         software=SOFTWARE,
@@ -63,13 +72,20 @@ def make_template(
     )
 
 
-def _take_stock(pool: KVCachePool) -> KVCacheStatistics:
-    """Return the account of the KV memory, and say loudly if it does not add up."""
-    try:
-        pool.check_integrity()
-    except LocalProtocolError:
-        _logger.exception("the account of the KV memory is wrong: a bug of shoal")
-    return pool.statistics()
+class MeasuredSpan(Protocol):
+    """A span that is served, and what was measured of it."""
+
+    @property
+    def span(self) -> Span: ...
+
+    @property
+    def kernels(self) -> str: ...
+
+    @property
+    def decode_steps_per_second(self) -> float: ...
+
+    @property
+    def prefill_tokens_per_second(self) -> float: ...
 
 
 class SelfDescription:
@@ -80,41 +96,43 @@ class SelfDescription:
         template: Announcement,
         lag: LoopLag,
         work: Sequence[float],
-        delays: Delays | None = None,
-        reverse: ReverseConnections | None = None,
+        describe_connections: Describe = lambda announcement: announcement,
     ) -> None:
         """Take everything but state, sequence, load and dates from `template`.
 
         An announcement lives as long as the template does. `work` is what a step costs in each
-        block of the model. Without `delays` nothing is said of how far others are, without
-        `reverse` nothing is parked anywhere.
+        block of the model. `describe_connections` adds how the peer reaches
+        others.
         """
         self._template = template
-        self._delays = delays
-        self._reverse = reverse
+        self._describe_connections = describe_connections
         self._lifetime_seconds = template.expires_at - template.issued_at
         self._lag = lag
         self._work = work
-        self._serving: Stay | None = None
+        self._describe_load: DescribeLoad | None = None
         self.planned: Span | None = None
         """Where the peer intends to be; None: where it is."""
+
+    @property
+    def model_id(self) -> ModelId:
+        """The model whose blocks are served."""
+        return self._template.model_id
 
     def plan(self, span: Span | None) -> None:
         """From now on tell this span, and what is known of the speed, until it is served."""
         self.planned = span
 
-    def begin_serving(self, stay: Stay) -> None:
+    def begin_serving(self, served: MeasuredSpan, describe_load: DescribeLoad) -> None:
         """From now on tell what is served, how fast, and the present load."""
-        engine, measured = stay.engine, stay.throughput
         self.planned = None
         self._template = replace(
             self._template,
-            span=engine.span,
-            kernels=engine.kernels,
-            decode_steps_per_second=_round(measured.decode_steps_per_second),
-            prefill_tokens_per_second=_round(measured.prefill_tokens_per_second),
+            span=served.span,
+            kernels=served.kernels,
+            decode_steps_per_second=_round(served.decode_steps_per_second),
+            prefill_tokens_per_second=_round(served.prefill_tokens_per_second),
         )
-        self._serving = stay
+        self._describe_load = describe_load
 
     def move_behind(self, relays: Sequence[Relay]) -> None:
         """From now on tell that these carry streams to us, and that nobody can dial us."""
@@ -122,7 +140,7 @@ class SelfDescription:
 
     def end_serving(self) -> None:
         """From now on tell of no load: there is nothing that has one."""
-        self._serving = None
+        self._describe_load = None
 
     async def describe(self, state: PeerState, sequence: int, now: float) -> Announcement:
         """Return the announcement of this moment; `now` is wall seconds."""
@@ -133,25 +151,15 @@ class SelfDescription:
             sequence=sequence,
             issued_at=now,
             expires_at=now + self._lifetime_seconds,
-            queue_seconds=_round(self._lag.mean_seconds),
+            queue_seconds=self._lag.mean_seconds,
         )
-        if self._delays is not None:
-            announcement = self._delays.describe(announcement)
-        if self._reverse is not None:
-            announcement = self._reverse.describe(announcement)
-        if self._serving is None or state is PeerState.OFFLINE:
-            return announcement  # who leaves has no load to tell, and maybe no compute thread
-        engine, compute = self._serving.engine, self._serving.compute
-        try:
-            statistics = await compute.call(lambda: _take_stock(engine.pool))
-        except RefusedError:  # the thread ends: the peer moves
-            return announcement
-        return replace(
-            announcement,
-            queue_seconds=_round(compute.queue_seconds + self._lag.mean_seconds),
-            pass_queue_seconds=_round(compute.pass_queue_seconds),
-            free_kv_tokens=statistics.free_tokens,
-        )
+        announcement = self._describe_connections(announcement)
+        # A peer that leaves has no load to tell, and maybe no compute thread.
+        if self._describe_load is not None and state is not PeerState.OFFLINE:
+            announcement = await self._describe_load(announcement)
+        measured = {name: getattr(announcement, name) for name in _MEASURED}
+        rounded = {name: _round(number) for name, number in measured.items() if number is not None}
+        return replace(announcement, **rounded)
 
     def _move(self, span: Span) -> Announcement:
         """Return what the peer would say at another span, given the speed at this one."""
@@ -172,3 +180,22 @@ class SelfDescription:
 def _round(number: float) -> float:
     """Return a measured number as it is announced: the other digits are noise, and bytes."""
     return float(f"{number:.4g}")
+
+
+async def watch_relays(
+    presence: Presence,
+    model_id: ModelId,
+    description: SelfDescription,
+    announcer: Announcer,
+    report: Report,
+) -> None:
+    """See to it that relays carry streams to us; announce and report the new ones (`relayed`)."""
+    while True:
+        try:
+            if await presence.renew_relays(model_id):
+                description.move_behind(presence.relays)
+                announcer.hurry()
+                report(PeerEvent("relayed", {"relays": [str(relay) for relay in presence.relays]}))
+        except DirectoryError as error:
+            _logger.warning("could not look for other relays: %s", error)
+        await asyncio.sleep(_LOOK_FOR_RELAYS_SECONDS)

@@ -1,4 +1,4 @@
-"""Bringing up a span: load its blocks, measure them, and build the service that answers for them.
+"""The blocks that a peer holds: what fits, loading, measuring, and keeping them while it moves.
 
-Read first: hosting.py.
+Nothing here serves a stream. Read first: span_loader.py.
 """

@@ -1,4 +1,4 @@
 """Swarms on one machine: of real processes (swarm.py), or in memory in one process (loopback.py).
 
-Read first: swarm.py.
+Their peers are those of `shoal serve`; nothing of a peer is made here. Read first: swarm.py.
 """

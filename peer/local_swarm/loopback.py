@@ -1,4 +1,4 @@
-"""A swarm inside this process: real engines and services over a network in memory.
+"""A swarm inside this process: the peers that `shoal serve` runs, over a network in memory.
 
 For tests, examples and experiments; it installs nothing, opens no socket and leaves nothing behind.
 """
@@ -6,57 +6,56 @@ For tests, examples and experiments; it installs nothing, opens no socket and le
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hashlib
-import random
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels.linear.quantize import WeightFormat
-from ...protocol.errors import UnavailableError, UsageError
+from ...protocol.errors import UsageError
 from ...protocol.identity import Identity
 from ...protocol.ids import PeerId
-from ...protocol.net.clock import SystemClock
-from ...protocol.net.directory import Directory
+from ...protocol.net.clock import Clock, SystemClock
 from ...protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from ...protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
-from ...protocol.net.transport import Stream, StreamServer, Transport
-from ...protocol.records.announcements import PeerState
+from ...protocol.net.memory.memory_network import MemoryNetwork
+from ...protocol.net.transport import StreamServer
 from ...protocol.spans import Span
-from ..announcing.announcer import Announcer
-from ..announcing.delays import Delays
-from ..announcing.self_description import SelfDescription, make_template
-from ..hosting.hosting import HostedModel, Hosting
-from ..pushing.neighbours import Neighbours
-from ..runtime.config import PeerConfig
-from ..runtime.loop_lag import LoopLag
-from ..streams.service import Service
+from ..peer import Peer
+from ..runtime.background import BackgroundTasks
+from ..runtime.config import PeerConfig, PeerEvent
 from .network_control import NetworkControl
 
 CLIENT_HOST = "client"
 """Host name of the client in the network of a swarm; its peers are `peer0`, `peer1`, …"""
 
 
-@dataclass(eq=False)
 class LoopbackPeer:
-    """One peer of a swarm in this process, and its host name.
+    """One peer of a swarm in this process, and its host name."""
 
-    `serve` receives every new stream. By default it is the service's own; replace it to see how a
-    client handles a peer that misbehaves.
-    """
+    def __init__(self, peer: Peer, network: MemoryNetwork) -> None:
+        self.peer = peer
+        self._network = network
 
-    host: str
-    service: Service
-    announcer: Announcer
-    delays: Delays
-    serve: StreamServer
+    @property
+    def host(self) -> str:
+        """Its host in the network of the swarm."""
+        return self._network.host
 
     @property
     def peer_id(self) -> PeerId:
         """The peer's id."""
-        return self.service.facts.peer_id
+        return self.peer.announcer.peer_id
+
+    @property
+    def serve(self) -> StreamServer:
+        """What takes every new stream.
+
+        Put something else here to see what a client makes of a peer that misbehaves.
+        """
+        return self._network.serve_stream
+
+    @serve.setter
+    def serve(self, serve: StreamServer) -> None:
+        self._network.serve_stream = serve
 
 
 class LoopbackSwarm:
@@ -86,9 +85,6 @@ class LoopbackSwarm:
         """
         if not spans:
             raise UsageError("a swarm needs at least one span")
-        formats = [known.value for known in WeightFormat]
-        if weights not in formats:
-            raise UsageError(f"weights are one of {', '.join(formats)}, not {weights!r}")
         self._configs = {
             f"peer{index}": PeerConfig(
                 str(model),
@@ -96,6 +92,7 @@ class LoopbackSwarm:
                 weights=weights,
                 kv_budget_bytes=kv_budget_bytes,
                 block_cache_bytes=0,
+                drain_seconds=0.0,
             )
             for index, span in enumerate(spans)
         }
@@ -111,7 +108,7 @@ class LoopbackSwarm:
         spans = ", ".join(str(config.span) for config in self._configs.values())
         return f"<LoopbackSwarm {spans} over {self._network!r}>"
 
-    async def connect(self, config: object) -> tuple[Transport, Directory]:
+    async def connect(self, config: object) -> tuple[LoopbackTransport, MemoryDirectory]:
         """Start the peers on this loop and return the transport and directory of a client.
 
         Pass this function to a client as `connect`; closing the directory ends the swarm. The
@@ -133,8 +130,9 @@ class LoopbackSwarm:
             waiting.cancel()
         if self._serving.done():
             await self._serving  # raises what went wrong
-        directory = _ClientDirectory(self._store, SystemClock(), self._end)
-        return LoopbackTransport(self._network, CLIENT_HOST), directory
+        clock = SystemClock()
+        directory = _ClientDirectory(self._store, clock, self._end)
+        return self._make_network(CLIENT_HOST, clock).make_transport(), directory
 
     def find(self, peer_id: PeerId) -> LoopbackPeer:
         """Return the peer with this id; raises UsageError if there is none."""
@@ -145,57 +143,42 @@ class LoopbackSwarm:
 
     async def _serve(self, online: asyncio.Event) -> None:
         """Be the swarm, from the first peer's start to the last one's end."""
-        async with AsyncExitStack() as stack:
+        async with BackgroundTasks() as running:
             peers = [
-                await self._start(stack, host, config) for host, config in self._configs.items()
+                await self._start(running, host, config) for host, config in self._configs.items()
             ]
-            async with asyncio.TaskGroup() as tasks:
-                running = [run() for peer in peers for run in (peer.announcer.run, peer.delays.run)]
-                chores = [tasks.create_task(chore) for chore in running]
-                self.peers = tuple(peers)
-                self.network.attach()
-                stack.callback(self.network.detach)
-                online.set()
-                await self._stop.wait()
-                for chore in chores:
-                    chore.cancel()
+            self.peers = tuple(peers)
+            self.network.attach()
+            online.set()
+            try:
+                await running.run_until(self._stop.wait())
+            finally:
+                self.network.detach()
 
-    async def _start(self, stack: AsyncExitStack, host: str, config: PeerConfig) -> LoopbackPeer:
-        """Start a peer on a host and announce it; the stack ends what was begun."""
+    async def _start(self, running: BackgroundTasks, host: str, config: PeerConfig) -> LoopbackPeer:
+        """Run a peer on a host, and return it when it is online."""
         clock = SystemClock()
+        network = self._make_network(host, clock)
         # Known to whoever reads this line: such a peer vouches for nothing outside this process.
         identity = Identity(hashlib.sha256(f"{self._seed}/{host}".encode()).digest())
-        model = await asyncio.to_thread(HostedModel.open, config)
-        transport = LoopbackTransport(self._network, host)
-        stack.push_async_callback(transport.close)
-        directory = _PeerDirectory(self._store, clock, self._network, host)
-        period_seconds = config.announce_period_seconds
-        rng = random.Random(f"{self._seed}/{host}")
-        delays = Delays(directory, transport, clock, period_seconds, rng)
-        neighbours = Neighbours(transport, clock, delays.note_pushed)
-        stack.push_async_callback(neighbours.close)
-        hosting = Hosting(config, model, identity.peer_id, clock, neighbours)
-        assert config.span is not None  # every peer of a LoopbackSwarm is given one
-        stay = await stack.enter_async_context(hosting.serve(config.span, {}, lambda *_: None))
+        started = asyncio.get_running_loop().create_future()
+        online = asyncio.Event()
 
-        async def serve(stream: Stream) -> None:
-            await peer.serve(stream)
+        def watch(event: PeerEvent) -> None:
+            if event.name == "online":
+                online.set()
 
-        listener = await transport.listen(host, 0, serve)
-        template = make_template(
-            config,
-            identity.peer_id,
-            model.model_id,
-            model.spec.num_blocks,
-            listener.endpoint,
-        )
-        # All peers share one loop, so that none is slower by its lag than another.
-        description = SelfDescription(template, LoopLag(clock), model.sizes.work, delays)
-        description.begin_serving(stay)
-        announcer = Announcer(directory, identity, description.describe, clock, period_seconds)
-        peer = LoopbackPeer(host, stay.service, announcer, delays, stay.service.serve)
-        await announcer.announce(PeerState.ONLINE)
-        return peer
+        async def run() -> None:
+            async with Peer.join(config, network, clock, watch, identity=identity) as peer:
+                started.set_result(peer)
+                await peer.serve(asyncio.Event())  # until it is cancelled, with the swarm
+
+        running.begin(run())
+        await running.run_until(online.wait())
+        return LoopbackPeer(started.result(), network)
+
+    def _make_network(self, host: str, clock: Clock) -> MemoryNetwork:
+        return MemoryNetwork(self._network, self._store, clock, host)
 
     async def _end(self) -> None:
         assert self._serving is not None  # who calls this has connected
@@ -203,33 +186,11 @@ class LoopbackSwarm:
         await self._serving
 
 
-class _PeerDirectory(MemoryDirectory):
-    """A peer's door to the directory, shut while its host is dead or stands still."""
-
-    def __init__(
-        self,
-        store: MemoryDirectoryStore,
-        clock: SystemClock,
-        network: LoopbackNetwork,
-        host: str,
-    ) -> None:
-        super().__init__(store, clock)
-        self._network = network
-        self._host = host
-
-    async def announce(self, record: bytes) -> None:
-        """Publish, or do nothing: who is dead has nothing to say, nor to complain of."""
-        with contextlib.suppress(UnavailableError):
-            self._network.check_alive(self._host)
-            if not self._network.is_paused(self._host):
-                await super().announce(record)
-
-
 class _ClientDirectory(MemoryDirectory):
     """A client's door to the directory; the swarm ends when it is shut."""
 
     def __init__(
-        self, store: MemoryDirectoryStore, clock: SystemClock, end: Callable[[], Awaitable[None]]
+        self, store: MemoryDirectoryStore, clock: Clock, end: Callable[[], Awaitable[None]]
     ) -> None:
         super().__init__(store, clock)
         self._end = end

@@ -18,8 +18,7 @@ import numpy as np
 
 from ...protocol.ids import PeerId
 from ...protocol.spans import Span
-from .room import Room
-from .supply import LEAST_SPEED, MIN_REPLICAS, Column, Supply, sum_up
+from .supply import LEAST_SPEED, MIN_REPLICAS, Column, Room, Supply, sum_up
 
 LOOKS_PER_PERIOD = 2
 """How often a peer decides in one announcement period."""

@@ -23,9 +23,9 @@ from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import FrameGate, Stream, StreamServer, Transport
 from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
+from ...protocol.spans import is_likely_neighbour
 from ...protocol.versions import REVERSE_VERSION
 from ...protocol.wire.codec import encode_frame
-from ..announcing.delays import is_likely_neighbour
 
 _logger = logging.getLogger(__name__)
 

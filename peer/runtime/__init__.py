@@ -1,4 +1,4 @@
-"""What every part of a peer runs on: its configuration, identity, background tasks and loop lag.
+"""What every part of a peer runs on: configuration, identity file, events, background tasks.
 
-Read first: config.py.
+Nothing here knows of sessions, passes or placement. Read first: config.py.
 """

@@ -1,13 +1,13 @@
-"""What a peer can be told: one frozen value, built once from the command line."""
+"""What a peer is told, one frozen value built once from the command line, and what it reports."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...protocol.errors import UsageError
 from ...protocol.membership.membership import Membership
 from ...protocol.spans import Span
-from ..accounts.adapter_budget import LEAST_BYTES as LEAST_ADAPTER_BYTES
-from ..accounts.pass_budget import LEAST_BYTES
+from ..accounts.budgets import LEAST_ADAPTER_BYTES, LEAST_PASS_BYTES
 from ..engine.devices.device_names import NO_NF4, parse_cuda_number
 
 WEIGHT_FORMATS = ("int8", "bf16", "fp32", "nf4")
@@ -96,9 +96,9 @@ class PeerConfig:
             )
         if parse_cuda_number(self.device) is None and self.weights == "nf4":
             raise UsageError(NO_NF4)
-        if self.pass_bytes and self.pass_bytes < LEAST_BYTES:
+        if self.pass_bytes and self.pass_bytes < LEAST_PASS_BYTES:
             raise UsageError(
-                f"training needs at least {LEAST_BYTES // 2**20} MiB of memory, or none "
+                f"training needs at least {LEAST_PASS_BYTES // 2**20} MiB of memory, or none "
                 f"(--training-memory 0), not {self.pass_bytes:,} bytes"
             )
         if self.adapter_bytes and self.adapter_bytes < LEAST_ADAPTER_BYTES:
@@ -106,3 +106,18 @@ class PeerConfig:
                 f"adapters need at least {LEAST_ADAPTER_BYTES // 2**20} MiB of memory, or none "
                 f"(--adapter-memory 0), not {self.adapter_bytes:,} bytes"
             )
+
+
+@dataclass(frozen=True)
+class PeerEvent:
+    """A point in the life of a peer, for the program that runs it. Values are plain JSON types."""
+
+    name: str
+    facts: dict[str, object] = field(default_factory=dict)
+
+
+Report = Callable[[PeerEvent], None]
+
+
+def ignore(event: PeerEvent) -> None:
+    """Report to nobody."""

@@ -15,12 +15,17 @@ _MAX_FILE_BYTES = 1024
 
 
 @contextlib.contextmanager
-def hold_identity(path: Path) -> Iterator[Identity]:
+def hold_identity(path: Path | None) -> Iterator[Identity]:
     """Load or create an identity and let nobody else on this machine hold it meanwhile.
+
+    Without a path it is a fresh one that ends with the process.
 
     Two peers of one identity would answer for each other and take each other's connections. The
     lock ends with the process at the latest. Raises UsageError when another one has it.
     """
+    if path is None:
+        yield Identity.generate()
+        return
     identity = load_or_create_identity(path)
     with path.open("rb") as file:
         try:

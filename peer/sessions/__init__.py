@@ -1,4 +1,4 @@
-"""Sessions at a peer: admission, steps, cached answers and prefixes.
+"""Sessions at a peer, a workload: admission, steps, cached answers and prefixes.
 
-Read first: admission.py.
+Nothing of training is here. Read first: sessions.py.
 """

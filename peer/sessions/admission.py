@@ -1,4 +1,4 @@
-"""Who gets a session at a peer: at once, after a wait, or not at all."""
+"""The sessions of a peer: opened at once, after a wait, or not at all; and closed."""
 
 from __future__ import annotations
 
@@ -8,23 +8,21 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from ...protocol.errors import CacheFullError, ErrorCode, RefusedError
+from ...protocol.errors import CacheFullError, ErrorCode, LocalProtocolError, RefusedError
 from ...protocol.fair_share import Holder, check_room_for_client, may_displace
 from ...protocol.ids import SessionId
 from ...protocol.messages.session import Open
+from ...protocol.net.clock import Clock
 from ...protocol.session.table import SessionState
 from ..accounts.adapter_shelf import Kept
 from ..engine.cache.kv_cache import PrefixCopy, SessionCache
-from ..engine.cache.kv_pool import IDLE_SECONDS
-from ..engine.compute_thread import ComputeThread
-from ..pushing.outlet import Outlet
-from .held_session import HeldSession
+from ..engine.cache.kv_pool import IDLE_SECONDS, KVCachePool, KVCacheStatistics
+from ..engine.engine import Engine
+from ..pushing.session_outputs import SessionOutputs
+from ..streams.workload import Compute
+from .held_session import HeldSession, SessionResources
 from .prefix_copies import PrefixCopies
-
-if TYPE_CHECKING:
-    from ..streams.service import Service
 
 _logger = logging.getLogger(__name__)
 
@@ -43,17 +41,24 @@ _TEMPORARY_CODES = frozenset({ErrorCode.BUSY, ErrorCode.CACHE_FULL})
 
 
 class Admission:
-    """Opens sessions, and keeps who has to wait for one in order of arrival.
+    """Opens and closes sessions, and keeps clients that wait for one in order of arrival.
 
-    Whoever waits is woken before a newcomer is heard, so nobody is overtaken except by those who
-    hold less than their share.
+    Those that wait are woken before a newcomer is heard, so nobody is overtaken except by clients
+    that hold less than their share.
     """
 
-    def __init__(self, service: Service) -> None:
-        self._service = service
+    def __init__(
+        self, engine: Engine, compute: Compute, clock: Clock, resources: SessionResources
+    ) -> None:
+        self.sessions: dict[SessionId, HeldSession] = {}
+        self.is_draining = False
+        self.engine = engine
+        self.compute = compute
+        self.clock = clock
+        self.resources = resources
         self._opening: dict[SessionId, Holder] = {}
         self._waiting: dict[asyncio.Event, Holder] = {}
-        self._copies = PrefixCopies(service.compute)
+        self._copies = PrefixCopies(compute)
         self._lifetime_seconds: float | None = None
 
     def __repr__(self) -> str:
@@ -69,14 +74,36 @@ class Admission:
         """How many sessions are being opened right now."""
         return len(self._opening)
 
-    def note_closed(self, held: HeldSession) -> None:
+    def close(self, session: SessionId, held: HeldSession) -> None:
+        """Drop what a session still waits for and free its cache, unless that was done.
+
+        Another session may have its id by now: that one stays.
+        """
+        if self.sessions.get(session) is not held:
+            return
+        del self.sessions[session]
+        held.outputs.close()
+        if held.adapter is not None:
+            self.resources.shelf.leave(held.adapter, held.holder)
+        self.resources.prompts.count(held.holder, -held.num_prompt_bytes)
+        for future in held.running:
+            future.cancel()
+        closing = self.compute.call(held.cache.close)
+        closing.add_done_callback(lambda _: self._note_closed(held))
+        self.resources.note_change()
+
+    def _note_closed(self, held: HeldSession) -> None:
         """Note how long a session was held, and let whoever waits try again."""
-        seconds = self._service.clock.now() - held.opened_at
+        seconds = self.clock.now() - held.opened_at
         average = self._lifetime_seconds
         self._lifetime_seconds = (
             seconds if average is None else average + _SMOOTHING * (seconds - average)
         )
         self.look_again()
+
+    async def take_stock(self) -> KVCacheStatistics:
+        """Return how much KV memory is in use. Raises RefusedError when the thread ends."""
+        return await self.compute.call(lambda: _take_stock(self.engine.pool))
 
     def look_again(self) -> None:
         """Wake everybody who waits, in their order."""
@@ -86,7 +113,7 @@ class Admission:
     def may_wait(self, holder: Holder) -> bool:
         """Return whether one more session of a holder may wait: the queue is shared like places."""
         try:
-            num_places = self._service.facts.max_sessions
+            num_places = self.resources.max_sessions
             check_room_for_client(holder, list(self._waiting.values()), num_places, "waiting ones")
         except RefusedError:
             return False
@@ -108,7 +135,7 @@ class Admission:
 
     async def wait(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
         """Do so as soon as there is room, within the time that the message allows."""
-        clock = self._service.clock
+        clock = self.clock
         deadline = clock.now() + min(message.max_wait_seconds, _LONGEST_WAIT_SECONDS)
         woken = asyncio.Event()
         self._waiting[woken] = holder
@@ -122,7 +149,7 @@ class Admission:
                     return await self._try_again(message, holder, post)
         finally:
             del self._waiting[woken]
-            self._service.note_change()
+            self.resources.note_change()
         return await self.open(message, holder, post)
 
     def estimate_wait_seconds(self) -> float:
@@ -130,8 +157,8 @@ class Admission:
 
         Sessions that live T seconds leave n places every T/n seconds (Little's law).
         """
-        now = self._service.clock.now()
-        ages = [now - held.opened_at for held in self._service.sessions.values()]
+        now = self.clock.now()
+        ages = [now - held.opened_at for held in self.sessions.values()]
         lifetime_seconds = self._lifetime_seconds
         if lifetime_seconds is None:
             lifetime_seconds = sum(ages) / len(ages) if ages else 0.0
@@ -149,7 +176,6 @@ class Admission:
             raise
 
     async def _open(self, message: Open, holder: Holder, post: Post) -> tuple[HeldSession, int]:
-        service = self._service
         self._check(message)
         parent = self._find_parent(message, holder)
         adapter = self._find_adapter(message, holder, parent)
@@ -159,34 +185,34 @@ class Admission:
         self._opening[message.session] = holder
         try:
             cache, free_tokens = await self._open_cache(message, holder, parent)
-            if service.is_draining:  # by now; nobody would tell the client to leave again
-                service.compute.post(cache.close)
+            if self.is_draining:  # by now; nobody would tell the client to leave again
+                self.compute.post(cache.close)
                 self._check(message)
         finally:
             del self._opening[message.session]
-            service.note_change()
+            self.resources.note_change()
         state = SessionState(
             message.num_rows, message.max_tokens, message.epoch, message.prefix_tokens
         )
-        outlet = Outlet(message.session, holder, service.ways, post)
+        outputs = SessionOutputs(message.session, holder, self.resources.pushing, post)
         held = HeldSession(
-            state, cache, message.span, message.dtype, service.clock.now(), holder, outlet,
+            state, cache, message.span, message.dtype, self.clock.now(), holder, outputs,
             message.capability, adapter,
         )  # fmt: skip
         if adapter is not None:
-            service.adapters.use(adapter, holder)
-        service.sessions[message.session] = held
+            self.resources.shelf.use(adapter, holder)
+        self.sessions[message.session] = held
         if message.next is not None:
-            log = None if parent is None else parent.outlet.fork_log(message.prefix_tokens)
-            outlet.open(message.next, log, message.prefix_tokens)
+            log = None if parent is None else parent.outputs.fork_log(message.prefix_tokens)
+            outputs.open(message.next, log, message.prefix_tokens)
         return held, free_tokens
 
     def _check(self, message: Open) -> None:
         """Raise RefusedError for what this peer can never open, or not any more."""
-        service, engine = self._service, self._service.engine
-        if service.is_draining:
+        engine = self.engine
+        if self.is_draining:
             raise RefusedError(ErrorCode.DRAINING, "the peer is about to leave")
-        if message.model_id != service.facts.model_id:
+        if message.model_id != self.resources.model_id:
             raise RefusedError(ErrorCode.WRONG_MODEL, "the peer serves another model")
         if not engine.span.covers(message.span):
             detail = f"the peer serves blocks {engine.span}, not {message.span}"
@@ -199,9 +225,9 @@ class Admission:
         engine.pool.check_can_hold(
             message.num_rows, message.max_tokens, message.span, message.kv_format
         )
-        if message.next is not None and service.ways.neighbours is None:
+        if message.next is not None and self.resources.pushing.neighbours is None:
             raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer pushes to no other")
-        if message.session in service.sessions or message.session in self._opening:
+        if message.session in self.sessions or message.session in self._opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
 
     def _find_adapter(
@@ -213,43 +239,41 @@ class Admission:
         inherited = None if parent is None else parent.adapter
         if inherited is not None and inherited.name == message.adapter:
             return inherited
-        return self._service.adapters.find(message.adapter, holder)
+        return self.resources.shelf.find(message.adapter, holder)
 
     def _find_parent(self, message: Open, holder: Holder) -> HeldSession | None:
         """Return the session whose prefix is asked for; nobody learns of those of others."""
         if message.parent is None:
             return None
-        parent = self._service.sessions.get(message.parent)
+        parent = self.sessions.get(message.parent)
         if parent is None or parent.holder != holder:
             raise RefusedError(ErrorCode.UNKNOWN_SESSION, "you have no such parent open here")
-        parent.used_at = self._service.clock.now()
+        parent.used_at = self.clock.now()
         parent.cache.touch()
         return parent
 
     def _make_place(self, holder: Holder) -> None:
         """See that `holder` may have one more session, if need be in place of an idle one."""
-        service = self._service
         while True:
             holders = [*self._opening.values()]
             # Those whose pages were taken while they were idle only wait to hear of it.
-            sessions = service.sessions.values()
+            sessions = self.sessions.values()
             holders += [held.holder for held in sessions if held.cache.is_open]
             try:
-                num_places = service.facts.max_sessions
+                num_places = self.resources.max_sessions
                 return check_room_for_client(holder, holders, num_places, "sessions")
             except RefusedError:
                 session = self._find_idle(holder, Counter(holders))
                 if session is None:
                     raise
-                service.close_session(session, service.sessions[session])
+                self.close(session, self.sessions[session])
 
     def _find_idle(self, holder: Holder, held_places: Counter[Holder]) -> SessionId | None:
         """Return the session that is idle for longest, of those that `holder` may displace."""
-        service = self._service
-        idle_since = service.clock.now() - IDLE_SECONDS
+        idle_since = self.clock.now() - IDLE_SECONDS
         candidates = {
             session: held.used_at
-            for session, held in service.sessions.items()
+            for session, held in self.sessions.items()
             if held.used_at <= idle_since
             and not held.running
             and may_displace(holder, held.holder, held_places, 1)
@@ -260,7 +284,7 @@ class Admission:
         self, message: Open, holder: Holder, parent: HeldSession | None
     ) -> tuple[SessionCache, int]:
         """Return a new cache and how many tokens its holder may have beside it."""
-        compute, engine = self._service.compute, self._service.engine
+        compute, engine = self.compute, self.engine
 
         def open_on_thread() -> _OpenedCache:
             kv_format = message.kv_format
@@ -317,6 +341,15 @@ def _begin_copy(parent: SessionCache, cache: SessionCache, message: Open) -> Pre
         raise
 
 
-def _discard_cache(opening: asyncio.Future[_OpenedCache], compute: ComputeThread) -> None:
+def _discard_cache(opening: asyncio.Future[_OpenedCache], compute: Compute) -> None:
     if not opening.cancelled() and opening.exception() is None:
         compute.post(opening.result().cache.close)
+
+
+def _take_stock(pool: KVCachePool) -> KVCacheStatistics:
+    """Return the account of the KV memory, and say loudly if it does not add up."""
+    try:
+        pool.check_integrity()
+    except LocalProtocolError:
+        _logger.exception("the account of the KV memory is wrong: a bug of shoal")
+    return pool.statistics()

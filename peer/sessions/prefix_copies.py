@@ -10,7 +10,7 @@ from functools import partial
 
 from ...protocol.fair_share import Holder
 from ..engine.cache.kv_cache import PrefixCopy
-from ..engine.compute_thread import ComputeThread
+from ..streams.workload import Compute
 
 
 @dataclass(eq=False, slots=True)
@@ -28,7 +28,7 @@ class PrefixCopies:
     Owned by the event loop.
     """
 
-    def __init__(self, compute: ComputeThread) -> None:
+    def __init__(self, compute: Compute) -> None:
         self._compute = compute
         self._waiting: list[_Waiting] = []  # in order of arrival
         # When each address and each holder of those that wait came, or had its last turn.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,14 +16,15 @@ from ...protocol.ids import SessionId
 from ...protocol.messages.passes import PassPiece, PiecesReader, Slot
 from ...protocol.messages.session import Open
 from ...protocol.spans import Span
-from .answer_queue import Answer, AnswerQueue
-from .answers import encode_refusal
-
-if TYPE_CHECKING:
-    from ..streams.service import Service
-    from .held_session import HeldSession
+from ..accounts.shared_bytes import SharedBytes
+from ..engine.engine import Engine
+from ..streams.answer_queue import Answer, AnswerQueue, encode_refusal
+from .held_session import HeldSession
 
 _FLOAT_BYTES = 4
+
+MAX_PROMPT_BYTES = 2**28
+"""Deep prompts of all sessions."""
 
 
 @dataclass
@@ -46,8 +46,9 @@ class _Coming:
 class SessionPrompts:
     """Keeps `Opened` back until the prompts are here, so that no step can overtake them."""
 
-    def __init__(self, service: Service, answers: AnswerQueue) -> None:
-        self._service = service
+    def __init__(self, engine: Engine, memory: SharedBytes, answers: AnswerQueue) -> None:
+        self._engine = engine
+        self._memory = memory
         self._answers = answers
         self._coming: dict[SessionId, _Coming] = {}
         self._refused: deque[SessionId] = deque(maxlen=limits.MAX_SESSIONS_PER_STREAM)
@@ -57,11 +58,11 @@ class SessionPrompts:
         if not message.prompt_tokens or message.session in self._coming:
             return
         self._refused.append(message.session)  # unless all is well
-        width = self._service.engine.spec.hidden_size
+        width = self._engine.spec.hidden_size
         num_vectors = len(message.span) * message.prompt_rows * message.prompt_tokens
         num_bytes = num_vectors * width * _FLOAT_BYTES
-        self._service.prompts.check_room_for(holder, num_bytes)
-        self._service.prompts.count(holder, num_bytes)
+        self._memory.check_room_for(holder, num_bytes)
+        self._memory.count(holder, num_bytes)
         self._refused.pop()
         reader = PiecesReader({Slot.PROMPTS: num_vectors}, width)
         opened = asyncio.get_running_loop().create_future()
@@ -136,10 +137,10 @@ class SessionPrompts:
             error = RefusedError(ErrorCode.BAD_VALUES, "the deep prompts are not finite")
             coming.opened.set_result(encode_refusal(session, 0, error))
             return
-        coming.held.cache.prompts_LBPH = self._service.engine.place_prompts(prompts_LBPH)
+        coming.held.cache.prompts_LBPH = self._engine.place_prompts(prompts_LBPH)
         coming.opened.set_result(coming.frame)
 
     def _release(self, coming: _Coming) -> None:
         coming.opened.cancel()
         if coming.held is None:  # else they count until it is closed
-            self._service.prompts.count(coming.holder, -coming.num_bytes)
+            self._memory.count(coming.holder, -coming.num_bytes)

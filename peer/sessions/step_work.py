@@ -1,15 +1,26 @@
-"""Steps of the wire to work for the engine, and what the engine made of them back to the wire."""
+"""Steps of the wire to work for the engine, and what the engine made of them back to the wire.
 
-from torch import Tensor
+What the state of a session learns when a step ends is here as well.
+"""
 
-from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
+import asyncio
+import logging
+from copy import copy
+from dataclasses import replace
+
+from ...kernels.wire_tensors import decode_as, encode_as
 from ...protocol import limits
 from ...protocol.errors import ErrorCode, RefusedError
-from ...protocol.messages.session import Output, Step
+from ...protocol.ids import SessionId
+from ...protocol.messages.session import Gap, Open, Opened, Output, Status, Step
 from ...protocol.tensors import WireDtype, WireTensor, compute_num_bytes
+from ...protocol.wire.codec import encode_frame
 from ..engine.compute_thread import ComputedStep
 from ..engine.steps import StepWork
+from ..streams.answer_queue import check_fits, encode_refusal
 from .held_session import HeldSession
+
+_logger = logging.getLogger(__name__)
 
 _MAX_ANSWER_BYTES = limits.MAX_FRAME_BYTES - limits.MAX_CONTROL_BYTES
 """The tensor of one answer; what is left of the frame is enough for everything else."""
@@ -40,7 +51,7 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: b
 
 def make_work(step: Step, held: HeldSession) -> StepWork:
     """Return what the engine has to do for a step; who pushes needs all of its tokens."""
-    is_pushed = held.outlet.next is not None
+    is_pushed = held.outputs.next is not None
     hidden_BTH = decode_as(step.hidden.dtype.name, step.hidden.data, step.hidden.shape)
     return StepWork(
         cache=held.cache,
@@ -71,17 +82,66 @@ def make_output(step: Step, dtype: WireDtype, computed: ComputedStep) -> Output:
     )
 
 
-def check_fits(hidden: Tensor, dtype: WireDtype) -> None:
-    """Raise RefusedError when a dtype of the wire cannot hold these numbers."""
-    if dtype is WireDtype.FP16 and not has_only_finite(hidden.half()):
-        raise RefusedError(
-            ErrorCode.BAD_VALUES,
-            "these hidden states are too large for fp16 on the wire; choose bf16 or fp32",
-        )
-
-
 def take_last_token(hidden: WireTensor) -> WireTensor:
     """Return the last token of each row."""
     name, (rows, _, width) = hidden.dtype.name, hidden.shape
     hidden_BTH = decode_as(name, hidden.data, hidden.shape)[:, -1:]
     return WireTensor(hidden.dtype, rows, 1, width, encode_as(name, hidden_BTH))
+
+
+def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]) -> bytes | None:
+    """Tell the session's state how a step ended, push its output if it is to be pushed, and return
+    the answer to the client, if there is any.
+    """
+    try:
+        failure = future.exception()
+        if failure is not None:
+            raise copy(failure)  # the future would keep it, with this frame and the step in it
+        computed = future.result()
+        if held.state.is_lost(step.sequence):
+            # The engine does not know that the answer before this one could not be sent.
+            held.state.fail(step.sequence)
+            return encode_gap(step, held)
+        output = make_output(step, held.dtype, computed)
+        if held.outputs.next is not None:
+            return _push(step, held, output)
+        frame = encode_frame(output)
+    except RefusedError as error:
+        refusal = copy(error)
+    except Exception:
+        _logger.exception("a step has no answer")
+        refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the step")
+    else:
+        held.state.complete(step.sequence, frame)
+        return frame
+    held.state.fail(step.sequence)
+    return encode_refusal(step.session, step.sequence, refusal)
+
+
+def _push(step: Step, held: HeldSession, output: Output) -> bytes | None:
+    """Send an output to the next hop; the client gets the end of a replay, as a sign of life."""
+    held.state.complete(step.sequence, b"")
+    held.outputs.push(step, output)
+    if held.outputs.is_pushed(step.sequence):
+        return None
+    return encode_frame(replace(output, hidden=take_last_token(output.hidden)))
+
+
+def encode_opened(message: Open, queue_seconds: float, free_tokens: int) -> bytes:
+    """Return the frame that says that a session is open."""
+    return encode_frame(Opened(message.session, message.epoch, queue_seconds, free_tokens))
+
+
+def encode_status(session: SessionId, held: HeldSession, num_replayed: int = 0) -> bytes:
+    """Return the frame that says how far a session is."""
+    state = held.state
+    return encode_frame(
+        Status(
+            session, state.epoch, state.sequence, state.length, state.done_sequence, num_replayed
+        )
+    )
+
+
+def encode_gap(step: Step, held: HeldSession) -> bytes:
+    """Return the frame that says where the session ends."""
+    return encode_frame(Gap(step.session, step.epoch, step.sequence, held.state.length))

@@ -1,4 +1,5 @@
-"""Incoming streams: greeting, reading frames, and handing each message to the work that it is for.
+"""Incoming streams, and the seam to the kinds of work that a peer does on them.
 
-Read first: conversation.py.
+Nothing here knows a session or a pass: those are workloads, in rooms of their own. Read first:
+workload.py, then conversation.py.
 """

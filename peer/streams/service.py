@@ -1,119 +1,85 @@
-"""The sessions of one peer, and the streams that it serves: one `Conversation` each."""
+"""What serves the streams of a peer while it serves one span: one `Conversation` each."""
 
 import asyncio
 import contextlib
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 
 from ...protocol import limits
-from ...protocol.ids import ModelId, PeerId, SessionId
+from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.fair_share import BUSY_SECONDS, check_room_for
 from ...protocol.messages.offers import Offer
-from ...protocol.net.clock import Clock
 from ...protocol.net.transport import Stream
-from ..accounts.adapter_budget import MOST_BYTES as MOST_ADAPTER_BYTES
-from ..accounts.adapter_shelf import AdapterShelf
-from ..accounts.memory import read_free_bytes
-from ..accounts.pass_budget import MOST_BYTES, PassBudget
-from ..accounts.shared_bytes import SharedBytes
-from ..engine.compute_thread import ComputeThread
-from ..engine.engine import Engine
-from ..pushing.neighbours import Neighbours
-from ..pushing.outlet import Ways
+from ...protocol.records.announcements import Announcement
 from ..pushing.parked_streams import ParkedStreams
-from ..sessions.admission import Admission
-from ..sessions.held_session import HeldSession
-from .conversation import Conversation
+from .conversation import Conversation, StreamHost
+from .workload import Workload
 
 MAX_PENDING_BYTES = 32 * limits.MAX_FRAME_BYTES
 """Frames of all streams that arrive in pieces, steps that wait for the engine, and answers that
 wait for their reader."""
 
-MAX_LOGGED_BYTES = 256 * 2**20
-"""Outputs of all sessions that were pushed to other peers and may have to be pushed again: 32,000
-tokens of a model of width 4096 in 16 bits. A session that finds no room is not logged."""
 
-
-MAX_BYTES_OF_PROMPTS = 2**28
-"""Deep prompts of all sessions."""
-
-
-@dataclass(frozen=True)
-class ServiceFacts:
-    """What a service says of itself and checks requests against."""
-
-    peer_id: PeerId
-    model_id: ModelId
-    max_sessions: int
-    session_idle_seconds: float
-    pass_bytes: int = MOST_BYTES
-    """Memory for passes; 0: none are taken."""
-    adapter_bytes: int = MOST_ADAPTER_BYTES
-    """Memory for adapters that clients bring; 0: none are kept."""
-
-
-@dataclass
 class Service:
-    """All sessions of one peer, and the code that serves a stream."""
+    """All streams of one peer, and its workloads."""
 
-    facts: ServiceFacts
-    engine: Engine
-    compute: ComputeThread
-    clock: Clock
-    neighbours: Neighbours | None = None
-    is_draining: bool = False
-    has_hung_up: bool = False
-    read_free_bytes: Callable[[], int] = read_free_bytes
-    pending: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_PENDING_BYTES))
-    prompts: SharedBytes = field(default_factory=lambda: SharedBytes(MAX_BYTES_OF_PROMPTS, 3))
-    num_passes: int = 0
-    """Passes that come in, wait, are computed or answered."""
-    passes: SharedBytes = field(init=False)
-    sessions: dict[SessionId, HeldSession] = field(default_factory=dict)
-    streams: set[Conversation] = field(default_factory=set)
-    pass_budget: PassBudget = field(init=False)
-    admission: Admission = field(init=False)
-    ways: Ways = field(init=False)
-    adapters: AdapterShelf = field(init=False)
-    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    def __init__(
+        self,
+        host: StreamHost,
+        workloads: Sequence[Workload],
+        max_streams: int,
+        changed: asyncio.Event,
+    ) -> None:
+        """`changed` is set whenever something ends that `wait_until_empty` may wait for."""
+        self.host = host
+        self.workloads = workloads
+        self.streams: set[Conversation] = set()
+        self.has_hung_up = False
+        self._max_streams = max_streams
+        self._changed = changed
 
-    def __post_init__(self) -> None:
-        self.pass_budget = PassBudget(self.facts.pass_bytes)
-        self.engine.passes.activations.limit(self.pass_budget.kept_bytes)
-        self.compute.limit_passes(self.pass_budget.work_bytes)
-        self.passes = SharedBytes(self.pass_budget.tensor_bytes, times_free=3)
-        self.admission = Admission(self)
-        self.adapters = AdapterShelf(self.clock, self.facts.adapter_bytes)
-        logged = SharedBytes(MAX_LOGGED_BYTES, times_free=3)
-        self.ways = Ways(self.neighbours, self.pending, logged)
+    def __repr__(self) -> str:
+        return f"<Service of {self.host.span}: {len(self.streams)} streams, {self.count_work()}>"
 
     @property
     def parked(self) -> ParkedStreams | None:
         """Who keeps the streams that are offered; None where none are taken."""
-        return None if self.neighbours is None else self.neighbours.parked
+        return self.host.parked
 
     async def serve(self, stream: Stream) -> Offer | None:
         """Serve one stream until it ends; frees everything that the stream opened.
 
         Returns the offer where it did not end, but was offered: nobody serves it any more.
         """
-        conversation = Conversation(self, stream)
+        conversation = Conversation(self.host, stream, self.workloads, self._register)
         try:
             await conversation.run()
         finally:
             self.streams.discard(conversation)
-            self.note_change()
+            self._changed.set()
         return conversation.offer
 
-    def list_stream_addresses(self) -> list[str]:
-        """Return from where each stream comes that is served now."""
-        return [stream.holder.address for stream in self.streams]
+    def _register(self, conversation: Conversation) -> None:
+        """Let a stream be one of those that are served. Raises RefusedError where that is full."""
+        if self.has_hung_up:
+            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+        addresses = [stream.holder.address for stream in self.streams]
+        check_room_for(conversation.holder.address, addresses, self._max_streams, "streams")
+        self.streams.add(conversation)
+
+    async def describe(self, announcement: Announcement) -> Announcement:
+        """Return an announcement of the peer with the present load."""
+        for workload in self.workloads:
+            announcement = await workload.describe(announcement)
+        return announcement
+
+    def count_work(self) -> Mapping[str, object]:
+        """Return how much of each kind of work is under way."""
+        return {word: num for work in self.workloads for word, num in work.count().items()}
 
     def begin_draining(self) -> None:
-        """Take nothing new; who waits for a session, or has one, hears that at once."""
-        self.is_draining = True
-        self.admission.look_again()
-        for stream in self.streams:
-            stream.say_leaving()
+        """Take nothing new; clients that wait for a session, or have one, hear that at once."""
+        for workload in self.workloads:
+            workload.begin_draining()
 
     async def hang_up(self) -> None:
         """End all streams, and what is left of sessions with them; nothing is served any more."""
@@ -125,13 +91,13 @@ class Service:
             self._changed.clear()
             if self.streams:
                 await self._changed.wait()
-        self.adapters.close()
+        for workload in self.workloads:
+            workload.close()
 
     async def wait_until_empty(self, timeout_seconds: float) -> bool:
-        """Wait until no session is left, being opened or waiting, and no pass; return whether that
-        came in time.
+        """Wait until no work is under way; return whether that came in time.
 
-        With those that wait the end only comes once they have had their turn, unless it drains.
+        Sessions that wait for room count: unless it drains, they have their turn before the end.
         """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_seconds):
@@ -140,33 +106,7 @@ class Service:
                     await self._changed.wait()
         return self.is_empty
 
-    def note_change(self) -> None:
-        """Note that a session was closed, or is no longer being opened, or does not wait now; or
-        that a pass is over.
-        """
-        self._changed.set()
-
     @property
     def is_empty(self) -> bool:
-        """Whether no session is held, being opened or waiting, and no pass is there."""
-        admission = self.admission
-        has_sessions = self.sessions or admission.num_opening or admission.num_waiting
-        return not has_sessions and not self.num_passes
-
-    def close_session(self, session: SessionId, held: HeldSession) -> None:
-        """Drop what a session still waits for and free its cache, unless that was done.
-
-        Another session may have its id by now: that one stays.
-        """
-        if self.sessions.get(session) is not held:
-            return
-        del self.sessions[session]
-        held.outlet.close()
-        if held.adapter is not None:
-            self.adapters.leave(held.adapter, held.holder)
-        self.prompts.count(held.holder, -held.num_prompt_bytes)
-        for future in held.running:
-            future.cancel()
-        closing = self.compute.call(held.cache.close)
-        closing.add_done_callback(lambda _: self.admission.note_closed(held))
-        self.note_change()
+        """Whether no workload has anything under way."""
+        return all(workload.is_idle for workload in self.workloads)

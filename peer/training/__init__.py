@@ -1,4 +1,4 @@
-"""Training at a peer: passes through frozen blocks, adapters of clients, and their optimizers.
+"""Fine-tuning at a peer, a workload: passes, uploaded adapters and their updates.
 
-Read first: pass_desk.py.
+Nothing of sessions is here. Read first: training.py, then passes.py.
 """

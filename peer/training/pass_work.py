@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -20,9 +21,8 @@ from ...protocol.messages.passes import (
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
 from ..engine.adapters.trained_adapter import GatheredGradients
-from ..engine.engine import Engine
-from ..engine.passes.passes import PassWork
-from ..sessions.step_work import check_fits
+from ..engine.passes.passes import Gradients, PassWork
+from ..streams.answer_queue import check_fits
 from .named_adapters import Adapters, join_gradients
 
 
@@ -32,26 +32,35 @@ class WireWork:
 
     message: Pass
     tensors: dict[Slot, list[WireTensor]]
+    hidden_size: int
     adapters: Adapters = ()
     gathered: GatheredGradients | None = None
     """Where the gradients of its adapter are added to, if they are."""
 
 
-def run_pass(engine: Engine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
+class PassEngine(Protocol):
+    """What computes passes."""
+
+    def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor: ...
+
+    def run_backward(self, work: PassWork, grads_BTH: Tensor, give_way: GiveWay) -> Gradients: ...
+
+
+def run_pass(engine: PassEngine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
     """Return the frames that answer a pass, but for the last.
 
     On the compute thread: to decode and encode megabytes would hold up the event loop.
     """
     message, tensors, adapters = asked.message, asked.tensors, asked.adapters
-    shape = (message.num_rows, message.num_tokens, engine.spec.hidden_size)
+    shape = (message.num_rows, message.num_tokens, asked.hidden_size)
     hidden_BTH = _join(tensors.pop(Slot.HIDDEN), give_way).view(shape)
     prompts = _read_prompts(message, tensors, give_way)
     wants_adapters = message.adapter_vectors > 0 or asked.gathered is not None
     work = PassWork(message.span, hidden_BTH, prompts, adapters, wants_adapters)
     if message.kind is PassKind.FORWARD:
-        return _encode(message, Slot.HIDDEN, engine.passes.run_forward(work, give_way), give_way)
+        return _encode(message, Slot.HIDDEN, engine.run_forward(work, give_way), give_way)
     grads_BTH = _join(tensors.pop(Slot.GRADIENTS), give_way).view(shape)
-    gradients = engine.passes.run_backward(work, grads_BTH, give_way)
+    gradients = engine.run_backward(work, grads_BTH, give_way)
     frames = _encode(message, Slot.HIDDEN, gradients.hidden_BTH, give_way)
     if gradients.prompts_LBPH is not None:
         frames += _encode(message, Slot.PROMPTS, gradients.prompts_LBPH, give_way)
@@ -59,7 +68,7 @@ def run_pass(engine: Engine, asked: WireWork, give_way: GiveWay) -> list[bytes]:
         (found,) = gradients.adapters.values()  # only one is trained
         asked.gathered.add(message.gather, found, give_way)
     elif wants_adapters:
-        vectors = join_gradients(adapters, gradients.adapters, engine.spec.hidden_size)
+        vectors = join_gradients(adapters, gradients.adapters, asked.hidden_size)
         frames += _encode(message, Slot.ADAPTERS, vectors, give_way)
     return frames
 

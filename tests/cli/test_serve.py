@@ -9,8 +9,7 @@ from screens import Screen
 
 from shoal.cli.main import _parse
 from shoal.cli.serve import _make_config, _print_for_people
-from shoal.peer.resident import PeerEvent
-from shoal.peer.runtime.config import PeerConfig
+from shoal.peer.runtime.config import PeerConfig, PeerEvent
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 
 from shoal.client.model.auto import AutoDistributedModelForCausalLM
 from shoal.client.runtime.client import Client
+from shoal.client.runtime.joining import SwarmModel, connect_over_network
 from shoal.client.settings.config import ClientConfig, make_client_config
 from shoal.protocol.errors import DirectoryError, UsageError
 from shoal.protocol.ids import ModelId
@@ -25,6 +26,7 @@ from shoal.protocol.net.transport import Transport
 from shoal.protocol.spans import Span
 
 SPAN = Span(0, 4)
+MODEL = SwarmModel(ModelId("a" * 32), len(SPAN), 64)
 
 
 async def connect(config: ClientConfig) -> tuple[Transport, Directory]:
@@ -35,7 +37,7 @@ async def connect(config: ClientConfig) -> tuple[Transport, Directory]:
 @pytest.fixture
 def client() -> Iterator[Client]:
     """A client of a swarm without peers."""
-    with Client.join(ModelId("a" * 32), len(SPAN), 64, ClientConfig(), connect) as client:
+    with Client.join(ClientConfig(), connect, SystemClock(), MODEL) as client:
         yield client
 
 
@@ -129,7 +131,7 @@ def test_none_is_no_code_and_no_address() -> None:
 
 def test_network_without_initial_peers_says_how_to_give_them() -> None:
     with pytest.raises(UsageError, match=r"initial_peers=\[\.\.\.\]"):
-        Client.join(ModelId("a" * 32), len(SPAN), 64, ClientConfig())
+        Client.join(ClientConfig(), connect_over_network, SystemClock(), MODEL)
 
 
 def test_one_initial_peer_needs_no_list(tiny_models: Any) -> None:
@@ -161,6 +163,6 @@ def test_joining_is_tried_twice(num_failures: int) -> None:
         nullcontext() if num_failures == 1 else pytest.raises(DirectoryError, match="attempt 2")
     )
     with expected:
-        Client.join(ModelId("a" * 32), len(SPAN), 64, ClientConfig(), connect_at_last).close()
+        Client.join(ClientConfig(), connect_at_last, SystemClock(), MODEL).close()
 
     assert attempts == [1, 2]

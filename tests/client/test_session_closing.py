@@ -9,6 +9,7 @@ import torch
 from session_scene import Oracle, Scene, add_two_rows_of_peers, draw, run
 
 from shoal.client.runtime.client import Client
+from shoal.client.runtime.joining import SwarmModel
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import UsageError
 from shoal.protocol.ids import ModelId, SessionId
@@ -126,7 +127,8 @@ def test_session_that_was_closed_opens_nothing_for_another_number_of_rows() -> N
         directory = MemoryDirectory(MemoryDirectoryStore(), SystemClock())
         return LoopbackTransport(LoopbackNetwork(), "us"), directory
 
-    with Client.join(ModelId("a" * 32), 4, 64, ClientConfig(), connect) as client:
+    model = SwarmModel(ModelId("a" * 32), 4, 64)
+    with Client.join(ClientConfig(), connect, SystemClock(), model) as client:
         session = client.open_session(8, Span(0, 4))
         session._make_rows(1)
         session.close()

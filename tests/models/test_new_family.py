@@ -17,7 +17,7 @@ from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.models.families import registry
-from shoal.peer.engine.engine import Engine
+from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.spans import Span
 
@@ -109,7 +109,7 @@ def test_a_family_added_by_the_page_computes_what_transformers_does(
     assert checkpoint.config["model_type"] == model_type
     assert load_config(checkpoint).num_hidden_layers == 3
     layers = load_local_layers(checkpoint)
-    engine = Engine.load(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=2**22)
+    engine = load_engine(checkpoint, span, WeightFormat.FP32, kv_budget_bytes=2**22)
     work = StepWork(engine.open_cache(2, 9, span), span, 0, layers.embedding(tokens))
     (hidden,) = engine.execute([work])
 

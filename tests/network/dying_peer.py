@@ -14,7 +14,7 @@ import sys
 from typing import Any
 
 from shoal.cli.main import main
-from shoal.peer.streams import conversation, service
+from shoal.peer.sessions import sessions
 from shoal.protocol.messages.session import Open, Step
 
 _counts = {"prefill": 0, "answer": 0}
@@ -27,7 +27,7 @@ def die_at(point: str, nth: int) -> None:
             os.kill(os.getpid(), signal.Signals[sys.argv[2]])
 
 
-class DyingConversation(conversation.Conversation):
+class DyingStream(sessions.SessionStream):
     async def _open(self, message: Open) -> None:
         die_at("open", 1)
         await super()._open(message)
@@ -44,5 +44,5 @@ class DyingConversation(conversation.Conversation):
 
 
 if __name__ == "__main__":
-    service.Conversation = DyingConversation
+    sessions.SessionStream = DyingStream  # type: ignore[misc]
     sys.exit(main(sys.argv[3:]))

@@ -12,7 +12,7 @@ from typing import Any
 from shoal.cli.main import main
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.hosting import hosting
+from shoal.peer.hosting import span_loader
 
 
 class SlowLoader:
@@ -29,5 +29,5 @@ class SlowLoader:
 
 
 if __name__ == "__main__":
-    hosting.load_engine = SlowLoader()
+    span_loader.load_engine = SlowLoader()
     sys.exit(main())

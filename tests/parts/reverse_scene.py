@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from types import SimpleNamespace
 from typing import Any
 
 from announcements import describe_peer
 from service_scene import MODEL_ID, Talk
 
-from shoal.peer.engine.passes.activation_cache import ActivationCache
+from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.peer.pushing.neighbours import Neighbours
 from shoal.peer.pushing.parked_streams import ParkedStreams
-from shoal.peer.streams.door import Door
-from shoal.peer.streams.service import Service, ServiceFacts
+from shoal.peer.streams.conversation import StreamHost
+from shoal.peer.streams.service import MAX_PENDING_BYTES, Service
+from shoal.peer.streams.stream_handler import StreamHandler
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import ShoalError
 from shoal.protocol.fair_share import Holder
@@ -37,21 +37,6 @@ NUM_BLOCKS = 8
 PUBLIC, HOME = Identity(bytes([1]) * 32), Identity(bytes([2]) * 32)
 FRAME = encode_frame(Probe(SessionId(b"s" * 16), 0))
 HELLO = Hello(1, MAX_VERSION, "a test")
-
-
-class NoEngine:
-    """Enough of one for streams without sessions."""
-
-    def __init__(self, span: Span) -> None:
-        self.span = span
-        self.passes = SimpleNamespace(activations=ActivationCache())
-
-
-class NoComputeThread:
-    """Enough of one for streams without sessions."""
-
-    def limit_passes(self, num_bytes: int) -> None:
-        """Limit nothing: there are no passes."""
 
 
 @dataclass
@@ -77,7 +62,7 @@ class PublicPeer:
     """A peer that others can dial, with real streams and no engine."""
 
     identity: Identity
-    door: Door
+    handler: StreamHandler
     transport: LoopbackTransport
     neighbours: Neighbours
     parked: ParkedStreams
@@ -87,11 +72,12 @@ class PublicPeer:
 
     def open(self, span: Span) -> Service:
         """Serve a span from now on."""
-        facts = ServiceFacts(self.identity.peer_id, MODEL_ID, 8, 600.0)
-        engine: Any = NoEngine(span)
-        compute: Any = NoComputeThread()
-        service = Service(facts, engine, compute, VirtualClock(), self.neighbours)
-        self.door.open(service)
+        host = StreamHost(
+            self.identity.peer_id, MODEL_ID, span, VirtualClock(), 600.0,
+            SharedBytes(MAX_PENDING_BYTES), self.parked,
+        )  # fmt: skip
+        service = Service(host, (), 32, asyncio.Event())
+        self.handler.open(service)
         return service
 
     def push(self, following: NextHop, lane: Lane = Lane.INTERACTIVE) -> Pusher:
@@ -173,8 +159,8 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
     async def main() -> None:
         network = LoopbackNetwork(link=Link(delay_seconds=0.01))
         store = MemoryDirectoryStore()
-        transport, door = LoopbackTransport(network, "public"), Door()
-        listener = await transport.listen("public", 0, door.serve)
+        transport, handler = LoopbackTransport(network, "public"), StreamHandler()
+        listener = await transport.listen("public", 0, handler.serve)
         directory = MemoryDirectory(store, VirtualClock())
 
         async def look() -> list[Announcement]:
@@ -185,7 +171,7 @@ def in_scene(story: Callable[[Scene], Awaitable[None]]) -> None:
         fingerprint = listener.endpoint.fingerprint
         parked = ParkedStreams(fingerprint, look, VirtualClock(), PERIOD_SECONDS)
         neighbours = Neighbours(transport, VirtualClock(), parked=parked)
-        public = PublicPeer(PUBLIC, door, transport, neighbours, parked, listener.endpoint)
+        public = PublicPeer(PUBLIC, handler, transport, neighbours, parked, listener.endpoint)
         public.may_look.set()
         scene = Scene(network, store, public)
         public.open(Span(0, 4))

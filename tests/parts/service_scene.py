@@ -10,57 +10,33 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from memory_swarm import MODEL_ID, Inside, MemorySwarm, SceneLoader
 from torch import Tensor
 
 from shoal.kernels.wire_tensors import DTYPES, decode_tensor, encode_tensor
 from shoal.peer.engine.compute_thread import ComputeThread
 from shoal.peer.engine.engine import Engine
-from shoal.peer.engine.pass_queue import PassJob
 from shoal.peer.engine.steps import StepWork
-from shoal.peer.pushing.neighbours import Neighbours
-from shoal.peer.streams.service import Service, ServiceFacts
+from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.errors import ErrorCode, ShoalError
 from shoal.protocol.identity import Identity
-from shoal.protocol.ids import ModelId, SessionId
+from shoal.protocol.ids import SessionId
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Declined, Hello, Open, Opened, Output, Step, Welcome
-from shoal.protocol.net.clock import VirtualClock, VirtualEventLoop, run_virtual
+from shoal.protocol.net.clock import run_virtual
 from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.transport import Stream
+from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 
 HIDDEN = 64
-MODEL_ID = ModelId("a" * 32)
 PEER_ID = Identity(bytes(32)).peer_id
 SPAN = Span(1, 3)
 IDLE_SECONDS = 600.0
 HELLO = Hello(1, 1, "a test")
 NOBODYS_NUMBER = 2**16 - 1
-
-
-class HoldingComputeThread(ComputeThread):
-    """Keeps virtual time still while the engine computes."""
-
-    def submit(self, work: StepWork, holder: tuple[str, str] = ("", "")) -> Any:
-        return hold_time(super().submit(work, holder))
-
-    def call(self, function: Callable[[], Any]) -> Any:
-        return hold_time(super().call(function))
-
-    def drop_pass(self, job: PassJob) -> None:
-        super().drop_pass(job)
-        hold_time(job.released)
-
-
-def hold_time(future: asyncio.Future[Any]) -> asyncio.Future[Any]:
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, VirtualEventLoop)
-    hold = loop.hold()
-    hold.__enter__()
-    future.add_done_callback(lambda _: hold.__exit__(None, None, None))
-    return future
 
 
 class GatedEngine:
@@ -145,15 +121,19 @@ class Talk:
 
 @dataclass
 class Peer:
-    """A service that listens, and the network around it."""
+    """A peer that is online, and the network around it."""
 
-    service: Service
+    service: Inside
     compute: ComputeThread
     engine: Any
     network: LoopbackNetwork
     client: LoopbackTransport
     clients: list[LoopbackTransport]
     endpoint: Any
+    swarm: MemorySwarm
+
+    async def read_directory(self) -> list[Announcement]:
+        return await self.swarm.open_directory().lookup(MODEL_ID)
 
     async def dial(self) -> Talk:
         return Talk(await self.client.open_stream(self.endpoint))
@@ -229,6 +209,8 @@ def run(
     test: Callable[[Peer], Awaitable[None]],
     max_sessions: int = 8,
     idle_seconds: float = IDLE_SECONDS,
+    *,
+    is_relayed: bool = False,
 ) -> None:
     """Run a test against a fresh service; then nothing of it may be left."""
     problems: list[dict[str, Any]] = []
@@ -236,24 +218,26 @@ def run(
     async def main() -> None:
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, context: problems.append(context))
-        network = LoopbackNetwork()
-        async with HoldingComputeThread(engine) as compute:
-            facts = ServiceFacts(PEER_ID, MODEL_ID, max_sessions, idle_seconds)
-            server = LoopbackTransport(network, "peer")
-            neighbours = Neighbours(server, VirtualClock())
-            service = Service(facts, engine, compute, VirtualClock(), neighbours)
-            listener = await server.listen("peer", 0, service.serve)
-            client = LoopbackTransport(network, "client")
-            peer = Peer(service, compute, engine, network, client, [client], listener.endpoint)
+        swarm = MemorySwarm()
+        config = PeerConfig(
+            "", engine.span, max_sessions=max_sessions, session_idle_seconds=idle_seconds,
+            drain_seconds=0.0,
+        )  # fmt: skip
+        loader, identity = SceneLoader.of_engine(engine), Identity(bytes(32))
+        async with swarm.serve("peer", config, loader, identity, is_relayed=is_relayed) as service:
+            client = LoopbackTransport(swarm.network, "client")
+            endpoint = service.endpoint
+            peer = Peer(
+                service, service.compute, engine, swarm.network, client, [client], endpoint, swarm
+            )
             await test(peer)
             for client in peer.clients:
                 await client.close()
             await peer.wait_until_empty()
-            assert service.ways.logged.used_bytes == 0
-            await neighbours.close()
+            assert service.pushing.logged.used_bytes == 0
+            await service.neighbours.close()
             assert service.pending.used_bytes == 0
             assert service.passes.used_bytes == 0
-            await server.close()
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run_virtual(main())

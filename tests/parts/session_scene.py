@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.client import open_remote_session
+from shoal.client.runtime.session_opener import open_remote_session
 from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts, SessionState

@@ -8,11 +8,11 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
+from memory_swarm import Inside
 from virtual_swarm import RelayedTransport, Scene, draw
 
 from shoal.client.session.session import RemoteSession
 from shoal.client.settings.config import ClientConfig
-from shoal.peer.streams.service import Service
 from shoal.protocol.net.clock import VirtualClock, run_virtual
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.spans import Span
@@ -29,14 +29,14 @@ class World:
     open_session: Callable[[], Awaitable[RemoteSession]]
     """Returns another one of the same client, which has not begun and is to be closed."""
 
-    def __init__(self, scene: Scene, session: RemoteSession, services: dict[str, Service]) -> None:
+    def __init__(self, scene: Scene, session: RemoteSession, services: dict[str, Inside]) -> None:
         self.network = scene.network
         self.session = session
         self.services = services
 
     def host_of(self, index: int) -> str:
         peer_id = self.session.hops[index].peer.peer_id
-        return next(h for h, s in self.services.items() if s.facts.peer_id == peer_id)
+        return next(h for h, s in self.services.items() if s.peer_id == peer_id)
 
     async def generate(self, num_tokens: int) -> None:
         for number in range(num_tokens):
@@ -84,7 +84,7 @@ def run(
     run_virtual(main())
 
 
-def delay_steps(service: Service, seconds: float) -> None:
+def delay_steps(service: Inside, seconds: float) -> None:
     """Have a peer take so long for each step, one after the other; it hears what is said."""
     compute: Any = service.compute
     submit, computing = compute.submit, asyncio.Lock()

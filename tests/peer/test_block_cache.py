@@ -23,12 +23,10 @@ from shoal.models.specs.model_spec import ModelSpec
 from shoal.peer.engine.loading.block_cache import MIN_ENTRY_BYTES, BlockCache, open_block_cache
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
-from shoal.peer.hosting.hosting import HostedModel, Hosting
-from shoal.peer.pushing.neighbours import Neighbours
+from shoal.peer.hosting.hosted_model import HostedModel
+from shoal.peer.hosting.span_loader import SpanLoader
 from shoal.peer.runtime.config import PeerConfig
-from shoal.protocol.identity import Identity
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
 from shoal.protocol.spans import Span
 
 BUDGET = 2**26
@@ -502,11 +500,9 @@ def test_peer_keeps_its_blocks_at_home(
     )
 
     async def load() -> None:
-        clock, model = SystemClock(), HostedModel.open(config)
-        neighbours = Neighbours(LoopbackTransport(LoopbackNetwork(), "peer"), clock)
-        hosting = Hosting(config, model, Identity(bytes(32)).peer_id, clock, neighbours)
-        async with hosting.serve(Span(0, 2), {}, lambda *_: None) as stay:
-            assert stay.engine.span == Span(0, 2)
+        loader = SpanLoader(HostedModel.open(config), SystemClock())
+        async with loader.serve(Span(0, 2), {}, lambda *_: None) as served:
+            assert served.span == Span(0, 2)
 
     asyncio.run(load())
 

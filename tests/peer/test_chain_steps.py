@@ -377,7 +377,7 @@ def test_redirect_to_the_client_answers_with_the_steps_under_way(engine: Engine)
         assert torch.equal(expect_output(again), read(pushed))
         assert isinstance(await client.hear(), Status)
         expect_output(await client.ask(make_step(3, 4, draw_hidden(3), is_decoded=True)))
-        assert peer.service.ways.logged.used_bytes == 0
+        assert peer.service.pushing.logged.used_bytes == 0
         refusal = await client.ask(Redirect(make_session(1), 3, 4, following.name()))
         assert_declined(refusal, ErrorCode.LOG_INCOMPLETE)
 
@@ -389,7 +389,7 @@ def test_session_without_room_for_its_log_says_so_when_it_is_asked_for(engine: E
         following = await start_next(peer)
         prompt = draw_hidden(1, 1, 8)
         room = SharedBytes(prompt.nbytes)  # one client gets a part of it
-        peer.service.ways = replace(peer.service.ways, logged=room)
+        peer.service.pushing = replace(peer.service.pushing, logged=room)
         client = await peer.open(capability=KEY, next=following.name())
 
         await client.say(make_step(1, 0, prompt))
@@ -461,7 +461,7 @@ def test_hop_that_declined_is_sent_nothing_more(engine: Engine) -> None:
 
 def test_log_gives_back_what_is_rolled_back_and_all_at_the_end(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
-        following, logged = await start_next(peer), peer.service.ways.logged
+        following, logged = await start_next(peer), peer.service.pushing.logged
         client = await peer.open(capability=KEY, next=following.name())
         prompt, token = draw_hidden(1, 1, 3), draw_hidden(2)
 
@@ -737,7 +737,7 @@ def test_mirror_that_cannot_be_reached_disturbs_nobody(engine: Engine) -> None:
 def test_mirror_gets_nothing_where_the_log_is_gone(engine: Engine) -> None:
     async def test(peer: Peer) -> None:
         following, heir = await start_next(peer), await start_next(peer, "heir")
-        peer.service.ways = replace(peer.service.ways, logged=SharedBytes(0))
+        peer.service.pushing = replace(peer.service.pushing, logged=SharedBytes(0))
         client = await peer.open(capability=KEY, next=following.name())
         await push_three(client, following)
 

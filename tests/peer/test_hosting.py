@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 import torch
 from engine_devices import attend_slowly
+from memory_swarm import MemorySwarm, SceneLoader
 
-from shoal.peer.accounts.memory import RESERVE_BYTES
+from shoal.peer import hosting
 from shoal.peer.engine.devices.device import CPU, CallingCapturer, Capturer, Device, PagedDevice
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading import engine_loader
-from shoal.peer.hosting import hosting
-from shoal.peer.hosting.hosting import HostedModel, Hosting, LoadError
-from shoal.peer.pushing.neighbours import Neighbours
+from shoal.peer.hosting import hosted_model
+from shoal.peer.hosting.capacity import RESERVE_BYTES
+from shoal.peer.hosting.hosted_model import HostedModel
+from shoal.peer.hosting.span_loader import LoadError, SpanLoader
 from shoal.peer.runtime.config import PeerConfig
-from shoal.protocol.ids import PeerId
-from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.net.memory.loopback import LoopbackNetwork, LoopbackTransport
+from shoal.protocol.net.clock import Clock, SystemClock, run_virtual
 from shoal.protocol.spans import Span
 
 FIRST, LAST = Span(0, 2), Span(2, 4)
@@ -37,25 +37,26 @@ def directory(tiny_models: Any, tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def run(directory: Path, test: Callable[[Hosting], Awaitable[None]], device: Device = CPU) -> None:
+def run(
+    directory: Path, test: Callable[[SpanLoader], Awaitable[None]], device: Device = CPU
+) -> None:
     async def main() -> None:
-        config = PeerConfig(str(directory), FIRST, weights="fp32", block_cache_bytes=0)
-        clock, transport = SystemClock(), LoopbackTransport(LoopbackNetwork(), "peer")
-        neighbours = Neighbours(transport, clock)
-        model = HostedModel.open(config)
+        model = open_model(directory)
         model = replace(model, numerics=replace(model.numerics, device=device))
-        await test(Hosting(config, model, PeerId("a"), clock, neighbours))
-        await neighbours.close()
-        await transport.close()
+        await test(SpanLoader(model, SystemClock()))
 
     asyncio.run(main())
 
 
-async def load(hosting: Hosting, span: Span, kept: Any = None) -> tuple[int, dict[int, Any]]:
+def open_model(directory: Path) -> HostedModel:
+    return HostedModel.open(PeerConfig(str(directory), FIRST, weights="fp32", block_cache_bytes=0))
+
+
+async def load(loader: SpanLoader, span: Span, kept: Any = None) -> tuple[int, dict[int, Any]]:
     """Serve a span for a moment; return its first block and what is kept for a move to `LAST`."""
-    async with hosting.serve(span, kept or {}, lambda *_: None) as stay:
-        assert stay.throughput.decode_steps_per_second > 0
-        return stay.engine.span.start, hosting.keep_blocks(stay.engine, LAST)
+    async with loader.serve(span, kept or {}, lambda *_: None) as served:
+        assert served.throughput.decode_steps_per_second > 0
+        return served.engine.span.start, loader.keep_blocks(served.engine, LAST)
 
 
 def find_file_of_last_block(directory: Path) -> Path:
@@ -69,8 +70,8 @@ def find_file_of_last_block(directory: Path) -> Path:
 
 @pytest.mark.parametrize("harm", ["missing", "truncated"])
 def test_block_that_cannot_be_loaded_is_named(directory: Path, harm: str) -> None:
-    async def test(hosting: Hosting) -> None:
-        _, kept = await load(hosting, FIRST)
+    async def test(loader: SpanLoader) -> None:
+        _, kept = await load(loader, FIRST)
         path = find_file_of_last_block(directory)
         if harm == "missing":
             path.unlink()
@@ -80,11 +81,11 @@ def test_block_that_cannot_be_loaded_is_named(directory: Path, harm: str) -> Non
         with pytest.raises(
             LoadError, match=f"block 3 cannot be loaded: .*{path.name} is {harm}"
         ) as caught:
-            await load(hosting, LAST, kept)
+            await load(loader, LAST, kept)
 
         assert caught.value.blocks == {3}
         shutil.rmtree(directory)  # the way back needs no file
-        assert (await load(hosting, FIRST, kept))[0] == 0
+        assert (await load(loader, FIRST, kept))[0] == 0
 
     run(directory, test)
 
@@ -92,20 +93,20 @@ def test_block_that_cannot_be_loaded_is_named(directory: Path, harm: str) -> Non
 def test_blocks_are_kept_for_the_way_back_where_memory_holds_both(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def test(hosting_: Hosting) -> None:
-        sizes = HostedModel.open(hosting_._config).sizes
+    async def test(loader: SpanLoader) -> None:
+        sizes = open_model(directory).sizes
         needed_bytes = sizes.loading_bytes + sum(sizes.num_bytes[2:])
         for free_bytes, num_kept in ((needed_bytes, 0), (needed_bytes + RESERVE_BYTES, 2)):
-            monkeypatch.setattr(hosting, "read_free_bytes", lambda free=free_bytes: free)
-            assert len((await load(hosting_, FIRST))[1]) == num_kept
+            monkeypatch.setattr(hosted_model, "read_free_bytes", lambda free=free_bytes: free)
+            assert len((await load(loader, FIRST))[1]) == num_kept
 
-        monkeypatch.setattr(hosting, "read_free_bytes", lambda: needed_bytes)
-        hosting_.check_room(LAST, {})
-        monkeypatch.setattr(hosting, "read_free_bytes", lambda: needed_bytes - 1)
+        monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: needed_bytes)
+        loader.check_room(LAST, {})
+        monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: needed_bytes - 1)
         with pytest.raises(
             LoadError, match="blocks 2:4 need another 0 MiB, but only 0 MiB are free"
         ) as no:
-            hosting_.check_room(LAST, {})
+            loader.check_room(LAST, {})
         assert no.value.blocks == {2, 3}
 
     run(directory, test)
@@ -128,22 +129,23 @@ def test_passes_and_adapters_have_the_memory_that_was_told_or_a_part_of_what_is_
     pass_bytes: int,
     adapter_bytes: int,
 ) -> None:
-    monkeypatch.setattr(hosting, "read_free_bytes", lambda: free_bytes)
+    monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: free_bytes)
     config = PeerConfig(
         str(directory), FIRST, pass_bytes=told, adapter_bytes=told, block_cache_bytes=0
     )
     model = HostedModel.open(config)
-    neighbours: Any = None
-    hosting_ = Hosting(config, model, PeerId("a"), SystemClock(), neighbours)
+
+    assert (model.pass_bytes, model.adapter_bytes) == (pass_bytes, adapter_bytes)
 
     async def test() -> None:
-        async with hosting_.serve(FIRST, {}, lambda *_: None) as stay:
-            assert stay.service.pass_budget.num_bytes == pass_bytes
-            share = stay.service.adapters.shared
-            assert f"/{adapter_bytes}," in repr(share)
+        def open_loader(_: PeerConfig, clock: Clock) -> SceneLoader:
+            return SceneLoader(model, clock)
 
-    assert model.pass_bytes == pass_bytes
-    asyncio.run(test())
+        async with MemorySwarm().serve("peer", config, open_loader) as peer:
+            assert peer.training.budget.num_bytes == pass_bytes
+            assert f"/{adapter_bytes}," in repr(peer.adapters.shared)
+
+    run_virtual(test())
 
 
 class SmallDevice(PagedDevice):
@@ -161,17 +163,17 @@ class SmallDevice(PagedDevice):
 def test_room_is_that_of_the_device_however_much_the_machine_has(
     directory: Path, monkeypatch: pytest.MonkeyPatch, machine_bytes: int
 ) -> None:
-    monkeypatch.setattr(hosting, "read_free_bytes", lambda: machine_bytes)
+    monkeypatch.setattr(hosted_model, "read_free_bytes", lambda: machine_bytes)
     device = SmallDevice()
 
-    async def test(hosting_: Hosting) -> None:
-        assert len((await load(hosting_, FIRST))[1]) == 2
-        hosting_.check_room(LAST, {})
+    async def test(loader: SpanLoader) -> None:
+        assert len((await load(loader, FIRST))[1]) == 2
+        loader.check_room(LAST, {})
 
         device.free_bytes = 0
-        assert len((await load(hosting_, FIRST))[1]) == 0
+        assert len((await load(loader, FIRST))[1]) == 0
         with pytest.raises(LoadError, match="but only 0 MiB are free"):
-            hosting_.check_room(LAST, {})
+            loader.check_room(LAST, {})
 
     run(directory, test, device)
 
@@ -195,10 +197,10 @@ def test_span_whose_steps_find_no_memory_cannot_be_loaded_and_leaves_its_own(
 
     monkeypatch.setattr(hosting, "load_engine", load_and_watch)
 
-    async def test(hosting: Hosting) -> None:
+    async def test(loader: SpanLoader) -> None:
         facts = None
         try:  # what `pytest.raises` returns would hold on to the engine
-            await load(hosting, LAST)
+            await load(loader, LAST)
         except LoadError as error:
             facts = (str(error), error.blocks)
         assert facts is not None

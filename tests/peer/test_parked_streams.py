@@ -157,11 +157,11 @@ def test_stream_that_has_ended_is_forgotten() -> None:
 def test_parked_stream_outlives_the_span_that_was_served_and_holds_nothing_of_it() -> None:
     async def story(scene: Scene) -> None:
         await scene.announce(HOME, HOME_SPAN)
-        scene.public.door.close()
+        scene.public.handler.close()
         service = scene.public.open(Span(0, 3))
         talk = await park(scene)
 
-        scene.public.door.close()
+        scene.public.handler.close()
         await service.hang_up()
         old, service = weakref.ref(service), scene.public.open(Span(0, 4))
         gc.collect()
@@ -232,7 +232,7 @@ def test_peer_that_cannot_be_dialled_takes_no_offers(engine: Engine) -> None:
 
         assert_declined(await talk.ask(offer), ErrorCode.BAD_FRAME)
 
-    run_service(engine, test)
+    run_service(engine, test, is_relayed=True)
 
 
 def test_made_up_peer_is_not_kept_and_has_the_directory_read_once_in_a_while() -> None:

@@ -119,7 +119,7 @@ def test_two_or_three_pieces_of_work_at_most_lie_between_two_looks(
 
     with costs:
         costs.look()
-        run_pass(engine, WireWork(asked, tensors), costs.look)
+        run_pass(engine.passes, WireWork(asked, tensors, engine.spec.hidden_size), costs.look)
         costs.look()
 
     assert len(costs.between_looks) > 50

@@ -16,8 +16,7 @@ from shoal.peer.placement.placement import (
     Intent,
     decide_placement,
 )
-from shoal.peer.placement.room import Room
-from shoal.peer.placement.supply import Supply
+from shoal.peer.placement.supply import Room, Supply
 from shoal.protocol.ids import ModelId, PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.records.swarm_view import SwarmView

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,15 +21,15 @@ from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.announcing.self_description import SelfDescription, make_template
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.hosting.hosting import Stay
+from shoal.peer.hosting.span_loader import ServedSpan
 from shoal.peer.hosting.throughput import Throughput
+from shoal.peer.runtime.background import LoopLag
 from shoal.peer.runtime.config import PeerConfig
-from shoal.peer.runtime.loop_lag import LoopLag
 from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId
 from shoal.protocol.net.clock import SystemClock
-from shoal.protocol.records.announcements import PeerState
+from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.spans import Span
 
 SPAN = Span(0, 2)
@@ -61,9 +62,8 @@ def test_kernels_are_measured_with_the_threads_of_the_engine(
     tiny_models: Any, threads_at_choice: list[int]
 ) -> None:
     config = PeerConfig(model=tiny_models.get().directory, weights="int8", num_threads=3)
-    peer_id, endpoint = Identity(bytes(32)).peer_id, Endpoint("127.0.0.1", 1, "f" * 64)
 
-    template = make_template(config, peer_id, ModelId("a" * 32), 4, endpoint)
+    template = make_template(config, ModelId("a" * 32), 4, make_presence())
     engine = load(tiny_models, WeightFormat.INT8, num_threads=config.num_threads)
 
     assert template.kernels == ""
@@ -94,24 +94,23 @@ def test_attention_that_c_cannot_compute_is_said_to_be_of_torch(
     assert load(tiny_models, weights, variant).kernels.endswith(", attention: torch")
 
 
-class BusyThread:
-    """A compute thread at which steps and passes wait."""
+def make_presence() -> Any:
+    endpoint = Endpoint("127.0.0.1", 1, "f" * 64)
+    return SimpleNamespace(identity=Identity(bytes(32)), endpoint=endpoint, relays=(), relay_port=0)
 
-    queue_seconds, pass_queue_seconds = 0.5, 20.0
 
-    async def call(self, function: Callable[[], Any]) -> Any:
-        return function()
+async def describe_busy_thread(announcement: Announcement) -> Announcement:
+    return replace(announcement, queue_seconds=0.5, pass_queue_seconds=20.00001)
 
 
 def test_announcement_tells_how_long_steps_and_passes_wait(tiny_models: Any) -> None:
     config = PeerConfig(model=tiny_models.get().directory)
-    peer_id, endpoint = Identity(bytes(32)).peer_id, Endpoint("127.0.0.1", 1, "f" * 64)
-    template = make_template(config, peer_id, ModelId("a" * 32), 4, endpoint)
-    service: Any = SimpleNamespace(compute=BusyThread())
+    template = make_template(config, ModelId("a" * 32), 4, make_presence())
+    compute: Any = None
     speed = Throughput(decode_steps_per_second=10.0, prefill_tokens_per_second=100.0)
-    stay = Stay(load(tiny_models, WeightFormat.FP32), service, speed, 2.0, 0.0, 0.0)
+    served = ServedSpan(load(tiny_models, WeightFormat.FP32), compute, speed, 2.0, 0.0, 0.0)
     description = SelfDescription(template, LoopLag(SystemClock()), (1.0,) * 4)
-    description.begin_serving(stay)
+    description.begin_serving(served, describe_busy_thread)
 
     told = asyncio.run(description.describe(PeerState.ONLINE, 1, 1000.0))
 

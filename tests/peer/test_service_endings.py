@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from memory_swarm import HoldingComputeThread
 from service_scene import (
     HELLO,
     HIDDEN,
@@ -15,7 +16,6 @@ from service_scene import (
     SPAN,
     FailingEngine,
     GatedEngine,
-    HoldingComputeThread,
     Peer,
     Talk,
     assert_declined,
@@ -119,7 +119,7 @@ def test_broken_stream_is_gone_without_a_garbage_collection(engine: Engine) -> N
         assert_declined(await talk.ask(make_step(2, 90, nothing)), ErrorCode.BAD_VALUES)
         (conversation,) = peer.service.streams
         (held,) = peer.service.sessions.values()
-        remains = [weakref.ref(conversation), weakref.ref(held.cache), weakref.ref(held.outlet)]
+        remains = [weakref.ref(conversation), weakref.ref(held.cache), weakref.ref(held.outputs)]
         del conversation, held
 
         peer.network.kill("client")

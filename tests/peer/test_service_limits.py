@@ -31,7 +31,7 @@ from shoal.peer.accounts.shared_bytes import SharedBytes
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.runtime.config import PeerConfig
-from shoal.peer.sessions import answer_queue
+from shoal.peer.streams import answer_queue
 from shoal.peer.streams.service import MAX_PENDING_BYTES
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode, UnavailableError

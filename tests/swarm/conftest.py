@@ -17,11 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from memory_swarm import look_into
 from torch import Tensor
 
 from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.client import open_remote_session
+from shoal.client.runtime.session_opener import open_remote_session
 from shoal.client.session.session import RemoteSession
 from shoal.client.session.state import SessionFacts, SessionState
 from shoal.client.settings.config import ClientConfig
@@ -205,14 +206,14 @@ class World:
         """Let peers be reached again, and say so themselves."""
         self._set_links(hosts, Link())
         for host in hosts:
-            await self.peer_on(host).announcer.announce(PeerState.ONLINE)
+            await self.peer_on(host).peer.announcer.announce(PeerState.ONLINE)
 
     async def close_sessions(self) -> None:
         """Close every session; then no peer may hold anything of them."""
         for session in self._sessions:
             await session.close()
         for peer in self.loopback.peers:
-            service = peer.service
+            service = look_into(peer)
             assert await service.wait_until_empty(30), f"{peer.host} still holds a session"
             # Closing a cache is posted to the thread, and calls keep their order.
             statistics = await service.compute.call(service.engine.pool.statistics)
@@ -258,7 +259,7 @@ def run_story(tiny_models: Any, whole_engine: Engine, delivery: str) -> RunStory
                 transport, members = await loopback.connect(config)
                 stack.push_async_callback(members.close)
                 stack.push_async_callback(transport.close)
-                model_id = loopback.peers[0].service.facts.model_id
+                model_id = look_into(loopback.peers[0]).model_id
                 swarm = Swarm(members, model_id, WHOLE.stop, SystemClock(), random.Random(0))
                 await swarm.refresh()
                 world = World(loopback, swarm, transport, config, whole_engine)

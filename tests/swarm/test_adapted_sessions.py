@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_scene import assert_close, make_adapter, open_with_peft, swarm_of
+from memory_swarm import look_into
 from torch import Tensor
 
 from shoal.peer.accounts.adapter_shelf import AdapterShelf
@@ -53,7 +54,7 @@ def test_text_goes_on_when_something_is_lost(tiny_models: Any, lost: str, tmp_pa
                 swarm.network.kill("peer2")
             else:  # what replaces the others has forgotten it, too
                 for peer in swarm.peers:
-                    peer.service.adapters = AdapterShelf(peer.service.clock)
+                    look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
                 swarm.network.kill("peer1")
                 swarm.network.kill("peer3")
             model.generate(max_new_tokens=12, do_sample=False)
@@ -87,7 +88,7 @@ def test_forks_keep_the_adapter_and_others_cannot_be_used(tiny_models: Any, tmp_
 def test_peer_keeps_the_adapter_of_a_session(tiny_models: Any) -> None:
     """Also when its client has replaced it since; and no longer than the session."""
     with swarm_of(tiny_models, ((0, 4),)) as (swarm, model):
-        adapter, shelf = make_adapter(model), swarm.peers[0].service.adapters
+        adapter, shelf = make_adapter(model), look_into(swarm.peers[0]).adapters
         with model.use_adapter(adapter), model.inference_session(max_length=64):
             model(PROMPT[:, :8])
             held = shelf.shared.used_bytes

@@ -19,13 +19,14 @@ from adapter_scene import (
     open_with_peft,
     swarm_of,
 )
+from memory_swarm import look_into
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from shoal.client.adapters import adapter_versions
 from shoal.client.training.lora import LoraAdapter
 from shoal.peer.accounts.adapter_shelf import AdapterShelf
-from shoal.peer.accounts.pass_budget import PassBudget
+from shoal.peer.accounts.budgets import PassBudget
 from shoal.protocol.errors import ErrorCode, RefusedError, UsageError
 from shoal.protocol.fair_share import Holder
 from shoal.protocol.ids import AdapterId
@@ -107,7 +108,7 @@ def test_training_is_that_of_peft(tiny_models: Any, tmp_path: Path) -> None:
                 optimizer.step()
                 losses.append(loss.item())
             assert abs(losses[0] - losses[1]) < 1e-4 * losses[1]
-        assert [len(peer.service.adapters) for peer in swarm.peers] == [1, 1]
+        assert [len(look_into(peer).adapters) for peer in swarm.peers] == [1, 1]
 
         adapter.save(tmp_path / "after")
         again = LoraAdapter.load(tmp_path / "after", model)
@@ -176,10 +177,10 @@ def test_peer_that_has_forgotten_an_adapter_gets_it_again(tiny_models: Any, tmp_
         model.active_adapter = adapter
         compute_loss(model)
         for peer in swarm.peers:
-            peer.service.adapters = AdapterShelf(peer.service.clock)
+            look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
         loss = compute_loss(model)
         for peer in swarm.peers:
-            peer.service.adapters = AdapterShelf(peer.service.clock)
+            look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
         loss.backward()
 
         assert_learns_like_peft(adapter, theirs)
@@ -289,7 +290,7 @@ def test_name_that_is_neither_a_folder_nor_a_digest_is_called_so(tiny_models: An
 def test_adapter_that_finds_no_room_is_refused_in_one_sentence(tiny_models: Any) -> None:
     with swarm_of(tiny_models, ONE_HOP, failover_timeout_seconds=600.0) as (swarm, model):
         (peer,) = swarm.peers
-        peer.service.adapters = AdapterShelf(peer.service.clock, 1000)
+        look_into(peer).adapters = AdapterShelf(look_into(peer).clock, 1000)
         model.active_adapter = make_adapter(model)
         with pytest.raises(RefusedError, match="this peer accepts at most") as refusal:
             compute_loss(model)
@@ -341,7 +342,7 @@ def test_published_adapter_is_used_by_its_digest(tiny_models: Any, tmp_path: Pat
 
 def test_published_adapter_counts_once_where_it_is_used_by_its_digest(tiny_models: Any) -> None:
     with swarm_of(tiny_models, ONE_HOP) as (swarm, model), torch.no_grad():
-        adapter, shared = make_adapter(model), swarm.peers[0].service.adapters.shared
+        adapter, shared = make_adapter(model), look_into(swarm.peers[0]).adapters.shared
         digest = model.publish_adapter(adapter)
         num_bytes = shared.used_bytes
         model(TOKENS, active_adapter=digest)
@@ -413,7 +414,7 @@ def test_adapter_too_large_to_train_is_refused_before_anything_is_computed(
         with torch.no_grad():
             model(TOKENS[:, :4])  # which it may be used for
         (peer,) = swarm.peers
-        num_heads = len(peer.service.adapters)
+        num_heads = len(look_into(peer).adapters)
         for scale in (1.0, 0.5):  # as it was brought already, and as another one
             with torch.no_grad():
                 for matrix in adapter.parameters():
@@ -422,7 +423,7 @@ def test_adapter_too_large_to_train_is_refused_before_anything_is_computed(
                 RefusedError, match=r"memory to train 4,096 numbers .* smaller rank"
             ):
                 compute_loss(model)
-        assert len(peer.service.adapters) == num_heads
+        assert len(look_into(peer).adapters) == num_heads
         model.optimizer_at_peers(adapter)
         with pytest.raises(RefusedError, match=r"memory to train 4,096 numbers"):
             compute_loss(model)

@@ -11,11 +11,12 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from memory_swarm import look_into
 from story_outputs import assert_same
 
 from shoal.client.trace.trace import Exchange, Recorder
 from shoal.peer.accounts.shared_bytes import SharedBytes
-from shoal.peer.pushing.outlet import Outlet
+from shoal.peer.pushing.session_outputs import SessionOutputs
 from shoal.protocol.messages.session import Output, Step
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.memory.loopback import Link
@@ -141,8 +142,8 @@ def test_hops_that_die_together_are_replaced_together(
 def test_tokens_are_sent_through_everything_where_no_log_is_left(run_story: Any, hop: int) -> None:
     async def story(world: Any) -> None:
         for peer in world.loopback.peers:
-            service = peer.service
-            service.ways = replace(service.ways, logged=SharedBytes(0))
+            service = look_into(peer)
+            service.pushing = replace(service.pushing, logged=SharedBytes(0))
         session, turns = world.open(), world.make_turns(num_rows=2, num_decoded=6)
         turns[2] = replace(turns[2], row_map=(1, 0))
         turns[4] = replace(turns[4], row_map=(0, 0))
@@ -186,7 +187,7 @@ def test_hop_that_dies_while_pieces_of_a_prompt_are_under_way(run_story: Any, ho
         before = world.hosts_of(warm)
         session = world.open()
         peer, num_steps = world.peer_on(before[hop]), 0
-        take = peer.service.compute.submit
+        take = look_into(peer).compute.submit
 
         def submit(work: Any, holder: Any) -> Any:
             nonlocal num_steps
@@ -195,7 +196,7 @@ def test_hop_that_dies_while_pieces_of_a_prompt_are_under_way(run_story: Any, ho
                 world.network.kill(before[hop])
             return take(work, holder)
 
-        peer.service.compute.submit = submit
+        look_into(peer).compute.submit = submit
 
         outputs = await world.take_all(session, turns)
 
@@ -284,17 +285,18 @@ def test_numbers_that_a_hop_makes_up_do_not_outlive_it(
         session, turns = world.open(), world.make_turns(num_decoded=6)
         outputs = await world.take_all(session, turns[:3])
         bad = world.hosts_of(session)[hop]
-        (held,) = world.peer_on(bad).service.sessions.values()
-        push = held.outlet.push
+        held: Any
+        (held,) = look_into(world.peer_on(bad)).sessions.values()
+        push = held.outputs.push
 
         def lie(step: Step, output: Output) -> None:
             if what == "epoch":
-                held.outlet.next = replace(held.outlet.next, epoch=2**32 - 1)
+                held.outputs.next = replace(held.outputs.next, epoch=2**32 - 1)
             push(step, output)
             if what == "sequence":
                 push(replace(step, position=step.position + 1, sequence=2**62), output)
 
-        monkeypatch.setattr(held.outlet, "push", lie)
+        monkeypatch.setattr(held.outputs, "push", lie)
         outputs += await world.take_all(session, turns[3:4])
         behind = [world.peer_on(host) for host in world.hosts_of(session)[hop + 1 :]]
         if what == "sequence":
@@ -319,15 +321,15 @@ def test_no_other_is_blamed_for_the_numbers_that_a_hop_goes_on_making_up(
         session, turns = world.open(), world.make_turns(num_decoded=6)
         outputs = await world.take_all(session, turns[:3])
         bad = world.hosts_of(session)[hop]
-        push = Outlet.push
+        push = SessionOutputs.push
 
-        def lie(outlet: Outlet, step: Step, output: Output) -> None:
+        def lie(outlet: SessionOutputs, step: Step, output: Output) -> None:
             push(outlet, step, output)
-            if outlet in {held.outlet for held in world.peer_on(bad).service.sessions.values()}:
+            if outlet in {held.outputs for held in look_into(world.peer_on(bad)).sessions.values()}:
                 extra = replace(step, position=step.position + 1, sequence=2**62)
                 push(outlet, extra, output)
 
-        monkeypatch.setattr(Outlet, "push", lie)
+        monkeypatch.setattr(SessionOutputs, "push", lie)
         outputs += await world.take_all(session, turns[3:])
 
         assert_same(outputs, world.expect(turns))
@@ -339,7 +341,7 @@ def test_no_other_is_blamed_for_the_numbers_that_a_hop_goes_on_making_up(
 async def wait_for_sequence(peers: list[Any], sequence: int) -> None:
     """Wait until all peers have done a step of the only session that they hold."""
     for peer in peers:
-        (held,) = peer.service.sessions.values()
+        (held,) = look_into(peer).sessions.values()
         while held.state.done_sequence < sequence:  # noqa: ASYNC110 - a few turns
             await asyncio.sleep(0)
 
@@ -347,7 +349,7 @@ async def wait_for_sequence(peers: list[Any], sequence: int) -> None:
 async def paused_step(world: Any, session: Any, turn: Any, host: str) -> Any:
     """Take a step while a host gets it and can say nothing more."""
     taking = asyncio.create_task(world.take(session, turn))
-    service = world.peer_on(host).service
+    service = look_into(world.peer_on(host))
     (held,) = service.sessions.values()
     while held.state.sequence < session.state.last_sequence:  # noqa: ASYNC110 - a few turns
         await asyncio.sleep(0)
@@ -385,13 +387,13 @@ def test_pieces_of_a_prompt_overlap(run_story: Any) -> None:
         (turn,) = world.make_turns(num_decoded=0, prompt_tokens=12)
         order: list[tuple[str, int]] = []
         for peer in world.loopback.peers:
-            take, host = peer.service.compute.submit, peer.host
+            take, host = look_into(peer).compute.submit, peer.host
 
             def submit(work: Any, holder: Any, take: Any = take, host: str = host) -> Any:
                 order.append((host, work.position))
                 return take(work, holder)
 
-            peer.service.compute.submit = submit
+            look_into(peer).compute.submit = submit
 
         await world.take(session, turn)
 
@@ -409,7 +411,7 @@ def test_more_pieces_are_under_way_than_there_are_hops(run_story: Any) -> None:
     async def story(world: Any) -> None:
         session = world.open(max_tokens=512)
         (turn,) = world.make_turns(num_decoded=0, prompt_tokens=512)
-        first, second = (peer.service.compute for peer in world.loopback.peers)
+        first, second = (look_into(peer).compute for peer in world.loopback.peers)
         positions: list[int] = []
         has_all = asyncio.Event()
 
@@ -454,7 +456,7 @@ def test_steps_have_one_number_at_all_hops(run_story: Any) -> None:
         await world.take_all(session, turns)
 
         for peer in world.loopback.peers:
-            (held,) = peer.service.sessions.values()
+            (held,) = look_into(peer).sessions.values()
             assert held.state.done_sequence == len(turns)
 
     run_story(story, spans=FOUR_HOPS[::2])

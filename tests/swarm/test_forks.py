@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_swarm import look_into
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
@@ -37,7 +38,7 @@ class Scene:
         self._reference = reference
         self.num_computed_tokens = 0
         for peer in swarm.peers:
-            self._count_work_of(peer.service.engine)
+            self._count_work_of(look_into(peer).engine)
 
     def _count_work_of(self, engine: Any) -> None:
         execute = engine.execute
@@ -67,14 +68,14 @@ class Scene:
         """Let all peers drop what they hold, as if they had been restarted."""
 
         async def forget() -> None:
-            for service in (peer.service for peer in self.swarm.peers):
+            for service in (look_into(peer) for peer in self.swarm.peers):
                 for session, held in list(service.sessions.items()):
-                    service.close_session(session, held)
+                    service.admission.close(session, held)
 
         self.model._client._portal.run(forget())
 
     def count_sessions(self) -> int:
-        return sum(len(peer.service.sessions) for peer in self.swarm.peers)
+        return sum(len(look_into(peer).sessions) for peer in self.swarm.peers)
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from memory_swarm import look_into
 from story_outputs import assert_same
 
 from shoal.protocol.errors import CacheFullError, UsageError
@@ -19,7 +20,7 @@ PAGE_BYTES = 64 * 2 * 256
 
 async def fill_cache(peer: Any, num_tokens: int) -> Callable[[], None]:
     """Let somebody else take the memory of so many tokens; return what gives it back."""
-    service = peer.service
+    service = look_into(peer)
 
     def take() -> Any:
         cache = service.engine.open_cache(1, num_tokens, service.engine.span)
@@ -34,7 +35,7 @@ def test_full_replica_is_passed_over_for_the_other(run_story: Any) -> None:
     async def story(world: Any) -> None:
         turns = world.make_turns()
         for host, other in (("peer2", "peer3"), ("peer3", "peer2")):
-            assert await world.peer_on(host).service.wait_until_empty(30)
+            assert await look_into(world.peer_on(host)).wait_until_empty(30)
             give_back = await fill_cache(world.peer_on(host), 256)
             session = world.open()
 
@@ -98,7 +99,7 @@ def test_room_that_is_made_meanwhile_ends_the_waiting(run_story: Any, freed: str
         for session in (first, second):
             await session.close()
         for host in ("peer2", "peer3"):
-            assert await world.peer_on(host).service.wait_until_empty(30)
+            assert await look_into(world.peer_on(host)).wait_until_empty(30)
 
     async def story(world: Any) -> None:
         await learn_round_trips(world)

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from memory_swarm import look_into
 from story_outputs import assert_same
 
-from shoal.peer.pushing.outlet import Outlet
-from shoal.peer.streams.conversation import Conversation
+from shoal.peer.pushing.session_outputs import SessionOutputs
+from shoal.peer.sessions.sessions import SessionStream
 from shoal.protocol.messages.session import Output, Step
 
 THREE_HOPS = ((0, 1), (0, 1), (1, 3), (1, 3), (3, 4), (3, 4))
@@ -19,13 +20,13 @@ THREE_HOPS = ((0, 1), (0, 1), (1, 3), (1, 3), (3, 4), (3, 4))
 def test_peers_that_say_in_every_session_that_they_leave_get_none_of_them_back(
     run_story: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    note_opened = Conversation._note_opened
+    note_opened = SessionStream._note_opened
 
-    def note_and_say_leaving(conversation: Conversation, *opened: Any) -> bytes:
-        asyncio.get_running_loop().call_soon(conversation.say_leaving)
-        return note_opened(conversation, *opened)
+    def note_and_say_leaving(stream: SessionStream, *opened: Any) -> bytes:
+        asyncio.get_running_loop().call_soon(stream.say_leaving)
+        return note_opened(stream, *opened)
 
-    monkeypatch.setattr(Conversation, "_note_opened", note_and_say_leaving)
+    monkeypatch.setattr(SessionStream, "_note_opened", note_and_say_leaving)
 
     async def story(world: Any) -> None:
         session, turns = world.open(), world.make_turns(num_decoded=80)
@@ -50,23 +51,23 @@ def test_step_that_a_leaving_hop_makes_up_does_not_outlive_it(
         session, turns = world.open(), world.make_turns(num_decoded=8)
         outputs = await world.take_all(session, turns[:3])
         bad, behind = world.hosts_of(session)[hop : hop + 2]
-        (held,) = world.peer_on(bad).service.sessions.values()
-        push, pushed = Outlet.push, list[tuple[Step, Output]]()
+        (held,) = look_into(world.peer_on(bad)).sessions.values()
+        push, pushed = SessionOutputs.push, list[tuple[Step, Output]]()
 
-        def remember(outlet: Outlet, step: Step, output: Output) -> None:
+        def remember(outlet: SessionOutputs, step: Step, output: Output) -> None:
             push(outlet, step, output)
-            if outlet is held.outlet:
+            if outlet is held.outputs:
                 pushed.append((step, output))
 
-        monkeypatch.setattr(Outlet, "push", remember)
+        monkeypatch.setattr(SessionOutputs, "push", remember)
         outputs += await world.take_all(session, turns[3:4])
         ((step, output),) = pushed
         made_up = replace(step, position=step.position + 1, sequence=step.sequence + 1)
-        push(held.outlet, made_up, output)
+        push(held.outputs, made_up, output)
         await wait_for_step(world.peer_on(behind), made_up.sequence)
 
-        world.peer_on(bad).service.begin_draining()
-        assert await world.peer_on(bad).service.wait_until_empty(10)
+        look_into(world.peer_on(bad)).begin_draining()
+        assert await look_into(world.peer_on(bad)).wait_until_empty(10)
         outputs += await world.take_all(session, turns[4:])
 
         assert_same(outputs, world.expect(turns))
@@ -76,6 +77,6 @@ def test_step_that_a_leaving_hop_makes_up_does_not_outlive_it(
 
 
 async def wait_for_step(peer: Any, sequence: int) -> None:
-    (held,) = peer.service.sessions.values()
+    (held,) = look_into(peer).sessions.values()
     while held.state.done_sequence < sequence:  # noqa: ASYNC110 - a few turns
         await asyncio.sleep(0)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from memory_swarm import look_into
 from story_outputs import assert_same
 
 from shoal.client.session.handoff import Understudy
@@ -33,7 +34,7 @@ MOST_TURNS = 90
 
 def drain(world: Any, *hosts: str) -> None:
     for host in hosts:
-        world.peer_on(host).service.begin_draining()
+        look_into(world.peer_on(host)).begin_draining()
 
 
 def has_moved(session: RemoteSession, num_handoffs: int = 1) -> Callable[[], bool]:
@@ -64,7 +65,7 @@ async def take_until(
 
 async def assert_left(world: Any, *hosts: str) -> None:
     for host in hosts:
-        assert await world.peer_on(host).service.wait_until_empty(10), f"{host} holds a session"
+        assert await look_into(world.peer_on(host)).wait_until_empty(10), f"{host} holds a session"
 
 
 @pytest.mark.parametrize("hop", [0, 1, 2, 3])
@@ -166,18 +167,18 @@ def test_hops_that_leave_together_move_one_after_the_other(
 
 def when_it_gets_a_step(world: Any, peer: Any, act: Callable[[], object]) -> None:
     """Do something when a peer has been sent a step, before it has done it."""
-    take = peer.service.compute.submit
+    take = look_into(peer).compute.submit
 
     def submit(work: Any, holder: Any) -> Any:
         act()
         return take(work, holder)
 
-    peer.service.compute.submit = submit
+    look_into(peer).compute.submit = submit
 
 
 def when_it_opens_a_session(peer: Any, act: Callable[[], object]) -> None:
     """Do something when a peer is about to open a session."""
-    admission = peer.service.admission
+    admission: Any = look_into(peer).admission
     open_session = admission.open
 
     async def open_it(*arguments: Any) -> Any:
@@ -227,7 +228,7 @@ def test_new_hop_that_dies_during_the_move_costs_nothing(
                 getattr(world.network, trouble)(host)
 
         for peer in world.loopback.peers:
-            if peer.host not in before and peer.service.engine.span == span:
+            if peer.host not in before and look_into(peer).engine.span == span:
                 when_it_gets_a_step(world, peer, lambda host=peer.host: lose(host))
 
         drain(world, before[hop])
@@ -304,15 +305,15 @@ def test_hop_that_cannot_move_is_replaced_when_its_peer_has_left(run_story: Any,
         session, turns = world.open(), world.make_turns(num_decoded=12)
         outputs = await world.take_all(session, turns[:4])
         before = world.hosts_of(session)
-        full = [peer.service for peer in world.loopback.peers if peer.host not in before]
+        full = [look_into(peer) for peer in world.loopback.peers if peer.host not in before]
         for service in full:
-            service.facts = replace(service.facts, max_sessions=0)
+            service.resources.max_sessions = 0
 
         drain(world, before[hop])
         outputs += await world.take_all(session, turns[4:8])
         assert session.handoffs == []
         for service in full:
-            service.facts = replace(service.facts, max_sessions=8)
+            service.resources.max_sessions = 8
         world.network.kill(before[hop])
         await wait_until(lambda: session.state.observers[0]._moving.done())
         outputs += await world.take_all(session, turns[8:])
@@ -404,7 +405,7 @@ def test_peer_that_leaves_while_a_prompt_is_under_way_keeps_it(run_story: Any, h
                 drain(world, host)
 
         for peer in world.loopback.peers:
-            if peer.service.engine.span == Span(*span):
+            if look_into(peer).engine.span == Span(*span):
                 when_it_gets_a_step(world, peer, partial(leave_at_the_fourth, peer.host))
         outputs = await world.take_all(session, turns[:1])
         leaving = world.hosts_of(session)[hop]
@@ -423,7 +424,7 @@ def test_session_may_be_closed_while_it_moves(run_story: Any) -> None:
     async def story(world: Any) -> None:
         for num_turns_of_the_loop in range(0, 60, 3):
             for peer in world.loopback.peers:
-                peer.service.is_draining = False
+                look_into(peer).is_draining = False
             session = world.open()
             await world.take_all(session, world.make_turns())
             drain(world, world.hosts_of(session)[1])
@@ -473,7 +474,7 @@ def test_prompt_that_comes_during_the_move_holds_up_no_step(
 def test_hop_whose_input_nobody_has_kept_stays(run_story: Any) -> None:
     async def story(world: Any) -> None:
         for peer in world.loopback.peers:
-            peer.service.ways = replace(peer.service.ways, logged=SharedBytes(0))
+            look_into(peer).pushing = replace(look_into(peer).pushing, logged=SharedBytes(0))
         session, turns = world.open(), world.make_turns(num_decoded=12)
         outputs = await world.take_all(session, turns[:4])
         before = world.hosts_of(session)
@@ -497,7 +498,7 @@ def test_hop_that_could_not_move_takes_its_log_with_it(run_story: Any) -> None:
 
     async def story(world: Any) -> None:
         for peer in world.loopback.peers:
-            peer.service.ways = replace(peer.service.ways, logged=SharedBytes(0))
+            look_into(peer).pushing = replace(look_into(peer).pushing, logged=SharedBytes(0))
         session, turns = world.open(), world.make_turns(num_decoded=4)
         await world.take_all(session, turns[:2])
         leaving = world.hosts_of(session)[1]

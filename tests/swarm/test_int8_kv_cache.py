@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_swarm import look_into
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
@@ -90,7 +91,9 @@ def hold_session(directory: Any, kv_format: str) -> list[int]:
         assert len(session.failovers) == 1
         peers = [swarm.find(hop.peer.peer_id) for hop in session.hops]
         return [
-            held.cache.committed_bytes for peer in peers for held in peer.service.sessions.values()
+            held.cache.committed_bytes
+            for peer in peers
+            for held in look_into(peer).sessions.values()
         ]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_swarm import look_into
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
@@ -94,10 +95,11 @@ def test_peer_of_an_older_version_replaces_nobody_and_is_not_to_blame(run_story:
 
 def when_it_opens_a_session(peer: Any, act: Callable[[], object]) -> None:
     """Do something when a peer is about to open a session."""
-    open_session = peer.service.admission.open
+    admission: Any = look_into(peer).admission
+    open_session = admission.open
 
     async def open_it(*arguments: Any) -> Any:
         act()
         return await open_session(*arguments)
 
-    peer.service.admission.open = open_it
+    admission.open = open_it

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_swarm import look_into
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
@@ -106,13 +107,13 @@ def test_closing_a_session_frees_the_caches_of_all_its_peers(tiny_models: Any) -
     with AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect) as model:
         with model.inference_session(max_length=64):
             tell(model, make_prompt(1))
-            used = [peer.service.engine.pool.statistics().used_bytes for peer in swarm.peers]
+            used = [look_into(peer).engine.pool.statistics().used_bytes for peer in swarm.peers]
             assert all(used)
 
         async def wait_until_empty() -> list[Any]:
             for peer in swarm.peers:
-                assert await peer.service.wait_until_empty(30)
-            pools = [(peer.service.compute, peer.service.engine.pool) for peer in swarm.peers]
+                assert await look_into(peer).wait_until_empty(30)
+            pools = [(look_into(peer).compute, look_into(peer).engine.pool) for peer in swarm.peers]
             return [await compute.call(pool.statistics) for compute, pool in pools]
 
         portal = model._client._portal  # the loop that the peers live on
@@ -212,13 +213,13 @@ def test_dead_and_paused_hosts_announce_nothing(tiny_models: Any) -> None:
     async def main() -> None:
         swarm = LoopbackSwarm(tiny_models.get().directory, [(0, 4)] * 3)
         transport, directory = await swarm.connect(ClientConfig())
-        model_id = swarm.peers[0].service.facts.model_id
+        model_id = look_into(swarm.peers[0]).model_id
         before = {peer.peer_id: peer.sequence for peer in await directory.lookup(model_id)}
 
         swarm.network.kill("peer0")
         swarm.network.pause("peer1")
         for peer in swarm.peers:
-            await peer.announcer.announce(peer.announcer.state)
+            await peer.peer.announcer.announce(peer.peer.announcer.state)
 
         after = {peer.peer_id: peer.sequence for peer in await directory.lookup(model_id)}
         moved = [after[peer.peer_id] > before[peer.peer_id] for peer in swarm.peers]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_swarm import look_into
 from torch import Tensor
 
 from shoal.client import AutoDistributedModelForCausalLM
@@ -179,7 +180,7 @@ def test_failed_call_with_another_number_of_rows_leaves_the_session_as_it_was(
         assert torch.equal(session.output_ids, text)
         expected = tiny_models.get().reference.generate(text, **before)
         assert torch.equal(model.generate(**before), expected[:, text.shape[1] :])
-        statistics = [peer.service.engine.pool.statistics() for peer in swarm.peers]
+        statistics = [look_into(peer).engine.pool.statistics() for peer in swarm.peers]
         assert [each.num_sessions for each in statistics] == [1, 1]
 
 
@@ -189,7 +190,7 @@ def test_peers_hold_no_caches_of_rows_that_are_gone(model: Any, swarm: LoopbackS
         session.position = 0
         session.step(torch.zeros(3, 4, 64))
 
-        statistics = [peer.service.engine.pool.statistics() for peer in swarm.peers]
+        statistics = [look_into(peer).engine.pool.statistics() for peer in swarm.peers]
         assert [each.num_sessions for each in statistics] == [1, 1]
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from adapter_scene import FOUR_HOPS, ONE_HOP, REPLICAS, assert_close, make_adapter, swarm_of
+from memory_swarm import look_into
 from torch import Tensor, nn
 
 from shoal.client.adapters import learned_states
@@ -176,7 +177,7 @@ def kill_homes(swarm: Any) -> None:
 
 def list_homes(swarm: Any) -> list[str]:
     """Return the hosts of all peers that train something."""
-    return [f"peer{n}" for n, peer in enumerate(swarm.peers) if len(peer.service.adapters)]
+    return [f"peer{n}" for n, peer in enumerate(swarm.peers) if len(look_into(peer).adapters)]
 
 
 @pytest.mark.parametrize(
@@ -190,7 +191,7 @@ def test_homes_that_are_killed_take_nothing_with_them(tiny_models: Any, when: st
         theirs, ours = make_adapter(model), make_adapter(model)
         expected = learn_here(model, theirs, "adamw", max_norm=0.05)
         for peer in swarm.peers:
-            peer.service.adapters = AdapterShelf(peer.service.clock)
+            look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
 
         def kill(number: int, now: str) -> None:
             if (number, now) == (2, when):
@@ -218,7 +219,7 @@ def test_home_that_has_forgotten_an_adapter_learns_it_again(tiny_models: Any) ->
         def forget(number: int, now: str) -> None:
             if (number, now) in ((1, "backward"), (2, "update")):
                 for peer in swarm.peers:
-                    peer.service.adapters = AdapterShelf(peer.service.clock)
+                    look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
 
         optimizer = model.optimizer_at_peers(ours, "sgd", **OPTIONS["sgd"])
         assert_same_losses(learn(model, ours, optimizer, between=forget), expected)
@@ -231,15 +232,15 @@ def test_home_is_replaced_by_several_peers(tiny_models: Any) -> None:
         theirs, ours = make_adapter(model), make_adapter(model)
         expected = learn_here(model, theirs, "adamw", num_batches=2)
         for peer in swarm.peers:
-            peer.service.adapters = AdapterShelf(peer.service.clock)
+            look_into(peer).adapters = AdapterShelf(look_into(peer).clock)
 
         for other in (1, 2):
-            swarm.peers[other].service.is_draining = True
+            look_into(swarm.peers[other]).is_draining = True
         optimizer = model.optimizer_at_peers(ours, "adamw", **OPTIONS["adamw"])
 
         def kill(number: int, now: str) -> None:
             for other in (1, 2):
-                swarm.peers[other].service.is_draining = False
+                look_into(swarm.peers[other]).is_draining = False
             if (number, now) == (2, "backward"):
                 assert list_homes(swarm) == ["peer0"]
                 swarm.network.kill("peer0")

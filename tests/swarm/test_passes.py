@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from memory_swarm import look_into
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -127,7 +128,7 @@ def test_batch_of_more_rows_than_a_message_has_is_cut(tiny_models: Any) -> None:
 
 def test_replica_with_memory_takes_what_another_one_has_none_for(tiny_models: Any) -> None:
     with swarm_of(tiny_models, REPLICAS) as (swarm, model):
-        swarm.peers[0].service.read_free_bytes = lambda: 1
+        look_into(swarm.peers[0]).read_free_bytes = lambda: 1
         for _ in range(5):
             compare(model.transformer.h, tiny_models.get())
 
@@ -257,7 +258,7 @@ def test_no_grad_works_where_passes_do_not(tiny_models: Any) -> None:
     hidden = draw(1, 9, HIDDEN)
     with swarm_of(tiny_models, ONE_HOP) as (swarm, model):
         expected = run_reference(tiny_models.get(), hidden)
-        swarm.peers[0].service.read_free_bytes = lambda: 1
+        look_into(swarm.peers[0]).read_free_bytes = lambda: 1
         with torch.no_grad():
             assert_close(model.transformer.h(hidden), expected)
         with pytest.raises(RefusedError, match="smaller microbatches"):
@@ -431,7 +432,7 @@ def test_microbatches_are_halved_until_a_peer_has_memory_for_them(
     tiny_models: Any, prompt_rows: int
 ) -> None:
     with swarm_of(tiny_models, ((0, 2), (2, 4))) as (swarm, model):
-        service = swarm.peers[1].service
+        service = look_into(swarm.peers[1])
         enough = service.engine.passes.estimate_bytes(2, 1, 20, is_backward=True)
         service.read_free_bytes = lambda: enough
 
@@ -461,7 +462,7 @@ def test_peer_without_memory_for_training_is_not_asked(
 
 def test_row_that_no_peer_has_memory_for_is_refused(tiny_models: Any) -> None:
     with swarm_of(tiny_models, ONE_HOP) as (swarm, model):
-        swarm.peers[0].service.read_free_bytes = lambda: 1
+        look_into(swarm.peers[0]).read_free_bytes = lambda: 1
 
         with pytest.raises(RefusedError, match="smaller microbatches"):
             model.transformer.h(draw(2, 5, HIDDEN).requires_grad_())

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from memory_swarm import look_into
 from torch import Tensor
 from tuning_scene import REPLICAS, assert_close, open_model
 
@@ -100,7 +101,7 @@ def test_peer_that_takes_over_gets_the_prompts(
 
 
 def test_peers_keep_nothing_of_prompts(model: Any) -> None:
-    blocks, services = model.transformer.h, [peer.service for peer in model.swarm.peers]
+    blocks, services = model.transformer.h, [look_into(peer) for peer in model.swarm.peers]
 
     with blocks.inference_session(max_length=12) as session:
         session.step(TEXT, PROMPTS)

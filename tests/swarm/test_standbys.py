@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from memory_swarm import look_into
 from story_outputs import assert_same
 
 from shoal.client.session.session import RemoteSession
@@ -134,12 +135,12 @@ def test_lost_standby_is_replaced_and_costs_nothing(run_story: Any, hop: int) ->
 
 def find_idle(world: Any, used: list[str]) -> list[list[str]]:
     """Return, for each of two hops, the peers that could stand in for it."""
-    spans = {peer.host: peer.service.engine.span for peer in world.loopback.peers}
+    spans = {peer.host: look_into(peer).engine.span for peer in world.loopback.peers}
     return [[h for h in spans if h not in used and spans[h] == spans[hop]] for hop in used]
 
 
 def holds_session(world: Any, host: str) -> bool:
-    return bool(world.peer_on(host).service.sessions)
+    return bool(look_into(world.peer_on(host)).sessions)
 
 
 @pytest.mark.parametrize("hop", [0, 1])
@@ -216,7 +217,7 @@ def test_hop_that_leaves_moves_although_it_has_a_standby(run_story: Any, hop: in
         await wait_for_standbys(session, 2)
         leaving = world.hosts_of(session)[hop]
 
-        world.peer_on(leaving).service.begin_draining()
+        look_into(world.peer_on(leaving)).begin_draining()
         for turn in turns[4:]:
             outputs.append(await world.take(session, turn))
             if len(outputs) > 10 and session.handoffs:

@@ -1,4 +1,5 @@
 """A network in memory with delays, bandwidth, loss and partitions, and a directory to match.
 
-Tests, examples and users run whole swarms on it in one process. Read first: loopback.py.
+Tests, examples and users run whole swarms on it in one process. Read first: memory_network.py,
+then loopback.py.
 """

@@ -1,0 +1,106 @@
+"""Opens the sessions of one client."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+
+from ...protocol.errors import UsageError
+from ...protocol.ids import SessionId
+from ...protocol.limits import MAX_SESSION_TOKENS
+from ...protocol.net.clock import Clock
+from ...protocol.net.transport import Transport
+from ...protocol.spans import Span
+from ..adapters.adapter_versions import SentAdapter
+from ..concurrency.tasks import Closer
+from ..passes.pass_asking import PassAsker
+from ..passes.session_adapter import SessionAdapter
+from ..routing.swarm import Swarm
+from ..session.exchange import Exchange
+from ..session.handoff import Mover, Parts
+from ..session.hop_link import Mailbox
+from ..session.hops import HopFinder
+from ..session.push_plan import PushPlan
+from ..session.session import RemoteSession
+from ..session.standby import Standbys
+from ..session.state import SessionFacts, SessionState
+from ..settings.config import ClientConfig, make_whole, read_kv_format
+
+
+class SessionOpener:
+    """What all sessions of a client share. Owned by the client's loop."""
+
+    def __init__(
+        self, swarm: Swarm, transport: Transport, clock: Clock, config: ClientConfig, secret: bytes
+    ) -> None:
+        """Sessions of one `secret` count as those of one client."""
+        self._swarm = swarm
+        self._transport = transport
+        self._clock = clock
+        self._config = config
+        self._secret = secret
+        self._closer = Closer()
+
+    def prepare(
+        self,
+        max_length: int,
+        span: Span,
+        hidden_size: int,
+        kv_format: str | None,
+        adapter: SentAdapter | None,
+        asker: PassAsker,
+    ) -> Callable[[], RemoteSession]:
+        """Return what opens a session; its route is chosen with the first step.
+
+        Raises UsageError for a length or a format that no session may have.
+        """
+        sent = None if adapter is None else SessionAdapter(adapter, asker)
+        known_format = read_kv_format(self._config.kv_format if kv_format is None else kv_format)
+        max_length = make_whole("max_length", max_length)
+        if max_length < 1:
+            raise UsageError(f"a session needs a length of at least one token, not {max_length}")
+        if max_length > MAX_SESSION_TOKENS:
+            raise UsageError(
+                f"max_length is at most {MAX_SESSION_TOKENS} tokens, whatever the model, not "
+                f"{max_length}"
+            )
+
+        def open_remote() -> RemoteSession:
+            facts = SessionFacts(
+                SessionId(secrets.token_bytes(16)),
+                self._swarm.book.view.model_id,
+                span,
+                hidden_size,
+                max_length,
+                self._secret,
+                known_format,
+                sent,
+            )
+            state = SessionState(facts, self._swarm, self._clock, self._config)
+            return open_remote_session(state, self._transport, self._closer)
+
+        return open_remote
+
+    async def close(self) -> None:
+        """Wait until every peer was told that its sessions are over."""
+        await self._closer.finish()
+
+
+def open_remote_session(
+    state: SessionState,
+    transport: Transport,
+    closer: Closer,
+    kind: type[RemoteSession] = RemoteSession,
+) -> RemoteSession:
+    """Return a session with everything that works beside its steps; hops come with the first."""
+    mailbox = Mailbox()
+    finder, exchange = HopFinder(state, transport, mailbox), Exchange(state, mailbox, closer)
+    plan = PushPlan(state, exchange, mailbox)
+    session = kind(state, finder, exchange, plan, mailbox)
+    parts = Parts(session, finder, exchange, plan, mailbox)
+    state.observers.append(Mover(parts))
+    if state.config.standby:
+        standbys = Standbys(parts)
+        state.observers.append(standbys)
+        session.rely_on(standbys)
+    return session

@@ -1,0 +1,238 @@
+"""Where a peer serves, decided again and again: `placement.py` over what the directory shows."""
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...protocol.errors import DirectoryError, UsageError
+from ...protocol.ids import ModelId, PeerId
+from ...protocol.net.clock import Clock
+from ...protocol.net.directory import Directory
+from ...protocol.net.retry import Backoff, Backoffs
+from ...protocol.records.announcements import PeerState
+from ...protocol.records.swarm_view import SwarmView
+from ...protocol.spans import Span
+from ..announcing.announcer import Announcer
+from ..announcing.self_description import SelfDescription
+from .placement import (
+    INTENT_PERIODS,
+    LOOKS_PER_PERIOD,
+    MAX_INTENTS,
+    Action,
+    Candidate,
+    Decision,
+    Intent,
+    decide_placement,
+)
+from .supply import Room, Supply
+
+_logger = logging.getLogger(__name__)
+
+_UNLOADABLE = Backoff(600.0, 24 * 3600.0)
+"""How long a peer keeps away from a block that it could not load: the first time as long as a peer
+stays anywhere."""
+
+_MAX_JOINING_SECONDS = 3600.0
+"""Who says for so long that he is about to serve is no longer believed: others may be needed."""
+
+
+_FIRST_AVOIDED_SECONDS = 600.0
+"""How long blocks are avoided after the first failure: as long as a peer stays anywhere."""
+
+_MOST_AVOIDED_SECONDS = 24 * 3600.0
+
+
+class Placed(Protocol):
+    """Where a peer is, and what it measured there."""
+
+    @property
+    def span(self) -> Span: ...
+
+    @property
+    def blocks_per_second(self) -> float: ...
+
+    @property
+    def load_seconds(self) -> float:
+        """What loading one block took; 0 if all were there already."""
+        ...
+
+    @property
+    def began_at(self) -> float:
+        """Seconds of the peer's clock."""
+        ...
+
+
+@dataclass(frozen=True)
+class PlacedModel:
+    """What is to be placed: spans of one model for which there is room."""
+
+    model_id: ModelId
+    work: tuple[float, ...]
+    """What a step costs in each block."""
+    room: Room
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of the model."""
+        return len(self.work)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether there is room for any block."""
+        stops = self.room.find_stops(self.num_blocks)
+        return bool((stops > range(self.num_blocks)).any())
+
+
+class LoadFailures:
+    """Blocks that could not be loaded. Each is avoided for a while, twice as long every time."""
+
+    def __init__(self) -> None:
+        self._num_failures: Counter[int] = Counter()
+        self._avoided_until: dict[int, float] = {}
+
+    def note(self, blocks: Iterable[int], now: float) -> None:
+        """Note that these blocks, or one of them, could not be loaded."""
+        for block in blocks:
+            doubled = _FIRST_AVOIDED_SECONDS * 2 ** self._num_failures[block]
+            self._num_failures[block] += 1
+            self._avoided_until[block] = now + min(doubled, _MOST_AVOIDED_SECONDS)
+
+    def list_avoided(self, now: float) -> frozenset[int]:
+        """Return the blocks that are to be left alone now."""
+        return frozenset(block for block, until in self._avoided_until.items() if now < until)
+
+
+class Placer:
+    """Decides for one peer where it serves, and announces what it intends before it does it."""
+
+    def __init__(
+        self,
+        model: PlacedModel,
+        directory: Directory,
+        announcer: Announcer,
+        description: SelfDescription,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
+        self._model = model
+        self._directory = directory
+        self._announcer = announcer
+        self._description = description
+        self._clock = clock
+        self._rng = rng
+        self._unloadable = Backoffs[int](_UNLOADABLE, clock)
+        self._has_moved = False
+        self._joining_since: dict[PeerId, float] = {}
+
+    async def choose_first(self) -> Decision:
+        """Return the span to begin with. Raises DirectoryError when nobody can be asked."""
+        if not self._model.has_room:
+            raise UsageError(
+                "not even one block of this model fits into free memory: free some memory, give "
+                "less to sessions (--kv-memory), training (--training-memory) or adapters "
+                "(--adapter-memory), or set the number of blocks (--num-blocks)"
+            )
+        intent: Intent | None = None
+        num_intents = 0
+        while True:
+            supply = await self._take_supply()
+            decision = self._decide(supply, None, intent)
+            assert decision.span is not None
+            has_choice = len(decision.span) < self._model.num_blocks and supply.rows
+            is_confirmed = intent is not None and decision.span == intent.span
+            if not has_choice or is_confirmed or num_intents == MAX_INTENTS:
+                return decision
+            intent = Intent(decision.span, supply)
+            num_intents += 1
+            await self._show(intent)
+
+    def avoid(self, blocks: Collection[int]) -> None:
+        """Keep away for a while from blocks that could not be loaded."""
+        for block in blocks:
+            self._unloadable.note_failure(block)
+
+    async def wait_for_move(self, current: Placed) -> Decision:
+        """Watch the swarm; return as soon as the peer should be somewhere else, and has said so."""
+        look_seconds = self._announcer.period_seconds / LOOKS_PER_PERIOD
+        await asyncio.sleep(self._rng.random() * look_seconds)
+        while True:
+            await asyncio.sleep(look_seconds)
+            try:
+                decision = await self._reconsider(current)
+            except DirectoryError as error:
+                _logger.warning("cannot look where the peer is needed: %s", error)
+                decision = None
+            if decision is not None:
+                self._has_moved = True
+                return decision
+            await self._withdraw()
+
+    async def _reconsider(self, current: Placed) -> Decision | None:
+        """Decide, and if it is for a move say so and decide again."""
+        intent: Intent | None = None
+        while True:
+            supply = await self._take_supply()
+            decision = self._decide(supply, current, intent)
+            if decision.action is Action.STAY or decision.span is None:
+                return None
+            if intent is not None and decision.span == intent.span:
+                return decision
+            intent = Intent(decision.span, supply)
+            await self._show(intent)
+
+    async def _withdraw(self) -> None:
+        """Take back an intent, if one is out: others were faster."""
+        if self._description.planned is None:
+            return
+        self._description.plan(None)
+        try:
+            await self._announcer.announce(PeerState.ONLINE)
+        except DirectoryError as error:
+            _logger.warning("cannot announce that the peer stays: %s", error)
+
+    async def _show(self, intent: Intent) -> None:
+        """Announce an intent, and leave others the time to see it."""
+        self._description.plan(intent.span)
+        await self._announcer.announce(PeerState.JOINING)
+        await asyncio.sleep(INTENT_PERIODS * self._announcer.period_seconds)
+
+    def _decide(self, supply: Supply, current: Placed | None, intent: Intent | None) -> Decision:
+        candidate = Candidate(
+            peer_id=self._announcer.peer_id,
+            room=self._model.room,
+            blocks_per_second=(
+                supply.typical_blocks_per_second if current is None else current.blocks_per_second
+            ),
+            load_seconds=0.0 if current is None else current.load_seconds,
+            span=None if current is None else current.span,
+            residency_seconds=0.0 if current is None else self._clock.now() - current.began_at,
+            has_moved=self._has_moved,
+            avoided=self._unloadable.resting,
+            intent=intent,
+        )
+        return decide_placement(supply, candidate, self._rng)
+
+    async def _take_supply(self) -> Supply:
+        announcements = await self._directory.lookup(self._model.model_id)
+        view = SwarmView.from_announcements(
+            self._model.model_id, announcements, self._clock.wall(), self._model.num_blocks
+        )
+        return Supply.of_view(view, self._list_doubted(view), self._model.work)
+
+    def _list_doubted(self, view: SwarmView) -> list[PeerId]:
+        """Return who has been about to serve something for too long."""
+        now = self._clock.now()
+        self._joining_since = {
+            peer.peer_id: self._joining_since.get(peer.peer_id, now)
+            for peer in view.peers
+            if peer.state is PeerState.JOINING
+        }
+        return [
+            peer_id
+            for peer_id, since in self._joining_since.items()
+            if now - since > _MAX_JOINING_SECONDS
+        ]

@@ -1,0 +1,60 @@
+"""All connections of a peer to other peers: to push to them, and to measure how far they are."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from functools import partial
+
+from ...protocol.identity import Identity
+from ...protocol.ids import ModelId
+from ...protocol.net.clock import Clock
+from ...protocol.net.network import Presence
+from ...protocol.net.transport import StreamServer
+from ...protocol.records.announcements import Announcement
+from ..announcing.delays import Delays
+from .neighbours import Neighbours
+from .parked_streams import ParkedStreams
+from .reverse_connections import ReverseConnections
+
+
+@dataclass(frozen=True)
+class Connections:
+    """Those of one peer. A peer that can be dialled keeps streams that others have parked; one
+    that cannot parks its own (`reverse`).
+    """
+
+    neighbours: Neighbours
+    delays: Delays
+    reverse: ReverseConnections | None
+
+    @classmethod
+    def make(
+        cls,
+        identity: Identity,
+        presence: Presence,
+        serve: StreamServer,
+        model_id: ModelId,
+        clock: Clock,
+        period_seconds: float,
+        rng: random.Random,
+    ) -> Connections:
+        """Open nothing yet. `serve` gets each parked stream that is used; `period_seconds` is the
+        time between two announcements.
+        """
+        transport, directory = presence.transport, presence.directory
+        delays = Delays(directory, transport, clock, period_seconds, rng)
+        reverse = parked = None
+        if presence.relays:
+            reverse = ReverseConnections(
+                identity, transport, directory, serve, clock, period_seconds
+            )
+        else:
+            look = partial(directory.lookup, model_id)
+            parked = ParkedStreams(presence.endpoint.fingerprint, look, clock, period_seconds)
+        return cls(Neighbours(transport, clock, delays.note_pushed, parked), delays, reverse)
+
+    def describe(self, announcement: Announcement) -> Announcement:
+        """Return an announcement of the peer itself with the delays and the parked streams."""
+        announcement = self.delays.describe(announcement)
+        return announcement if self.reverse is None else self.reverse.describe(announcement)

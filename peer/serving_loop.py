@@ -1,0 +1,192 @@
+"""The life of a peer that has joined: it serves a span, and maybe another one after it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from ..protocol.errors import DirectoryError
+from ..protocol.records.announcements import PeerState
+from ..protocol.spans import Span
+from .announcing.announcer import Announcer, say_goodbye
+from .announcing.self_description import SelfDescription
+from .engine.blocks.hosted_block import HostedBlock
+from .hosting.span_loader import LoadError, ServedSpan, SpanLoader
+from .placement.placement import Decision
+from .placement.placer import Placer
+from .runtime.background import BackgroundTasks
+from .runtime.config import PeerEvent, Report
+from .streams.service import Service
+from .streams.stream_handler import StreamHandler
+
+_logger = logging.getLogger(__name__)
+
+_MOVE_DRAIN_SECONDS = 30.0
+"""How long sessions may go on at blocks that are wanted less than others. The swarm waits."""
+
+MakeService = Callable[[ServedSpan], Service]
+"""Makes what serves streams from a span that is loaded."""
+
+
+@dataclass(frozen=True)
+class ServingLoop:
+    """Serves one span after the other. `address` says for people where the peer is found."""
+
+    loader: SpanLoader
+    make_service: MakeService
+    handler: StreamHandler
+    announcer: Announcer
+    description: SelfDescription
+    report: Report
+    address: Mapping[str, object]
+    drain_seconds: float
+
+    async def run(
+        self, span: Span | None, placer: Placer, tasks: BackgroundTasks, stop: asyncio.Event
+    ) -> None:
+        """Serve a span until told to stop; without one, serve where the swarm needs it."""
+        is_placed = span is None
+        if span is None:
+            decision = await placer.choose_first()
+            span = decision.span
+            self._tell("placed", decision)
+        self.description.plan(span)
+        await self.announcer.announce(PeerState.JOINING)
+        tasks.begin(self.announcer.run())
+        kept: dict[int, HostedBlock] = {}
+        origin: Span | None = None
+        while span is not None:
+            try:
+                if origin is not None:
+                    self.loader.check_room(span, kept)
+                decision, kept = await self._serve(
+                    span, kept, placer if is_placed else None, tasks, stop
+                )
+            except LoadError as error:
+                if origin is None:
+                    raise
+                placer.avoid(error.blocks)
+                await self._turn_back(origin, error)
+                span, origin = origin, None  # what cannot be loaded there either ends the peer
+            else:
+                span, origin = None if decision is None else decision.span, span
+
+    async def _serve(
+        self,
+        span: Span,
+        kept: dict[int, HostedBlock],
+        placer: Placer | None,
+        tasks: BackgroundTasks,
+        stop: asyncio.Event,
+    ) -> tuple[Decision | None, dict[int, HostedBlock]]:
+        """Serve a span; return where to go on, with which blocks, or None to leave.
+
+        Memory is for the next span: when this returns, nothing may hold on to what was served.
+        """
+        async with AsyncExitStack() as stack:
+            loading = self.loader.serve(span, kept, self._tell_loading)
+            served = await stack.enter_async_context(loading)
+            kept.clear()  # what was kept for the way back has to go, too
+            service = self.make_service(served)
+            stack.push_async_callback(service.hang_up)
+            await self._begin(served, service)
+            decision = await tasks.run_until(_watch(served, placer, stop))
+            decision = await self._end(service, decision, stop)
+            if decision is None or decision.span is None:
+                return None, {}
+            return decision, self.loader.keep_blocks(served.engine, decision.span)
+
+    async def _begin(self, served: ServedSpan, service: Service) -> None:
+        """Let streams and sessions come."""
+        self.description.begin_serving(served, service.describe)
+        self.handler.open(service)
+        # Whoever was announced once is told again, as soon as the directory can be written.
+        await self._announce_if_possible(PeerState.ONLINE)
+        self.report(PeerEvent("online", {**self._describe(served), **self.address}))
+
+    async def _end(
+        self, service: Service, decision: Decision | None, stop: asyncio.Event
+    ) -> Decision | None:
+        """Take no new sessions and passes, give those there are their time; return where to go on.
+
+        None is to leave, also if that was asked for in the meantime. Streams still come: those of
+        sessions that are here, and others hear it.
+        """
+        service.begin_draining()
+        if decision is not None:
+            self._tell("moving", decision)
+            await _race(service.wait_until_empty(_MOVE_DRAIN_SECONDS), stop.wait())
+            decision = None if stop.is_set() else decision
+        if decision is not None:
+            self.report(PeerEvent("drained"))
+        else:
+            self.description.plan(None)  # an intent may be out
+            await self._drain(service)
+        self.description.end_serving()
+        if decision is None:
+            await say_goodbye(self.announcer)
+        self.handler.close()
+        return decision
+
+    async def _turn_back(self, origin: Span, error: LoadError) -> None:
+        """Say that the span from before will be served again."""
+        self.report(PeerEvent("returning", {"target": str(origin), "why": str(error)}))
+        self.description.plan(origin)
+        await self._announce_if_possible(PeerState.JOINING)
+
+    async def _drain(self, service: Service) -> None:
+        if service.is_empty or self.drain_seconds <= 0:
+            return
+        self.report(PeerEvent("draining", dict(service.count_work())))
+        await self._announce_if_possible(PeerState.DRAINING)
+        await service.wait_until_empty(self.drain_seconds)
+
+    async def _announce_if_possible(self, state: PeerState) -> None:
+        try:
+            await self.announcer.announce(state)
+        except DirectoryError as error:
+            _logger.warning("could not announce that the peer is %s: %s", state, error)
+
+    def _describe(self, served: ServedSpan) -> dict[str, object]:
+        engine, throughput = served.engine, served.throughput
+        return {
+            "peer_id": self.announcer.peer_id,
+            "model_id": self.description.model_id,
+            "span": str(engine.span),
+            "num_blocks": engine.spec.num_blocks,
+            "weights_bytes": engine.num_weight_bytes,
+            "kernels": engine.kernels,
+            "decode_steps_per_second": round(throughput.decode_steps_per_second, 1),
+            "prefill_tokens_per_second": round(throughput.prefill_tokens_per_second, 1),
+        }
+
+    def _tell(self, name: str, decision: Decision) -> None:
+        self.report(PeerEvent(name, {"target": str(decision.span), "why": decision.why}))
+
+    def _tell_loading(self, num_done: int, num_blocks: int) -> None:
+        self.report(PeerEvent("loading", {"done": num_done, "blocks": num_blocks}))
+
+
+async def _watch(served: ServedSpan, placer: Placer | None, stop: asyncio.Event) -> Decision | None:
+    """Wait until the peer should move, or, that is None, stop."""
+    if placer is None:
+        await stop.wait()
+        return None
+    stopping, moving = await _race(stop.wait(), placer.wait_for_move(served))
+    return moving.result() if stopping.cancelled() else None
+
+
+async def _race(*waits: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
+    """Wait for the first of some; return all as tasks, of which the others are cancelled."""
+    tasks = [asyncio.create_task(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        return tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)

@@ -1,0 +1,375 @@
+"""Sessions as a workload: what the messages of one stream do to the sessions of a peer.
+
+What to do with a step is decided by `protocol.session`; what to compute next by
+`engine.scheduler`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+
+from ...protocol import limits
+from ...protocol.errors import ErrorCode, RefusedError
+from ...protocol.fair_share import BUSY_SECONDS
+from ...protocol.ids import NO_CAPABILITY, Capability, SessionId
+from ...protocol.messages.fields import Message
+from ...protocol.messages.passes import PassPiece
+from ...protocol.messages.session import (
+    Admit,
+    Attach,
+    Close,
+    Leaving,
+    Mirror,
+    Open,
+    Probe,
+    Queued,
+    Redirect,
+    Step,
+)
+from ...protocol.records.announcements import Announcement
+from ...protocol.session.table import Action
+from ...protocol.versions import HANDOFF_VERSION
+from ..engine.compute_thread import ComputedStep
+from ..streams.answer_queue import Answer, encode_refusal
+from ..streams.workload import ClientStream, Handler, StreamWork, Workload
+from .admission import Admission
+from .held_session import HeldSession, LoadedSpeed
+from .session_prompts import SessionPrompts
+from .step_work import (
+    check_step_size,
+    conclude,
+    encode_gap,
+    encode_opened,
+    encode_status,
+    make_work,
+)
+
+
+class SessionWorkload(Workload):
+    """All sessions of a peer."""
+
+    def __init__(self, admission: Admission) -> None:
+        self.admission = admission
+        self.speed = LoadedSpeed(admission.clock)
+        self.streams: set[SessionStream] = set()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no session is held, being opened or waiting."""
+        admission = self.admission
+        return not (admission.sessions or admission.num_opening or admission.num_waiting)
+
+    def attend(self, stream: ClientStream) -> SessionStream:
+        """See Workload.attend."""
+        work = SessionStream(self, stream)
+        self.streams.add(work)
+        return work
+
+    def begin_draining(self) -> None:
+        """Open no more sessions; have clients move those that are here."""
+        self.admission.is_draining = True
+        self.admission.look_again()
+        for stream in self.streams:
+            stream.say_leaving()
+
+    def count(self) -> Mapping[str, int]:
+        """See Workload.count."""
+        return {"sessions": len(self.admission.sessions)}
+
+    async def describe(self, announcement: Announcement) -> Announcement:
+        """Add how long steps wait, how fast they are computed, and the room for sessions."""
+        admission = self.admission
+        try:
+            statistics = await admission.take_stock()
+        except RefusedError:  # the thread ends: the peer moves
+            return announcement
+        return replace(
+            announcement,
+            queue_seconds=announcement.queue_seconds + admission.compute.queue_seconds,
+            loaded_decode_steps_per_second=self.speed.steps_per_second,
+            free_kv_tokens=statistics.free_tokens,
+        )
+
+
+class SessionStream(StreamWork):
+    """What one stream opened, pushes to, and waits for."""
+
+    def __init__(self, workload: SessionWorkload, stream: ClientStream) -> None:
+        self._workload = workload
+        self._stream = stream
+        self._answers = stream.answers
+        self._admission = admission = workload.admission
+        self._prompts = SessionPrompts(
+            admission.engine, admission.resources.prompts, stream.answers
+        )
+        self._opened: dict[SessionId, HeldSession] = {}
+        self._waiting: dict[SessionId, asyncio.Task[bytes]] = {}  # sessions that have to wait
+        self._attached: dict[SessionId, Capability] = {}  # sessions that another peer pushes here
+        self._used: set[SessionId] = set()  # those opened here, and others that are stepped here
+        self._active_at = workload.admission.clock.now()
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        """See StreamWork.handlers."""
+        return {
+            Step: self._take_step,
+            Open: self._open,
+            Close: self._take_close,
+            Attach: self._attach,
+            PassPiece: self._prompts.take,
+            **dict.fromkeys((Admit, Redirect, Mirror, Probe), self._control),
+        }
+
+    @property
+    def active_at(self) -> float:
+        """When a session was last opened or stepped, on this stream or on another one."""
+        self._forget_closed()
+        sessions = self._admission.sessions
+        return max([self._active_at, *(sessions[session].used_at for session in self._used)])
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether there is a session."""
+        self._forget_closed()
+        return bool(self._used or self._waiting)
+
+    def _forget_closed(self) -> None:
+        """Forget sessions that were closed, maybe on another stream."""
+        sessions = self._admission.sessions
+        if not self._used <= sessions.keys():
+            self._used &= sessions.keys()
+            self._attached = {s: shown for s, shown in self._attached.items() if s in self._used}
+            self._active_at = self._admission.clock.now()
+
+    def say_leaving(self) -> None:
+        """Tell the client of every session here to move it, unless it is too old to understand."""
+        if self._stream.version >= HANDOFF_VERSION:
+            for session, held in self._opened.items():
+                self._answers.say(Leaving(session, held.state.epoch))
+
+    def stop(self) -> None:
+        """Open nothing more; no more prompts come, and answers wait for them."""
+        for waiting in self._waiting.values():
+            waiting.cancel()
+        self._prompts.end()
+
+    def end(self) -> None:
+        """Close every session that was opened here."""
+        self._prompts.end()
+        self._workload.streams.discard(self)
+        for session, held in self._opened.items():
+            self._admission.close(session, held)
+
+    def _control(self, message: Admit | Redirect | Mirror | Probe) -> None:
+        self._answers.put(control(message, self._opened.get(message.session)))
+
+    def _attach(self, message: Attach) -> None:
+        """Let another peer push to a session.
+
+        A refusal does not say why: a stranger who tries capabilities learns nothing.
+        """
+        session = message.session
+        held = self._admission.sessions.get(session)
+        if held is None or not _may_push(message.capability, held):
+            detail = "the session is not open for you here"
+            error = RefusedError(ErrorCode.UNKNOWN_SESSION, detail)
+            self._answers.put(encode_refusal(session, 0, error))
+        else:
+            self._attached[session] = message.capability
+            self._used.add(session)
+
+    def _take_close(self, message: Close) -> None:
+        waiting = self._waiting.get(message.session)
+        if waiting is not None:
+            waiting.cancel()
+        if (held := self._opened.pop(message.session, None)) is not None:
+            self._admission.close(message.session, held)
+
+    async def _open(self, message: Open) -> None:
+        """Open a session, now or after a wait, or say why not."""
+        holder, admission = self._stream.holder, self._admission
+        may_wait = message.max_wait_seconds > 0
+        try:
+            if message.session in self._waiting:
+                raise RefusedError(ErrorCode.BAD_FRAME, "the session waits already")
+            if len(self._opened) + len(self._waiting) >= limits.MAX_SESSIONS_PER_STREAM:
+                may_wait = False
+                raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)
+            self._prompts.expect(message, holder)
+            opened = await admission.open(message, holder, self._answers.post)
+        except RefusedError as error:
+            seconds = error.retry_after_seconds
+            if may_wait and seconds is not None and admission.may_wait(holder):
+                self._wait_for_session(message, seconds)
+            else:
+                self._prompts.refuse(message.session)
+                self._answers.put(encode_refusal(message.session, 0, error))
+        else:
+            self._prompts.answer(message.session, opened[0], self._note_opened(message, *opened))
+
+    def _wait_for_session(self, message: Open, seconds: float) -> None:
+        """Leave a session that has to wait to a task, and say about how long that takes."""
+
+        async def wait() -> bytes:
+            try:
+                opened = await self._admission.wait(
+                    message, self._stream.holder, self._answers.post
+                )
+            except RefusedError as error:
+                self._prompts.refuse(message.session)
+                return encode_refusal(message.session, 0, error)
+            frame = self._note_opened(message, *opened)
+            return await self._prompts.wait(message.session, opened[0], frame)
+
+        def settle(task: asyncio.Task[bytes]) -> None:
+            del self._waiting[message.session]
+            is_known = not task.cancelled() and task.exception() is None
+            self._answers.deliver(answer, task.result() if is_known else None)
+
+        answer: Answer = asyncio.Future()
+        self._active_at = self._admission.clock.now()
+        self._waiting[message.session] = task = self._stream.begin(wait())
+        task.add_done_callback(settle)
+        self._answers.say(Queued(message.session, message.epoch, seconds))
+        self._answers.put(answer)
+
+    def _note_opened(self, message: Open, held: HeldSession, free_tokens: int) -> bytes:
+        self._opened[message.session] = held
+        self._used.add(message.session)
+        self._active_at = self._admission.clock.now()
+        queue_seconds = self._admission.compute.queue_seconds
+        return encode_opened(message, queue_seconds, free_tokens)
+
+    def _take_step(self, step: Step) -> None:
+        held = self._find_session(step.session)
+        try:
+            if held is None:
+                raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session is not open here")
+            if held.capability and self._stream.holder != held.holder:
+                check_epoch(step, held)
+            decision = held.state.decide(step)
+            if decision.action in (Action.EXECUTE, Action.ROLLBACK):
+                self._check_size(step, held)
+        except RefusedError as error:
+            self._answer(held, encode_refusal(step.session, step.sequence, error))
+            return
+        if decision.action is Action.RESEND:
+            self._answer(held, decision.answer)
+        elif decision.action is Action.GAP:
+            self._answer(held, encode_gap(step, held))
+        elif decision.action in (Action.EXECUTE, Action.ROLLBACK):
+            held.used_at = self._admission.clock.now()
+            held.cache.touch()
+            held.state.accept(step)
+            self._used.add(step.session)
+            answer: Answer | None = None if held.capability else asyncio.Future()
+            self._count_step(held, answer, len(step.hidden.data))
+            future = self._admission.compute.submit(make_work(step, held), held.holder)
+            held.running.add(future)
+            future.add_done_callback(partial(self._settle, step, held, answer))
+            if answer is not None:
+                self._answers.put(answer)
+
+    def _find_session(self, session: SessionId) -> HeldSession | None:
+        """Return a session that may be stepped on this stream."""
+        held = self._admission.sessions.get(session)
+        if held is None or not held.capability or session in self._opened:
+            return held
+        return held if _may_push(self._attached.get(session, NO_CAPABILITY), held) else None
+
+    def _answer(self, held: HeldSession | None, frame: bytes) -> None:
+        """Answer a step: here, or, what is part of a chain, on the stream of its client."""
+        if held is not None and held.capability:
+            held.outputs.post(frame)
+        else:
+            self._answers.put(frame)
+
+    def _settle(
+        self,
+        step: Step,
+        held: HeldSession,
+        answer: Answer | None,
+        future: asyncio.Future[ComputedStep],
+    ) -> None:
+        """Note what became of a step, as soon as that is known, and give its sender the answer.
+
+        At once, whether or not somebody still reads answers here: other streams may step the same
+        session, and the memory of the step is free.
+        """
+        held.running.discard(future)
+        frame = None if future.cancelled() else conclude(step, held, future)
+        if answer is not None:
+            self._answers.deliver(answer, frame)
+        elif frame is not None:
+            held.outputs.post(frame)
+        num_bytes = len(step.hidden.data)
+        if not future.cancelled():
+            self._count_step(held, answer, -num_bytes)
+            self._note_speed(step, held, future)
+            return
+        # The engine may be at it still, and has it in its queue until the next iteration.
+        dropped = self._admission.compute.call(bool)
+        dropped.add_done_callback(lambda _: self._count_step(held, answer, -num_bytes))
+
+    def _note_speed(
+        self, step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]
+    ) -> None:
+        rows, tokens, _ = step.hidden.shape
+        if rows == tokens == 1 and future.exception() is None:
+            fraction = len(held.span) / len(self._admission.engine.span)
+            self._workload.speed.note(future.result().compute_seconds, fraction)
+
+    def _count_step(self, held: HeldSession, answer: Answer | None, num_bytes: int) -> None:
+        """Count a step that waits for the engine: one that is pushed holds up no other session."""
+        if answer is None:
+            self._admission.resources.pushing.pending.count(held.holder, num_bytes)
+        else:
+            self._answers.count(num_bytes)
+
+    def _check_size(self, step: Step, held: HeldSession) -> None:
+        is_pushed = held.outputs.next is not None
+        check_step_size(step, held.dtype, self._admission.engine.spec.hidden_size, is_pushed)
+        holder = held.holder if held.capability else self._stream.holder
+        pending = self._admission.resources.pushing.pending
+        pending.check_room_for(holder, len(step.hidden.data))
+
+
+def control(message: Admit | Redirect | Mirror | Probe, held: HeldSession | None) -> bytes:
+    """Do what the client of a chain says beside stepping its session; return the answer."""
+    num_replayed = 0
+    try:
+        if held is None:
+            raise RefusedError(ErrorCode.UNKNOWN_SESSION, "the session was not opened here")
+        if isinstance(message, Admit):
+            held.state.admit(message.epoch)
+            held.capability = message.capability
+        elif isinstance(message, Redirect):
+            num_replayed = held.outputs.redirect(
+                message.next, message.resume_sequence, held.state.length
+            )
+        elif isinstance(message, Mirror):
+            num_replayed = held.outputs.mirror(message.next)
+    except RefusedError as error:
+        return encode_refusal(message.session, 0, error)
+    return encode_status(message.session, held, num_replayed)
+
+
+def check_epoch(step: Step, held: HeldSession) -> None:
+    """Refuse what another peer pushes ahead of the client: only the client counts epochs.
+
+    The session would keep an epoch that a hop made up, and drop all that others push after it.
+    """
+    if step.epoch > held.state.epoch:
+        raise RefusedError(
+            ErrorCode.BAD_FRAME,
+            f"a step of epoch {step.epoch} was pushed, the client has admitted {held.state.epoch}",
+        )
+
+
+def _may_push(shown: Capability, held: HeldSession) -> bool:
+    """Return whether a stream that has shown a capability may step a session."""
+    return held.capability != NO_CAPABILITY and hmac.compare_digest(shown, held.capability)

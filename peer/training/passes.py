@@ -1,0 +1,255 @@
+"""The passes of one stream: tensors come in, are computed, and what came of them goes out."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
+from ...protocol.fair_share import BUSY_SECONDS, Holder
+from ...protocol.ids import PassId
+from ...protocol.messages.fields import Message
+from ...protocol.messages.passes import (
+    Pass,
+    Passed,
+    PassKind,
+    PassPiece,
+    PiecesReader,
+    list_answer_slots,
+    list_question_slots,
+)
+from ...protocol.net.clock import Clock
+from ..accounts.adapter_shelf import Kept
+from ..engine.adapters.trained_adapter import GatheredGradients
+from ..engine.engine import Engine
+from ..engine.pass_queue import ComputedPass, PassJob
+from ..streams.answer_queue import encode_refusal
+from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
+from .accounts import TrainingAccounts
+from .named_adapters import Adapters, check_adapters, cut_adapters, find_gathered, find_kept
+from .pass_work import WireWork, run_pass
+
+_logger = logging.getLogger(__name__)
+
+_UPLOAD_SECONDS = 300.0
+"""How long the tensors of a pass may be on their way, while the memory for all of them is kept: 85
+MiB, the most in 16 bits, need 286 seconds at 2.5 megabits a second."""
+
+_FLOAT_BYTES = 4
+
+_COSTS = {PassKind.FORWARD: 1, PassKind.BACKWARD: 3}
+"""Backward, blocks are computed twice and differentiated."""
+
+
+@dataclass
+class _Asked:
+    """The pass of a stream, from the first word until its answer is sent."""
+
+    message: Pass
+    holder: Holder
+    reader: PiecesReader
+    num_bytes: int
+    work_bytes: int
+    adapters: Adapters
+    kept: Collection[Kept]
+    gathered: GatheredGradients | None
+    job: PassJob | None = None
+
+
+class PassStream:
+    """Takes one pass at a time from a stream.
+
+    The memory that the pass needs on its way is counted as a whole when it is asked for. A part of
+    a `StreamWork`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        compute: Compute,
+        clock: Clock,
+        accounts: TrainingAccounts,
+        stream: ClientStream,
+    ) -> None:
+        self._engine = engine
+        self._compute = compute
+        self._clock = clock
+        self._accounts = accounts
+        self._stream = stream
+        self._answers = stream.answers
+        self._asked: _Asked | None = None
+        self._refused: PassId | None = None
+        self._timer: asyncio.TimerHandle | None = None  # of the upload's end
+        self._keep_alive = KeepAlive(compute, stream.answers)
+        self._active_at = clock.now()
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        return {Pass: self._take_pass, PassPiece: self._take_piece}
+
+    @property
+    def active_at(self) -> float:
+        """When a pass was last begun, came further or was over; now, while one is computed or
+        answered.
+        """
+        if self._asked is not None and self._asked.job is not None:
+            return self._clock.now()
+        return self._active_at
+
+    def _take_pass(self, message: Pass) -> None:
+        """Begin a pass, or answer why not."""
+        if self._asked is not None:
+            raise RemoteProtocolError("a stream has one pass at a time")
+        try:
+            self._asked = asked = self._admit(message, self._stream.holder)
+        except RefusedError as error:
+            self._refuse(message.pass_id, error)
+            return
+        self._active_at = self._clock.now()
+        self._timer = asyncio.get_running_loop().call_later(_UPLOAD_SECONDS, self._give_up, asked)
+
+    def end(self) -> None:
+        """Drop the pass: nobody is left to read its answer."""
+        asked = self._asked
+        if asked is None:
+            return
+        self._stop_timer()
+        if asked.job is None or asked.job.future.done():
+            self._forget(asked)
+        else:
+            # Its tensors are in memory until the compute thread has let go of them.
+            asked.job.released.add_done_callback(lambda _: self._forget(asked))
+            self._compute.drop_pass(asked.job)
+
+    def _take_piece(self, piece: PassPiece) -> None:
+        asked = self._asked
+        if asked is None or piece.pass_id != asked.message.pass_id:
+            if piece.pass_id != self._refused:
+                raise RemoteProtocolError("a piece of a pass that was not asked for")
+            return
+        asked.reader.take(piece)
+        self._active_at = self._clock.now()
+        if asked.reader.is_complete:
+            self._begin_computing(asked)
+
+    def _admit(self, message: Pass, holder: Holder) -> _Asked:
+        accounts, engine = self._accounts, self._engine
+        if accounts.is_draining:
+            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+        if not accounts.budget.num_bytes:
+            raise RefusedError(ErrorCode.OUT_OF_MEMORY, "this peer has no memory for training")
+        if message.model_id != accounts.model_id:
+            raise RefusedError(ErrorCode.WRONG_MODEL, "this peer serves another model")
+        if not engine.span.covers(message.span):
+            raise RefusedError(
+                ErrorCode.WRONG_SPAN, f"this peer hosts blocks {engine.span}, not {message.span}"
+            )
+        if message.num_tokens > engine.spec.max_positions:
+            raise RefusedError(
+                ErrorCode.TOO_LONG,
+                f"the model handles {engine.spec.max_positions} tokens, not {message.num_tokens}",
+            )
+        kept = find_kept(message, accounts.shelf, holder)
+        gathered = find_gathered(message, kept)
+        adapters = cut_adapters(message, kept)
+        num_bytes, work_bytes = self._measure(message, adapters)
+        accounts.tensors.check_room_for(holder, num_bytes)
+        accounts.tensors.count(holder, num_bytes)
+        accounts.begin()
+        for one in kept.values():
+            accounts.shelf.use(one, holder)
+        reader = PiecesReader(list_question_slots(message), engine.spec.hidden_size)
+        return _Asked(
+            message, holder, reader, num_bytes, work_bytes, adapters, kept.values(), gathered
+        )
+
+    def _measure(self, message: Pass, adapters: Adapters) -> tuple[int, int]:
+        """Return the bytes of a pass's tensors, and of computing it; or refuse it as too large."""
+        engine, budget = self._engine, self._accounts.budget
+        vector_bytes = engine.spec.hidden_size * _FLOAT_BYTES
+        adapter_bytes = check_adapters(
+            message, adapters, engine.spec.hidden_size, budget.max_gradient_bytes
+        )
+        slots = *list_question_slots(message).values(), *list_answer_slots(message).values()
+        num_bytes = sum(slots) * vector_bytes
+        text_bytes = num_bytes - message.adapter_vectors * vector_bytes
+        work_bytes = engine.passes.estimate_bytes(
+            len(message.span),
+            message.num_rows,
+            message.num_tokens,
+            is_backward=message.kind is PassKind.BACKWARD,
+        )
+        has_room = text_bytes <= budget.max_tensor_bytes and work_bytes <= budget.max_work_bytes
+        work_bytes += adapter_bytes
+        if not has_room or work_bytes > self._accounts.read_free_bytes():
+            raise RefusedError(
+                ErrorCode.OUT_OF_MEMORY,
+                f"a pass of {message.num_rows} x {message.num_tokens} tokens is more than this "
+                "peer has memory for; send smaller microbatches",
+            )
+        return num_bytes, work_bytes
+
+    def _refuse(self, pass_id: PassId, error: RefusedError) -> None:
+        self._refused = pass_id  # whose pieces are on their way already
+        self._answers.put(encode_refusal(pass_id, 0, error))
+
+    def _give_up(self, asked: _Asked) -> None:
+        """Refuse a pass that is on its way for too long."""
+        self._forget(asked)
+        detail = f"the pass did not come within {_UPLOAD_SECONDS:.0f} s; send smaller microbatches"
+        self._refuse(asked.message.pass_id, RefusedError(ErrorCode.OUT_OF_MEMORY, detail))
+
+    def _begin_computing(self, asked: _Asked) -> None:
+        message = asked.message
+        hidden_size = self._engine.spec.hidden_size
+        work = WireWork(message, asked.reader.tensors, hidden_size, asked.adapters, asked.gathered)
+        run = partial(run_pass, self._engine.passes, work)
+        cost = message.num_rows * message.num_tokens * len(message.span) * _COSTS[message.kind]
+        asked.job = self._compute.submit_pass(run, cost, asked.holder, asked.work_bytes)
+        asked.job.future.add_done_callback(partial(self._answer, asked))
+        self._stop_timer()
+        self._keep_alive.begin(message.pass_id)
+
+    def _answer(self, asked: _Asked, computing: asyncio.Future[ComputedPass]) -> None:
+        if computing.cancelled() or self._asked is not asked:
+            return  # the stream is over
+        self._stop_timer()
+        pass_id, error = asked.message.pass_id, computing.exception()
+        if error is not None:
+            self._forget(asked)
+            if not isinstance(error, RefusedError):
+                _logger.error("a pass has no answer: %r", error)
+                error = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the pass")
+            self._answers.put(encode_refusal(pass_id, 0, error))
+            return
+        computed = computing.result()
+        frames: list[bytes] = computed.result
+        # The answer stays in the account of passes until it is sent: it is no smaller for those
+        # who read slowly, and steps of others need the room for what is pending.
+        self._recount(asked, sum(map(len, frames)))
+        for frame in frames:
+            self._answers.put(frame)
+        # Before the last word, upon which the client may ask for the next pass.
+        self._answers.put_mark(lambda: self._forget(asked))
+        passed = Passed(pass_id, computed.queue_seconds, computed.compute_seconds)
+        self._answers.say(passed)
+
+    def _recount(self, asked: _Asked, num_bytes: int) -> None:
+        self._accounts.tensors.count(asked.holder, num_bytes - asked.num_bytes)
+        asked.num_bytes = num_bytes
+
+    def _forget(self, asked: _Asked) -> None:
+        self._stop_timer()
+        self._asked, self._active_at = None, self._clock.now()
+        self._recount(asked, 0)
+        for kept in asked.kept:
+            self._accounts.shelf.leave(kept, asked.holder)
+        self._accounts.end()
+
+    def _stop_timer(self) -> None:
+        self._keep_alive.stop()
+        if self._timer is not None:
+            self._timer.cancel()

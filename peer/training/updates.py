@@ -1,0 +1,210 @@
+"""Adapters that this peer trains for a client: measured, updated and handed out on one stream."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import safetensors.torch
+from torch import Tensor
+
+from ...kernels.pauses import GiveWay
+from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
+from ...protocol.fair_share import BUSY_SECONDS, Holder
+from ...protocol.ids import UploadId
+from ...protocol.messages.adapter_contents import KEEP_SECONDS, cut_adapter
+from ...protocol.messages.adapters import (
+    AdapterFetch,
+    AdapterHead,
+    AdapterKept,
+    AdapterMeasure,
+    AdapterMeasured,
+    AdapterUpdate,
+    make_updated_id,
+)
+from ...protocol.messages.fields import Message
+from ...protocol.net.clock import Clock
+from ..accounts.adapter_shelf import Kept
+from ..engine.adapters.trained_adapter import TrainedAdapter
+from ..streams.answer_queue import encode_refusal
+from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
+from .accounts import TrainingAccounts
+
+_logger = logging.getLogger(__name__)
+
+_NUMBERS_PER_COST = 2**15
+"""To update so many takes about as long as a token through a block of some width."""
+
+_FLOAT_BYTES = 4
+
+TrainingMessage = AdapterMeasure | AdapterUpdate | AdapterFetch
+
+
+class UpdateStream:
+    """Does one thing at a time for a stream, in turn with passes. A repeated update is one.
+
+    A part of a `StreamWork`.
+    """
+
+    def __init__(
+        self, compute: Compute, clock: Clock, accounts: TrainingAccounts, stream: ClientStream
+    ) -> None:
+        self._compute = compute
+        self._clock = clock
+        self._accounts = accounts
+        self._stream = stream
+        self._answers = stream.answers
+        self._keep_alive = KeepAlive(compute, stream.answers)
+        self._task: asyncio.Task[None] | None = None
+        self._unsent: tuple[Holder, int] | None = None  # an answer that counts until it is sent
+        self._active_at = clock.now()
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        return dict.fromkeys((AdapterMeasure, AdapterUpdate, AdapterFetch), self._take)
+
+    @property
+    def active_at(self) -> float:
+        """When something was last asked here; now, while it is done."""
+        return self._clock.now() if self._task is not None else self._active_at
+
+    def _take(self, message: TrainingMessage) -> None:
+        """Begin with what is asked, or answer why not.
+
+        Raises RemoteProtocolError while something else is asked.
+        """
+        if self._task is not None:
+            raise RemoteProtocolError("a stream asks for one thing about an adapter at a time")
+        shelf, holder = self._accounts.shelf, self._stream.holder
+        if isinstance(message, AdapterUpdate) and shelf.has(make_updated_id(message), holder):
+            self._answers.say(_make_kept(message))
+            return
+        try:
+            is_fetched = isinstance(message, AdapterFetch)
+            kept = shelf.find(message.adapter if is_fetched else message.gradients.adapter, holder)
+            trained = kept.trained
+            if trained is None:
+                detail = "this peer was not asked to train the adapter"
+                raise RefusedError(ErrorCode.BAD_VALUES, detail)
+            self._check_memory(trained, message)
+        except RefusedError as error:
+            self._answers.put(encode_refusal(message.pass_id, 0, error))
+            return
+        self._accounts.begin()
+        self._keep_alive.begin(message.pass_id)
+        self._task = asyncio.create_task(self._work(message, holder, kept, trained))
+        self._task.add_done_callback(self._finish)
+
+    def end(self) -> None:
+        """Give up what nobody waits for any more."""
+        if self._task is not None:
+            self._task.cancel()
+        else:
+            self._note_sent()
+
+    def _check_memory(self, trained: TrainedAdapter, message: TrainingMessage) -> None:
+        if isinstance(message, AdapterMeasure):
+            return
+        num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
+        if num_bytes > self._accounts.read_free_bytes():
+            raise RefusedError(
+                ErrorCode.NO_ROOM_FOR_ADAPTER,
+                f"this peer has no {num_bytes} bytes of memory for an update at present",
+                BUSY_SECONDS,
+            )
+
+    async def _work(
+        self, message: TrainingMessage, holder: Holder, kept: Kept, trained: TrainedAdapter
+    ) -> None:
+        try:
+            if isinstance(message, AdapterMeasure):
+                measure = partial(trained.gathered.measure, message.gradients)
+                square_sum: float = await self._run(measure, holder, kept, trained)
+                self._answers.say(AdapterMeasured(message.pass_id, square_sum))
+            elif isinstance(message, AdapterUpdate):
+                update = partial(_update, trained, message)
+                updated: TrainedAdapter = await self._run(update, holder, kept, trained)
+                names = message.gradients.adapter, make_updated_id(message)
+                self._accounts.shelf.replace(*names, holder, updated)
+                self._answers.say(_make_kept(message))
+            else:
+                await self._fetch(message, holder, kept, trained)
+        except RefusedError as error:
+            self._note_sent()
+            self._answers.put(encode_refusal(message.pass_id, 0, error))
+
+    async def _fetch(
+        self, message: AdapterFetch, holder: Holder, kept: Kept, trained: TrainedAdapter
+    ) -> None:
+        """Queue all files of an adapter, which count like the answers of passes until sent."""
+        tensors = self._accounts.tensors
+        num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
+        tensors.check_room_for(holder, num_bytes)
+        tensors.count(holder, num_bytes)
+        self._unsent = holder, num_bytes
+        matrices = await self._run(trained.copy_matrices, holder, kept, trained)
+        files = await asyncio.to_thread(_encode_files, matrices)
+        head = AdapterHead(
+            UploadId(message.pass_id),
+            message.adapter,
+            b"{}",
+            len(files),
+            optimizer=trained.kind,
+            num_updates=trained.num_updates,
+        )
+        self._answers.say(head)
+        for piece in cut_adapter(head.upload_id, files):
+            self._answers.say(piece)
+        self._answers.put_mark(self._note_sent)
+
+    def _note_sent(self) -> None:
+        """Count an answer no longer that was sent, or that nobody will read."""
+        if self._unsent is not None:
+            holder, num_bytes = self._unsent
+            self._accounts.tensors.count(holder, -num_bytes)
+            self._unsent = None
+
+    async def _run(
+        self, run: Callable[[GiveWay], Any], holder: Holder, kept: Kept, trained: TrainedAdapter
+    ) -> Any:
+        """Return what comes of it when its turn has come on the compute thread."""
+        compute, shelf = self._compute, self._accounts.shelf
+        cost = max(1, trained.adapter.num_numbers // _NUMBERS_PER_COST)
+        num_bytes = (1 + len(trained.moments)) * trained.adapter.num_bytes
+        shelf.use(kept, holder)
+        job = compute.submit_pass(run, cost, holder, num_bytes)
+        # However it ends, the thread has let go of the adapter then.
+        job.released.add_done_callback(lambda _: shelf.leave(kept, holder))
+        try:
+            await asyncio.wait([job.future])
+            await asyncio.wait([job.released])
+            return job.future.result().result
+        finally:
+            if not job.released.done():
+                compute.drop_pass(job)
+
+    def _finish(self, task: asyncio.Task[None]) -> None:
+        self._keep_alive.stop()
+        if task.cancelled():
+            self._note_sent()
+        self._task, self._active_at = None, self._clock.now()
+        self._accounts.end()
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            _logger.error("an adapter could not be trained: %r", error)
+
+
+def _update(trained: TrainedAdapter, message: AdapterUpdate, give_way: GiveWay) -> TrainedAdapter:
+    return trained.update(message.gradients, message.settings, message.factor, give_way)
+
+
+def _encode_files(matrices: Sequence[Mapping[str, Tensor]]) -> bytes:
+    """Return one safetensors file after the other; those of the same names have one size."""
+    return b"".join(safetensors.torch.save(dict(sorted(file.items()))) for file in matrices)
+
+
+def _make_kept(message: AdapterUpdate) -> AdapterKept:
+    return AdapterKept(UploadId(message.pass_id), KEEP_SECONDS)

@@ -1,0 +1,213 @@
+"""Adapters that a client brings on one stream: pieces come in, and are read when all are here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
+from ...protocol.fair_share import BUSY_SECONDS, Holder
+from ...protocol.ids import UploadId, make_adapter_id
+from ...protocol.messages.adapter_contents import KEEP_SECONDS, AdapterReader, UploadPace
+from ...protocol.messages.adapters import AdapterHead, AdapterKept, AdapterPiece, AdapterWithdrawal
+from ...protocol.messages.fields import Message
+from ...protocol.net.clock import Clock
+from ...protocol.versions import OPTIMIZER_VERSION
+from ..engine.adapters.adapter import Adapter
+from ..engine.adapters.adapter_file import read_adapter
+from ..engine.adapters.trained_adapter import TrainedAdapter
+from ..engine.engine import Engine
+from ..streams.answer_queue import encode_refusal
+from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
+from .accounts import TrainingAccounts
+from .named_adapters import check_trained
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Upload:
+    """An adapter on its way, from its head until it is kept or refused."""
+
+    head: AdapterHead
+    holder: Holder
+    reader: AdapterReader
+    pace: UploadPace
+    reading: asyncio.Future[Adapter | TrainedAdapter] | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """What it counts: where it is trained here, with moments and gradients of the same size."""
+        head = self.head
+        num_tensors = 2 + head.optimizer.num_moments if head.optimizer else 1
+        return len(head.config) + head.num_bytes // head.num_files * num_tensors
+
+
+class UploadStream:
+    """Takes one adapter at a time from a stream. Its memory is counted from the head on.
+
+    A part of a `StreamWork`.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        compute: Compute,
+        clock: Clock,
+        accounts: TrainingAccounts,
+        stream: ClientStream,
+    ) -> None:
+        self._engine = engine
+        self._compute = compute
+        self._clock = clock
+        self._accounts = accounts
+        self._stream = stream
+        self._answers = stream.answers
+        self._keep_alive = KeepAlive(compute, stream.answers)
+        self._upload: _Upload | None = None
+        self._unneeded: UploadId | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._active_at = clock.now()
+
+    @property
+    def handlers(self) -> Mapping[type[Message], Handler]:
+        return {
+            AdapterHead: self._take_head,
+            AdapterPiece: self._take_piece,
+            AdapterWithdrawal: self._take_withdrawal,
+        }
+
+    @property
+    def active_at(self) -> float:
+        """When it was busy last: now, while an adapter comes, or is read."""
+        return self._active_at if self._upload is None else self._clock.now()
+
+    def _take_withdrawal(self, message: AdapterWithdrawal) -> None:
+        """Forget an adapter."""
+        if self._accounts.shelf.withdraw(message.adapter, self._stream.holder):
+            self._active_at = self._clock.now()
+        self._answers.say(AdapterKept(UploadId(message.pass_id), 0.0))
+
+    def _take_head(self, message: AdapterHead) -> None:
+        """Begin with an adapter, or answer why not."""
+        if self._upload is not None:
+            raise RemoteProtocolError("a stream brings one adapter at a time")
+        try:
+            self._upload = upload = self._admit(message, self._stream.holder)
+        except RefusedError as error:
+            self._refuse(message.upload_id, error)
+            return
+        if upload is None:
+            self._unneeded = message.upload_id
+            self._say_kept(message.upload_id)
+            return
+        self._wait_for_more(upload)
+
+    def end(self) -> None:
+        """Drop what has not come in full: nobody is left to bring the rest."""
+        self._keep_alive.stop()
+        if self._upload is not None and self._upload.reading is None:
+            self._forget(self._upload)
+
+    def _admit(self, head: AdapterHead, holder: Holder) -> _Upload | None:
+        """Return an adapter that is to come; None for one that its holder has published here."""
+        accounts = self._accounts
+        if accounts.is_draining:
+            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+        if head.is_published and accounts.shelf.has(head.adapter, holder, is_published=True):
+            return None
+        check_trained(head.num_trained, accounts.budget.max_gradient_bytes)
+        num_freed = accounts.shelf.give_up(head.replaces, holder) if head.replaces else 0
+        upload = _Upload(head, holder, AdapterReader(head), UploadPace(self._clock.now()))
+        accounts.shelf.reserve(holder, upload.num_bytes, num_freed)
+        return upload
+
+    def _take_piece(self, piece: AdapterPiece) -> None:
+        upload = self._upload
+        if upload is None or piece.upload_id != upload.head.upload_id:
+            if piece.upload_id != self._unneeded:
+                raise RemoteProtocolError("a piece of an adapter that was not announced")
+            return
+        upload.reader.take(piece)
+        upload.pace.note_piece(len(piece.data), self._clock.now())
+        if upload.reader.is_complete:
+            self._stop_timer()
+            if self._stream.version >= OPTIMIZER_VERSION:  # older ones do not expect it
+                self._keep_alive.begin(upload.head.upload_id)
+            upload.reading = asyncio.create_task(self._read(upload))
+            upload.reading.add_done_callback(partial(self._finish, upload))
+
+    async def _read(self, upload: _Upload) -> Adapter | TrainedAdapter:
+        """Read an adapter on a thread of its own: tens of megabytes are checked number by number.
+
+        Neither the event loop should stand meanwhile, nor who computes everybody's tokens.
+        """
+        engine = self._engine
+        adapter = await asyncio.to_thread(_read, engine, upload.head, upload.reader)
+        # Devices belong to the compute thread: it may be capturing what they do.
+        return await self._compute.call(lambda: adapter.move_to(engine.device.place))
+
+    def _finish(self, upload: _Upload, reading: asyncio.Future[Adapter | TrainedAdapter]) -> None:
+        """Keep the adapter, also when the stream is over by now: others may be there."""
+        if reading.cancelled():
+            return  # with the event loop
+        self._keep_alive.stop()
+        head, error = upload.head, reading.exception()
+        self._upload, self._active_at = None, self._clock.now()
+        if error is None:
+            self._accounts.shelf.put(
+                head.adapter, reading.result(), upload.holder, upload.num_bytes, head.is_published
+            )
+            self._say_kept(head.upload_id)
+            return
+        self._accounts.shelf.release(upload.holder, upload.num_bytes)
+        if not isinstance(error, RefusedError):
+            _logger.error("an adapter could not be read: %r", error)
+            error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
+        self._refuse(head.upload_id, error)
+
+    def _wait_for_more(self, upload: _Upload) -> None:
+        """Refuse an adapter that stands still on its way for too long, or comes too slowly."""
+        seconds = upload.pace.deadline - self._clock.now()
+        if seconds > 0:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(seconds, self._wait_for_more, upload)
+            return
+        self._forget(upload)
+        error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, "the adapter comes too slowly")
+        self._refuse(upload.head.upload_id, error)
+
+    def _say_kept(self, upload_id: UploadId) -> None:
+        self._active_at = self._clock.now()
+        self._answers.say(AdapterKept(upload_id, KEEP_SECONDS))
+
+    def _refuse(self, upload_id: UploadId, error: RefusedError) -> None:
+        self._unneeded = upload_id  # whose pieces are on their way already
+        self._answers.put(encode_refusal(upload_id, 0, error))
+
+    def _forget(self, upload: _Upload) -> None:
+        self._stop_timer()
+        self._upload, self._active_at = None, self._clock.now()
+        self._accounts.shelf.release(upload.holder, upload.num_bytes)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+
+def _read(engine: Engine, head: AdapterHead, reader: AdapterReader) -> Adapter | TrainedAdapter:
+    """Return the adapter of two files that are what they are called; raises RefusedError."""
+    tensors = reader.join()
+    if make_adapter_id(head.config, tensors) != head.adapter:
+        raise RefusedError(ErrorCode.BAD_VALUES, "the adapter is not what its digest says")
+    if not head.optimizer:
+        return read_adapter(head.config, tensors, engine.spec, engine.span)
+    size = len(tensors) // head.num_files
+    files = [
+        read_adapter(head.config, tensors[start : start + size], engine.spec, engine.span)
+        for start in range(0, len(tensors), size)
+    ]
+    return TrainedAdapter.begin(files, head.optimizer, head.num_updates)

@@ -1,0 +1,148 @@
+"""The network between machines: TCP under TLS, libp2p through relays, and the DHT."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...endpoints import Endpoint, Relay
+from ...identity import Identity
+from ...ids import ModelId
+from ...membership.join_code import make_codes
+from ...membership.membership import Membership
+from ..addresses import check_can_be_dialled, is_loopback
+from ..clock import Clock
+from ..directory import Directory
+from ..network import Presence
+from ..p2pd.multiaddrs import replace_host, split_multiaddr
+from ..transport import ChoosingTransport, Listener, StreamServer, Transport
+
+if TYPE_CHECKING:
+    from .hivemind_directory import HivemindDirectory
+
+
+@dataclass(frozen=True)
+class Listening:
+    """Where a peer accepts connections."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Port for streams; 0: any free one."""
+    directory_port: int = 0
+    """Port of the directory, and of streams through relays; 0: any free one."""
+    announce_host: str | None = None
+    """Host that others dial; None: the listen host."""
+
+    def __post_init__(self) -> None:
+        check_can_be_dialled(self.announce_host or self.host)
+
+
+@dataclass(frozen=True)
+class InternetNetwork:
+    """The swarm of some initial peers, or a new one that a peer begins. Implements Network.
+
+    Its parts are imported when it is joined: hivemind and TLS take seconds, for which neither
+    `--help` nor a client in memory should wait.
+    """
+
+    clock: Clock
+    initial_peers: Sequence[str] = ()
+    """Directory addresses to join through; empty: a peer begins a new swarm."""
+    membership: Membership | None = None
+    """The swarm to join or begin; None: the public one of the initial peers, or a new one."""
+    listening: Listening = field(default_factory=Listening)
+
+    async def connect(self, config: object = None) -> tuple[Transport, Directory]:
+        """See Network.connect."""
+        from ..tcp.tcp_transport import TcpTransport
+        from .hivemind_directory import HivemindDirectory
+
+        directory = await HivemindDirectory.join(
+            self.initial_peers,
+            identity=None,
+            clock=self.clock,
+            client_mode=True,
+            membership=self.membership,
+        )
+        direct = TcpTransport(membership=directory.membership)
+        return ChoosingTransport(direct, directory.make_transport()), directory
+
+    async def serve(self, identity: Identity, serve: StreamServer) -> Presence:
+        """See Network.serve."""
+        from ..tcp.tcp_transport import TcpTransport
+        from ..tcp.tls import make_tls_identity
+        from .hivemind_directory import HivemindDirectory
+
+        where = self.listening
+        async with AsyncExitStack() as stack:
+            # Peers that know the announcement from before a restart find the same key again.
+            tls_identity = make_tls_identity(identity.derive_secret("shoal TLS key"))
+            transport = TcpTransport(tls_identity, membership=self.membership)
+            stack.push_async_callback(transport.close)
+            listeners: list[Listener] = [await transport.listen(where.host, where.port, serve)]
+            listening = listeners[0].endpoint
+            announced = where.announce_host or listening.host
+            endpoint = Endpoint(announced, listening.port, listening.fingerprint)
+            directory = await HivemindDirectory.join(
+                self.initial_peers,
+                identity=identity,
+                listen_host=where.host,
+                port=where.directory_port,
+                clock=self.clock,
+                membership=self.membership,
+                endpoint=endpoint,
+            )
+            stack.push_async_callback(directory.close)
+            if directory.relays:
+                behind = directory.make_transport()
+                stack.push_async_callback(behind.close)
+                listeners.append(await behind.listen(where.host, where.directory_port, serve))
+            host, port = split_multiaddr(directory.addresses[0])  # that of p2pd
+            return _InternetPresence(
+                network=self,
+                identity=identity,
+                transport=transport,
+                directory=directory,
+                listeners=listeners,
+                endpoint=endpoint,
+                relay_port=0 if directory.relays or is_loopback(host) else port,
+                opened=stack.pop_all(),
+            )
+
+
+@dataclass(frozen=True)
+class _InternetPresence:
+    """See Presence. The exit stack closes what was opened, the last first."""
+
+    network: InternetNetwork
+    identity: Identity
+    transport: Transport
+    directory: HivemindDirectory
+    listeners: Sequence[Listener]
+    endpoint: Endpoint
+    relay_port: int
+    opened: AsyncExitStack
+
+    @property
+    def relays(self) -> Sequence[Relay]:
+        return self.directory.relays
+
+    async def renew_relays(self, model_id: ModelId) -> bool:
+        return await self.directory.renew_relays(model_id)
+
+    def describe(self) -> Mapping[str, object]:
+        """Return addresses, and the codes of a swarm that begins here.
+
+        Not those of other swarms: a peer that is started by a program should not log secrets.
+        """
+        addresses = self.directory.addresses
+        dialled = replace_host(addresses, self.network.listening.announce_host)
+        facts: dict[str, object] = {"addresses": list(addresses), "dialled": dialled}
+        if not self.network.initial_peers:
+            facts["join_codes"] = make_codes(self.directory.membership, dialled)
+        return facts
+
+    async def close(self) -> None:
+        await self.opened.aclose()

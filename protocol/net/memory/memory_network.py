@@ -1,0 +1,112 @@
+"""The network inside one process: hosts of a loopback network around a shared directory."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+
+from ...endpoints import Endpoint, Relay
+from ...errors import UnavailableError
+from ...identity import Identity
+from ...ids import ModelId
+from ..clock import Clock
+from ..transport import Listener, Stream, StreamServer
+from .loopback import LoopbackNetwork, LoopbackTransport
+from .memory_directory import MemoryDirectory, MemoryDirectoryStore
+
+
+class MemoryNetwork:
+    """One host of a loopback network. Implements Network.
+
+    `serve_stream` takes every new stream of a peer here. It is the peer's own; put something else
+    there to see what others make of a peer that misbehaves.
+    """
+
+    def __init__(
+        self, network: LoopbackNetwork, store: MemoryDirectoryStore, clock: Clock, host: str
+    ) -> None:
+        self.network = network
+        self.host = host
+        self.serve_stream: StreamServer = _hang_up
+        self._store = store
+        self._clock = clock
+
+    def __repr__(self) -> str:
+        return f"<MemoryNetwork at {self.host}>"
+
+    async def connect(self, config: object = None) -> tuple[LoopbackTransport, MemoryDirectory]:
+        """See Network.connect."""
+        return self.make_transport(), self.make_directory()
+
+    async def serve(self, identity: Identity, serve: StreamServer) -> MemoryPresence:
+        """See Network.serve."""
+        self.serve_stream = serve
+        transport = self.make_transport()
+        listener = await transport.listen(self.host, 0, self._serve_stream)
+        return MemoryPresence(identity, transport, self.make_directory(), listener)
+
+    def make_transport(self) -> LoopbackTransport:
+        """Return what this host dials and listens with."""
+        return LoopbackTransport(self.network, self.host)
+
+    def make_directory(self) -> MemoryDirectory:
+        """Return this host's access to the directory: a host that is dead or paused has none."""
+        return _HostDirectory(self._store, self._clock, self.network, self.host)
+
+    async def _serve_stream(self, stream: Stream) -> None:
+        await self.serve_stream(stream)
+
+
+class MemoryPresence:
+    """A peer at a host that others can dial. Implements Presence."""
+
+    relay_port = 0
+
+    def __init__(
+        self,
+        identity: Identity,
+        transport: LoopbackTransport,
+        directory: MemoryDirectory,
+        listener: Listener,
+    ) -> None:
+        self.identity = identity
+        self.transport = transport
+        self.directory = directory
+        self.listeners: Sequence[Listener] = (listener,)
+        self.endpoint: Endpoint = listener.endpoint
+        self.relays: Sequence[Relay] = ()
+
+    async def renew_relays(self, model_id: ModelId) -> bool:
+        """See Presence.renew_relays."""
+        return False
+
+    def describe(self) -> Mapping[str, object]:
+        """See Presence.describe: other processes cannot join."""
+        return {"addresses": [], "dialled": []}
+
+    async def close(self) -> None:
+        """See Presence.close."""
+        await self.directory.close()
+        await self.transport.close()
+
+
+class _HostDirectory(MemoryDirectory):
+    """Publishes nothing while its host is dead or stands still."""
+
+    def __init__(
+        self, store: MemoryDirectoryStore, clock: Clock, network: LoopbackNetwork, host: str
+    ) -> None:
+        super().__init__(store, clock)
+        self._network = network
+        self._host = host
+
+    async def announce(self, record: bytes) -> None:
+        """Publish, or do nothing: a dead host has nothing to say, and no reason to complain."""
+        with contextlib.suppress(UnavailableError):
+            self._network.check_alive(self._host)
+            if not self._network.is_paused(self._host):
+                await super().announce(record)
+
+
+async def _hang_up(stream: Stream) -> None:
+    """Serve nobody yet."""

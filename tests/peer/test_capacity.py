@@ -1,0 +1,122 @@
+"""How many blocks of a model fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shoal.kernels.linear.quantize import ON_CPUS, WeightFormat
+from shoal.models.checkpoints.checkpoint import Checkpoint
+from shoal.models.spec_reader import read_spec
+from shoal.peer.engine.devices.device import Numerics
+from shoal.peer.engine.loading.block_loader import load_block
+from shoal.peer.engine.loading.block_tensors import count_block_bytes
+from shoal.peer.engine.loading.loader import load_span
+from shoal.peer.hosting import capacity
+from shoal.peer.hosting.capacity import RESERVE_BYTES, BlockSizes, find_room, read_free_bytes
+from shoal.peer.placement.supply import Room
+from shoal.protocol.spans import Span
+
+KV_BYTES = 10**6
+
+
+@pytest.fixture
+def spec(tiny_models: Any) -> Any:
+    return read_spec(Checkpoint.open(tiny_models.get("llama").directory).config)
+
+
+@pytest.mark.parametrize("variant", ["llama", "mixtral"])
+@pytest.mark.parametrize("weights", ON_CPUS)
+def test_counted_bytes_are_those_of_a_loaded_block(
+    tiny_models: Any, variant: str, weights: WeightFormat
+) -> None:
+    checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
+    spec: Any = read_spec(checkpoint.config)
+
+    block = load_block(checkpoint, spec, 0, Numerics(weights))
+
+    # Norms and routers are not counted: next to nothing in a model of real size.
+    assert 0.9 * block.num_bytes < count_block_bytes(spec, 0, weights) <= block.num_bytes
+
+
+@pytest.mark.parametrize("weights", list(WeightFormat))
+def test_blocks_fit_beside_sessions_and_a_block_that_loads(
+    spec: Any, weights: WeightFormat
+) -> None:
+    sizes = BlockSizes.of_model(spec, weights)
+    block_bytes = count_block_bytes(spec, 0, weights)
+    assert sizes.num_bytes == (block_bytes,) * spec.num_blocks
+    assert sizes.loading_bytes == count_block_bytes(spec, 0, WeightFormat.FP32)
+    fixed_bytes = RESERVE_BYTES + KV_BYTES + sizes.loading_bytes
+
+    def count(free_bytes: int) -> int:
+        return int(find_room(sizes, KV_BYTES, free_bytes).find_stops(spec.num_blocks)[0])
+
+    assert count(0) == count(fixed_bytes + block_bytes - 1) == 0
+    assert count(fixed_bytes + 3 * block_bytes) == 3
+    assert count(fixed_bytes + 100 * block_bytes) == spec.num_blocks
+
+
+def test_block_without_experts_is_counted_as_what_it_is(tiny_models: Any) -> None:
+    """Block 1 has an MLP; of five experts in the others a token meets three."""
+    spec: Any = read_spec(Checkpoint.open(tiny_models.get("qwen3-moe").directory).config)
+
+    sizes = BlockSizes.of_model(spec, WeightFormat.FP32)
+
+    hidden, inner, expert = spec.hidden_size, spec.intermediate_size, 40
+    around = 2 * hidden * (spec.query_size + spec.kv_size)
+    router = 5 * hidden
+    dense, mixed = around + 3 * hidden * inner, around + router + 5 * 3 * hidden * expert
+    assert sizes.num_bytes == (4 * mixed, 4 * dense, 4 * mixed, 4 * mixed)
+    active = around + router + 3 * 3 * hidden * expert
+    mean = (3 * active + dense) / 4
+    assert sizes.work == pytest.approx((active / mean, dense / mean, active / mean, active / mean))
+    two = 4 * (mixed + dense)
+    assert Room(two, sizes.num_bytes).find_stops(4).tolist() == [2, 3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("variant", "table_bytes"), [("wrapped-gpt-neox", 0), ("wrapped-gpt-neo", 512 * 512)]
+)
+def test_blocks_that_only_transformers_knows_are_counted_by_their_shapes(
+    tiny_models: Any, variant: str, table_bytes: int
+) -> None:
+    checkpoint = Checkpoint.open(tiny_models.get(variant).directory)
+    spec = read_spec(checkpoint.config)
+
+    sizes = BlockSizes.of_model(spec, WeightFormat.FP32)
+
+    loaded = load_span(checkpoint, spec, Span(0, spec.num_blocks), Numerics(WeightFormat.FP32))
+    assert list(sizes.num_bytes) == [block.num_bytes for block in loaded]
+    weight_bytes = [4 * block.num_parameters for block in loaded]
+    assert list(sizes.num_bytes) == [count + table_bytes for count in weight_bytes]
+    assert sizes.loading_bytes == max(weight_bytes) + 4 * table_bytes
+    assert sizes.work == (1.0,) * spec.num_blocks
+
+
+def test_free_memory_is_less_than_there_is() -> None:
+    with open("/proc/meminfo") as file:
+        total_bytes = int(file.readline().split()[1]) * 1024
+    assert 0 < read_free_bytes() < total_bytes
+
+
+def test_files_that_were_read_do_not_count_as_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("8000000\n")
+    (tmp_path / "memory.current").write_text("7500000\n")
+    (tmp_path / "memory.stat").write_text("anon 500000\nactive_file 1\ninactive_file 6999999\n")
+
+    assert read_free_bytes() == 7_500_000
+
+
+def test_container_without_a_limit_has_what_the_machine_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(capacity, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("max\n")
+
+    assert read_free_bytes() > 8_000_000

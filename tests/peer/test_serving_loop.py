@@ -1,0 +1,596 @@
+"""Peers that place themselves, on virtual time: everything but the blocks is real."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import random
+import weakref
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from shoal.peer.announcing.announcer import Announcer
+from shoal.peer.announcing.self_description import SelfDescription, make_template
+from shoal.peer.engine.cache.kv_pool import KVCachePool
+from shoal.peer.engine.cache.lazy_memory import LazyStore
+from shoal.peer.hosting.span_loader import LoadError
+from shoal.peer.hosting.throughput import Throughput
+from shoal.peer.placement.placer import PlacedModel, Placer
+from shoal.peer.placement.supply import Room
+from shoal.peer.runtime.background import BackgroundTasks, LoopLag
+from shoal.peer.runtime.config import PeerConfig, PeerEvent
+from shoal.peer.serving_loop import ServingLoop
+from shoal.peer.streams.stream_handler import StreamHandler
+from shoal.protocol.endpoints import Endpoint
+from shoal.protocol.errors import DirectoryError, UsageError
+from shoal.protocol.identity import Identity
+from shoal.protocol.ids import ModelId
+from shoal.protocol.net.clock import VirtualClock, run_virtual
+from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
+from shoal.protocol.records.announcements import Announcement, PeerState
+from shoal.protocol.spans import Span
+
+MODEL_ID = ModelId("a" * 32)
+NUM_BLOCKS = 8
+WORK = (1.0,) * NUM_BLOCKS
+PERIOD_SECONDS = 30.0
+LOAD_SECONDS = 2.0
+BLOCKS_PER_SECOND = 400.0
+LIAR = max(Identity(bytes([number]) * 32).peer_id for number in range(64))
+"""Of two who come at the same time the higher id stays."""
+CONFIG = PeerConfig(model="", announce_period_seconds=PERIOD_SECONDS)
+
+
+class TroubledDirectory(MemoryDirectory):
+    """Cannot be read or written at times, and may show a liar where others are about to come."""
+
+    def __init__(self, store: MemoryDirectoryStore) -> None:
+        super().__init__(store, VirtualClock())
+        self.is_broken = False
+        self.has_liar = False
+
+    async def announce(self, record: bytes) -> None:
+        if self.is_broken:
+            raise DirectoryError("nobody listens")
+        await super().announce(record)
+
+    async def lookup(self, model_id: ModelId) -> list[Announcement]:
+        if self.is_broken:
+            raise DirectoryError("nobody answers")
+        announcements = await super().lookup(model_id)
+        joining = [peer for peer in announcements if peer.state is PeerState.JOINING]
+        if self.has_liar and joining:
+            announcements.append(replace(joining[0], peer_id=LIAR))
+        return announcements
+
+
+class IdleService:
+    """A service without sessions."""
+
+    is_empty = False
+
+    def __init__(self, drain_seconds: float) -> None:
+        self.num_streams = 0
+        self.drain_seconds = drain_seconds
+
+    def begin_draining(self) -> None:
+        return
+
+    async def wait_until_empty(self, timeout_seconds: float) -> bool:
+        await asyncio.sleep(self.drain_seconds)
+        return True
+
+    async def hang_up(self) -> None:
+        return
+
+    async def describe(self, announcement: Announcement) -> Announcement:
+        return announcement
+
+    def count_work(self) -> dict[str, object]:
+        return {}
+
+    async def serve(self, stream: object) -> None:
+        self.num_streams += 1
+
+
+class IdleEngine:
+    """Blocks that are only counted."""
+
+    kernels = ""
+    num_weight_bytes = 0
+    spec = SimpleNamespace(num_blocks=NUM_BLOCKS)
+
+    def __init__(self, span: Span) -> None:
+        self.span = span
+        self.pool = KVCachePool(2**20, LazyStore(len(span), 1, 8, torch.float32))
+
+    def keep_blocks(self, span: Span) -> dict[int, Any]:
+        return {block: block for block in range(NUM_BLOCKS) if block in self.span and block in span}
+
+
+class CountingLoader:
+    """Takes its time for each block that is not there yet."""
+
+    def __init__(self) -> None:
+        self.broken: set[int] = set()
+        """Blocks that cannot be loaded."""
+        self.has_memory_for_one = True
+        self.has_memory_for_two = False
+        self.loaded: list[set[int]] = []
+        self.engines: list[weakref.ref[IdleEngine]] = []
+        self.services: list[IdleService] = []
+        self.drain_seconds = 0.0
+
+    @asynccontextmanager
+    async def serve(
+        self, span: Span, kept: Mapping[int, Any], report_loading: object
+    ) -> AsyncGenerator[Any]:
+        # Two spans at a time would not fit into memory.
+        assert [engine() for engine in self.engines if engine() is not None] == []
+        missing = set(range(span.start, span.stop)) - kept.keys()
+        self.loaded.append(missing)
+        for block in sorted(missing):
+            await asyncio.sleep(LOAD_SECONDS)
+            if block in self.broken:
+                raise LoadError(f"block {block} cannot be loaded: the disk is full", [block])
+        engine = IdleEngine(span)
+        self.engines.append(weakref.ref(engine))
+        throughput = Throughput(BLOCKS_PER_SECOND / len(span), 1000.0)
+        yield SimpleNamespace(
+            engine=engine,
+            span=span,
+            kernels="",
+            decode_steps_per_second=throughput.decode_steps_per_second,
+            prefill_tokens_per_second=throughput.prefill_tokens_per_second,
+            throughput=throughput,
+            load_seconds=LOAD_SECONDS,
+            began_at=VirtualClock().now(),
+            blocks_per_second=BLOCKS_PER_SECOND,
+        )
+
+    def make_service(self, served: object) -> Any:
+        self.services.append(IdleService(self.drain_seconds))
+        return self.services[-1]
+
+    def keep_blocks(self, engine: IdleEngine, span: Span) -> dict[int, Any]:
+        return engine.keep_blocks(engine.span if self.has_memory_for_two else span)
+
+    def check_room(self, span: Span, kept: Mapping[int, Any]) -> None:
+        missing = set(range(span.start, span.stop)) - kept.keys()
+        if not self.has_memory_for_one:
+            raise LoadError("there is too little memory", missing)
+
+
+@dataclass
+class Peer:
+    """A peer that runs, and what it said."""
+
+    name: str
+    events: list[PeerEvent]
+    directory: TroubledDirectory
+    handler: StreamHandler
+    loader: CountingLoader
+    stop: asyncio.Event
+    running: asyncio.Task[None]
+
+    @property
+    def span(self) -> Span:
+        """Where it is, or was last."""
+        return Span.parse(str([e for e in self.events if e.name == "online"][-1].facts["span"]))
+
+    @property
+    def num_moves(self) -> int:
+        return sum(event.name == "moving" for event in self.events)
+
+    def list_events(self) -> list[str]:
+        return [event.name for event in self.events if event.name != "loading"]
+
+    async def kill(self) -> None:
+        """End it without a word."""
+        self.directory.is_broken = True
+        self.running.cancel()
+        await asyncio.wait([self.running])
+
+    async def leave(self) -> None:
+        self.stop.set()
+        await self.running
+
+
+class World:
+    """A directory, and the peers of a swarm."""
+
+    def __init__(self) -> None:
+        self.store = MemoryDirectoryStore()
+        self.peers: list[Peer] = []
+
+    def add(self, max_blocks: int = 4, span: Span | None = None) -> Peer:
+        name = f"peer{len(self.peers)}"
+        identity = Identity(hashlib.sha256(name.encode()).digest())
+        clock, directory, events = VirtualClock(), TroubledDirectory(self.store), list[PeerEvent]()
+        presence: Any = SimpleNamespace(
+            identity=identity, endpoint=Endpoint(name, 1, "f" * 64), relays=(), relay_port=0
+        )
+        template = make_template(CONFIG, MODEL_ID, NUM_BLOCKS, presence)
+        description = SelfDescription(template, LoopLag(clock), WORK)
+        announcer = Announcer(directory, identity, description.describe, clock, PERIOD_SECONDS)
+        model = PlacedModel(MODEL_ID, WORK, Room(max_blocks))
+        rng = random.Random(name)
+        placer = Placer(model, directory, announcer, description, clock, rng)
+        loader: Any = CountingLoader()
+        handler = StreamHandler()
+        loop = ServingLoop(
+            loader,
+            loader.make_service,
+            handler,
+            announcer,
+            description,
+            events.append,
+            {"endpoint": name},
+            0.0,
+        )
+        stop = asyncio.Event()
+
+        async def live() -> None:
+            async with BackgroundTasks() as tasks:
+                await loop.run(span, placer, tasks, stop)
+
+        running = asyncio.create_task(live())
+        peer = Peer(name, events, directory, handler, loader, stop, running)
+        self.peers.append(peer)
+        return peer
+
+    async def read(self) -> list[Announcement]:
+        return await MemoryDirectory(self.store, VirtualClock()).lookup(MODEL_ID)
+
+    async def count_hosts(self) -> list[int]:
+        """Return for each block how many peers serve it by their word."""
+        hosts = Counter(
+            block
+            for peer in await self.read()
+            if peer.state is PeerState.ONLINE
+            for block in range(peer.span.start, peer.span.stop)
+        )
+        return [hosts[block] for block in range(NUM_BLOCKS)]
+
+    async def close(self) -> None:
+        for peer in self.peers:
+            peer.running.cancel()
+        await asyncio.wait([peer.running for peer in self.peers])
+
+
+def run(test: Callable[[World], Awaitable[None]]) -> None:
+    async def main() -> None:
+        world = World()
+        try:
+            await test(world)
+        finally:
+            await world.close()
+
+    gc.disable()  # memory has to be free without it
+    try:
+        run_virtual(main())
+    finally:
+        gc.enable()
+
+
+def test_newcomers_spread_and_stay() -> None:
+    async def test(world: World) -> None:
+        for _ in range(6):
+            world.add()
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+        assert min(await world.count_hosts()) >= 2
+
+        await asyncio.sleep(3600)
+
+        assert min(await world.count_hosts()) >= 2
+        assert sum(peer.num_moves for peer in world.peers) <= 2
+
+    run(test)
+
+
+def test_alone_a_peer_takes_what_it_holds_at_once() -> None:
+    async def test(world: World) -> None:
+        peer = world.add(max_blocks=3)
+        await asyncio.sleep(3 * LOAD_SECONDS + 0.1)
+        assert peer.span == Span(0, 3)
+
+    run(test)
+
+
+def test_gap_is_closed_by_one_peer_within_two_periods() -> None:
+    async def test(world: World) -> None:
+        lone = world.add(span=Span(0, 4))
+        others = [world.add(span=None) for _ in range(5)]
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+        at_start = [peer for peer in others if peer.span == Span(0, 4)]
+        for peer in (lone, *at_start):
+            await peer.kill()
+        assert {peer.span for peer in others if peer not in at_start} == {Span(4, 8)}
+
+        await asyncio.sleep(2 * PERIOD_SECONDS + 4 * LOAD_SECONDS)
+
+        assert [peer.num_moves for peer in others if peer.num_moves] == [1]
+        (mover,) = [peer for peer in others if peer.num_moves]
+        assert mover.span == Span(0, 4)
+        await asyncio.sleep(10 * PERIOD_SECONDS)
+        assert sum(peer.num_moves for peer in world.peers) <= 2  # one may follow as a replica
+
+    run(test)
+
+
+def test_peer_with_given_blocks_never_moves() -> None:
+    async def test(world: World) -> None:
+        first = world.add(span=Span(0, 4))
+        others = [world.add(span=Span(4, 8)) for _ in range(3)]
+        await asyncio.sleep(PERIOD_SECONDS)
+        await first.kill()
+        await asyncio.sleep(10 * PERIOD_SECONDS)
+        assert [peer.num_moves for peer in others] == [0, 0, 0]
+
+    run(test)
+
+
+def test_blocks_that_both_spans_have_stay_loaded() -> None:
+    async def test(world: World) -> None:
+        first_two = [world.add(span=Span(0, 2)) for _ in range(2)]
+        world.add(span=Span(2, 8))
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer = world.add(max_blocks=6)
+        await asyncio.sleep(PERIOD_SECONDS)
+        before = peer.span
+        assert before == Span(2, 8)
+        for other in first_two:
+            await other.kill()
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert peer.span == Span(0, 6)
+        assert peer.loader.loaded == [set(range(2, 8)), {0, 1}]
+
+    run(test)
+
+
+def test_streams_find_the_service_that_drains_and_then_wait_for_the_next() -> None:
+    async def test(world: World) -> None:
+        for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+            world.add(span=span)
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer = world.add()
+        peer.loader.drain_seconds = 10.0
+        await asyncio.sleep(PERIOD_SECONDS)
+        stream: Any = SimpleNamespace(wait_over=asyncio.Event().wait)
+        for other in world.peers[:2]:
+            await other.kill()
+        while not peer.num_moves:
+            assert not peer.running.done()
+            await asyncio.sleep(0.1)
+
+        await peer.handler.serve(stream)
+        assert [service.num_streams for service in peer.loader.services] == [1]
+        while len(peer.loader.loaded) < 2:  # noqa: ASYNC110 - a test on virtual time
+            await asyncio.sleep(0.1)
+        await peer.handler.serve(stream)
+        assert [service.num_streams for service in peer.loader.services] == [1, 1]
+
+    run(test)
+
+
+def test_directory_in_trouble_ends_no_peer() -> None:
+    async def test(world: World) -> None:
+        world.add(span=Span(0, 4))
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer = world.add()
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer.directory.is_broken = True
+        await asyncio.sleep(5 * PERIOD_SECONDS)
+        assert not peer.running.done()
+
+        peer.directory.is_broken = False
+        await peer.leave()
+        states = {announcement.state for announcement in await world.read()}
+        assert states == {PeerState.ONLINE, PeerState.OFFLINE}
+
+    run(test)
+
+
+def test_move_outlasts_a_directory_in_trouble() -> None:
+    async def test(world: World) -> None:
+        for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+            world.add(span=span)
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer = world.add()
+        await asyncio.sleep(PERIOD_SECONDS)
+        for other in world.peers[:2]:
+            await other.kill()
+        while not peer.num_moves:
+            assert not peer.running.done()
+            await asyncio.sleep(0.1)
+
+        peer.directory.is_broken = True
+        await asyncio.sleep(PERIOD_SECONDS)
+        peer.directory.is_broken = False
+        await asyncio.sleep(PERIOD_SECONDS)
+
+        assert not peer.running.done()
+        assert await world.count_hosts() == [1] * NUM_BLOCKS
+
+    run(test)
+
+
+def test_liar_who_is_always_about_to_be_there_too_keeps_nobody_out() -> None:
+    async def test(world: World) -> None:
+        for span in (Span(0, 4), Span(4, 8), Span(0, 4), Span(4, 8)):
+            world.add(span=span)
+        await asyncio.sleep(PERIOD_SECONDS)
+        newcomer = world.add(max_blocks=1)
+        newcomer.directory.has_liar = True
+
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert len(newcomer.span) == 1
+
+    run(test)
+
+
+def test_who_is_about_to_serve_for_an_hour_is_not_believed() -> None:
+    async def test(world: World) -> None:
+        world.add(span=Span(4, 8))
+        for _ in range(2):  # they say they come, and never do
+            world.add(span=Span(0, 4)).loader.serve = never_load  # type: ignore[method-assign]
+        watcher = world.add()
+        await asyncio.sleep(2 * PERIOD_SECONDS)
+        assert watcher.span == Span(4, 8)
+
+        await asyncio.sleep(3700)
+
+        assert watcher.span == Span(0, 4)
+
+    run(test)
+
+
+@asynccontextmanager
+async def never_load(*_: object) -> AsyncGenerator[Any]:
+    await asyncio.Future[None]()
+    yield
+
+
+async def wait_for_move(peer: Peer) -> None:
+    while not peer.num_moves:  # noqa: ASYNC110 - a test on virtual time
+        await asyncio.sleep(0.1)
+
+
+async def bring_to_move(world: World) -> Peer:
+    """Return a peer that serves 4:8 beside another one, and that nobody serves 0:4 any more."""
+    for span in (Span(0, 4), Span(0, 4), Span(4, 8)):
+        world.add(span=span)
+    await asyncio.sleep(PERIOD_SECONDS)
+    peer = world.add()
+    await asyncio.sleep(PERIOD_SECONDS)
+    assert peer.span == Span(4, 8)
+    for other in world.peers[:2]:
+        await other.kill()
+    return peer
+
+
+@pytest.mark.parametrize("has_memory_for_two", [False, True])
+def test_peer_goes_back_when_it_cannot_load_where_it_moves(has_memory_for_two: bool) -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.loader.broken = {3}
+        peer.loader.has_memory_for_two = has_memory_for_two
+
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert peer.list_events() == [
+            "placed",
+            "online",
+            "moving",
+            "drained",
+            "returning",
+            "online",
+        ]
+        assert peer.events[-2].facts == {
+            "target": "4:8", "why": "block 3 cannot be loaded: the disk is full"
+        }  # fmt: skip
+        assert peer.span == Span(4, 8)
+        again = set() if has_memory_for_two else {4, 5, 6, 7}
+        assert peer.loader.loaded == [{4, 5, 6, 7}, {0, 1, 2, 3}, again]
+        assert await world.count_hosts() == [0] * 4 + [2] * 4
+
+    run(test)
+
+
+def test_peer_that_cannot_load_a_block_still_serves_what_is_around_it() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.loader.broken = {2}
+
+        await asyncio.sleep(4 * PERIOD_SECONDS)
+
+        assert peer.span == Span(3, 7)
+        assert await world.count_hosts() == [0, 0, 0, 1, 2, 2, 2, 1]
+
+    run(test)
+
+
+def test_place_that_could_not_be_loaded_is_tried_again_later_and_later() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.loader.broken = {3}
+        await asyncio.sleep(9 * 600)
+        assert peer.num_moves == 4  # after 0, 10, 30 and 70 minutes
+
+        peer.loader.broken = set()
+        await asyncio.sleep(10 * 600)
+
+        assert peer.span == Span(0, 4)
+        assert peer.num_moves == 5
+
+    run(test)
+
+
+def test_peer_goes_back_when_memory_does_not_hold_where_it_moves() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.loader.has_memory_for_one = False
+
+        await asyncio.sleep(3 * PERIOD_SECONDS)
+
+        assert peer.span == Span(4, 8)
+        assert peer.loader.loaded == [{4, 5, 6, 7}, {4, 5, 6, 7}]
+
+    run(test)
+
+
+@pytest.mark.parametrize("span", [None, Span(0, 4)])
+def test_peer_that_cannot_load_its_first_span_says_so(span: Span | None) -> None:
+    async def test(world: World) -> None:
+        peer = world.add(span=span)
+        peer.loader.broken = set(range(NUM_BLOCKS))
+        with pytest.raises(LoadError, match="block 0 cannot be loaded: the disk is full"):
+            await peer.running
+
+    run(test)
+
+
+def test_peer_that_can_load_nothing_any_more_says_so() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.loader.broken = set(range(NUM_BLOCKS))
+        with pytest.raises(LoadError, match="block 4 cannot be loaded: the disk is full"):
+            await peer.running
+
+    run(test)
+
+
+def test_peer_that_is_stopped_while_it_drains_for_a_move_leaves_at_once() -> None:
+    async def test(world: World) -> None:
+        peer = await bring_to_move(world)
+        peer.loader.drain_seconds = peer.loader.services[0].drain_seconds = 20.0
+        await wait_for_move(peer)
+        began_at = VirtualClock().now()
+
+        await peer.leave()
+
+        assert VirtualClock().now() - began_at < 1.0
+        assert len(peer.loader.loaded) == 1
+        states = sorted(peer.state for peer in await world.read() if peer.span == Span(4, 8))
+        assert states == [PeerState.OFFLINE, PeerState.ONLINE]
+
+    run(test)
+
+
+def test_machine_without_memory_is_told_so() -> None:
+    async def test(world: World) -> None:
+        peer = world.add(max_blocks=0)
+        with pytest.raises(UsageError, match="not even one block"):
+            await peer.running
+
+    run(test)
