@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from ..protocol.errors import ShoalError, UnavailableError
 from ..protocol.versions import SOFTWARE
+from .options.shared_options import join_addresses
 from .terminal.interrupts import INTERRUPTED, quitting_at_once
-from .terminal.options import join_addresses
 from .terminal.terminal import Terminal, open_closed_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
@@ -97,7 +97,7 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     for name, summary in _COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
+            module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser.parse_args(join_addresses(given))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from shoal.cli.finetune_options import record_options, settle_options
+from shoal.cli.finetuning.run_options import record_options, settle_options
 from shoal.cli.main import _parse
 from shoal.protocol.errors import UsageError
 

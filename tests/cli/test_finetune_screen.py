@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from screens import Screen
 
-from shoal.cli.finetune_plot import draw_losses, save_losses
-from shoal.cli.finetune_screen import JsonLines, Pace, RunFacts, RunResult, quote_use
-from shoal.cli.finetune_screen import Screen as RunScreen
+from shoal.cli.finetuning.loss_plot import draw_losses, save_losses
+from shoal.cli.finetuning.run_report import JsonLines, Pace, RunFacts, RunResult, quote_use
+from shoal.cli.finetuning.run_report import Screen as RunScreen
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.learning.checkpoints import Progress
 from shoal.client.learning.finetune_run import Milestone, Updated

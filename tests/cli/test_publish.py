@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from screens import Screen
 
-from shoal.cli import publish
+from shoal.cli.commands import publish
 from shoal.cli.main import _parse, main
 from shoal.cli.terminal.terminal import Terminal
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.terminal.text_generation import Sampling, TextModel
-from shoal.cli.terminal.tracing import TraceFile, describe_cut_trace
+from shoal.cli.remote_models.text_generation import Sampling, TextModel
+from shoal.cli.remote_models.tracing import TraceFile, describe_cut_trace
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.trace.trace_summary import describe_summary
 from shoal.peer.local_swarm.loopback import LoopbackSwarm

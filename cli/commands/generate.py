@@ -7,31 +7,22 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..protocol.errors import UsageError
-from ..protocol.spans import Span
-from .terminal.adapter_folder import find_adapter
-from .terminal.bundled_model import BUNDLED_NAME, find_model
-from .terminal.interrupts import quitting_at_once
-from .terminal.joining import add_join_arguments, read_joining
-from .terminal.outage_notices import OutageNotices
-from .terminal.quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
-from .terminal.terminal import Progress, Terminal
-from .terminal.text_generation import (
-    Generation,
-    Sampling,
-    TextModel,
-    describe_failover,
-    describe_route,
-    failover_facts,
-    load_tokenizer,
-    read_prompt,
-    route_facts,
-)
-from .terminal.text_printer import TextPrinter
-from .terminal.tracing import TraceFile, describe_cut_trace, parse_trace_path
+from ...protocol.errors import UsageError
+from ...protocol.spans import Span
+from ..options.adapter_folder import find_adapter
+from ..options.bundled_model import BUNDLED_NAME, find_model
+from ..options.joining import add_join_arguments, read_joining
+from ..options.quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
+from ..remote_models.opening import load_tokenizer, open_model
+from ..remote_models.routes import describe_failover, describe_route, failover_facts, route_facts
+from ..remote_models.text_generation import Generation, Sampling, TextModel, read_prompt
+from ..remote_models.tracing import TraceFile, describe_cut_trace, parse_trace_path
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.terminal import Progress, Terminal
+from ..terminal.text_printer import OutageNotices, TextPrinter
 
 if TYPE_CHECKING:
-    from ..client.session.inference_session import InferenceSession
+    from ...client.session.inference_session import InferenceSession
 
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -114,7 +105,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         with trace_file:
             generation = _generate(options, output, notices, trace_file)
-            from ..client.trace.trace_summary import describe_summary, make_summary_json
+            from ...client.trace.trace_summary import describe_summary, make_summary_json
 
             # Inside: the text is there, also if it turns out now that the trace cannot be written.
             summary = trace_file.summarize()
@@ -153,11 +144,10 @@ def _generate(
         # an interrupt there.
         with quitting_at_once():
             tokenizer = load_tokenizer(name)
-        model = TextModel.open(
+        remote_model = open_model(
             name,
             joining.initial_peers,
-            _DTYPES[options.dtype],
-            tokenizer,
+            torch_dtype=_DTYPES[options.dtype],
             failover_timeout_seconds=options.wait,
             kv_format=options.kv,
             join=joining.join,
@@ -165,6 +155,7 @@ def _generate(
             standby=options.standby,
             **adapter,
         )
+        model = TextModel(remote_model, tokenizer)
     with model, output.ending_lines(), contextlib.ExitStack() as waiting:
         sessions: list[Any] = []
         _wait(waiting, notices, model, sessions, options.wait)

@@ -1,30 +1,23 @@
-"""Text in, text out, over a swarm: what `generate` and `demo` share.
+"""Generates text with a model over a swarm, token by token: shared by `generate` and `demo`.
 
-Imports nothing heavy: torch and transformers are loaded when a model is opened.
+Imports nothing heavy: torch is loaded when text is generated.
 """
 
-import os
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
-from ...protocol.errors import ModelError, UsageError
+from ...protocol.errors import UsageError
 from ...protocol.spans import Span
-from .heavy_imports import importing_much
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
     from ...client.model.model import DistributedCausalLM
-    from ...client.passes.pass_failovers import PassFailover
-    from ...client.routing.router import Hop
     from ...client.session.inference_session import InferenceSession
-    from ...client.session.mending import Failover
 
 # How many tokens before a new one its text may depend on: a letter of several bytes has up to
 # four tokens, and some tokenizers drop the space in front of a first word.
@@ -149,39 +142,15 @@ class TokenStream:
 
 
 class TextModel:
-    """A model over a swarm with its tokenizer, for use in a `with` block; made by `open`."""
+    """A model over a swarm with its tokenizer; a `with` block closes the model at its end."""
 
     def __init__(self, model: "DistributedCausalLM", tokenizer: "PreTrainedTokenizerBase") -> None:
         self._model = model
         self._tokenizer = tokenizer
 
-    @classmethod
-    def open(
-        cls,
-        name: str,
-        initial_peers: Sequence[str],
-        dtype: str | None = None,
-        tokenizer: "PreTrainedTokenizerBase | None" = None,
-        **settings: Any,
-    ) -> "TextModel":
-        """Load a tokenizer (None: the model's) and the client's layers, and join the swarm.
-
-        `settings` are those of `ClientConfig`; what is None is left as it is there.
-        Raises ModelError when there is no tokenizer, else as from_pretrained does.
-        """
-        import_client()
-        from ...client import AutoDistributedModelForCausalLM
-
-        tokenizer = tokenizer or load_tokenizer(name)
-        chosen = {name: value for name, value in settings.items() if value is not None}
-        model = AutoDistributedModelForCausalLM.from_pretrained(
-            name, initial_peers=list(initial_peers), torch_dtype=dtype, **chosen
-        )
-        return cls(model, tokenizer)
-
     @property
     def missing_blocks(self) -> tuple[Span, ...]:
-        """The blocks that nobody serves, as far as was heard last."""
+        """The blocks that no peer serves, by the newest announcements."""
         return self._model.missing_blocks
 
     def __enter__(self) -> "TextModel":
@@ -262,110 +231,3 @@ def read_prompt(text: str) -> str:
     if not text.strip():
         raise UsageError("the prompt is empty; give some text to continue")
     return text
-
-
-def import_client() -> None:
-    """Import the client, seconds of torch and transformers, and keep the libraries quiet."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    with importing_much(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from huggingface_hub.utils import disable_progress_bars
-        from transformers.utils import logging
-
-        from ... import client  # noqa: F401 (its libraries warn while they are imported)
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    disable_progress_bars()
-
-
-def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a model; code that a model brings along is never run.
-
-    Raises ModelError when the model, or its tokenizer, cannot be used.
-    """
-    import_client()
-    from transformers import AutoTokenizer
-
-    folder = Path(name).expanduser()
-    # First: transformers reads config.json for its tokenizer and would speak of that alone, or
-    # stumble over what is damaged there.
-    _check_model(name)
-    if folder.is_dir() and not any(folder.glob("*token*")):
-        raise ModelError(f"{name} has no tokenizer; add its files, such as tokenizer.json")
-    try:
-        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"the tokenizer of {name} cannot be loaded: {reason:.200}") from error
-
-
-def _check_model(name: str) -> None:
-    """Raise ModelError when a name stands for no model that the client can use."""
-    from ...client.model.local_layers import load_config
-    from ...models.checkpoints.checkpoint import Checkpoint
-
-    load_config(Checkpoint.open(name))
-
-
-def describe_route(route: "Sequence[Hop]") -> str:
-    """Return a route for people, such as `…3kQpZa[0:4] → …8dFsWx[4:8]`."""
-    return " → ".join(f"{tail_of(hop.peer.peer_id)}[{hop.span}]" for hop in route)
-
-
-def describe_failover(failover: "Failover") -> str:
-    """Return for people what happened to whom, who took over, and if the words may differ by it."""
-    sentence = (
-        f"failover at token {failover.position}: {_describe_loss(failover)}, "
-        f"{describe_route(failover.replacements)} took over after {failover.seconds:.2f} s"
-    )
-    if failover.changed_weights is None:
-        return sentence
-    before, after = failover.lost.peer.weights, failover.changed_weights
-    return f"{sentence}, with {after} weights instead of {before}: the text may differ"
-
-
-def describe_pass_failover(update: int, failover: "PassFailover") -> str:
-    """Return for people who was lost in an update of a fine-tuning run, and who took over."""
-    heirs = describe_route(failover.replacements) or "several others"
-    return f"failover at update {update}: {_describe_loss(failover)}, {heirs} took over"
-
-
-def _describe_loss(failover: "Failover | PassFailover") -> str:
-    lost = failover.lost
-    return f"{tail_of(lost.peer.peer_id)}[{lost.span}] {failover.what_happened}"
-
-
-def tail_of(peer_id: str) -> str:
-    """Return the end of a peer id: the beginning is the same for all of them."""
-    return f"…{peer_id[-6:]}"
-
-
-def route_facts(route: "Sequence[Hop]") -> list[dict[str, str]]:
-    """Return a route as plain JSON types."""
-    return [_hop_facts(hop.peer.peer_id, hop.span) for hop in route]
-
-
-def pass_failover_facts(failover: "PassFailover") -> dict[str, Any]:
-    """Return a failover of a fine-tuning run as plain JSON types."""
-    return {
-        **_hop_facts(failover.lost.peer.peer_id, failover.lost.span),
-        "reason": failover.reason,
-        "replaced_by": route_facts(failover.replacements),
-    }
-
-
-def failover_facts(failover: "Failover") -> dict[str, Any]:
-    """Return a failover as plain JSON types."""
-    return {
-        **_hop_facts(failover.lost.peer.peer_id, failover.lost.span),
-        "reason": failover.reason,
-        "position": failover.position,
-        "seconds": round(failover.seconds, 4),
-        "replayed_tokens": failover.num_replayed_tokens,
-        "replaced_by": route_facts(failover.replacements),
-        "changed_weights": failover.changed_weights,
-    }
-
-
-def _hop_facts(peer_id: str, span: Span) -> dict[str, str]:
-    return {"peer_id": peer_id, "span": str(span)}

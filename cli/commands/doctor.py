@@ -10,20 +10,20 @@ import textwrap
 import threading
 from typing import TYPE_CHECKING, Any
 
-from ..protocol.errors import UsageError
-from ..protocol.net.addresses import check_can_be_dialled
-from .terminal.bundled_model import find_model
-from .terminal.interrupts import quitting_at_once
-from .terminal.joining import add_join_arguments, read_joining
-from .terminal.options import add_optional_model_argument
-from .terminal.quantities import parse_host, parse_listen
-from .terminal.terminal import Progress, Terminal
-from .terminal.text_generation import import_client
+from ...protocol.errors import UsageError
+from ...protocol.net.addresses import check_can_be_dialled
+from ..options.bundled_model import find_model
+from ..options.joining import add_join_arguments, read_joining
+from ..options.quantities import parse_host, parse_listen
+from ..options.shared_options import add_optional_model_argument
+from ..remote_models.opening import import_client
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
-    from ..client.doctor.diagnosis import Diagnosis, ModelFacts
-    from ..client.doctor.finding import Finding
-    from ..client.doctor.peer_check import PeerCheck
+    from ...client.doctor.diagnosis import Diagnosis, ModelFacts
+    from ...client.doctor.finding import Finding
+    from ...client.doctor.peer_check import PeerCheck
 
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "broken": ("✗", "red")}
 _NAME_COLUMNS = 15
@@ -55,9 +55,9 @@ def run(options: argparse.Namespace) -> int:
     with _Waiting(Terminal(sys.stderr)) as waiting:
         with quitting_at_once():
             import_client()
-            diagnosis_module = importlib.import_module("..client.doctor.diagnosis", __package__)
-            peer_check = importlib.import_module("..client.doctor.peer_check", __package__)
-            reach_check = importlib.import_module("..client.doctor.reach_check", __package__)
+            diagnosis_module = importlib.import_module("...client.doctor.diagnosis", __package__)
+            peer_check = importlib.import_module("...client.doctor.peer_check", __package__)
+            reach_check = importlib.import_module("...client.doctor.reach_check", __package__)
 
         def report(finding: "Finding") -> None:
             if screen:

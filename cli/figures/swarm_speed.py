@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..client import AutoDistributedModelForCausalLM
 from .bench_report import Figure, compute_median, compute_percentile
-from .terminal.joining import Joining
 
 CONTEXT_TOKENS = 16
 """Length of a prompt where only what follows it is measured."""
@@ -23,20 +21,15 @@ _HIDDEN_SCALE = 0.02
 """About the size of embeddings."""
 
 
-def measure_swarm(
-    model: str, joining: Joining, is_quick: bool, say: Callable[[str], None]
-) -> list[Figure]:
-    """Measure a swarm. Raises what opening a model does, RouteError when blocks are missing."""
+def measure_swarm(remote: Any, is_quick: bool, say: Callable[[str], None]) -> list[Figure]:
+    """Measure a distributed model in its swarm; raises RouteError when blocks are missing."""
     num_steps, num_calls, num_generated = (10, 1, 8) if is_quick else (100, 3, 64)
-    say("joining")
-    connect = AutoDistributedModelForCausalLM.from_pretrained
-    with connect(model, initial_peers=joining.initial_peers, join=joining.join) as remote:
-        say("steps")
-        times = time_session(remote, num_steps)
-        say("prompts")
-        prompt_tokens, prompt_speed = _measure_prompt(remote, num_calls)
-        say("texts")
-        text_speed = measure_text(remote, num_generated, num_calls)
+    say("steps")
+    times = time_session(remote, num_steps)
+    say("prompts")
+    prompt_tokens, prompt_speed = _measure_prompt(remote, num_calls)
+    say("texts")
+    text_speed = measure_text(remote, num_generated, num_calls)
     median = compute_median(times.step_seconds)
     p95 = compute_percentile(times.step_seconds, 95)
     return [

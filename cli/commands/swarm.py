@@ -8,15 +8,15 @@ import shlex
 import sys
 import time
 
-from ..peer.local_swarm.swarm import LocalPeer, LocalSwarm
-from ..protocol.errors import UnavailableError
-from ..protocol.spans import Span, find_gaps
-from .terminal.bundled_model import count_blocks, find_model
-from .terminal.interrupts import end_in_good_order
-from .terminal.layout import choose_num_replicas, plan_spans
-from .terminal.options import add_optional_model_argument, add_weights_argument
-from .terminal.quantities import parse_count, parse_threads
-from .terminal.terminal import Progress, Terminal
+from ...peer.local_swarm.swarm import LocalPeer, LocalSwarm
+from ...protocol.errors import UnavailableError
+from ...protocol.spans import Span, find_gaps
+from ..options.bundled_model import count_blocks, find_model
+from ..options.layout import choose_num_replicas, plan_spans
+from ..options.quantities import parse_count, parse_threads
+from ..options.shared_options import add_optional_model_argument, add_weights_argument
+from ..terminal.interrupts import end_in_good_order
+from ..terminal.terminal import Progress, Terminal
 
 _WATCH_SECONDS = 0.3
 
@@ -53,19 +53,15 @@ def run(options: argparse.Namespace) -> int:
     swarm = LocalSwarm(model, spans, weights=options.weights, num_threads=num_threads)
     reporter = _JsonReporter() if options.json else _Reporter(options.model, Terminal(sys.stdout))
     with end_in_good_order(), contextlib.ExitStack() as stack:
-        with Progress(Terminal(sys.stderr), lambda: describe_start(swarm, len(spans))):
+        with Progress(
+            Terminal(sys.stderr), lambda: f"Starting {len(spans)} peers, {swarm.num_online} online"
+        ):
             stack.enter_context(swarm)
         with contextlib.suppress(KeyboardInterrupt):
             reporter.report_ready(swarm, num_blocks)
             _watch(swarm, num_blocks, reporter)
     reporter.report_stopped()
     return 0
-
-
-def describe_start(swarm: LocalSwarm, num_peers: int) -> str:
-    """Return how far the start of a swarm has come."""
-    num_online = sum(peer.facts.get("event") == "online" for peer in list(swarm.peers))
-    return f"Starting {num_peers} peers, {num_online} online"
 
 
 def _watch(swarm: LocalSwarm, num_blocks: int, reporter: "_Reporter | _JsonReporter") -> None:

@@ -10,17 +10,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .terminal.adapter_folder import check_lora
-from .terminal.bundled_model import BUNDLED_NAME, find_model
-from .terminal.interrupts import end_in_good_order, quitting_at_once
-from .terminal.joining import Joining, add_join_arguments, quote_swarm, read_joining
-from .terminal.terminal import Progress, Terminal
-from .terminal.text_generation import import_client
-
-if TYPE_CHECKING:
-    from ..client.model.model import DistributedCausalLM
+from ..options.adapter_folder import check_lora
+from ..options.bundled_model import BUNDLED_NAME, find_model
+from ..options.joining import add_join_arguments, quote_swarm, read_joining
+from ..remote_models.opening import import_client, open_model
+from ..terminal.interrupts import end_in_good_order, quitting_at_once
+from ..terminal.terminal import Progress, Terminal
 
 _CLIENT = "shoal.client"
 """The name that the client's warnings are logged under."""
@@ -54,9 +50,12 @@ def run(options: argparse.Namespace) -> int:
     reporter = (_JsonReporter if options.json else _Reporter)(Terminal(sys.stdout))
     with end_in_good_order():
         with reporter.showing("Joining the swarm"):
-            model = _open_model(name, joining)
+            with quitting_at_once():
+                import_client()
+            # The peers are found when they are used.
+            model = open_model(name, joining.initial_peers, join=joining.join)
         with _telling_warnings(reporter.warn) as warnings, model:
-            from ..client import LoraAdapter
+            from ...client.training.lora import LoraAdapter
 
             adapter = LoraAdapter.load(options.folder, model)
             with reporter.showing("Sending the adapter to peers"):
@@ -68,17 +67,6 @@ def run(options: argparse.Namespace) -> int:
                 model.withdraw_adapter(digest)
     reporter.report_withdrawn(digest)
     return 0
-
-
-def _open_model(name: str, joining: Joining) -> "DistributedCausalLM":
-    """Return a model; its peers are found when it is used."""
-    with quitting_at_once():
-        import_client()
-    from ..client import AutoDistributedModelForCausalLM
-
-    return AutoDistributedModelForCausalLM.from_pretrained(
-        name, initial_peers=list(joining.initial_peers), join=joining.join
-    )
 
 
 class _Warnings(logging.Handler):

@@ -3,11 +3,12 @@
 import argparse
 from collections.abc import Sequence
 
-from ..protocol.errors import UsageError
-from .bench_report import BenchRun, Figure, describe_machine
-from .terminal.bundled_model import find_model
-from .terminal.interrupts import end_in_good_order
-from .terminal.joining import add_join_arguments, read_joining
+from ...protocol.errors import UsageError
+from ..figures.bench_report import BenchRun, Figure, describe_machine
+from ..options.bundled_model import find_model
+from ..options.joining import add_join_arguments, read_joining
+from ..remote_models.opening import open_model
+from ..terminal.interrupts import end_in_good_order
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,9 +43,11 @@ def run(options: argparse.Namespace) -> int:
 
     def measure() -> Sequence[Figure]:
         # Not above: it loads torch and the client, and wrong options are told at once.
-        from .swarm_speed import measure_swarm
+        from ..figures.swarm_speed import measure_swarm
 
-        return measure_swarm(model, joining, options.quick, bench.say)
+        bench.say("joining")
+        with open_model(model, joining.initial_peers, join=joining.join) as remote:
+            return measure_swarm(remote, options.quick, bench.say)
 
     with end_in_good_order():
         bench.measure("joined", "A swarm that runs already, from here", measure)

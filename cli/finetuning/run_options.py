@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..protocol.errors import UsageError
-from .terminal.bundled_model import BUNDLED_NAME
-from .terminal.joining import add_join_arguments
-from .terminal.quantities import (
+from ...protocol.errors import UsageError
+from ..options.bundled_model import BUNDLED_NAME
+from ..options.joining import add_join_arguments
+from ..options.quantities import (
     parse_count,
     parse_non_negative,
     parse_part,

@@ -7,9 +7,9 @@ import secrets
 import sys
 from pathlib import Path
 
-from ..protocol.errors import UsageError
-from ..protocol.membership.join_code import JoinCode
-from ..protocol.membership.membership import (
+from ...protocol.errors import UsageError
+from ...protocol.membership.join_code import JoinCode
+from ...protocol.membership.membership import (
     SECRET_BYTES,
     SWARM_ID_BYTES,
     Membership,
@@ -17,9 +17,9 @@ from ..protocol.membership.membership import (
     make_owner,
     make_public,
 )
-from .terminal.joining import read_join
-from .terminal.options import add_initial_peers_argument
-from .terminal.terminal import Terminal
+from ..options.joining import read_join
+from ..options.shared_options import add_initial_peers_argument
+from ..terminal.terminal import Terminal
 
 _MEANINGS = {
     Role.USE: "its holders can use the swarm but not serve",

@@ -12,19 +12,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from .terminal.joining import quote_swarm
-from .terminal.quantities import count_of
-from .terminal.terminal import Progress, Terminal
-from .terminal.text_generation import (
+from ..options.joining import quote_swarm
+from ..options.quantities import count_of
+from ..remote_models.routes import (
     describe_pass_failover,
     pass_failover_facts,
     route_facts,
     tail_of,
 )
+from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
-    from ..client.learning.checkpoints import Progress as RunProgress
-    from ..client.learning.finetune_run import Milestone, Updated
+    from ...client.learning.checkpoints import Progress as RunProgress
+    from ...client.learning.finetune_run import Milestone, Updated
 
 _NUM_RECENT = 20
 """Updates that the speed is said of."""

@@ -14,31 +14,32 @@ from typing import TYPE_CHECKING, Any
 
 import uvloop
 
-from ..peer.runtime.config import PeerConfig
-from ..protocol.errors import UsageError
-from ..protocol.membership.join_code import JoinCode
-from ..protocol.membership.membership import Membership
-from ..protocol.spans import Span
-from .terminal.bundled_model import find_model
-from .terminal.heavy_imports import importing_much
-from .terminal.interrupts import INTERRUPTED, quitting_at_once
-from .terminal.joining import add_join_arguments, read_join, read_joining
-from .terminal.options import add_weights_argument, parse_device
-from .terminal.quantities import (
+from ...peer.runtime.config import PeerConfig
+from ...protocol.errors import UsageError
+from ...protocol.membership.join_code import JoinCode
+from ...protocol.membership.membership import Membership
+from ...protocol.spans import Span
+from ..options.bundled_model import find_model
+from ..options.joining import add_join_arguments, read_join, read_joining
+from ..options.quantities import (
     parse_announce_period,
+    parse_bytes,
     parse_count,
     parse_host,
     parse_listen,
+    parse_memory,
     parse_non_negative,
     parse_port,
     parse_threads,
 )
-from .terminal.sizes import parse_bytes, parse_memory
-from .terminal.terminal import Terminal
+from ..options.shared_options import add_weights_argument, parse_device
+from ..terminal.heavy_imports import importing_much
+from ..terminal.interrupts import INTERRUPTED, quitting_at_once
+from ..terminal.terminal import Terminal
 
 if TYPE_CHECKING:
     # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.
-    from ..peer.resident import PeerEvent, Report
+    from ...peer.resident import PeerEvent, Report
 
 _DEFAULTS = PeerConfig(model="")
 
@@ -142,7 +143,7 @@ def run(options: argparse.Namespace) -> int:
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
     with quitting_at_once(), importing_much():
-        from ..peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
+        from ...peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         was_online = runner.run(_serve(config, report, options.end_with_stdin))
     return 0 if was_online else INTERRUPTED
@@ -220,7 +221,7 @@ async def _run_until_stopped(
     A stop while it loads blocks, the first ones or others, does not wait for them; a hurry waits
     for no session either.
     """
-    from ..peer.peer import run_peer
+    from ...peer.peer import run_peer
 
     is_online = was_online = False
 

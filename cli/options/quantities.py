@@ -1,4 +1,4 @@
-"""Numbers on the command line, each refused in one sentence when it makes no sense."""
+"""Parsers of numbers, sizes, hosts and ports on the command line; each error is one sentence."""
 
 import argparse
 import contextlib
@@ -16,6 +16,7 @@ _THREADS_PER_PROCESSOR = 4
 """More gain nothing, and far more bring the process down."""
 
 _PORT = re.compile(r"[0-9]{1,5}")  # int() raises for thousands of digits
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _HOST_NAME = re.compile(r"(?!-)[\w-]{1,63}(\.[\w-]{1,63})*\.?", re.ASCII)
 
 
@@ -163,3 +164,32 @@ def parse_listen(text: str) -> tuple[str, int]:
     if not host or (port and not _PORT.fullmatch(port)) or int(port or 0) >= 2**16:
         raise UsageError(f"--listen takes HOST or HOST:PORT, not {text!r}")
     return host, int(port or 0)
+
+
+def parse_bytes(text: str) -> int:
+    """Read `512M`, `4G` or a plain number of bytes.
+
+    >>> parse_bytes("2K"), parse_bytes("1.5M"), parse_bytes("77")
+    (2048, 1572864, 77)
+    """
+    number, unit = text.strip().upper().removesuffix("B").removesuffix("I"), ""
+    if number and number[-1] in _UNITS:
+        number, unit = number[:-1], number[-1]
+    try:
+        num_bytes = int(float(number) * _UNITS[unit])
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 512M or 4G") from None
+    if num_bytes < 0:
+        raise argparse.ArgumentTypeError(f"a size cannot be negative: {text}")
+    return num_bytes
+
+
+def parse_memory(text: str) -> int:
+    """Read a size that this machine has the memory for."""
+    num_bytes = parse_bytes(text)
+    machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if num_bytes > machine_bytes:
+        raise argparse.ArgumentTypeError(
+            f"{text} is more than the {machine_bytes / 2**30:.1f}G of memory that this machine has"
+        )
+    return num_bytes

@@ -10,7 +10,7 @@ from pathlib import Path
 from ...protocol.errors import UsageError
 from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode, find_way_in
 from ...protocol.membership.membership import Membership
-from .options import add_initial_peers_argument
+from .shared_options import add_initial_peers_argument
 
 VARIABLE = "SHOAL_JOIN"
 """Where a code may stand that neither the process list nor the history of a shell should show."""

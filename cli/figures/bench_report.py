@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from ..protocol.errors import ShoalError
-from .terminal.terminal import Progress, Terminal
+from ...protocol.errors import ShoalError
+from ..terminal.terminal import Progress, Terminal
 
 _NAME_COLUMNS = 52
 _SECONDS_DIGITS = 1

@@ -3,41 +3,35 @@
 import argparse
 import contextlib
 import fcntl
-import itertools
 import math
 import os
 import shlex
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..protocol.errors import RouteError, ShoalError, UsageError
-from .finetune_options import (
-    MAX_LENGTH,
+from ...protocol.errors import RouteError, ShoalError, UsageError
+from ..finetuning.loss_plot import draw_losses, save_losses
+from ..finetuning.run_options import (
     MOST_BETWEEN_MILESTONES,
     add_arguments,
     record_options,
     settle_options,
 )
-from .finetune_plot import draw_losses, save_losses
-from .finetune_screen import Reporter, RunFacts, RunResult, make_reporter, quote_use
-from .terminal.bundled_model import find_model
-from .terminal.interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
-from .terminal.joining import Joining, read_joining
-from .terminal.quantities import count_of
-from .terminal.terminal import Progress, Terminal
-from .terminal.text_generation import import_client, load_tokenizer
+from ..finetuning.run_report import Reporter, RunFacts, RunResult, make_reporter, quote_use
+from ..finetuning.run_texts import RunTexts, read_texts
+from ..options.bundled_model import find_model
+from ..options.joining import Joining, read_joining
+from ..options.quantities import count_of
+from ..remote_models.opening import import_client, load_tokenizer, open_model
+from ..terminal.interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
+from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
-    from ..client.learning.dataset import Dataset
-    from ..client.learning.finetune_run import FinetuneRun, RunConfig
-    from ..client.learning.text_files import TrainingText
-    from ..client.model.model import DistributedCausalLM
-
-_MAX_PROMPT_LETTERS = 40
+    from ...client.learning.finetune_run import FinetuneRun, RunConfig
+    from ...client.model.model import DistributedCausalLM
 
 _FEW_UPDATES = 30
 """With fewer an adapter that begins with zeros has hardly left them."""
@@ -62,22 +56,14 @@ def run(options: argparse.Namespace) -> int:
         with Progress(notices, lambda: f"Reading {options.data.name}"):
             if options.resume:
                 settle_options(options, _read_options(options.out))
-            texts = _read_texts(name, options)
+            with quitting_at_once():
+                tokenizer = load_tokenizer(name)
+            texts = read_texts(name, tokenizer, options)
         with _holding(options.out):
             with Progress(notices, lambda: "Joining the swarm"):
                 model = _open_model(name, joining, options)
             with model:
                 return _fine_tune(model, texts, joining, options, reporter)
-
-
-@dataclass(frozen=True)
-class _Texts:
-    """What is to be learned."""
-
-    dataset: "Dataset"
-    max_length: int
-    prompt: str
-    """For the line that uses what was learned."""
 
 
 def _check_folder(folder: Path, is_resumed: bool) -> None:
@@ -103,7 +89,7 @@ def _holding(folder: Path) -> Iterator[None]:
     Raises UsageError where another one is at work, and UnavailableError where nothing can be
     written, before a swarm works for nothing.
     """
-    from ..client.learning.checkpoints import naming_failures
+    from ...client.learning.checkpoints import naming_failures
 
     with naming_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -126,51 +112,9 @@ def _read_options(folder: Path) -> Mapping[str, str]:
     """Return the options of the run that goes on."""
     with quitting_at_once():
         import_client()
-    from ..client.learning.checkpoints import Checkpoints
+    from ...client.learning.checkpoints import Checkpoints
 
     return Checkpoints(folder).load_newest().options
-
-
-def _read_texts(name: str, options: argparse.Namespace) -> _Texts:
-    """Read the data and turn it into tokens; the swarm is not needed for that."""
-    with quitting_at_once():
-        tokenizer = load_tokenizer(name)
-    from ..client.learning.dataset import make_dataset
-    from ..client.learning.text_files import read_texts
-
-    num_positions = _count_positions(name)
-    if options.method != "lora":
-        num_positions -= options.pre_seq_len
-    max_length = options.max_length or min(MAX_LENGTH, num_positions)
-    if not 2 <= max_length <= num_positions:
-        raise UsageError(
-            f"texts of {max_length} tokens are not possible: this model takes 2 to {num_positions}"
-            + (" next to a soft prompt of this length" if options.method != "lora" else "")
-        )
-    texts = read_texts(options.data)
-    first = next(texts)
-    texts = itertools.chain([first], texts)
-    made = make_dataset(texts, tokenizer, max_length, options.eval, options.seed)
-    return _Texts(made, max_length, _choose_prompt(first))
-
-
-def _choose_prompt(text: "TrainingText") -> str:
-    """Return a prompt to try what was learned with: that of a text, or how it begins.
-
-    Quotes and the like would be read by the shell.
-    """
-    words = (text.prompt or text.completion).split()
-    prompt = " ".join(words if text.prompt else words[:4])
-    is_plain = len(prompt) <= _MAX_PROMPT_LETTERS and not set(prompt) & set('"$`\\!')
-    return prompt if is_plain else "…"
-
-
-def _count_positions(name: str) -> int:
-    from ..client.model.local_layers import load_config
-    from ..models.checkpoints.checkpoint import Checkpoint
-
-    config = load_config(Checkpoint.open(name))
-    return getattr(config, "max_position_embeddings", None) or sys.maxsize
 
 
 def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> "DistributedCausalLM":
@@ -178,21 +122,18 @@ def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> "Di
 
     torch.manual_seed(options.seed)  # new prompts are random
     prompts = {"tuning_mode": options.method, "pre_seq_len": options.pre_seq_len}
-    import_client()
-    from ..client import AutoDistributedModelForCausalLM
-
-    return AutoDistributedModelForCausalLM.from_pretrained(
+    return open_model(
         name,
-        initial_peers=list(joining.initial_peers),
+        joining.initial_peers,
         join=joining.join,
         failover_timeout_seconds=options.wait,
         **(prompts if options.method != "lora" else {}),
     )
 
 
-def _plan_run(texts: _Texts, options: argparse.Namespace) -> "RunConfig":
+def _plan_run(texts: RunTexts, options: argparse.Namespace) -> "RunConfig":
     """Return how the run learns."""
-    from ..client.learning.finetune_run import RunConfig
+    from ...client.learning.finetune_run import RunConfig
 
     num_texts = len(texts.dataset.training)
     batch_rows = min(options.batch_size, num_texts)  # the same text twice would be work for nothing
@@ -214,13 +155,13 @@ def _plan_run(texts: _Texts, options: argparse.Namespace) -> "RunConfig":
 
 def _fine_tune(
     model: "DistributedCausalLM",
-    texts: _Texts,
+    texts: RunTexts,
     joining: Joining,
     options: argparse.Namespace,
     reporter: Reporter,
 ) -> int:
-    from ..client.learning.finetune_run import FinetuneRun, SpoiltRunError
-    from ..client.learning.learners import AdapterPlan, make_learner
+    from ...client.learning.finetune_run import FinetuneRun, SpoiltRunError
+    from ...client.learning.learners import AdapterPlan, make_learner
 
     plan = AdapterPlan(
         options.rank,
@@ -286,7 +227,7 @@ def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> l
 
 
 def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: Reporter) -> None:
-    from ..client.learning.finetune_run import Milestone
+    from ...client.learning.finetune_run import Milestone
 
     with reporter.watching(lambda: model.missing_blocks):
         for event in tuning.learn():

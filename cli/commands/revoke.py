@@ -6,16 +6,16 @@ import json
 import sys
 from typing import TYPE_CHECKING
 
-from ..protocol.errors import RemoteProtocolError, UsageError
-from ..protocol.identity import public_key_of
-from ..protocol.ids import PeerId
-from ..protocol.net.clock import SystemClock
-from .terminal.interrupts import quitting_at_once
-from .terminal.joining import Joining, add_join_arguments, read_joining
-from .terminal.terminal import Progress, Terminal
+from ...protocol.errors import RemoteProtocolError, UsageError
+from ...protocol.identity import public_key_of
+from ...protocol.ids import PeerId
+from ...protocol.net.clock import SystemClock
+from ..options.joining import Joining, add_join_arguments, read_joining
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
-    from ..protocol.membership.revocations import Revocations
+    from ...protocol.membership.revocations import Revocations
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +66,7 @@ async def _revoke(joining: Joining, peer_ids: list[PeerId]) -> "Revocations":
     if peer_ids:
         membership.sign_as_owner(b"")  # before anything is asked of others
     with quitting_at_once():
-        from ..protocol.net.dht.hivemind_directory import HivemindDirectory
+        from ...protocol.net.dht.hivemind_directory import HivemindDirectory
     directory = await HivemindDirectory.join(
         joining.addresses,
         identity=None,
