@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import importlib
-import json
 import logging
 import os
 import sys
@@ -80,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
         if getattr(options, "json", False):
             facts = {"error": _in_one_line(error), "kind": type(error).__name__}
             with contextlib.suppress(UnavailableError):  # the same of stdout
-                Terminal(sys.stdout).print(json.dumps(facts))
+                Terminal(sys.stdout).print_json(facts)
         return 1
 
 

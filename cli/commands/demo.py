@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import statistics
 import sys
 import threading
@@ -81,7 +80,7 @@ def run(options: argparse.Namespace) -> int:
     with end_in_good_order(), terminal.ending_lines():
         result = _run_demo(options, model_path, prompt, kill_after, screen)
     if screen is None:
-        Terminal(sys.stdout).print(json.dumps(result.to_json()))
+        Terminal(sys.stdout).print_json(result.to_json())
     else:
         screen.show_verdict(result)
     return 0 if result.is_proof else 1

@@ -2,13 +2,9 @@
 
 import argparse
 import asyncio
-import contextlib
-import importlib
-import json
 import sys
 import textwrap
-import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...protocol.errors import UsageError
 from ...protocol.net.addresses import check_can_be_dialled
@@ -21,7 +17,7 @@ from ..terminal.interrupts import quitting_at_once
 from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
-    from ...client.doctor.diagnosis import Diagnosis, ModelFacts
+    from ...client.doctor.diagnosis import Diagnosis
     from ...client.doctor.finding import Finding
     from ...client.doctor.peer_check import PeerCheck
 
@@ -52,25 +48,25 @@ def run(options: argparse.Namespace) -> int:
     joining = read_joining(options)
     place = _read_place(options)
     screen = None if options.json else _Screen(Terminal(sys.stdout))
-    with _Waiting(Terminal(sys.stderr)) as waiting:
+    with Progress(Terminal(sys.stderr), lambda: "Examining") as progress:
         with quitting_at_once():
             import_client()
-            diagnosis_module = importlib.import_module("...client.doctor.diagnosis", __package__)
-            peer_check = importlib.import_module("...client.doctor.peer_check", __package__)
-            reach_check = importlib.import_module("...client.doctor.reach_check", __package__)
+            from ...client.doctor.diagnosis import Diagnosis, ModelFacts
+            from ...client.doctor.peer_check import make_network_probes
+            from ...client.doctor.reach_check import Door
 
         def report(finding: "Finding") -> None:
             if screen:
-                with waiting.hidden():
+                with progress.making_room():
                     screen.show_finding(finding)
 
-        def read_model() -> "ModelFacts":
-            return diagnosis_module.ModelFacts.read(find_model(options.model), options.model)
+        def read_model() -> ModelFacts:
+            return ModelFacts.read(find_model(options.model), options.model)
 
-        async def examine() -> "Diagnosis":
-            probes = peer_check.make_network_probes(joining.membership)
-            diagnosis = diagnosis_module.Diagnosis(probes, report, joining.membership)
-            door = reach_check.Door(*place) if place else None
+        async def examine() -> Diagnosis:
+            probes = make_network_probes(joining.membership)
+            diagnosis = Diagnosis(probes, report, joining.membership)
+            door = Door(*place) if place else None
             try:
                 await diagnosis.run(read_model, joining.addresses, door)
             finally:
@@ -82,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
         screen.show_peers(diagnosis)
         screen.show_verdict(diagnosis)
     else:
-        Terminal(sys.stdout).print(json.dumps(_make_json(diagnosis)))
+        Terminal(sys.stdout).print_json(_make_json(diagnosis))
     return 0 if diagnosis.is_well else 1
 
 
@@ -96,36 +92,6 @@ def _read_place(options: argparse.Namespace) -> tuple[str, int, str] | None:
     announced_host = options.announce_host or host
     check_can_be_dialled(announced_host)
     return host, port, announced_host
-
-
-class _Waiting:
-    """The moving line that says that something is under way, out of the way of findings."""
-
-    def __init__(self, terminal: Terminal) -> None:
-        self._terminal = terminal
-        self._progress = self._make()
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> "_Waiting":
-        self._progress.__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._progress.__exit__(None, None, None)
-
-    @contextlib.contextmanager
-    def hidden(self) -> Any:
-        """Take the line away while something else is written."""
-        with self._lock:
-            self._progress.__exit__(None, None, None)
-            try:
-                yield
-            finally:
-                self._progress = self._make()
-                self._progress.__enter__()
-
-    def _make(self) -> Progress:
-        return Progress(self._terminal, lambda: "Examining")
 
 
 class _Screen:

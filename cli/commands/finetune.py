@@ -20,13 +20,14 @@ from ..finetuning.run_options import (
     record_options,
     settle_options,
 )
-from ..finetuning.run_report import Reporter, RunFacts, RunResult, make_reporter, quote_use
+from ..finetuning.run_report import RunFacts, RunReporter, RunResult, quote_use
 from ..finetuning.run_texts import RunTexts, read_texts
 from ..options.bundled_model import find_model
 from ..options.joining import Joining, read_joining
 from ..options.quantities import count_of
 from ..remote_models.opening import import_client, load_tokenizer, open_model
 from ..terminal.interrupts import INTERRUPTED, end_in_good_order, hold_interrupts, quitting_at_once
+from ..terminal.reporter import Reporter
 from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def run(options: argparse.Namespace) -> int:
     _check_folder(options.out, options.resume)
     if not options.resume:
         settle_options(options, {})
-    reporter = make_reporter(options.json)
     notices = Terminal(sys.stderr)
+    reporter = RunReporter(Reporter(Terminal(sys.stdout), notices, options.json))
     with end_in_good_order():
         with Progress(notices, lambda: f"Reading {options.data.name}"):
             if options.resume:
@@ -158,7 +159,7 @@ def _fine_tune(
     texts: RunTexts,
     joining: Joining,
     options: argparse.Namespace,
-    reporter: Reporter,
+    reporter: RunReporter,
 ) -> int:
     from ...client.learning.finetune_run import FinetuneRun, SpoiltRunError
     from ...client.learning.learners import AdapterPlan, make_learner
@@ -226,7 +227,7 @@ def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> l
     return [f"{count_of(number, 'update')} may be too few; use {advice}"]
 
 
-def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: Reporter) -> None:
+def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: RunReporter) -> None:
     from ...client.learning.finetune_run import Milestone
 
     with reporter.watching(lambda: model.missing_blocks):

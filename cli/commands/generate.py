@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -112,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
             if options.json:
                 facts = _make_json(generation) | {"kv_format": options.kv}
                 facts |= {"trace": make_summary_json(summary)} if summary else {}
-                output.print(json.dumps(facts))
+                output.print_json(facts)
             else:
                 _report(notices, generation)
                 for line in describe_summary(summary) if summary else ():

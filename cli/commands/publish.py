@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import json
 import logging
 import shlex
 import sys
@@ -16,7 +15,8 @@ from ..options.bundled_model import BUNDLED_NAME, find_model
 from ..options.joining import add_join_arguments, quote_swarm, read_joining
 from ..remote_models.opening import import_client, open_model
 from ..terminal.interrupts import end_in_good_order, quitting_at_once
-from ..terminal.terminal import Progress, Terminal
+from ..terminal.reporter import Reporter
+from ..terminal.terminal import Terminal
 
 _CLIENT = "shoal.client"
 """The name that the client's warnings are logged under."""
@@ -47,9 +47,9 @@ def run(options: argparse.Namespace) -> int:
     """
     check_lora(options.folder)
     joining, name = read_joining(options), find_model(options.model)
-    reporter = (_JsonReporter if options.json else _Reporter)(Terminal(sys.stdout))
+    reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     with end_in_good_order():
-        with reporter.showing("Joining the swarm"):
+        with reporter.showing(lambda: "Joining the swarm"):
             with quitting_at_once():
                 import_client()
             # The peers are found when they are used.
@@ -58,14 +58,15 @@ def run(options: argparse.Namespace) -> int:
             from ...client.training.lora import LoraAdapter
 
             adapter = LoraAdapter.load(options.folder, model)
-            with reporter.showing("Sending the adapter to peers"):
+            with reporter.showing(lambda: "Sending the adapter to peers"):
                 digest = model.publish_adapter(adapter)
             with contextlib.suppress(KeyboardInterrupt):
-                reporter.report_published(_Published(options, digest, not warnings.has_told))
+                published = _Published(options, digest, not warnings.has_told)
+                _report_published(reporter, published)
                 threading.Event().wait()
-            with reporter.showing("Withdrawing the adapter"):
+            with reporter.showing(lambda: "Withdrawing the adapter"):
                 model.withdraw_adapter(digest)
-    reporter.report_withdrawn(digest)
+    _report_withdrawn(reporter, digest)
     return 0
 
 
@@ -122,61 +123,31 @@ class _Published:
         return [f"{word} \\" for word in words[:-1]] + words[-1:]
 
 
-class _Reporter:
-    """Tells people what goes on."""
-
-    def __init__(self, output: Terminal) -> None:
-        self._output = output
-        self._notices = Terminal(sys.stderr)
-        self._line = Progress(self._notices, str)
-
-    @contextlib.contextmanager
-    def showing(self, sentence: str) -> Iterator[None]:
-        """Show, while inside, what is under way."""
-        self._line = Progress(self._notices, lambda: sentence)
-        with self._line:
-            yield
-
-    def warn(self, sentence: str) -> None:
-        """Say what the client warns of."""
-        with self._line.making_room():
-            for line in self._notices.wrap(f"{sentence[:1].upper()}{sentence[1:]}."):
-                self._notices.print(self._notices.paint(line, "yellow"))
-
-    def report_published(self, published: _Published) -> None:
-        """Say how others use it."""
-        show, paint = self._output.print, self._output.paint
-        folder = published.options.folder
-        when = "" if published.is_complete else ", once peers for all blocks have it"
-        said = f"{folder} is published. Anyone in the swarm can use it by its digest{when}:"
-        for line in self._output.wrap(said):
-            show(paint(line, "bold"))
-        show()
-        for line in published.use:
-            show(f"  {line}")
-        show()
-        show("From Python: from_pretrained(…, active_adapter=DIGEST)")
-        show("Press Ctrl-C to withdraw it.")
-
-    def report_withdrawn(self, digest: str) -> None:
-        """Say that nobody finds it any more."""
-        self._output.print("\nThe adapter is withdrawn.")
+def _report_published(reporter: Reporter, published: _Published) -> None:
+    """Say that the adapter is published, and how others use it."""
+    reporter.tell(
+        "published",
+        _describe_use(reporter.output, published),
+        digest=published.digest,
+        adapter=str(published.options.folder),
+        use=" ".join(line.removesuffix("\\").strip() for line in published.use),
+        is_complete=published.is_complete,
+    )
 
 
-class _JsonReporter(_Reporter):
-    """The same as JSON lines."""
+def _describe_use(output: Terminal, published: _Published) -> Iterator[str]:
+    folder = published.options.folder
+    when = "" if published.is_complete else ", once peers for all blocks have it"
+    said = f"{folder} is published. Anyone in the swarm can use it by its digest{when}:"
+    for line in output.wrap(said):
+        yield output.paint(line, "bold")
+    yield ""
+    for line in published.use:
+        yield f"  {line}"
+    yield ""
+    yield "From Python: from_pretrained(…, active_adapter=DIGEST)"
+    yield "Press Ctrl-C to withdraw it."
 
-    def warn(self, sentence: str) -> None:
-        self._print_event("warning", text=sentence)
 
-    def report_published(self, published: _Published) -> None:
-        use = " ".join(line.removesuffix("\\").strip() for line in published.use)
-        folder = str(published.options.folder)
-        facts = {"adapter": folder, "use": use, "is_complete": published.is_complete}
-        self._print_event("published", digest=published.digest, **facts)
-
-    def report_withdrawn(self, digest: str) -> None:
-        self._print_event("withdrawn", digest=digest)
-
-    def _print_event(self, event: str, **facts: object) -> None:
-        self._output.print(json.dumps({"event": event, **facts}))
+def _report_withdrawn(reporter: Reporter, digest: str) -> None:
+    reporter.tell("withdrawn", ["\nThe adapter is withdrawn."], digest=digest)

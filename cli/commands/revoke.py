@@ -2,7 +2,6 @@
 
 import argparse
 import asyncio
-import json
 import sys
 from typing import TYPE_CHECKING
 
@@ -41,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
     revoked = sorted(revocations.peer_ids)
     output = Terminal(sys.stdout)
     if options.json:
-        output.print(json.dumps({"sequence": revocations.sequence, "revoked": revoked}))
+        output.print_json({"sequence": revocations.sequence, "revoked": revoked})
     elif not revoked:
         output.print("No peer is revoked.")
     else:

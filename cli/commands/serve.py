@@ -3,7 +3,6 @@
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import sys
@@ -249,7 +248,7 @@ def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
 
 
 def _print_json(event: "PeerEvent") -> None:
-    Terminal(sys.stdout).print(json.dumps({"event": event.name, **event.facts}))
+    Terminal(sys.stdout).print_event(event.name, **event.facts)
 
 
 def _print_for_people(event: "PeerEvent") -> None:

@@ -2,11 +2,11 @@
 
 import argparse
 import contextlib
-import json
 import os
 import shlex
 import sys
 import time
+from collections.abc import Iterator
 
 from ...peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from ...protocol.errors import UnavailableError
@@ -16,7 +16,8 @@ from ..options.layout import choose_num_replicas, plan_spans
 from ..options.quantities import parse_count, parse_threads
 from ..options.shared_options import add_optional_model_argument, add_weights_argument
 from ..terminal.interrupts import end_in_good_order
-from ..terminal.terminal import Progress, Terminal
+from ..terminal.reporter import Reporter
+from ..terminal.terminal import Terminal
 
 _WATCH_SECONDS = 0.3
 
@@ -51,20 +52,18 @@ def run(options: argparse.Namespace) -> int:
     spans = plan_spans(num_blocks, options.peers, num_replicas)
     num_threads = options.threads or max(1, (os.cpu_count() or 1) // len(spans))
     swarm = LocalSwarm(model, spans, weights=options.weights, num_threads=num_threads)
-    reporter = _JsonReporter() if options.json else _Reporter(options.model, Terminal(sys.stdout))
+    reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
     with end_in_good_order(), contextlib.ExitStack() as stack:
-        with Progress(
-            Terminal(sys.stderr), lambda: f"Starting {len(spans)} peers, {swarm.num_online} online"
-        ):
+        with reporter.showing(lambda: f"Starting {len(spans)} peers, {swarm.num_online} online"):
             stack.enter_context(swarm)
         with contextlib.suppress(KeyboardInterrupt):
-            reporter.report_ready(swarm, num_blocks)
+            _report_online(reporter, swarm, options.model, num_blocks)
             _watch(swarm, num_blocks, reporter)
-    reporter.report_stopped()
+    reporter.tell("stopped", ["\nThe swarm has stopped."])
     return 0
 
 
-def _watch(swarm: LocalSwarm, num_blocks: int, reporter: "_Reporter | _JsonReporter") -> None:
+def _watch(swarm: LocalSwarm, num_blocks: int, reporter: Reporter) -> None:
     """Report peers that end by themselves; raises UnavailableError when none is left."""
     running = list(swarm.peers)
     while running:
@@ -72,95 +71,82 @@ def _watch(swarm: LocalSwarm, num_blocks: int, reporter: "_Reporter | _JsonRepor
         for peer in [peer for peer in running if not peer.is_running]:
             running.remove(peer)
             missing = find_gaps(num_blocks, (other.span for other in running))
-            reporter.report_ended(peer, missing, swarm.initial_peers)
+            _report_ended(reporter, peer, missing, swarm.initial_peers)
     raise UnavailableError("all peers of the swarm have ended; start the swarm again")
 
 
-class _Reporter:
-    """Tells people what goes on."""
+def _report_online(reporter: Reporter, swarm: LocalSwarm, model: str, num_blocks: int) -> None:
+    """Say which peer serves which blocks, and how to use the swarm."""
+    peers = [
+        {
+            "peer_id": peer.peer_id,
+            "span": str(peer.span),
+            "pid": peer.pid,
+            "endpoint": peer.facts.get("endpoint"),
+            "addresses": peer.addresses,
+        }
+        for peer in swarm.peers
+    ]
+    reporter.tell(
+        "online",
+        _describe_swarm(reporter.output, swarm, model, num_blocks),
+        model=swarm.model,
+        num_blocks=num_blocks,
+        peers=peers,
+        initial_peers=swarm.initial_peers,
+    )
 
-    def __init__(self, model: str, terminal: Terminal) -> None:
-        self._model = model
-        self._terminal = terminal
 
-    def report_ready(self, swarm: LocalSwarm, num_blocks: int) -> None:
-        """Say who serves what, and how to use it."""
-        show, paint = self._terminal.print, self._terminal.paint
-        show(paint(f"{len(swarm.peers)} peers serve {self._model}, {num_blocks} blocks:", "bold"))
-        show()
-        for peer in swarm.peers:
-            show(
-                f"  …{peer.peer_id[-6:]}  blocks {peer.span!s:7} pid {peer.pid:<9}"
-                f"{peer.facts['endpoint']:22} {peer.facts['decode_steps_per_second']:.0f} steps/s"
-            )
-        address = swarm.initial_peers[0]
-        show()
-        show(paint("Generate text from another terminal:", "bold"))
-        show(f'  shoal generate {shlex.quote(self._model)} "Once upon a time" \\')
-        show(f"    --initial-peers {address}")
-        show()
-        show(paint("Or from Python:", "bold"))
-        for line in _make_snippet(swarm.model, address):
-            show(f"  {line}".rstrip())
-        show()
-        show("Press Ctrl-C to stop the swarm.")
-
-    def report_ended(self, peer: LocalPeer, missing: list[Span], addresses: list[str]) -> None:
-        """Say that a peer has ended, and whether the swarm can do without it."""
-        self._terminal.print(
-            self._terminal.paint(
-                f"Peer …{peer.peer_id[-6:]} (blocks {peer.span}, pid {peer.pid}) has ended: "
-                f"{describe_exit(peer.wait(0))}.",
-                "yellow",
-            )
+def _describe_swarm(
+    output: Terminal, swarm: LocalSwarm, model: str, num_blocks: int
+) -> Iterator[str]:
+    yield output.paint(f"{len(swarm.peers)} peers serve {model}, {num_blocks} blocks:", "bold")
+    yield ""
+    for peer in swarm.peers:
+        yield (
+            f"  …{peer.peer_id[-6:]}  blocks {peer.span!s:7} pid {peer.pid:<9}"
+            f"{peer.facts['endpoint']:22} {peer.facts['decode_steps_per_second']:.0f} steps/s"
         )
-        if missing:
-            names = ", ".join(map(str, missing))
-            self._terminal.print(f"  No peer serves blocks {names} now; start the swarm again.")
-        elif addresses:
-            self._terminal.print("  The remaining peers serve all blocks. Join through:")
-            self._terminal.print(f"    {addresses[0]}")
+    address = swarm.initial_peers[0]
+    yield ""
+    yield output.paint("Generate text from another terminal:", "bold")
+    yield f'  shoal generate {shlex.quote(model)} "Once upon a time" \\'
+    yield f"    --initial-peers {address}"
+    yield ""
+    yield output.paint("Or from Python:", "bold")
+    for line in _make_snippet(swarm.model, address):
+        yield f"  {line}".rstrip()
+    yield ""
+    yield "Press Ctrl-C to stop the swarm."
 
-    def report_stopped(self) -> None:
-        """Say that nothing is left behind."""
-        self._terminal.print("\nThe swarm has stopped.")
 
-
-class _JsonReporter:
-    """The same as JSON lines."""
-
-    def report_ready(self, swarm: LocalSwarm, num_blocks: int) -> None:
-        peers = [
-            {
-                "peer_id": peer.peer_id,
-                "span": str(peer.span),
-                "pid": peer.pid,
-                "endpoint": peer.facts.get("endpoint"),
-                "addresses": peer.addresses,
-            }
-            for peer in swarm.peers
-        ]
-        _print_event(
-            "online",
-            model=swarm.model,
-            num_blocks=num_blocks,
-            peers=peers,
-            initial_peers=swarm.initial_peers,
+def _report_ended(
+    reporter: Reporter, peer: LocalPeer, missing: list[Span], addresses: list[str]
+) -> None:
+    """Say that a peer has ended, and whether the swarm can do without it."""
+    lines = [
+        reporter.output.paint(
+            f"Peer …{peer.peer_id[-6:]} (blocks {peer.span}, pid {peer.pid}) has ended: "
+            f"{describe_exit(peer.wait(0))}.",
+            "yellow",
         )
-
-    def report_ended(self, peer: LocalPeer, missing: list[Span], addresses: list[str]) -> None:
-        _print_event(
-            "peer_ended",
-            peer_id=peer.peer_id,
-            span=str(peer.span),
-            pid=peer.pid,
-            exit_code=peer.wait(0),
-            missing=[str(span) for span in missing],
-            initial_peers=addresses,
-        )
-
-    def report_stopped(self) -> None:
-        _print_event("stopped")
+    ]
+    if missing:
+        names = ", ".join(map(str, missing))
+        lines.append(f"  No peer serves blocks {names} now; start the swarm again.")
+    elif addresses:
+        lines.append("  The remaining peers serve all blocks. Join through:")
+        lines.append(f"    {addresses[0]}")
+    reporter.tell(
+        "peer_ended",
+        lines,
+        peer_id=peer.peer_id,
+        span=str(peer.span),
+        pid=peer.pid,
+        exit_code=peer.wait(0),
+        missing=[str(span) for span in missing],
+        initial_peers=addresses,
+    )
 
 
 def describe_exit(code: int) -> str:
@@ -170,10 +156,6 @@ def describe_exit(code: int) -> str:
     ('killed by signal 9', 'exit code 1')
     """
     return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _print_event(event: str, **facts: object) -> None:
-    Terminal(sys.stdout).print(json.dumps({"event": event, **facts}))
 
 
 def _make_snippet(model: str, address: str) -> list[str]:

@@ -1,7 +1,6 @@
 """`shoal swarm-new`: make the join code of a new swarm, or from one code another."""
 
 import argparse
-import json
 import os
 import secrets
 import sys
@@ -67,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
             "private": membership.is_private,
             "addresses": list(code.addresses),
         }
-        Terminal(sys.stdout).print(json.dumps(facts))
+        Terminal(sys.stdout).print_json(facts)
         return 0
     if options.out is None:
         Terminal(sys.stdout).print(str(code))

@@ -1,17 +1,16 @@
-"""What a fine-tuning run shows: a table that stays, a line that moves, or lines of JSON."""
+"""Reports a fine-tuning run: as a table and a line that moves, or as lines of JSON."""
 
-import json
 import math
 import shlex
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
+from ...protocol.spans import Span
 from ..options.joining import quote_swarm
 from ..options.quantities import count_of
 from ..remote_models.routes import (
@@ -20,31 +19,32 @@ from ..remote_models.routes import (
     route_facts,
     tail_of,
 )
-from ..terminal.terminal import Progress, Terminal
+from ..terminal.reporter import Reporter
+from ..terminal.terminal import Terminal
 
 if TYPE_CHECKING:
     from ...client.learning.checkpoints import Progress as RunProgress
     from ...client.learning.finetune_run import Milestone, Updated
+    from ...client.passes.pass_failovers import PassFailover
+    from ...client.routing.router import Hop
 
 _NUM_RECENT = 20
-"""Updates that the speed is said of."""
+"""Updates that the speed is the mean of."""
 
 _NUM_RECENT_LOSSES = 5
 
 _MAX_LINE = 74
-"""Columns of a terminal with 80, without the sign before the line."""
-
-Hops = Sequence[Any]
+"""Columns left on a terminal with 80, behind the spinner."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run is about."""
+    """The plan of a run."""
 
     model: str
     method: str
     num_trained: int
-    """Numbers that learn."""
+    """Trainable parameters."""
     num_texts: int
     num_eval_texts: int
     num_updates: int
@@ -55,18 +55,18 @@ class RunFacts:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What came of a run that is done."""
+    """The results of a finished run."""
 
     progress: "RunProgress"
     adapter: Path
     plot: Path
     table: Path
     use: Sequence[str]
-    """The lines of a command that uses it."""
+    """The lines of a command that uses the trained weights."""
 
 
 class Pace:
-    """How fast a run is, by its recent updates."""
+    """The speed of a run, by its recent updates."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -81,23 +81,23 @@ class Pace:
         self._since = self._now()
 
     def pause(self) -> None:
-        """Leave out what was no update since the last one."""
+        """Leave out the time since the last update, spent on something else."""
         self._since = self._now()
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
+        """Seconds since the beginning."""
         return self._now() - self.started_at
 
     @property
     def tokens_per_second(self) -> float:
-        """Of recent updates; 0 before the first."""
+        """The mean of recent updates; 0 before the first."""
         seconds = sum(seconds for _, seconds, _ in self._recent)
         return sum(count for count, _, _ in self._recent) / seconds if seconds else 0.0
 
     @property
     def loss(self) -> float | None:
-        """The mean of the last few that are numbers."""
+        """The mean of the last few finite losses."""
         known = [loss for _, _, loss in self._recent if math.isfinite(loss)][-_NUM_RECENT_LOSSES:]
         return sum(known) / len(known) if known else None
 
@@ -108,136 +108,112 @@ class Pace:
         return num_updates * sum(seconds for _, seconds, _ in self._recent) / len(self._recent)
 
 
-class Reporter(Protocol):
-    """Says how a run goes."""
+class RunReporter:
+    """Reports a fine-tuning run: a table of milestones for people, every event for programs.
 
-    def begin(self, facts: RunFacts, num_done: int) -> None:
-        """Say what is about to begin, or to go on after so many updates."""
+    For people a line on stderr also moves with the updates.
+    """
 
-    def watching(self, missing: Callable[[], Sequence[Any]]) -> AbstractContextManager[Any]:
-        """Show how far it is, while inside; `missing` tells the blocks that nobody serves."""
-        ...
-
-    def note_update(self, updated: "Updated", hops: Hops) -> None:
-        """Take down an update, and who computed for it."""
-
-    def note_failovers(self, number: int, failovers: Sequence[Any]) -> None:
-        """Say who was lost in an update, and who took over."""
-
-    def note_milestone(self, milestone: "Milestone") -> None:
-        """Take down a checkpoint, and an evaluation."""
-
-    def stop(self, num_updates: int) -> None:
-        """Say that it ended too soon, and how to go on."""
-
-    def finish(self, result: RunResult) -> None:
-        """Say what came of it."""
-
-
-class _RunLine(Progress):
-    """Says how long is left, and so not how long it took."""
-
-    def _compose(self) -> str:
-        return self._describe()
-
-
-class Screen:
-    """Tells people."""
-
-    def __init__(
-        self, output: Terminal, notices: Terminal, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._output = output
+    def __init__(self, reporter: Reporter, now: Callable[[], float] = time.monotonic) -> None:
+        self._reporter = reporter
         self._now = now
         self._pace = Pace(now)
         self._facts: RunFacts
         self._number = 0
-        self._hops: Hops = ()
-        self._missing: Callable[[], Sequence[Any]] = tuple
-        self._line = _RunLine(notices, self.describe)
+        self._hops: Sequence[Hop] = ()
+        self._missing: Callable[[], Sequence[Span]] = tuple
 
     def begin(self, facts: RunFacts, num_done: int) -> None:
+        """Report the plan of a run, which continues after `num_done` updates."""
         self._facts, self._number = facts, num_done
-        show, paint = self._output.print, self._output.paint
-        title = (
-            f"Fine-tuning {facts.model} with {facts.method}: {facts.num_trained:,} trainable "
-            f"parameters, {count_of(facts.num_texts, 'text')}"
+        self._reporter.tell(
+            "begun",
+            _describe_plan(self._reporter.output, facts, num_done),
+            model=facts.model,
+            method=facts.method,
+            trained_numbers=facts.num_trained,
+            texts=facts.num_texts,
+            evaluation_texts=facts.num_eval_texts,
+            updates=facts.num_updates,
+            updates_done=num_done,
+            notices=list(facts.notices),
         )
-        for line in self._output.wrap(title):
-            show(paint(line, "bold"))
-        for notice in facts.notices:
-            for line in self._output.wrap(notice):
-                show(paint(line, "yellow"))
-        number = facts.num_eval_texts
-        kept = f"; {count_of(number, 'text')} held out for evaluation"
-        done = f", {num_done:,} done" if num_done else ""
-        updates = count_of(facts.num_updates, "update")
-        texts = count_of(facts.texts_per_update, "text")
-        plan = f"{updates} of {texts}{done}{kept if number else ''}."
-        for line in self._output.wrap(plan):
-            show(line)
-        show()
-        show(paint("   update      loss   evaluation    tok/s   time left", "dim"))
         self._pace = Pace(self._now)
 
-    def watching(self, missing: Callable[[], Sequence[Any]]) -> AbstractContextManager[Any]:
+    def watching(self, missing: Callable[[], Sequence[Span]]) -> AbstractContextManager[None]:
+        """Show the progress while inside; `missing` returns the blocks that no peer serves."""
         self._missing = missing
-        return self._line
+        if self._reporter.is_json:
+            return nullcontext()
+        return self._reporter.showing(self.describe, is_timed=False)
 
-    def note_update(self, updated: "Updated", hops: Hops) -> None:
+    def note_update(self, updated: "Updated", hops: Sequence["Hop"]) -> None:
+        """Report an update and the hops that computed it."""
         self._pace.note(updated)
         self._number, self._hops = updated.number, hops or self._hops
-        if updated.is_skipped:
-            is_loss = not math.isfinite(updated.loss)
-            what = "its loss is not finite" if is_loss else "its gradients are not finite"
-            text = f"Update {updated.number} was skipped: {what}."
-            self._print(self._output.paint(text, "yellow"))
+        self._reporter.tell(
+            "updated",
+            self._describe_skipped(updated),
+            update=updated.number,
+            loss=_to_json(updated.loss),
+            gradient_norm=_to_json(updated.gradient_norm),
+            learning_rate=updated.rate,
+            tokens=updated.num_tokens,
+            tokens_per_second=round(self._pace.tokens_per_second, 2),
+            skipped=updated.is_skipped,
+            hops=route_facts(hops),
+        )
 
-    def note_failovers(self, number: int, failovers: Sequence[Any]) -> None:
+    def note_failovers(self, number: int, failovers: Sequence["PassFailover"]) -> None:
+        """Report the failovers of an update."""
+        output = self._reporter.output
         for failover in failovers:
-            for line in self._output.wrap(describe_pass_failover(number, failover)):
-                self._print(self._output.paint(line, "yellow"))
+            lines = output.wrap(describe_pass_failover(number, failover))
+            self._reporter.tell(
+                "failover",
+                [output.paint(line, "yellow") for line in lines],
+                update=number,
+                **pass_failover_facts(failover),
+            )
 
     def note_milestone(self, milestone: "Milestone") -> None:
-        pace = self._pace
+        """Report a checkpoint and, if there was one, its evaluation."""
+        pace, loss = self._pace, milestone.eval_loss
         speed = f"{pace.tokens_per_second:,.0f}" if pace.tokens_per_second else "-"
-        self._print(
+        row = (
             f"{milestone.number:>9,} {_format_loss(pace.loss):>9} "
-            f"{_format_loss(milestone.eval_loss):>12} {speed:>8} {self._describe_rest():>11}"
+            f"{_format_loss(loss):>12} {speed:>8} {self._describe_rest():>11}"
+        )
+        self._reporter.tell(
+            "saved", [row], update=milestone.number, evaluation_loss=loss and _to_json(loss)
         )
         pace.pause()
 
     def stop(self, num_updates: int) -> None:
-        self._output.print(
+        """Report that the run ended early, and how to continue it."""
+        line = (
             f"Stopped after update {num_updates:,} of {self._facts.num_updates:,}. Repeat the "
             "command with --resume to continue."
         )
+        self._reporter.tell("stopped", [line], update=num_updates)
 
     def finish(self, result: RunResult) -> None:
-        show, pace = self._output.print, self._pace
-        show()
+        """Report the result of a finished run."""
         evaluated = list(result.progress.eval_losses.values())
-        change = (
-            f" Evaluation loss: {evaluated[0]:.4f} before, {evaluated[-1]:.4f} after."
-            if len(evaluated) > 1
-            else ""
+        self._reporter.tell(
+            "finished",
+            _describe_result(self._reporter.output, result, self._pace.seconds),
+            adapter=str(result.adapter),
+            plot=str(result.plot),
+            losses=str(result.table),
+            updates=result.progress.num_updates,
+            evaluation_loss=_to_json(evaluated[-1]) if evaluated else None,
+            seconds=round(self._pace.seconds, 3),
+            use=" ".join(line.removesuffix("\\").strip() for line in result.use),
         )
-        done = f"Done in {format_seconds(pace.seconds)}.{change}"
-        files = f"Trained weights: {result.adapter}; loss plot: {result.plot}"
-        for text in (done, files):
-            for line in self._output.wrap(text):
-                show(line)
-        show()
-        show(self._output.paint("Use it:", "bold"))
-        for line in result.use:
-            show(f"  {line}")
-
-    def _print(self, line: str) -> None:
-        with self._line.making_room():
-            self._output.print(line)
 
     def describe(self) -> str:
-        """Return the line that moves, without its sign and its seconds."""
+        """Return the line that moves, without its spinner."""
         missing = ", ".join(map(str, self._missing()))
         if missing:
             return f"update {self._number + 1}: waiting for blocks {missing}"
@@ -254,82 +230,52 @@ class Screen:
         seconds = self._pace.expect_seconds(self._facts.num_updates - self._number)
         return "-" if seconds is None else format_roughly(seconds)
 
-
-class JsonLines:
-    """Tells programs: an object in each line."""
-
-    def __init__(self, output: Terminal) -> None:
-        self._output = output
-        self._pace = Pace()
-
-    def begin(self, facts: RunFacts, num_done: int) -> None:
-        self._pace = Pace()
-        self._print(
-            "begun",
-            model=facts.model,
-            method=facts.method,
-            trained_numbers=facts.num_trained,
-            texts=facts.num_texts,
-            evaluation_texts=facts.num_eval_texts,
-            updates=facts.num_updates,
-            updates_done=num_done,
-            notices=list(facts.notices),
-        )
-
-    def watching(self, missing: Callable[[], Sequence[Any]]) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def note_update(self, updated: "Updated", hops: Hops) -> None:
-        self._pace.note(updated)
-        self._print(
-            "updated",
-            update=updated.number,
-            loss=_to_json(updated.loss),
-            gradient_norm=_to_json(updated.gradient_norm),
-            learning_rate=updated.rate,
-            tokens=updated.num_tokens,
-            tokens_per_second=round(self._pace.tokens_per_second, 2),
-            skipped=updated.is_skipped,
-            hops=route_facts(hops),
-        )
-
-    def note_failovers(self, number: int, failovers: Sequence[Any]) -> None:
-        for failover in failovers:
-            self._print("failover", update=number, **pass_failover_facts(failover))
-
-    def note_milestone(self, milestone: "Milestone") -> None:
-        self._pace.pause()
-        loss = milestone.eval_loss
-        self._print("saved", update=milestone.number, evaluation_loss=loss and _to_json(loss))
-
-    def stop(self, num_updates: int) -> None:
-        self._print("stopped", update=num_updates)
-
-    def finish(self, result: RunResult) -> None:
-        evaluated = list(result.progress.eval_losses.values())
-        self._print(
-            "finished",
-            adapter=str(result.adapter),
-            plot=str(result.plot),
-            losses=str(result.table),
-            updates=result.progress.num_updates,
-            evaluation_loss=_to_json(evaluated[-1]) if evaluated else None,
-            seconds=round(self._pace.seconds, 3),
-            use=" ".join(line.removesuffix("\\").strip() for line in result.use),
-        )
-
-    def _print(self, event: str, **facts: object) -> None:
-        self._output.print(json.dumps({"event": event, **facts}))
+    def _describe_skipped(self, updated: "Updated") -> Iterator[str]:
+        if updated.is_skipped:
+            is_loss = not math.isfinite(updated.loss)
+            what = "its loss is not finite" if is_loss else "its gradients are not finite"
+            text = f"Update {updated.number} was skipped: {what}."
+            yield self._reporter.output.paint(text, "yellow")
 
 
-def make_reporter(wants_json: bool) -> Reporter:
-    """Return who tells it on this process's streams."""
-    output = Terminal(sys.stdout)
-    return JsonLines(output) if wants_json else Screen(output, Terminal(sys.stderr))
+def _describe_plan(output: Terminal, facts: RunFacts, num_done: int) -> Iterator[str]:
+    title = (
+        f"Fine-tuning {facts.model} with {facts.method}: {facts.num_trained:,} trainable "
+        f"parameters, {count_of(facts.num_texts, 'text')}"
+    )
+    for line in output.wrap(title):
+        yield output.paint(line, "bold")
+    for notice in facts.notices:
+        for line in output.wrap(notice):
+            yield output.paint(line, "yellow")
+    number = facts.num_eval_texts
+    kept = f"; {count_of(number, 'text')} held out for evaluation" if number else ""
+    done = f", {num_done:,} done" if num_done else ""
+    updates = count_of(facts.num_updates, "update")
+    texts = count_of(facts.texts_per_update, "text")
+    yield from output.wrap(f"{updates} of {texts}{done}{kept}.")
+    yield ""
+    yield output.paint("   update      loss   evaluation    tok/s   time left", "dim")
+
+
+def _describe_result(output: Terminal, result: RunResult, seconds: float) -> Iterator[str]:
+    yield ""
+    evaluated = list(result.progress.eval_losses.values())
+    change = (
+        f" Evaluation loss: {evaluated[0]:.4f} before, {evaluated[-1]:.4f} after."
+        if len(evaluated) > 1
+        else ""
+    )
+    yield from output.wrap(f"Done in {format_seconds(seconds)}.{change}")
+    yield from output.wrap(f"Trained weights: {result.adapter}; loss plot: {result.plot}")
+    yield ""
+    yield output.paint("Use it:", "bold")
+    for line in result.use:
+        yield f"  {line}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Return a duration as people say it.
+    """Return a duration in one or two units.
 
     >>> format_seconds(8.4), format_seconds(119.0), format_seconds(3600 * 1.75)
     ('8 s', '1 min 59 s', '1 h 45 min')
@@ -389,5 +335,5 @@ def _format_loss(loss: float | None) -> str:
 
 
 def _to_json(number: float) -> float | None:
-    """JSON has no word for what is no number."""
+    """Return None for NaN and infinities, which JSON cannot hold."""
     return number if math.isfinite(number) else None

@@ -1,4 +1,4 @@
-"""`shoal generate --trace FILE`: what was taken down goes to a file, however the text ends.
+"""`shoal generate --trace FILE`: records a session and writes the trace, however the text ends.
 
 Imports nothing heavy: the path is checked before torch is loaded.
 """
@@ -7,15 +7,21 @@ import argparse
 import json
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ...protocol.errors import UsageError
 from ...protocol.net.clock import SystemClock
 
 if TYPE_CHECKING:
-    from ...client.session.inference_session import InferenceSession
     from ...client.trace.trace import Recorder
     from ...client.trace.trace_summary import Summary
+
+
+class Traceable(Protocol):
+    """A session whose events can be recorded."""
+
+    def record(self, recorder: "Recorder | None") -> None:
+        """Record everything that the session does from now on; None stops recording."""
 
 
 def parse_trace_path(text: str) -> Path:
@@ -32,9 +38,9 @@ def parse_trace_path(text: str) -> Path:
 
 
 class TraceFile:
-    """Where one trace goes, for use in a `with` block; None: nothing is taken down.
+    """The file of one trace, written at the end of a `with` block; None records nothing.
 
-    As long as there is nothing to write the file stays as it is, or absent.
+    The file is left alone while there is nothing to write.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -69,16 +75,16 @@ class TraceFile:
             self.path.write_text(written, encoding="utf-8")
             self.is_written = True
         except OSError as failure:
-            if error is None:  # or else what ended the text is the news
+            if error is None:  # otherwise the first error matters more
                 raise self._make_error(failure) from failure
 
     @property
     def has_events(self) -> bool:
-        """Whether anything was taken down."""
+        """Whether anything was recorded."""
         return self._recorder is not None and bool(self._recorder.make_trace().events)
 
-    def watch(self, session: "InferenceSession") -> None:
-        """Have everything taken down that a session does from now on."""
+    def watch(self, session: Traceable) -> None:
+        """Record everything that a session does from now on."""
         if self.path is not None:
             from ...client.trace.trace import Recorder
 
@@ -86,7 +92,7 @@ class TraceFile:
             session.record(self._recorder)
 
     def summarize(self) -> "Summary | None":
-        """Return the summary of what was taken down, None where that is nothing."""
+        """Return the summary of the trace; None without one."""
         if self._recorder is None or not self.has_events:
             return None
         from ...client.trace.trace_summary import summarize
@@ -101,7 +107,7 @@ class TraceFile:
 
 
 def describe_cut_trace(trace_file: TraceFile) -> list[str]:
-    """Return for people where the trace of a text that was cut short is, and its summary."""
+    """Return the lines that name the incomplete trace of an interrupted text, and its summary."""
     if not trace_file.is_written:
         return []
     from ...client.trace.trace_summary import describe_summary

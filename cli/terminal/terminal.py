@@ -1,6 +1,7 @@
 """How text reaches a terminal: colours, characters that it can show, wrapping, and progress."""
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -132,6 +133,14 @@ class Terminal:
         """Write one line."""
         self.write(line + "\n")
 
+    def print_json(self, value: object) -> None:
+        """Write a value as one line of JSON."""
+        self.print(json.dumps(value))
+
+    def print_event(self, event: str, /, **facts: object) -> None:
+        """Write an event as one line of JSON: an object with its name and its facts."""
+        self.print_json({"event": event, **facts})
+
 
 def _forget_unwritten(stream: TextIO) -> None:
     """Let go to /dev/null what a stream holds: Python would try once more at its end."""
@@ -204,14 +213,17 @@ def _columns(letter: str) -> int:
 
 
 class Progress:
-    """One line on a terminal that says what is under way and for how long; gone when done.
+    """One line on a terminal that says what is under way and, if timed, for how long.
 
-    Silent where the stream is no terminal: a log needs no moving line.
+    The line is erased at the end. Nothing is shown where the stream is no terminal.
     """
 
-    def __init__(self, terminal: Terminal, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, terminal: Terminal, describe: Callable[[], str], is_timed: bool = True
+    ) -> None:
         self._terminal = terminal
         self._describe = describe
+        self._is_timed = is_timed
         self._is_over = threading.Event()
         self._drawing = threading.Lock()
         self._thread = threading.Thread(target=self._draw, daemon=True)
@@ -253,11 +265,9 @@ class Progress:
             num_ticks += 1
             room = self._terminal.width - 1
             with self._drawing:
-                line = f"  {sign} {self._compose()}"[:room].ljust(room)
+                seconds = f"  {self.seconds:.0f} s" if self._is_timed else ""
+                line = f"  {sign} {self._describe()}{seconds}"[:room].ljust(room)
                 self._terminal.write("\r" + self._terminal.paint(line, "dim"))
-
-    def _compose(self) -> str:
-        return f"{self._describe()}  {self.seconds:.0f} s"
 
     def _erase(self) -> None:
         self._terminal.write("\r" + " " * (self._terminal.width - 1) + "\r")

@@ -13,8 +13,8 @@ import pytest
 from screens import Screen
 
 from shoal.cli.finetuning.loss_plot import draw_losses, save_losses
-from shoal.cli.finetuning.run_report import JsonLines, Pace, RunFacts, RunResult, quote_use
-from shoal.cli.finetuning.run_report import Screen as RunScreen
+from shoal.cli.finetuning.run_report import Pace, RunFacts, RunReporter, RunResult, quote_use
+from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.learning.checkpoints import Progress
 from shoal.client.learning.finetune_run import Milestone, Updated
@@ -43,6 +43,10 @@ def make_result() -> RunResult:
     progress = Progress(3, [2.0, None, 1.0], {0: 2.5, 3: 1.25})
     folder = Path("out")
     return RunResult(progress, folder, folder / "losses.png", folder / "losses.csv", ["shoal …"])
+
+
+def report_to(output: Screen, notices: Screen, is_json: bool = False) -> RunReporter:
+    return RunReporter(Reporter(Terminal(output), Terminal(notices), is_json))
 
 
 class Seconds:
@@ -76,7 +80,7 @@ def test_pace_is_that_of_recent_updates_without_what_came_between() -> None:
 def test_lines_fit_a_terminal(num_hops: int) -> None:
     screen, notices = Screen(), Screen()
     clock = Seconds()
-    reporter = RunScreen(Terminal(screen), Terminal(notices), clock)
+    reporter = RunReporter(Reporter(Terminal(screen), Terminal(notices), is_json=False), clock)
     reporter.begin(FACTS, 120_000)
 
     lines = []
@@ -101,7 +105,7 @@ def test_lines_fit_a_terminal(num_hops: int) -> None:
 
 
 def test_blocks_that_nobody_serves_are_named() -> None:
-    reporter = RunScreen(Terminal(Screen()), Terminal(Screen()))
+    reporter = report_to(Screen(), Screen())
     reporter.begin(FACTS, 0)
 
     with reporter.watching(lambda: [Span(4, 8)]):
@@ -110,7 +114,7 @@ def test_blocks_that_nobody_serves_are_named() -> None:
 
 def test_skipped_updates_are_named() -> None:
     screen = Screen(is_terminal=False)
-    reporter = RunScreen(Terminal(screen), Terminal(Screen(is_terminal=False)))
+    reporter = report_to(screen, Screen(is_terminal=False))
     reporter.begin(FACTS, 0)
 
     reporter.note_update(make_update(7, math.nan), [])
@@ -126,7 +130,7 @@ def make_failover(*replacements: Any) -> Any:
 
 def test_lost_peers_are_told_within_a_terminal() -> None:
     screen, notices = Screen(), Screen()
-    reporter = RunScreen(Terminal(screen), Terminal(notices))
+    reporter = report_to(screen, notices)
     reporter.begin(FACTS, 0)
     with reporter.watching(lambda: []):
         reporter.note_failovers(120_003, [make_failover(*HOPS[1:4]), make_failover()])
@@ -142,7 +146,7 @@ def test_lost_peers_are_told_within_a_terminal() -> None:
 
 def test_lost_peers_are_lines_of_json() -> None:
     screen = Screen(is_terminal=False)
-    reporter = JsonLines(Terminal(screen))
+    reporter = report_to(screen, Screen(), is_json=True)
     reporter.note_failovers(7, [make_failover(HOPS[1])])
 
     assert json.loads(screen.text) == {
@@ -157,7 +161,7 @@ def test_lost_peers_are_lines_of_json() -> None:
 
 def test_stopped_run_says_how_to_go_on() -> None:
     screen = Screen()
-    reporter = RunScreen(Terminal(screen), Terminal(Screen()))
+    reporter = report_to(screen, Screen())
     reporter.begin(FACTS, 0)
 
     reporter.stop(57)
@@ -169,7 +173,7 @@ def test_stopped_run_says_how_to_go_on() -> None:
 
 def test_json_is_one_object_in_each_line() -> None:
     screen = Screen(is_terminal=False)
-    reporter = JsonLines(Terminal(screen))
+    reporter = report_to(screen, Screen(), is_json=True)
 
     reporter.begin(FACTS, 0)
     with reporter.watching(lambda: []):

@@ -124,6 +124,6 @@ def test_file_that_takes_no_more_is_named_unless_something_worse_happened(
 
 def test_without_a_file_nothing_is_taken_down() -> None:
     with TraceFile(None) as trace_file:
-        trace_file.watch(object())
+        trace_file.watch(SessionWithoutSteps())
 
     assert trace_file.summarize() is None
