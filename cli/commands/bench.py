@@ -1,4 +1,4 @@
-"""`shoal bench`: measure a swarm that runs already, as a client on this machine has it."""
+"""`shoal bench`: measure a running swarm from this machine."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ..terminal.interrupts import end_in_good_order
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal bench`."""
     parser.epilog = "To benchmark swarms on one machine, run `make bench` in a checkout of shoal."
-    # Parts of `make bench` were once parts of this command: the error names the new one.
+    # Parts of `make bench` were once arguments of this command; an error names the new command.
     parser.add_argument("parts", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument(
         "--model", metavar="MODEL",
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
     bench = BenchRun(describe_machine(), options.quick, options.json)
 
     def measure() -> Sequence[Figure]:
-        # Not above: it loads torch and the client, and wrong options are told at once.
+        # It imports torch for seconds; usage errors above must not wait for it.
         from ..figures.swarm_speed import measure_swarm
 
         bench.say("joining")

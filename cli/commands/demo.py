@@ -149,7 +149,7 @@ def _run_demo(
 
 
 class _Killer:
-    """Watches the tokens come, and kills the peer in use that has a replica after some of them."""
+    """Watches the tokens, and after some of them kills a peer in use that has a replica."""
 
     def __init__(
         self,
@@ -172,14 +172,14 @@ class _Killer:
         self.kill: Kill | None = None
 
     def on_session(self, session: InferenceSession) -> None:
-        """Take the session whose hops may be killed."""
+        """Take the session, whose hops may be killed."""
         self._session = session
 
     def on_token(self, piece: str) -> None:
-        """Note how long the token took, show it, wait for readers, kill when it is time.
+        """Time the token, show it, slow down for readers, and kill the peer when it is time.
 
         Only the time between the end of one call and the beginning of the next counts as the
-        token's: showing and waiting are not work of the swarm.
+        token's, because printing and waiting are not work of the swarm.
         """
         seconds = time.perf_counter() - self._resumed_at
         self._num_tokens += 1
@@ -219,7 +219,7 @@ class _Killer:
 
 @dataclass(frozen=True)
 class Kill:
-    """Which peer was killed, when, and what it did to the time between two tokens."""
+    """The killed peer, the moment, and the delay that followed."""
 
     letter: str
     peer: LocalPeer
@@ -230,7 +230,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class DemoResult:
-    """Everything that a demo found out."""
+    """The results of a demo."""
 
     disturbed: Generation
     undisturbed: Generation
@@ -284,7 +284,7 @@ class DemoScreen:
         self._wrapper = WordWrapper(terminal.width - _MARGIN_COLUMNS, _INDENT)
 
     def show_title(self, num_peers: int) -> None:
-        """Say what is about to happen."""
+        """Print the title."""
         paint = self.terminal.paint
         self._print()
         self._print(paint("shoal demo", "bold", "cyan"))
@@ -311,15 +311,15 @@ class DemoScreen:
         self._print()
 
     def begin_story(self, prompt: str) -> None:
-        """Show the beginning that was given."""
+        """Show the prompt."""
         self.terminal.write(self.terminal.paint(self._wrapper.feed(prompt), "bold"))
 
     def add_story(self, piece: str) -> None:
-        """Show some more of the story, as far as its words are complete."""
+        """Show the next complete words of the story."""
         self.terminal.write(self._wrapper.feed(piece))
 
     def show_kill(self, peer: LocalPeer, letter: str, num_tokens: int) -> None:
-        """Break into the story: a peer has just been killed."""
+        """Interrupt the story: a peer has just been killed."""
         paint = self.terminal.paint
         self.terminal.write("\n\n")
         self._print(
@@ -330,7 +330,7 @@ class DemoScreen:
         )
 
     def show_failover(self, failover: Failover, kill: Kill, letters: Mapping[PeerId, str]) -> None:
-        """Say who took over and how long it took, then resume the story where it stood."""
+        """Name the replacement and the delay, then resume the story in its column."""
         paint = self.terminal.paint
         names = " and ".join(letters[hop.peer.peer_id] for hop in failover.replacements)
         self._print(
@@ -358,7 +358,7 @@ class DemoScreen:
             self._print(paint("Slowed down for reading; --pace 0 shows full speed.", "dim"))
 
     def show_verdict(self, result: DemoResult) -> None:
-        """Say whether the story survived."""
+        """Say whether both texts are the same."""
         paint = self.terminal.paint
         num_tokens = len(result.undisturbed.token_ids)
         index = result.first_difference

@@ -1,4 +1,4 @@
-"""`shoal doctor`: say which link of a swarm is broken, and what to do."""
+"""`shoal doctor`: find out what is broken in a swarm, and how to fix it."""
 
 import argparse
 import asyncio
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _SIGNS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "broken": ("✗", "red")}
 _NAME_COLUMNS = 15
 _INDENT = " " * (_NAME_COLUMNS + 4)
-_MIN_DETAIL_COLUMNS = 20  # a narrower terminal breaks the lines once more itself
+_MIN_DETAIL_COLUMNS = 20  # a narrower terminal wraps the lines itself
 _MAX_ROWS = 32
 
 
@@ -95,13 +95,13 @@ def _read_place(options: argparse.Namespace) -> tuple[str, int, str] | None:
 
 
 class _Screen:
-    """Shows findings as they come, then the peers and what it all means."""
+    """Shows findings as they come, then the peers and a verdict."""
 
     def __init__(self, terminal: Terminal) -> None:
         self._terminal = terminal
 
     def show_finding(self, finding: "Finding") -> None:
-        """Show one finding on as many lines as it needs, and below it what to do."""
+        """Show one finding and, below it, its fix, on as many lines as they need."""
         sign, colour = _SIGNS[finding.status]
         width = max(self._terminal.width - len(_INDENT), _MIN_DETAIL_COLUMNS)
         first, *rest = _wrap(finding.detail, width) or [""]
@@ -114,7 +114,7 @@ class _Screen:
             self._terminal.print(_INDENT + self._terminal.paint(lead + line, "bold"))
 
     def show_peers(self, diagnosis: "Diagnosis") -> None:
-        """Show who announces what, as a table."""
+        """Show the announced peers as a table."""
         if diagnosis.view is None or not diagnosis.view.peers:
             return
         rows = [("peer", "blocks", "state", "weights", "steps/s", "age", "rtt", "endpoint")]
@@ -146,7 +146,7 @@ class _Screen:
             self._terminal.print(f" … and {num_more} more (--json shows all)")
 
     def show_verdict(self, diagnosis: "Diagnosis") -> None:
-        """Say in one line what it all means."""
+        """Show the verdict in one line."""
         num_broken = sum(not finding.ok for finding in diagnosis.findings)
         things = "one thing is" if num_broken == 1 else f"{num_broken} things are"
         if diagnosis.is_well:
@@ -202,7 +202,7 @@ def _make_json(diagnosis: "Diagnosis") -> dict[str, object]:
 
 
 def _check_facts(check: "PeerCheck | None") -> dict[str, object]:
-    """Return what talking to a peer told; all None when it was not asked."""
+    """Return the results of a check; all None for a peer that was not checked."""
     if check is None:
         return {"reachable": None, "fault": None, "rtt_seconds": None, "clock_ahead_seconds": None}
     return {

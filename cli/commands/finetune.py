@@ -1,4 +1,4 @@
-"""`shoal finetune`: teach a model texts of one's own, through a swarm that serves it."""
+"""`shoal finetune`: fine-tune a model with texts of the user, through a swarm that serves it."""
 
 import argparse
 import contextlib
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...client.model.model import DistributedCausalLM
 
 _FEW_UPDATES = 30
-"""With fewer an adapter that begins with zeros has hardly left them."""
+"""After fewer updates an adapter, initialised with zeros, has hardly changed."""
 
 __all__ = ["add_arguments", "run"]
 
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check_folder(folder: Path, is_resumed: bool) -> None:
-    """Refuse, before anything else takes time, a folder that holds something else."""
+    """Raise UsageError for a folder that holds something else, before anything takes time."""
     if folder.exists() and not folder.is_dir():
         raise UsageError(f"{folder} is a file; --out takes a folder")
     files = list(folder.iterdir()) if folder.is_dir() else []
@@ -85,10 +85,10 @@ def _check_folder(folder: Path, is_resumed: bool) -> None:
 
 @contextlib.contextmanager
 def _holding(folder: Path) -> Iterator[None]:
-    """Keep other runs out of a folder; two would delete each other's checkpoints.
+    """Lock a folder against other runs, which would delete the checkpoints of this one.
 
-    Raises UsageError where another one is at work, and UnavailableError where nothing can be
-    written, before a swarm works for nothing.
+    Raises UsageError if another run holds it, and UnavailableError if it cannot be written, before
+    the swarm computes anything.
     """
     from ...client.learning.checkpoints import naming_failures
 
@@ -97,7 +97,7 @@ def _holding(folder: Path) -> Iterator[None]:
         tempfile.TemporaryFile(dir=folder).close()
         descriptor = os.open(folder, os.O_RDONLY)
     try:
-        with contextlib.suppress(OSError):  # some network file systems know no locks
+        with contextlib.suppress(OSError):  # some network file systems have no locks
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
@@ -110,7 +110,7 @@ def _holding(folder: Path) -> Iterator[None]:
 
 
 def _read_options(folder: Path) -> Mapping[str, str]:
-    """Return the options of the run that goes on."""
+    """Return the recorded options of the run to resume."""
     with quitting_at_once():
         import_client()
     from ...client.learning.checkpoints import Checkpoints
@@ -133,11 +133,11 @@ def _open_model(name: str, joining: Joining, options: argparse.Namespace) -> "Di
 
 
 def _plan_run(texts: RunTexts, options: argparse.Namespace) -> "RunConfig":
-    """Return how the run learns."""
+    """Return the training settings of the run."""
     from ...client.learning.finetune_run import RunConfig
 
     num_texts = len(texts.dataset.training)
-    batch_rows = min(options.batch_size, num_texts)  # the same text twice would be work for nothing
+    batch_rows = min(options.batch_size, num_texts)  # no text twice in a batch
     texts_per_update = batch_rows * options.accumulate
     num_updates = options.updates or math.ceil(options.epochs * num_texts / texts_per_update)
     return RunConfig(
@@ -210,7 +210,7 @@ def _fine_tune(
 
 
 def _advise(error: RouteError, model: str) -> RouteError:
-    """Return the same error with what to do about the blocks that it names."""
+    """Return the same error with advice for the blocks that it names."""
     name = shlex.quote(model)
     starts = " and ".join(f"`shoal serve {name} --blocks {span} …`" for span in error.missing)
     advice = f"start peers for them with {starts}, or increase --wait"
@@ -218,7 +218,7 @@ def _advise(error: RouteError, model: str) -> RouteError:
 
 
 def _describe_few_updates(options: argparse.Namespace, config: "RunConfig") -> list[str]:
-    """Return a sentence where texts and epochs make few updates, unless so many were asked for."""
+    """Return advice if texts and epochs make few updates; none if --updates chose the number."""
     number = config.num_updates
     if options.updates or number >= _FEW_UPDATES:
         return []
@@ -243,7 +243,7 @@ def _learn(tuning: "FinetuneRun", model: "DistributedCausalLM", reporter: RunRep
 def _finish(
     tuning: "FinetuneRun", prompt: str, options: argparse.Namespace, joining: Joining
 ) -> RunResult:
-    """Write what is left to write; what was learned is safe by now."""
+    """Write the loss table and plot; the trained weights are already saved."""
     progress, plot, table = tuning.progress, options.out / "losses.png", options.out / "losses.csv"
     save_losses(progress.losses, progress.eval_losses, table)
     title = f"{Path(options.model).name} fine-tuned on {options.data.name} ({options.method})"

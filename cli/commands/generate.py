@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
 from ..options.adapter_folder import find_adapter
-from ..options.bundled_model import BUNDLED_NAME, find_model
+from ..options.bundled_model import find_model
 from ..options.joining import add_join_arguments, read_joining
 from ..options.quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
+from ..options.shared_options import add_model_argument
 from ..remote_models.opening import load_tokenizer, open_model
 from ..remote_models.routes import describe_failover, describe_route, failover_facts, route_facts
 from ..remote_models.text_generation import Generation, Sampling, TextModel, read_prompt
@@ -28,12 +29,9 @@ _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal generate`."""
-    parser.add_argument(
-        "model", metavar="MODEL",
-        help=f"model directory, Hub id, or {BUNDLED_NAME}, which comes with shoal",
-    )  # fmt: skip
+    add_model_argument(parser)
     parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
-    add_join_arguments(parser, "address of a peer, as printed by `shoal serve` and `shoal swarm`")
+    add_join_arguments(parser)
     parser.add_argument(
         "--adapter", metavar="DIR|DIGEST",
         help="folder written by `shoal finetune` or, for LoRA, by PEFT, or the digest of a "
@@ -106,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
             generation = _generate(options, output, notices, trace_file)
             from ...client.trace.trace_summary import describe_summary, make_summary_json
 
-            # Inside: the text is there, also if it turns out now that the trace cannot be written.
+            # Inside the block: the text is printed even if writing the trace fails at its end.
             summary = trace_file.summarize()
             if options.json:
                 facts = _make_json(generation) | {"kv_format": options.kv}
@@ -139,8 +137,8 @@ def _generate(
     )
     name, adapter = find_model(options.model), find_adapter(options.adapter)
     with Progress(notices, lambda: "Joining the swarm"):
-        # transformers imports its parts when they are first used, and makes errors of its own of
-        # an interrupt there.
+        # transformers imports its parts when they are first used, and turns an interrupt there
+        # into errors of its own.
         with quitting_at_once():
             tokenizer = load_tokenizer(name)
         remote_model = open_model(
@@ -197,7 +195,7 @@ def _wait(
     sessions: Sequence[Any],
     seconds: float,
 ) -> None:
-    """Say until `waiting` is closed what the first token waits for; nothing can be seen of it."""
+    """Show what the first token waits for, until `waiting` is closed."""
 
     def describe() -> str:
         if sessions and sessions[0].waiting:
@@ -210,7 +208,7 @@ def _wait(
 
 
 def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
-    """Return what a first token waits for.
+    """Return the reason for which no token comes.
 
     >>> _describe_wait([Span(0, 4)], 20.0)
     'Waiting for blocks 0:4, at most 20 s'
@@ -226,7 +224,7 @@ def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
 
 
 def _warn_of_missing_standbys(notices: Terminal, session: "InferenceSession") -> None:
-    """Say which parts of the model a lost peer leaves without anybody who could go on at once."""
+    """Name the blocks that have no standby."""
     names = ", ".join(map(str, session.spans_without_replica))
     if names:
         notices.print(
@@ -235,7 +233,7 @@ def _warn_of_missing_standbys(notices: Terminal, session: "InferenceSession") ->
 
 
 def _report(terminal: Terminal, generation: Generation) -> None:
-    """Say on one line how it went, and on one more for each failover."""
+    """Print one line about the text, and one more for each failover."""
     num_tokens = len(generation.token_ids)
     terminal.print(
         terminal.paint(

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..options.adapter_folder import check_lora
-from ..options.bundled_model import BUNDLED_NAME, find_model
+from ..options.bundled_model import find_model
 from ..options.joining import add_join_arguments, quote_swarm, read_joining
+from ..options.shared_options import add_model_argument
 from ..remote_models.opening import import_client, open_model
 from ..terminal.interrupts import end_in_good_order, quitting_at_once
 from ..terminal.reporter import Reporter
@@ -28,22 +29,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "Publish an adapter to all peers of a swarm, including peers that join later, and print "
         "its digest. Anyone in the swarm can use it by that digest while this command runs."
     )
-    parser.add_argument(
-        "model", metavar="MODEL",
-        help=f"model directory, Hub id, or {BUNDLED_NAME}, which comes with shoal",
-    )  # fmt: skip
+    add_model_argument(parser)
     parser.add_argument(
         "folder", type=Path, metavar="DIR",
         help="LoRA adapter: --out of `shoal finetune --method lora`, or a folder saved by PEFT",
     )  # fmt: skip
-    add_join_arguments(parser, "address of a peer, as printed by `shoal serve` and `shoal swarm`")
+    add_join_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Publish an adapter until asked to end; return 0.
+    """Publish an adapter until Ctrl-C or SIGTERM; return 0.
 
-    Asked before peers keep it, it raises KeyboardInterrupt.
+    Raises KeyboardInterrupt if that comes before peers have the adapter.
     """
     check_lora(options.folder)
     joining, name = read_joining(options), find_model(options.model)
@@ -71,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 class _Warnings(logging.Handler):
-    """Hands on what the client warns of, once: to close a model repeats what was not withdrawn."""
+    """Passes on each warning of the client once; closing a model repeats some of them."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
         super().__init__(logging.WARNING)
@@ -80,11 +78,11 @@ class _Warnings(logging.Handler):
 
     @property
     def has_told(self) -> bool:
-        """Whether there was anything to warn of."""
+        """Whether there was a warning."""
         return bool(self._told)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Tell a warning, unless it was told before."""
+        """Pass on a warning, unless it was passed on before."""
         sentence = record.getMessage()
         if sentence not in self._told:
             self._told.add(sentence)
@@ -93,7 +91,7 @@ class _Warnings(logging.Handler):
 
 @contextlib.contextmanager
 def _telling_warnings(tell: Callable[[str], None]) -> Iterator[_Warnings]:
-    """Tell what the client warns of, inside, in place of lines of a log."""
+    """Report the warnings of the client while inside, instead of logging them."""
     logger, handler = logging.getLogger(_CLIENT), _Warnings(tell)
     logger.addHandler(handler)
     logger.propagate, before = False, logger.propagate
@@ -106,16 +104,16 @@ def _telling_warnings(tell: Callable[[str], None]) -> Iterator[_Warnings]:
 
 @dataclass(frozen=True)
 class _Published:
-    """What peers keep now, and of which command."""
+    """A published adapter, and the options it was published with."""
 
     options: argparse.Namespace
     digest: str
     is_complete: bool
-    """Whether there are peers for all blocks, and nothing else that the client warned of."""
+    """Whether peers for all blocks have it; False after any warning of the client."""
 
     @property
     def use(self) -> Sequence[str]:
-        """The lines of a command that uses it."""
+        """The lines of a command that uses the adapter."""
         model = shlex.quote(self.options.model)
         swarm = quote_swarm(self.options.initial_peers, self.options.join)
         words = [f'shoal generate {model} "Once upon a time"', f"  --adapter {self.digest}"]

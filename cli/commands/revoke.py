@@ -1,4 +1,4 @@
-"""`shoal revoke`: shut peers out of a private swarm, by their ids."""
+"""`shoal revoke`: remove peers from a private swarm, by their ids."""
 
 import argparse
 import asyncio
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Revoke and print everybody who is revoked; return 0."""
+    """Revoke the given peers and print all revoked ones; return 0."""
     peer_ids = [_read_peer_id(text) for text in options.peers]
     joining = read_joining(options)
     with Progress(Terminal(sys.stderr), lambda: "Joining the swarm"):
@@ -63,7 +63,7 @@ async def _revoke(joining: Joining, peer_ids: list[PeerId]) -> "Revocations":
     if membership is None or not membership.is_private:
         raise UsageError("only private swarms can revoke; give the owner's code with --join")
     if peer_ids:
-        membership.sign_as_owner(b"")  # before anything is asked of others
+        membership.sign_as_owner(b"")  # fails without the owner's key, before the swarm is joined
     with quitting_at_once():
         from ...protocol.net.dht.hivemind_directory import HivemindDirectory
     directory = await HivemindDirectory.join(

@@ -37,7 +37,7 @@ from ..terminal.interrupts import INTERRUPTED, quitting_at_once
 from ..terminal.terminal import Terminal
 
 if TYPE_CHECKING:
-    # Seconds of torch and hivemind, which `--help` and a wrong argument need not wait for.
+    # It imports torch and hivemind for seconds; `--help` and usage errors must not wait for them.
     from ...peer.resident import PeerEvent, Report
 
 _DEFAULTS = PeerConfig(model="")
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what decides how much the machine does."""
+    """Declare the options for the share of this machine's resources."""
     blocks = parser.add_mutually_exclusive_group()
     blocks.add_argument(
         "--blocks", metavar="A:B",
@@ -135,10 +135,7 @@ def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until asked to stop; return 0 after leaving in good order, 130 if that came too soon.
-
-    Too soon is before the peer was online.
-    """
+    """Serve until asked to stop; return 0, or 130 if the peer was never online."""
     report = _print_json if options.json else _print_for_people
     config = _make_config(options)
     with quitting_at_once(), importing_much():
@@ -188,7 +185,7 @@ def _choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple
 
 
 async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> bool:
-    """Run the peer and listen to requests to end; return whether it was online."""
+    """Run the peer until a signal stops it; return whether it was online."""
     _allow_many_files()
     stop, hurry = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -204,7 +201,7 @@ async def _serve(config: PeerConfig, report: "Report", end_with_stdin: bool) -> 
 
 
 def _allow_many_files() -> None:
-    """Take what the system lets a process open: every stream needs a descriptor."""
+    """Raise the limit of open files to its maximum: every stream needs a descriptor."""
     with contextlib.suppress(ImportError, OSError, ValueError):  # not on every system
         import resource
 
@@ -217,8 +214,7 @@ async def _run_until_stopped(
 ) -> bool:
     """Run the peer and return whether it was online.
 
-    A stop while it loads blocks, the first ones or others, does not wait for them; a hurry waits
-    for no session either.
+    `stop` does not wait for blocks that are being loaded; `hurry` waits for no session either.
     """
     from ...peer.peer import run_peer
 
@@ -270,14 +266,14 @@ def _print_for_people(event: "PeerEvent") -> None:
             start = "\r" if terminal.is_terminal else ""
             terminal.write(f"{start}Loading block {facts['done']} of {facts['blocks']}{end}")
     else:
-        # A peer runs for days: whoever reads this later wants to know when that was.
+        # A peer runs for days, so its readers need the time of an event.
         for sentence in _describe_event(event):
             for line in terminal.wrap(f"{time.strftime('%H:%M:%S')} {sentence}"):
                 terminal.print(line)
 
 
 def _describe_event(event: "PeerEvent") -> Iterator[str]:
-    """Yield what happens to a peer that runs, in sentences for people."""
+    """Yield an event of a running peer in sentences for people."""
     facts: dict[str, Any] = event.facts
     if event.name == "draining":
         yield (

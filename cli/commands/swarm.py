@@ -42,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the swarm until asked to end; return 0.
+    """Run the swarm until Ctrl-C or SIGTERM; return 0.
 
-    Asked before all peers are online, it raises KeyboardInterrupt.
+    Raises KeyboardInterrupt if that comes before all peers are online.
     """
     model = find_model(options.model)
     num_blocks = count_blocks(model)

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print one join code; what it is worth goes to stderr. Returns 0."""
+    """Print one join code, and on stderr what its holders may do; return 0."""
     code = _make_code(options)
     membership = code.membership
     if options.out is not None:

@@ -32,7 +32,7 @@ class Target:
         return f"{self.sign} {self.bound:g}"
 
     def is_met_by(self, value: float) -> bool:
-        """Return whether a value is within the bound; what is not a number never is."""
+        """Return whether a value is within the bound; NaN never is."""
         return value >= self.bound if self.sign == ">=" else value <= self.bound
 
 
@@ -87,7 +87,7 @@ class Figure:
 
 
 def round_to_digits(value: float, num_digits: int) -> float:
-    """Round to so many digits that count; digits before the point stay.
+    """Round to a number of significant digits; digits before the point stay.
 
     >>> round_to_digits(0.0012345, 3), round_to_digits(12345.6, 3)
     (0.00123, 12346.0)
@@ -99,7 +99,7 @@ def round_to_digits(value: float, num_digits: int) -> float:
 
 
 def compute_percentile(values: Sequence[float], percent: float) -> float:
-    """Return the value that so many percent of all are not above, between two if need be.
+    """Return a percentile, interpolated between two values if need be.
 
     >>> compute_percentile([4.0, 1.0, 2.0, 3.0, 5.0], 50), compute_percentile([1.0, 2.0], 75)
     (3.0, 1.75)
@@ -140,7 +140,7 @@ class PartReport:
     error: str | None = None
 
     def without_targets(self) -> "PartReport":
-        """Return the same figures, held against nothing."""
+        """Return the same figures without targets."""
         return replace(self, figures=tuple(replace(figure, target=None) for figure in self.figures))
 
     def to_json(self) -> dict[str, object]:
@@ -163,7 +163,7 @@ class PartReport:
 
 
 def measure_part(name: str, title: str, measure: Callable[[], Sequence[Figure]]) -> PartReport:
-    """Measure one part; what goes wrong in it becomes its report, and spoils no other part."""
+    """Measure one part; an error becomes its report, and leaves the other parts alone."""
     started_at = time.monotonic()
     figures, error = (), None
     try:
@@ -239,7 +239,7 @@ class BenchRun:
         self._show(f"{machine}\n")
 
     def say(self, status: str) -> None:
-        """Name what is under way, where somebody watches."""
+        """Name the current measurement in the progress line."""
         self._status = status
 
     def measure(self, name: str, title: str, measure: Callable[[], Sequence[Figure]]) -> None:

@@ -1,6 +1,6 @@
-"""What a running swarm gives to a client on this machine: steps, prompts and text.
+"""Measures the speed of a running swarm from this machine: steps, prompts and text.
 
-Hidden states are random and never sent twice, so that nothing a peer remembers can help.
+Hidden states are random and never sent twice, so that caches of peers cannot help.
 """
 
 import time
@@ -14,11 +14,11 @@ from torch import Tensor
 from .bench_report import Figure, compute_median, compute_percentile
 
 CONTEXT_TOKENS = 16
-"""Length of a prompt where only what follows it is measured."""
+"""Length of a prompt where only the steps after it are measured."""
 
 _PROMPT_TOKENS = 512
 _HIDDEN_SCALE = 0.02
-"""About the size of embeddings."""
+"""About the standard deviation of embeddings."""
 
 
 def measure_swarm(remote: Any, is_quick: bool, say: Callable[[str], None]) -> list[Figure]:
@@ -93,12 +93,12 @@ def measure_text(remote: Any, num_tokens: int, num_calls: int) -> float:
 
 
 def make_hidden(hidden_size: int, num_tokens: int, num_rows: int = 1) -> Tensor:
-    """Return new random hidden states [B, T, H]: never the same, since peers may remember."""
+    """Return new random hidden states [B, T, H]: never the same ones, which peers may cache."""
     return torch.randn(num_rows, num_tokens, hidden_size) * _HIDDEN_SCALE
 
 
 def make_text_settings(tokens_BT: Tensor, num_tokens: int) -> dict[str, Any]:
-    """Return what lets `generate` write so many tokens behind a prompt, whatever they are."""
+    """Return arguments that make `generate` write exactly this many tokens behind a prompt."""
     return {
         "attention_mask": torch.ones_like(tokens_BT),
         "max_new_tokens": num_tokens,

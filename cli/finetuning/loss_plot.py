@@ -20,13 +20,13 @@ STYLE: dict[Any, Any] = {
 """Shared by all plots, those of benchmarks included."""
 
 _NUM_SMOOTHED = 25
-"""The curve has so many points at least that are no means over each other's updates."""
+"""The smoothed curve has at least this many points that share no updates."""
 
 
 def save_losses(
     losses: Sequence[float | None], eval_losses: Mapping[int, float], path: Path
 ) -> None:
-    """Write a row for each update; update 0 is what the model was like before."""
+    """Write a row for each update; row 0 is the evaluation before the first update."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
         writer.writerow(["update", "loss", "evaluation_loss"])
@@ -41,7 +41,7 @@ def draw_losses(
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(cast("Any", STYLE)):  # its names are typed one by one
+    with rc_context(cast("Any", STYLE)):  # matplotlib types the names one by one
         figure = Figure(figsize=(6.4, 3.6), layout="constrained")
         axes = figure.subplots()
         numbers = [number for number, loss in enumerate(losses, 1) if loss is not None]
@@ -60,7 +60,7 @@ def draw_losses(
         axes.set_xlabel("update")
         axes.set_ylabel("loss, nats per token")
         axes.set_xlim(left=0)
-        # No version of the program: the same numbers are the same file.
+        # Without the version of the program the same numbers give the same file.
         figure.savefig(path, dpi=160, metadata={"Software": None})
 
 

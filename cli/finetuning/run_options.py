@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from ...protocol.errors import UsageError
-from ..options.bundled_model import BUNDLED_NAME
 from ..options.joining import add_join_arguments
 from ..options.quantities import (
     parse_count,
@@ -15,18 +14,19 @@ from ..options.quantities import (
     parse_positive,
     parse_whole,
 )
+from ..options.shared_options import add_model_argument
 
 _METHODS = ("lora", "ptune", "deep_ptune")
 RANK = 8
 PRE_SEQ_LEN = 16
 LEARNING_RATES = {"lora": 1e-3, "ptune": 1e-2, "deep_ptune": 1e-2}
 MAX_LENGTH = 512
-"""Tokens of a text, unless the model has fewer positions: memory at peers grows with them."""
+"""Tokens of a text, unless the model has fewer positions; memory of peers grows with them."""
 
 MOST_BETWEEN_MILESTONES = 100
 _WARMUP_FRACTION = 0.05
 
-# What nobody gave is None until `settle_options` fills it in.
+# Options that are not given are None until `settle_options` fills them in.
 _DEFAULTS = {
     "method": "lora",
     "epochs": 3.0,
@@ -47,10 +47,7 @@ _OF_PROMPTS = {"pre_seq_len": PRE_SEQ_LEN}
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `shoal finetune`."""
-    parser.add_argument(
-        "model", metavar="MODEL",
-        help=f"model directory, Hub id, or {BUNDLED_NAME}, which comes with shoal",
-    )  # fmt: skip
+    add_model_argument(parser)
     parser.add_argument(
         "--data", type=Path, required=True, metavar="FILE",
         help="training texts. jsonl: one object per line with text, or with prompt and completion, "
@@ -66,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="continue from the newest checkpoint in DIR, with the options of that run",
     )
-    add_join_arguments(parser, "address of a peer, as printed by `shoal serve` and `shoal swarm`")
+    add_join_arguments(parser)
     _add_learning_arguments(parser)
     _add_method_arguments(parser)
     parser.add_argument(
@@ -77,9 +74,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def settle_options(options: argparse.Namespace, recorded: Mapping[str, str]) -> None:
-    """Fill in what nobody gave: as it is in the run that goes on, see `record_options`, or usual.
+    """Fill in missing options: from the record of the resumed run, else with their defaults.
 
-    Raises UsageError for what the method does not take, and for a record that cannot be read.
+    `recorded` comes from `record_options`. Raises UsageError for options of another method, and for
+    a damaged record.
     """
     former = _read_recorded(recorded)
     method = options.method or former.method or _DEFAULTS["method"]
@@ -99,7 +97,7 @@ def settle_options(options: argparse.Namespace, recorded: Mapping[str, str]) -> 
 
 
 def record_options(options: argparse.Namespace) -> dict[str, str]:
-    """Return how a run learns, as it would stand on a command line.
+    """Return the training options of a run as words of a command line.
 
     >>> options = argparse.Namespace(method="lora", rank=4, target_modules=["q", "v"])
     >>> record_options(options)
@@ -118,7 +116,7 @@ def record_options(options: argparse.Namespace) -> dict[str, str]:
 
 
 def _read_recorded(recorded: Mapping[str, str]) -> argparse.Namespace:
-    """Return the options of a record; what is not in it is None. Files may be damaged."""
+    """Return the options of a record; missing ones are None. Raises UsageError for damage."""
     parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False, add_help=False)
     _add_method_argument(parser)
     _add_learning_arguments(parser)
@@ -131,12 +129,12 @@ def _read_recorded(recorded: Mapping[str, str]) -> argparse.Namespace:
 
 
 def _list_own(method: str) -> Mapping[str, Any]:
-    """Return the options that only some methods have, this one among them."""
+    """Return the options that this method has and others lack, with their defaults."""
     return _OF_LORA if method == "lora" else _OF_PROMPTS
 
 
 def _check_method(method: str, options: argparse.Namespace) -> None:
-    """Raise UsageError for what another method takes."""
+    """Raise UsageError for options of another method."""
     is_lora = method == "lora"
     for name in _OF_PROMPTS if is_lora else _OF_LORA:
         if getattr(options, name) is not None:

@@ -20,7 +20,7 @@ _MAX_PROMPT_LETTERS = 40
 
 @dataclass(frozen=True)
 class RunTexts:
-    """What a run trains on."""
+    """The training texts of a run."""
 
     dataset: "Dataset"
     max_length: int
@@ -52,9 +52,9 @@ def read_texts(
 
 
 def _choose_prompt(text: "TrainingText") -> str:
-    """Return a prompt to try what was learned with: that of a text, or how it begins.
+    """Return a prompt to try the trained weights with: the prompt of a text, or its first words.
 
-    Quotes and the like would be read by the shell.
+    It has no characters that are special in a shell; … stands for one that would.
     """
     words = (text.prompt or text.completion).split()
     prompt = " ".join(words if text.prompt else words[:4])

@@ -1,4 +1,4 @@
-"""Folders that `shoal finetune` or PEFT left, and what else `--adapter` names."""
+"""Reads `--adapter`: a folder written by `shoal finetune` or PEFT, or a digest."""
 
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ _NUM_DIGITS = 2 * ADAPTER_ID_BYTES
 def find_adapter(given: str | None) -> dict[str, Any]:
     """Return the arguments of from_pretrained() that open a model with an adapter or prompts.
 
-    A digest may have capitals, and white space around it; a folder of its name wins. Raises
-    UsageError for what is neither that nor a folder with something that was learned. Whether it
-    fits the model, and whether any peer keeps it, is seen when it is used.
+    A digest may have capitals and white space around it; a folder with the same name has
+    priority. Raises UsageError for anything else, and for a folder without trained weights. That
+    the weights fit the model and that a peer has the digest is checked when they are used.
     """
     if given is None:
         return {}
@@ -42,7 +42,7 @@ def find_adapter(given: str | None) -> dict[str, Any]:
 
 
 def check_lora(folder: Path) -> None:
-    """Raise UsageError unless a folder holds a LoRA adapter, as far as names of files tell."""
+    """Raise UsageError unless a folder holds the files of a LoRA adapter; they are not opened."""
     if (folder / _LORA_FILE).is_file():
         return
     if (folder / _PROMPTS_FILE).is_file():
@@ -59,7 +59,7 @@ def check_lora(folder: Path) -> None:
 
 
 def _read_digest(given: str) -> str | None:
-    """Return a digest as peers know it; None for what is none.
+    """Return a digest in the form that peers use; None if the text is not a digest.
 
     >>> _read_digest(f" {'AB' * 32}\\n") == "ab" * 32, _read_digest("my-adapter")
     (True, None)

@@ -1,4 +1,4 @@
-"""Finds models by the names that people type, the bundled one first."""
+"""Finds models by the names given on the command line, the bundled one included."""
 
 import json
 from pathlib import Path
@@ -16,8 +16,8 @@ _BUNDLED_PATH = Path(__file__).resolve().parents[2] / "models" / BUNDLED_NAME
 def find_model(name: str = BUNDLED_NAME) -> str:
     """Return the directory of the bundled model for its name, and any other name as it is.
 
-    Raises ModelError when the bundled model was not installed, and for a path where there is no
-    directory: that takes no seconds of imports to find out.
+    Raises ModelError when the bundled model is not installed, and for a path without a directory,
+    before torch is imported.
     """
     if not name:
         raise ModelError("the model name is empty; give a directory or a Hub id")
@@ -51,7 +51,7 @@ def count_blocks(model: str) -> int:
         if isinstance(num_blocks, int) and num_blocks > 0:
             return num_blocks
     except (OSError, ValueError, LookupError, TypeError):
-        pass  # what is wrong is said better below
+        pass  # the checkpoint below raises a better error
     # These take seconds to import.
     from ...models.checkpoints.checkpoint import Checkpoint
     from ...models.spec_reader import read_spec

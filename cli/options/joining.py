@@ -1,4 +1,4 @@
-"""How a command is told which swarm to join: a code, or addresses."""
+"""Options that name the swarm to join, by a join code or by addresses of its peers."""
 
 import argparse
 import os
@@ -13,12 +13,12 @@ from ...protocol.membership.membership import Membership
 from .shared_options import add_initial_peers_argument
 
 VARIABLE = "SHOAL_JOIN"
-"""Where a code may stand that neither the process list nor the history of a shell should show."""
+"""Holds a code that neither the process list nor the history of a shell should show."""
 
 
 @dataclass(frozen=True)
 class Joining:
-    """The swarm that a command line names: as it was given, and what follows from it."""
+    """The swarm that a command line names: the options as given, and as read."""
 
     join: str = field(repr=False)
     """The code, or empty."""
@@ -26,12 +26,12 @@ class Joining:
     membership: Membership | None
     """The swarm of the code; None without one."""
     addresses: tuple[str, ...]
-    """Where to join it."""
+    """Addresses to join it through."""
 
 
 def add_join_arguments(
     parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
-    addresses_help: str,
+    addresses_help: str = "address of a peer, as printed by `shoal serve` and `shoal swarm`",
     addresses_group: argparse._ActionsContainer | None = None,  # pyright: ignore[reportPrivateUsage]
 ) -> None:
     """Declare --join and --initial-peers."""
@@ -47,7 +47,7 @@ def add_join_arguments(
 def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
     """Return the swarm that a command is to join; raises UsageError, with advice, without one.
 
-    Nothing is joined by default: nobody ends up in a swarm that they did not name.
+    There is no default swarm: users join only swarms that they name.
     """
     join = read_join(options.join)
     if not join and not options.initial_peers:
@@ -69,9 +69,9 @@ def _read_variable() -> str:
 
 
 def read_join(given: str | None) -> str:
-    """Return the code that an option gives, itself or in a file; empty without one.
+    """Return the join code of an option, read from a file if it names one; empty without one.
 
-    Raises UsageError when it is none, or when the file cannot be read.
+    Raises UsageError for an invalid code, and for a file that cannot be read.
     """
     if given is None:
         return ""
@@ -81,9 +81,9 @@ def read_join(given: str | None) -> str:
 
 
 def quote_swarm(addresses: Sequence[str], code: str | None) -> str:
-    """Return the option that names a swarm as it was given to a command; a code stays a secret.
+    """Return the option that names a swarm, to be printed; a code itself is never shown.
 
-    Empty where the environment names it.
+    Empty where the environment variable names the swarm.
 
     >>> quote_swarm(["/ip4/a", "/ip4/b"], None), quote_swarm([], "@own.code")
     ('--initial-peers /ip4/a', '--join @own.code')

@@ -1,4 +1,4 @@
-"""Which blocks the peers of a new swarm host: pure arithmetic."""
+"""Divides the blocks of a model among the peers of a new swarm; pure arithmetic."""
 
 from itertools import pairwise
 
@@ -7,7 +7,7 @@ from ...protocol.spans import Span
 
 
 def cut_evenly(num_blocks: int, num_parts: int) -> list[Span]:
-    """Cut all blocks into consecutive spans whose lengths differ by one at most, longer first.
+    """Cut all blocks into consecutive spans of nearly equal length, the longer ones first.
 
     Raises UsageError when there are fewer blocks than parts.
 
@@ -22,7 +22,7 @@ def cut_evenly(num_blocks: int, num_parts: int) -> list[Span]:
 
 
 def choose_num_replicas(num_peers: int) -> int:
-    """Return how often every block is held by default: twice as soon as that is cheap."""
+    """Return the default number of peers that hold each block: two if there are enough peers."""
     return 2 if num_peers >= 4 else 1
 
 

@@ -13,7 +13,7 @@ from ...protocol.limits import MAX_ANNOUNCEMENT_LIFETIME_SECONDS
 _MAX_SEED = 2**63 - 1
 
 _THREADS_PER_PROCESSOR = 4
-"""More gain nothing, and far more bring the process down."""
+"""More threads gain nothing, and far more crash the process."""
 
 _PORT = re.compile(r"[0-9]{1,5}")  # int() raises for thousands of digits
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -41,7 +41,7 @@ def count_of(number: int, noun: str) -> str:
 
 
 def parse_threads(text: str) -> int:
-    """Read a number of threads that this machine can bear."""
+    """Read a number of threads that this machine can run."""
     num_threads = parse_count(text)
     most = _THREADS_PER_PROCESSOR * (os.cpu_count() or 1)
     if num_threads > most:
@@ -125,7 +125,7 @@ def parse_port(text: str) -> int:
 
 
 def parse_announce_period(text: str) -> float:
-    """Read how often to announce: what is too rare would be refused by everybody."""
+    """Read the period of announcements; peers refuse announcements with a longer lifetime."""
     seconds = parse_non_negative(text)
     longest = MAX_ANNOUNCEMENT_LIFETIME_SECONDS / 3
     if not 0.1 <= seconds <= longest:
@@ -185,7 +185,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_memory(text: str) -> int:
-    """Read a size that this machine has the memory for."""
+    """Read a size that is at most the memory of this machine."""
     num_bytes = parse_bytes(text)
     machine_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if num_bytes > machine_bytes:

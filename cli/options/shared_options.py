@@ -12,6 +12,14 @@ _INITIAL_PEERS = "--initial-peers"
 _ADDRESS_BEGINNINGS = ("/ip4/", "/ip6/", "/dns")
 
 
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """Declare the model that a command works with."""
+    parser.add_argument(
+        "model", metavar="MODEL",
+        help=f"model directory, Hub id, or {BUNDLED_NAME}, which comes with shoal",
+    )  # fmt: skip
+
+
 def add_optional_model_argument(parser: argparse.ArgumentParser) -> None:
     """Declare the model that a command works with, the bundled one by default."""
     parser.add_argument(
@@ -30,14 +38,14 @@ def add_weights_argument(parser: argparse.ArgumentParser, *, has_device: bool = 
 
 
 def parse_weights(text: str) -> str:
-    """Refuse nf4, which no CPU is for, with advice; `choices` names the formats that there are."""
+    """Refuse nf4, which CPUs cannot compute with; `choices` checks that the format exists."""
     if text == "nf4":
         raise argparse.ArgumentTypeError(NO_NF4)
     return text
 
 
 def parse_device(text: str) -> str:
-    """Refuse what is no name of a device; whether there is one is seen when it is used."""
+    """Refuse a name that no device can have; that the device exists is checked when it is used."""
     try:
         parse_cuda_number(text)
     except UsageError as error:

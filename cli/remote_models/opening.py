@@ -33,7 +33,7 @@ def import_client() -> None:
 
 
 def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a model; code that a model brings along is never run.
+    """Return the tokenizer of a model; code that comes with a model is never run.
 
     Raises ModelError when the model, or its tokenizer, cannot be used.
     """
@@ -41,8 +41,8 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
     from transformers import AutoTokenizer
 
     folder = Path(name).expanduser()
-    # First: transformers reads config.json for its tokenizer and would speak of that alone, or
-    # stumble over what is damaged there.
+    # First, because transformers reads config.json for its tokenizer: its errors would name only
+    # the tokenizer, or make no sense where the file is damaged.
     _check_model(name)
     if folder.is_dir() and not any(folder.glob("*token*")):
         raise ModelError(f"{name} has no tokenizer; add its files, such as tokenizer.json")
@@ -54,7 +54,7 @@ def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
 
 
 def _check_model(name: str) -> None:
-    """Raise ModelError when a name stands for no model that the client can use."""
+    """Raise ModelError unless the client can use the model of this name."""
     from ...client.model.local_layers import load_config
     from ...models.checkpoints.checkpoint import Checkpoint
 

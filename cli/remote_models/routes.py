@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 def describe_route(route: "Sequence[Hop]") -> str:
-    """Return a route for people, such as `…3kQpZa[0:4] → …8dFsWx[4:8]`."""
+    """Return a route in words, such as `…3kQpZa[0:4] → …8dFsWx[4:8]`."""
     return " → ".join(f"{tail_of(hop.peer.peer_id)}[{hop.span}]" for hop in route)
 
 
 def describe_failover(failover: "Failover") -> str:
-    """Return for people what happened to whom, who took over, and if the words may differ by it."""
+    """Return a failover in words: the lost hop, its replacements, and if the text may differ."""
     sentence = (
         f"failover at token {failover.position}: {_describe_loss(failover)}, "
         f"{describe_route(failover.replacements)} took over after {failover.seconds:.2f} s"
@@ -29,7 +29,7 @@ def describe_failover(failover: "Failover") -> str:
 
 
 def describe_pass_failover(update: int, failover: "PassFailover") -> str:
-    """Return for people who was lost in an update of a fine-tuning run, and who took over."""
+    """Return a failover in an update of a fine-tuning run in words."""
     heirs = describe_route(failover.replacements) or "several others"
     return f"failover at update {update}: {_describe_loss(failover)}, {heirs} took over"
 
@@ -40,7 +40,7 @@ def _describe_loss(failover: "Failover | PassFailover") -> str:
 
 
 def tail_of(peer_id: str) -> str:
-    """Return the end of a peer id: the beginning is the same for all of them."""
+    """Return the end of a peer id; the beginning is the same for all peers."""
     return f"…{peer_id[-6:]}"
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from ...client.model.model import DistributedCausalLM
     from ...client.session.inference_session import InferenceSession
 
-# How many tokens before a new one its text may depend on: a letter of several bytes has up to
-# four tokens, and some tokenizers drop the space in front of a first word.
+# The text of a token may depend on this many tokens before it: a letter of several bytes has up
+# to four tokens, and some tokenizers drop the space in front of a first word.
 _CONTEXT_TOKENS = 6
 
 OnToken = Callable[[str], None]
@@ -29,7 +29,7 @@ OnToken = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen; greedy unless one of the four sampling fields is given."""
+    """Sampling settings; greedy unless one of the four sampling fields is given."""
 
     max_new_tokens: int = 64
     temperature: float | None = None
@@ -40,7 +40,7 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Return whether the likeliest token is always taken."""
+        """Return whether decoding is greedy: always the likeliest token."""
         given = (self.temperature, self.top_p, self.top_k, self.seed)
         return self.temperature == 0 or all(value is None for value in given)
 
@@ -59,7 +59,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Generation:
-    """A finished text: its new tokens, how long they took, and who computed them."""
+    """A finished text: its new tokens, their times, and the route that computed them."""
 
     text: str
     token_ids: list[int]
@@ -77,7 +77,7 @@ class Generation:
 
 
 class TextAssembler:
-    """Turns tokens into text one by one; a letter appears when all of its bytes are there."""
+    """Turns tokens into text one by one; a letter appears when all of its bytes have come."""
 
     def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
@@ -91,7 +91,7 @@ class TextAssembler:
         return self._take(is_last=False)
 
     def finish(self) -> str:
-        """Return what is left, complete or not."""
+        """Return the rest of the text, complete or not."""
         return self._take(is_last=True)
 
     def _take(self, is_last: bool) -> str:
@@ -110,7 +110,7 @@ class TextAssembler:
 
 @dataclass
 class TokenStream:
-    """What generate() hands its tokens to. Called in the thread that generates."""
+    """The streamer of transformers' generate(), called in the thread that generates."""
 
     assembler: TextAssembler
     on_token: OnToken
@@ -131,7 +131,7 @@ class TokenStream:
             self._pass_on(self.assembler.add(token_id))
 
     def end(self) -> None:
-        """Pass on what was held back."""
+        """Pass on the rest of the text."""
         rest = self.assembler.finish()
         if rest:
             self._pass_on(rest)
@@ -171,10 +171,10 @@ class TextModel:
         on_token: OnToken,
         on_session: "Callable[[InferenceSession], None]" = lambda session: None,
     ) -> Generation:
-        """Generate what follows a prompt; `on_session` gets the session before the first token.
+        """Continue a prompt; `on_session` gets the session before the first token.
 
-        Raises UsageError for a prompt without tokens or settings that cannot be, RouteError
-        when blocks are missing. Beams show their text only at the end.
+        Raises UsageError for a prompt without tokens or invalid settings, RouteError when
+        blocks are missing. Beam search passes on its text only at the end.
         """
         import torch
 
@@ -185,7 +185,7 @@ class TextModel:
         has_beams = sampling.num_beams > 1
         if sampling.seed is not None:
             torch.manual_seed(sampling.seed)
-        num_prompt_tokens = self._model.transformer.num_prompt_tokens  # of one that was learned
+        num_prompt_tokens = self._model.transformer.num_prompt_tokens  # of a soft prompt
         max_length = num_prompt_tokens + ids_BT.shape[1] + sampling.max_new_tokens
         with self._model.inference_session(max_length=max_length) as session:
             on_session(session)
@@ -210,7 +210,7 @@ class TextModel:
             )
 
     def _run(self, ids_BT: "Tensor", **arguments: Any) -> "Tensor":
-        """Call generate(); what transformers finds wrong with the settings is a UsageError."""
+        """Call generate(); raises UsageError for settings that transformers refuses."""
         try:
             return cast("Tensor", self._model.generate(ids_BT, **arguments))
         except UsageError:

@@ -9,7 +9,7 @@ from .terminal import Progress, Terminal
 class Reporter:
     """Prints the events of one command, each as its own lines of text or as one JSON object.
 
-    While something is under way, a line on `notices` says so; it makes room for events.
+    A progress line on `notices` makes room for them.
     """
 
     def __init__(self, output: Terminal, notices: Terminal, is_json: bool) -> None:
@@ -20,7 +20,7 @@ class Reporter:
 
     @contextlib.contextmanager
     def showing(self, describe: Callable[[], str], is_timed: bool = True) -> Iterator[None]:
-        """Show, while inside, what is under way; see `Progress`."""
+        """Show a progress line while inside; see `Progress`."""
         self._progress = Progress(self._notices, describe, is_timed)
         with self._progress:
             yield

@@ -13,9 +13,9 @@ _LOOK_SECONDS = 0.1
 
 
 class TextPrinter:
-    """Shows text as it comes: wrapped behind its prompt on a terminal, as it is in a pipe.
+    """Prints text as it arrives: wrapped behind its prompt on a terminal, unchanged in a pipe.
 
-    With None for a terminal nothing is shown but interruptions.
+    With None for a terminal it prints only interruptions.
     """
 
     def __init__(self, terminal: Terminal | None, notices: Terminal, prompt: str) -> None:
@@ -35,23 +35,23 @@ class TextPrinter:
             self._write(self._wrapper.feed(piece) if self._wrapper else piece)
 
     def interrupt(self, line: str) -> None:
-        """Say something on a line of its own; the text goes on below. From any thread."""
+        """Print a line of its own; the text continues below it. From any thread."""
         with self._writing:
             if self._wrapper and self._notices.is_terminal:
                 self._write(self._wrapper.feed("\n"))
             self._notices.print(self._notices.paint(line, "dim"))
 
     def end(self) -> None:
-        """Show what is left."""
+        """Print the rest of the text."""
         with self._writing:
             self._begin("")
             self._write((self._wrapper.flush() if self._wrapper else "") + "\n")
 
     def _begin(self, piece: str) -> None:
-        """Repeat the prompt where a person reads along."""
+        """Print the prompt first, on a terminal."""
         if self._terminal and self._wrapper and self.is_fresh:
             prompt = self._wrapper.feed(self._prompt)
-            if not piece or piece[0].isspace():  # or its last word goes on
+            if not piece or piece[0].isspace():  # otherwise its last word continues
                 prompt += self._wrapper.flush()
             self._write(self._terminal.paint(prompt, "dim"))
         self.is_fresh = False
@@ -62,11 +62,10 @@ class TextPrinter:
 
 
 class OutageNotices:
-    """Looks again and again whether something is waited for, in a thread of its own, for use in a
-    `with` block.
+    """Watches, in a thread of its own during a `with` block, for an outage that stops a text.
 
-    `describe` says what that is, empty if nothing; `notify` gets the same words once, when they
-    have held for a second.
+    `describe` returns the outage in words, or an empty string; `notify` is called once with words
+    that have stayed the same for a second.
     """
 
     def __init__(
