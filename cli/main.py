@@ -1,9 +1,8 @@
-"""The front door: finds the subcommand, runs it, and turns errors into one sentence."""
+"""Reads the command line, runs the chosen subcommand, and prints errors in one sentence."""
 
 import argparse
 import contextlib
 import importlib
-import json
 import logging
 import os
 import sys
@@ -12,8 +11,8 @@ from typing import NoReturn
 
 from ..protocol.errors import ShoalError, UnavailableError
 from ..protocol.versions import SOFTWARE
+from .options.shared_options import join_addresses
 from .terminal.interrupts import INTERRUPTED, quitting_at_once
-from .terminal.options import join_addresses
 from .terminal.terminal import Terminal, open_closed_streams
 
 # Modules of the subcommands, imported only when one is chosen: `shoal --help` is instant.
@@ -32,7 +31,7 @@ _COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong with a command line."""
+    """Prints errors of the command line on one line."""
 
     def error(self, message: str) -> NoReturn:
         is_word_of_options = self.prog.endswith("generate") and "-h/--help" in message  # -hello
@@ -54,16 +53,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(file=sys.stderr)  # the line that ^C stands on
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe (`shoal generate … | head`) had enough.
+        # The reader of a pipe has closed it: `shoal generate … | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _run(options: argparse.Namespace) -> int:
-    """Run a subcommand and turn what goes wrong into one sentence.
+    """Run a subcommand and print its error, if any, as one sentence.
 
-    With --json it is also the last line of stdout: whoever reads that finds an object there in any
-    case.
+    With --json the error is also an object on the last line of stdout, so that programs always find
+    one there.
     """
     try:
         return int(options.run(options))
@@ -72,15 +71,15 @@ def _run(options: argparse.Namespace) -> int:
     except (OSError, ShoalError) as error:
         if os.environ.get("SHOAL_DEBUG"):
             raise
-        # A stderr that takes no more has to do without.
+        # If stderr takes no more, the sentence is lost.
         with contextlib.suppress(UnavailableError, BrokenPipeError):
             notices = Terminal(sys.stderr)
             for line in notices.wrap(f"shoal {options.command}: {_in_one_line(error)}"):
                 notices.print(line)
         if getattr(options, "json", False):
             facts = {"error": _in_one_line(error), "kind": type(error).__name__}
-            with contextlib.suppress(UnavailableError):  # the same of stdout
-                Terminal(sys.stdout).print(json.dumps(facts))
+            with contextlib.suppress(UnavailableError):  # or stdout
+                Terminal(sys.stdout).print_json(facts)
         return 1
 
 
@@ -97,14 +96,14 @@ def _parse(given: Sequence[str]) -> argparse.Namespace:
     for name, summary in _COMMANDS.items():
         subparser = subparsers.add_parser(name, help=summary, description=summary)
         if name == chosen:
-            module = importlib.import_module(f".{name.replace('-', '_')}", __package__)
+            module = importlib.import_module(f".commands.{name.replace('-', '_')}", __package__)
             module.add_arguments(subparser)
             subparser.set_defaults(run=module.run)
     return parser.parse_args(join_addresses(given))
 
 
 def _set_up_logging() -> None:
-    # The Hub's library warns of every attempt to reach it; what came of them is in the error.
+    # The Hub's library logs every failed attempt to reach it; our error says how they ended.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     wanted = os.environ.get("SHOAL_LOG", "WARNING").upper()
     logging.basicConfig(

@@ -22,8 +22,14 @@ from distant_peers.lines import LineConfig
 from distant_peers.swarm import DistantSwarm, open_bare_line, start_distant_swarm
 from measuring.benchmark_model import BenchmarkModel, make_wide_model, open_bundled_model
 from measuring.clients import Clients, join_swarm, time_prompt, time_step
-from shoal.cli.bench_report import BenchRun, Figure, at_most, compute_median, describe_machine
-from shoal.cli.swarm_speed import CONTEXT_TOKENS
+from shoal.cli.figures.bench_report import (
+    BenchRun,
+    Figure,
+    at_most,
+    compute_median,
+    describe_machine,
+)
+from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.client.session.session import RemoteSession
 from shoal.client.trace.trace import Exchange, Recorder, StepTaken
 from shoal.protocol.errors import ShoalError, UnavailableError

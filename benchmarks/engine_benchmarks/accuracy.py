@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.cli.bench_report import Figure, at_least, at_most
-from shoal.cli.swarm_speed import make_text_settings
+from shoal.cli.figures.bench_report import Figure, at_least, at_most
+from shoal.cli.figures.swarm_speed import make_text_settings
 from shoal.client.model.local_layers import load_config, load_local_layers
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint

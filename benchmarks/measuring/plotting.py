@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 def save_figure(figure: Figure, note: str, folder: Path, name: str) -> list[Path]:
     """Write a figure with a note below as SVG and PNG into a folder; return the files.
 
-    Call it where `rc_context(STYLE)` holds, with the style of `shoal.cli.finetune_plot`.
+    Call it where `rc_context(STYLE)` holds, with the style of `shoal.cli.finetuning.loss_plot`.
     """
     figure.supxlabel(note, fontsize=7, color="0.4")
     folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from shoal.cli.terminal.quantities import parse_count, parse_non_negative
+from shoal.cli.options.quantities import parse_count, parse_non_negative
 from shoal.protocol.errors import ShoalError
 from simulation.distances import Chosen, run_distances, time_decisions
 from simulation.machines import read_churn

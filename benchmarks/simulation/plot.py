@@ -7,7 +7,7 @@ from matplotlib import rc_context
 from matplotlib.figure import Figure
 
 from measuring.plotting import save_figure
-from shoal.cli.finetune_plot import STYLE
+from shoal.cli.finetuning.loss_plot import STYLE
 from simulation.recorder import Sample
 from simulation.scenarios import WARM_UP_SECONDS, ChurnOutcome, Recovery
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine_benchmarks import accuracy
-from shoal.cli.bench_report import BenchRun, Figure, describe_machine
+from shoal.cli.figures.bench_report import BenchRun, Figure, describe_machine
 from shoal.cli.terminal.interrupts import INTERRUPTED, end_in_good_order
 from shoal.protocol.errors import ShoalError
 from swarm_benchmarks import failover, finetune, flood, hop, memory, start

@@ -8,7 +8,7 @@ from matplotlib import figure as drawings
 from matplotlib import rc_context
 
 from measuring.plotting import save_figure
-from shoal.cli.bench_report import (
+from shoal.cli.figures.bench_report import (
     Figure,
     Target,
     at_least,
@@ -16,7 +16,7 @@ from shoal.cli.bench_report import (
     compute_median,
     compute_percentile,
 )
-from shoal.cli.finetune_plot import STYLE
+from shoal.cli.finetuning.loss_plot import STYLE
 
 # Told apart without colour: by shade, line and marker.
 _DARK: dict[str, Any] = {"color": "0.1", "marker": "o"}

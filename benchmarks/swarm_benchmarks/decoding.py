@@ -4,8 +4,8 @@ A step is one token's hidden state in and out through all peers, without embeddi
 """
 
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_load, time_steps
-from shoal.cli.bench_report import Figure, at_least, compute_median, compute_percentile
-from shoal.cli.swarm_speed import CONTEXT_TOKENS, measure_text, time_session
+from shoal.cli.figures.bench_report import Figure, at_least, compute_median, compute_percentile
+from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, measure_text, time_session
 from shoal.client import AutoDistributedModelForCausalLM
 from swarm_benchmarks.curve import CurvePoint, SessionsCurve
 from swarm_benchmarks.setting import Setting

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_steps
-from shoal.cli.bench_report import Figure, at_most
+from shoal.cli.figures.bench_report import Figure, at_most
 from shoal.peer.local_swarm.swarm import LocalPeer, LocalSwarm
 from swarm_benchmarks.setting import Setting
 

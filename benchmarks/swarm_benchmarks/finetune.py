@@ -19,8 +19,14 @@ from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import SwarmAddress, join_swarm, time_load
 from measuring.helper_process import HelperProcess
 from measuring.watched_transport import WatchedTransport
-from shoal.cli.bench_report import Figure, at_least, at_most, compute_median, compute_percentile
-from shoal.cli.swarm_speed import CONTEXT_TOKENS, time_calls
+from shoal.cli.figures.bench_report import (
+    Figure,
+    at_least,
+    at_most,
+    compute_median,
+    compute_percentile,
+)
+from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS, time_calls
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
 from shoal.client.runtime.joining import connect_over_network

@@ -14,8 +14,8 @@ from pathlib import Path
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_load
 from measuring.helper_process import HelperProcess
-from shoal.cli.bench_report import Figure, at_most, compute_median, compute_percentile
-from shoal.cli.swarm_speed import CONTEXT_TOKENS
+from shoal.cli.figures.bench_report import Figure, at_most, compute_median, compute_percentile
+from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.protocol.errors import RefusedError, RouteError, UnavailableError
 from shoal.protocol.ids import ModelId
 from swarm_benchmarks.setting import Setting

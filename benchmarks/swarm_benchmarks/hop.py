@@ -12,8 +12,8 @@ from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import SwarmAddress, join_swarm, time_step
 from measuring.grpc_echo import open_echo, start_echo
 from measuring.watched_transport import WatchedTransport
-from shoal.cli.bench_report import Figure, at_most, compute_median
-from shoal.cli.swarm_speed import CONTEXT_TOKENS
+from shoal.cli.figures.bench_report import Figure, at_most, compute_median
+from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from shoal.client.session.session import RemoteSession
 from shoal.protocol.messages.session import Output
 from shoal.protocol.net.transport import Transport

@@ -4,7 +4,7 @@ import asyncio
 from pathlib import Path
 
 from measuring.clients import SwarmAddress, join_swarm
-from shoal.cli.bench_report import Figure, at_most
+from shoal.cli.figures.bench_report import Figure, at_most
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from swarm_benchmarks.setting import Setting
 

@@ -8,8 +8,8 @@ import time
 
 from measuring.benchmark_model import BenchmarkModel
 from measuring.clients import Clients, SwarmAddress, join_swarm, time_prompt
-from shoal.cli.bench_report import Figure, at_least, at_most, compute_median
-from shoal.cli.swarm_speed import CONTEXT_TOKENS
+from shoal.cli.figures.bench_report import Figure, at_least, at_most, compute_median
+from shoal.cli.figures.swarm_speed import CONTEXT_TOKENS
 from swarm_benchmarks.setting import Setting
 
 _COMPARED_TOKENS = 512

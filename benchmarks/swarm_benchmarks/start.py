@@ -5,7 +5,7 @@ import sys
 import time
 
 from measuring.clients import SwarmAddress, join_swarm
-from shoal.cli.bench_report import Figure, at_most, compute_median
+from shoal.cli.figures.bench_report import Figure, at_most, compute_median
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from swarm_benchmarks.setting import Setting
 

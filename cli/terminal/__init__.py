@@ -1,4 +1,4 @@
-"""What several commands share: the terminal, options, sizes and durations, and text that streams.
+"""What a command does to its process: its output, its progress line, signals and slow imports.
 
-Read first: terminal.py.
+Nothing here knows of swarms or models. Read first: terminal.py.
 """

@@ -1,6 +1,6 @@
-"""Importing torch, transformers and hivemind: seconds, and half a million objects.
+"""Garbage collection around the imports of torch, transformers and hivemind.
 
-Imports next to nothing itself.
+They take seconds and make half a million objects. This file imports next to nothing itself.
 """
 
 import contextlib
@@ -11,12 +11,11 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def importing_much() -> Iterator[None]:
-    """Keep what is made inside, modules above all, from ever being looked through for garbage.
+    """Exclude all objects made inside, modules above all, from garbage collection for good.
 
-    It stays until the process ends. Python would look through all of it every few seconds of work,
-    a quarter of a second in which a peer answers nobody and a client takes no step; and half a
-    dozen times while it is imported. For processes that are ours: this concerns everything in them,
-    and so it happens only where modules have come.
+    Python would otherwise scan them every few seconds, a quarter of a second in which a peer or a
+    client does nothing else, and half a dozen times during the imports. This affects the whole
+    process, so it is only for processes of our own, and only if modules were imported.
     """
     was_enabled, num_modules = gc.isenabled(), len(sys.modules)
     gc.disable()

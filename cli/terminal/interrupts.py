@@ -1,6 +1,6 @@
-"""What Ctrl-C, a request to end and a terminal that is closed do to a command.
+"""Handles Ctrl-C, SIGTERM and the SIGHUP of a closed terminal in commands.
 
-Imports next to nothing: it is loaded before all else, see `quit_at_once`.
+Imports next to nothing, because it is loaded before everything else; see `quit_at_once`.
 """
 
 import contextlib
@@ -13,10 +13,10 @@ INTERRUPTED = 130
 
 
 def quit_at_once() -> None:
-    """From now on Ctrl-C ends the process where it stands, quietly.
+    """Let Ctrl-C end the process at once and quietly from now on.
 
-    For times without anything to clean up, imports above all: a KeyboardInterrupt in their midst
-    ends in a traceback of whatever library was just being imported.
+    For times without anything to clean up, imports above all: a KeyboardInterrupt during an import
+    would print a traceback of the imported library.
     """
     signal.signal(signal.SIGINT, _quit)
 
@@ -33,9 +33,9 @@ def quitting_at_once() -> Iterator[None]:
 
 @contextlib.contextmanager
 def end_in_good_order() -> Iterator[None]:
-    """Raise KeyboardInterrupt on SIGTERM and SIGHUP too, so that `with` blocks end what they began.
+    """Raise KeyboardInterrupt on SIGTERM and SIGHUP too, so that `with` blocks clean up.
 
-    Belongs to the main thread.
+    Only for the main thread.
     """
     numbers = (signal.SIGTERM, signal.SIGHUP)
     previous = [signal.signal(number, _interrupt) for number in numbers]
@@ -48,9 +48,9 @@ def end_in_good_order() -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_interrupts() -> Iterator[None]:
-    """Let Ctrl-C and requests to end wait for the end of what must not be left half done.
+    """Delay Ctrl-C, SIGTERM and SIGHUP until the end of work that must not be cut short.
 
-    Belongs to the main thread.
+    Only for the main thread.
     """
     held: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

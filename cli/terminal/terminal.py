@@ -1,6 +1,7 @@
-"""How text reaches a terminal: colours, characters that it can show, wrapping, and progress."""
+"""Output to a terminal: colours, encodable characters, wrapping, and a progress line."""
 
 import contextlib
+import json
 import os
 import shutil
 import sys
@@ -15,7 +16,7 @@ from typing import TextIO
 from ...protocol.errors import UnavailableError
 
 MAX_WIDTH = 80
-"""Lines of text are easier to read when they are not longer than this."""
+"""Longer lines of text are harder to read."""
 
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 _FALLBACKS = str.maketrans(
@@ -38,10 +39,10 @@ _TICK_SECONDS = 0.1
 
 
 def open_closed_streams() -> None:
-    """Let a standard stream that this process was started without (`>&-`) be /dev/null.
+    """Open /dev/null for each standard stream that this process was started without (`>&-`).
 
-    Python has None in its place. Also, the next file or connection would get its number, and with
-    it what libraries and other processes write there.
+    Python has None in its place. Also, the next file or connection would get the descriptor of the
+    stream, and the output that libraries and other processes write to it.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
@@ -49,7 +50,7 @@ def open_closed_streams() -> None:
 
 
 class Terminal:
-    """A text stream and what can be shown on it.
+    """A text stream with its width, colours and encoding.
 
     Colours only on a terminal and not under NO_COLOR (no-color.org); plain ASCII where the
     stream's encoding is not UTF-8.
@@ -132,9 +133,17 @@ class Terminal:
         """Write one line."""
         self.write(line + "\n")
 
+    def print_json(self, value: object) -> None:
+        """Write a value as one line of JSON."""
+        self.print(json.dumps(value))
+
+    def print_event(self, event: str, /, **facts: object) -> None:
+        """Write an event as one line of JSON: an object with its name and its facts."""
+        self.print_json({"event": event, **facts})
+
 
 def _forget_unwritten(stream: TextIO) -> None:
-    """Let go to /dev/null what a stream holds: Python would try once more at its end."""
+    """Discard the buffer of a stream; Python would try to write it again at exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
@@ -143,7 +152,7 @@ def _forget_unwritten(stream: TextIO) -> None:
 class WordWrapper:
     """Breaks text that arrives in pieces into lines, between words.
 
-    A word is held back until it is complete, because only then it is known where it fits.
+    A word is held back until it is complete, because its length decides its line.
 
     >>> wrapper = WordWrapper(10)
     >>> wrapper.feed("one two th") + wrapper.feed("ree four") + wrapper.flush()
@@ -159,11 +168,11 @@ class WordWrapper:
 
     @property
     def column(self) -> int:
-        """Where the line stands, indentation included; 0 at its beginning."""
+        """The current column, indentation included; 0 at the beginning of a line."""
         return self._column
 
     def feed(self, text: str) -> str:
-        """Take some text and return what can be shown of it now."""
+        """Take some text and return the part that can be shown now."""
         shown: list[str] = []
         for letter in text:
             if letter == "\n":
@@ -204,14 +213,17 @@ def _columns(letter: str) -> int:
 
 
 class Progress:
-    """One line on a terminal that says what is under way and for how long; gone when done.
+    """A line on a terminal that describes the work in progress and, if timed, counts its seconds.
 
-    Silent where the stream is no terminal: a log needs no moving line.
+    The line is erased at the end. Nothing is shown if the stream is not a terminal.
     """
 
-    def __init__(self, terminal: Terminal, describe: Callable[[], str]) -> None:
+    def __init__(
+        self, terminal: Terminal, describe: Callable[[], str], is_timed: bool = True
+    ) -> None:
         self._terminal = terminal
         self._describe = describe
+        self._is_timed = is_timed
         self._is_over = threading.Event()
         self._drawing = threading.Lock()
         self._thread = threading.Thread(target=self._draw, daemon=True)
@@ -235,7 +247,7 @@ class Progress:
 
     @contextlib.contextmanager
     def making_room(self) -> Iterator[None]:
-        """Take the line away while something is printed that stays."""
+        """Erase the line while other output is printed."""
         with self._drawing:
             if self._thread.is_alive():
                 self._erase()
@@ -243,7 +255,7 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """How long it has been under way."""
+        """Seconds since the beginning."""
         return time.monotonic() - self._started_at
 
     def _draw(self) -> None:
@@ -253,11 +265,9 @@ class Progress:
             num_ticks += 1
             room = self._terminal.width - 1
             with self._drawing:
-                line = f"  {sign} {self._compose()}"[:room].ljust(room)
+                seconds = f"  {self.seconds:.0f} s" if self._is_timed else ""
+                line = f"  {sign} {self._describe()}{seconds}"[:room].ljust(room)
                 self._terminal.write("\r" + self._terminal.paint(line, "dim"))
-
-    def _compose(self) -> str:
-        return f"{self._describe()}  {self.seconds:.0f} s"
 
     def _erase(self) -> None:
         self._terminal.write("\r" + " " * (self._terminal.width - 1) + "\r")

@@ -1,14 +1,21 @@
-"""How a text appears: as it comes, behind its prompt, and with what interrupts it."""
+"""Streams a text to a terminal behind its prompt, and says what it waits for when it pauses."""
 
 import threading
+from collections.abc import Callable
+from types import TracebackType
 
 from .terminal import Terminal, WordWrapper
 
+_PATIENCE_SECONDS = 1.0
+"""Most failovers are over by then, and the report at the end names them."""
+
+_LOOK_SECONDS = 0.1
+
 
 class TextPrinter:
-    """Shows text as it comes: wrapped behind its prompt on a terminal, as it is in a pipe.
+    """Prints text as it arrives: wrapped behind its prompt on a terminal, unchanged in a pipe.
 
-    With None for a terminal nothing is shown but interruptions.
+    With None for a terminal it prints only interruptions.
     """
 
     def __init__(self, terminal: Terminal | None, notices: Terminal, prompt: str) -> None:
@@ -28,23 +35,23 @@ class TextPrinter:
             self._write(self._wrapper.feed(piece) if self._wrapper else piece)
 
     def interrupt(self, line: str) -> None:
-        """Say something on a line of its own; the text goes on below. From any thread."""
+        """Print a line of its own; the text continues below it. From any thread."""
         with self._writing:
             if self._wrapper and self._notices.is_terminal:
                 self._write(self._wrapper.feed("\n"))
             self._notices.print(self._notices.paint(line, "dim"))
 
     def end(self) -> None:
-        """Show what is left."""
+        """Print the rest of the text."""
         with self._writing:
             self._begin("")
             self._write((self._wrapper.flush() if self._wrapper else "") + "\n")
 
     def _begin(self, piece: str) -> None:
-        """Repeat the prompt where a person reads along."""
+        """Print the prompt first, on a terminal."""
         if self._terminal and self._wrapper and self.is_fresh:
             prompt = self._wrapper.feed(self._prompt)
-            if not piece or piece[0].isspace():  # or its last word goes on
+            if not piece or piece[0].isspace():  # otherwise its last word continues
                 prompt += self._wrapper.flush()
             self._write(self._terminal.paint(prompt, "dim"))
         self.is_fresh = False
@@ -52,3 +59,45 @@ class TextPrinter:
     def _write(self, text: str) -> None:
         if self._terminal is not None:
             self._terminal.write(text)
+
+
+class OutageNotices:
+    """Watches, in a thread of its own during a `with` block, for an outage that stops a text.
+
+    `describe` returns the outage in words, or an empty string; `notify` is called once with words
+    that have stayed the same for a second.
+    """
+
+    def __init__(
+        self,
+        describe: Callable[[], str],
+        notify: Callable[[str], None],
+        patience_seconds: float = _PATIENCE_SECONDS,
+    ) -> None:
+        self._describe = describe
+        self._notify = notify
+        self._num_patient_looks = round(patience_seconds / _LOOK_SECONDS)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> "OutageNotices":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        known, num_looks = "", 0
+        while not self._is_over.wait(_LOOK_SECONDS):
+            found = self._describe()
+            num_looks = num_looks + 1 if found == known else 0
+            known = found
+            if found and num_looks == self._num_patient_looks:
+                self._notify(found)

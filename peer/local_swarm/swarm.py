@@ -284,6 +284,11 @@ class LocalSwarm:
         running = [peer for peer in self.peers if peer.is_running]
         return [address for peer in running for address in peer.addresses]
 
+    @property
+    def num_online(self) -> int:
+        """How many peers are online while the swarm starts. From any thread."""
+        return sum(peer.facts.get("event") == "online" for peer in list(self.peers))
+
     def add(
         self,
         span: tuple[int, int] | Place | None = None,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shoal.cli.main import _parse
-from shoal.cli.terminal.adapter_folder import find_adapter
+from shoal.cli.options.adapter_folder import find_adapter
 from shoal.protocol.errors import UsageError
 
 DIGEST = "7b06" + "0123456789abcdef" * 3 + "c0de00000000"

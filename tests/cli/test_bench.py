@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.bench_report import (
+from shoal.cli.figures.bench_report import (
     BenchReport,
     BenchRun,
     Figure,

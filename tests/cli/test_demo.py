@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import warm_python
 
-from shoal.cli.demo_screen import DemoResult
-from shoal.cli.terminal.bundled_model import find_model
-from shoal.cli.terminal.text_generation import Generation
+from shoal.cli.commands.demo import DemoResult
+from shoal.cli.options.bundled_model import find_model
+from shoal.cli.remote_models.text_generation import Generation
 from shoal.protocol.errors import ModelError
 
 

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from shoal.cli.doctor import _Screen  # pyright: ignore[reportPrivateUsage]
+from shoal.cli.commands.doctor import _Screen  # pyright: ignore[reportPrivateUsage]
 from shoal.cli.terminal.terminal import Terminal
 from shoal.client.doctor.finding import Finding, Status
 

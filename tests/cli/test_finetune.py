@@ -19,9 +19,9 @@ import warm_python
 from safetensors.torch import load_file
 from torch import Tensor
 
-from shoal.cli import finetune
+from shoal.cli.commands import finetune
 from shoal.cli.main import main
-from shoal.cli.terminal.bundled_model import BUNDLED_NAME, find_model
+from shoal.cli.options.bundled_model import BUNDLED_NAME, find_model
 from shoal.client.learning.finetune_run import RunConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import RouteError

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shoal.cli.main import main
-from shoal.cli.terminal.bundled_model import BUNDLED_NAME, find_model
+from shoal.cli.options.bundled_model import BUNDLED_NAME, find_model
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm.swarm import LocalSwarm
 

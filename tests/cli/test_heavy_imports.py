@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from shoal.cli.terminal import text_generation
+from shoal.cli.remote_models import opening
 from shoal.cli.terminal.heavy_imports import importing_much
 
 
@@ -60,6 +60,6 @@ def test_client_is_imported_so(monkeypatch: pytest.MonkeyPatch) -> None:
         begun.append(True)
         yield
 
-    monkeypatch.setattr(text_generation, "importing_much", note)
-    text_generation.import_client()
+    monkeypatch.setattr(opening, "importing_much", note)
+    opening.import_client()
     assert begun

@@ -25,7 +25,7 @@ DEMO = ("demo", "--tokens", "9", "--kill-after", "3")
     ("module", "command"),
     [
         pytest.param("shoal.cli.main", SERVE, marks=pytest.mark.thorough),
-        ("shoal.cli.serve", SERVE),
+        ("shoal.cli.commands.serve", SERVE),
         pytest.param("torch.nn.functional", SERVE, marks=pytest.mark.thorough),
         pytest.param("hivemind.proto.runtime_pb2", SERVE, marks=pytest.mark.thorough),
         pytest.param("shoal.peer.peer", SERVE, marks=pytest.mark.thorough),

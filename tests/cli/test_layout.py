@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from shoal.cli.demo import plan_demo_spans
-from shoal.cli.terminal.layout import choose_num_replicas, cut_evenly, plan_spans
+from shoal.cli.commands.demo import plan_demo_spans
+from shoal.cli.options.layout import choose_num_replicas, cut_evenly, plan_spans
 from shoal.protocol.errors import UsageError
 from shoal.protocol.spans import Span
 

@@ -14,8 +14,8 @@ import warm_python
 from screens import Screen
 
 from shoal.cli.main import _in_one_line, _parse, main
-from shoal.cli.terminal.bundled_model import BUNDLED_NAME, count_blocks, find_model
-from shoal.cli.terminal.options import join_addresses
+from shoal.cli.options.bundled_model import BUNDLED_NAME, count_blocks, find_model
+from shoal.cli.options.shared_options import join_addresses
 from shoal.protocol.errors import ModelError
 
 PUBLIC = "shoal:aeaaagaaaaaaaaaaaaaaaaaaaaaaaaaatsnisby"

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 from screens import Screen
 
-from shoal.cli import publish
+from shoal.cli.commands import publish
 from shoal.cli.main import _parse, main
+from shoal.cli.terminal.reporter import Reporter
 from shoal.cli.terminal.terminal import Terminal
 
 CLOSED = "/ip4/127.0.0.1/tcp/1/p2p/12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN"
@@ -20,6 +21,10 @@ DIGEST = "03382acf" * 8
 def make_published(*joining: str, is_complete: bool = True) -> publish._Published:
     options = _parse(["publish", "shoal-stories", "my-adapter", *joining])
     return publish._Published(options, DIGEST, is_complete)
+
+
+def report_to(screen: Screen, is_json: bool = False) -> Reporter:
+    return Reporter(Terminal(screen), Terminal(screen), is_json)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +77,7 @@ def test_swarm_that_nobody_is_in_is_one_line(
 def test_it_tells_how_others_use_it_in_a_terminal() -> None:
     screen = Screen()
 
-    publish._Reporter(Terminal(screen)).report_published(make_published("--join", "@own.code"))
+    publish._report_published(report_to(screen), make_published("--join", "@own.code"))
 
     assert all(len(line) <= 80 for line in screen.text.replace("\x1b[1m", "").splitlines())
     assert (
@@ -88,18 +93,18 @@ def test_it_tells_when_it_cannot_be_used_yet() -> None:
     screen = Screen()
 
     published = make_published("--join", "@own.code", is_complete=False)
-    publish._Reporter(Terminal(screen)).report_published(published)
+    publish._report_published(report_to(screen), published)
 
     assert "peers for all blocks have it" in screen.text
 
 
 def test_it_tells_programs_the_whole_command_and_no_secret() -> None:
     screen = Screen(is_terminal=False)
-    reporter = publish._JsonReporter(Terminal(screen))
+    reporter = report_to(screen, is_json=True)
 
-    reporter.report_published(make_published("--join", "shoal:secret"))
+    publish._report_published(reporter, make_published("--join", "shoal:secret"))
     reporter.warn("no peer keeps it")
-    reporter.report_withdrawn(DIGEST)
+    publish._report_withdrawn(reporter, DIGEST)
 
     use = f'shoal generate shoal-stories "Once upon a time" --adapter {DIGEST} --join shoal:…'
     assert [json.loads(line) for line in screen.text.splitlines()] == [
@@ -123,9 +128,8 @@ def test_warnings_of_the_client_are_sentences_told_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     screen = Screen()
-    monkeypatch.setattr("sys.stderr", screen)
     monkeypatch.setenv("NO_COLOR", "1")
-    reporter, logger = publish._Reporter(Terminal(screen)), logging.getLogger("shoal.client.any")
+    reporter, logger = report_to(screen), logging.getLogger("shoal.client.any")
 
     with publish._telling_warnings(reporter.warn):
         for _ in range(2):

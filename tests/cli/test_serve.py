@@ -7,8 +7,8 @@ import re
 import pytest
 from screens import Screen
 
+from shoal.cli.commands.serve import _make_config, _print_for_people
 from shoal.cli.main import _parse
-from shoal.cli.serve import _make_config, _print_for_people
 from shoal.peer.runtime.config import PeerConfig, PeerEvent
 
 

@@ -11,14 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.terminal.text_generation import (
-    Sampling,
-    TextAssembler,
-    TextModel,
-    TokenStream,
-    describe_failover,
-    failover_facts,
-)
+from shoal.cli.remote_models.opening import load_tokenizer
+from shoal.cli.remote_models.routes import describe_failover, failover_facts
+from shoal.cli.remote_models.text_generation import Sampling, TextAssembler, TokenStream
 from shoal.client.routing.route import Hop
 from shoal.client.trace.trace import Failover
 from shoal.protocol.errors import ModelError
@@ -81,7 +76,7 @@ def test_model_without_a_tokenizer_is_refused(byte_model: Path, tmp_path: Path) 
     shutil.copytree(byte_model, directory, ignore=shutil.ignore_patterns("*token*"))
 
     with pytest.raises(ModelError, match="has no tokenizer"):
-        TextModel.open(str(directory), ["/ip4/127.0.0.1/tcp/1/p2p/x"])
+        load_tokenizer(str(directory))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +92,7 @@ def test_damaged_configuration_is_named_before_the_tokenizer_reads_it(
     (directory / "config.json").write_text(json.dumps({**config, name: value}))
 
     with pytest.raises(ModelError, match=f"^{name} in config.json"):
-        TextModel.open(str(directory), ["/ip4/..."])
+        load_tokenizer(str(directory))
 
 
 def make_hop(number: int, weights: Any) -> Hop:

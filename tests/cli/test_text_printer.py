@@ -7,9 +7,8 @@ import threading
 import pytest
 from screens import Screen
 
-from shoal.cli.terminal.outage_notices import OutageNotices
 from shoal.cli.terminal.terminal import Terminal
-from shoal.cli.terminal.text_printer import TextPrinter
+from shoal.cli.terminal.text_printer import OutageNotices, TextPrinter
 
 DIM, PLAIN = "\x1b[2m", "\x1b[0m"
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.cli.terminal.text_generation import Sampling, TextModel
-from shoal.cli.terminal.tracing import TraceFile, describe_cut_trace
+from shoal.cli.remote_models.text_generation import Sampling, TextModel
+from shoal.cli.remote_models.tracing import TraceFile, describe_cut_trace
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.trace.trace_summary import describe_summary
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
@@ -124,6 +124,6 @@ def test_file_that_takes_no_more_is_named_unless_something_worse_happened(
 
 def test_without_a_file_nothing_is_taken_down() -> None:
     with TraceFile(None) as trace_file:
-        trace_file.watch(object())
+        trace_file.watch(SessionWithoutSteps())
 
     assert trace_file.summarize() is None

@@ -37,9 +37,9 @@ from shoal.peer.local_swarm.swarm import LocalPeer
 
 _MODULES = (
     "shoal.cli.main",
-    "shoal.cli.serve",
-    "shoal.cli.generate",
-    "shoal.cli.doctor",
+    "shoal.cli.commands.serve",
+    "shoal.cli.commands.generate",
+    "shoal.cli.commands.doctor",
     "shoal.peer.peer",
     "shoal.client",
     "shoal.client.model.model",

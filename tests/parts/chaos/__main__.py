@@ -13,9 +13,9 @@ import time
 from chaos.report import describe_failure, describe_outcome
 from chaos.run import PLANS, Setting, run_chaos
 
-from shoal.cli.terminal.bundled_model import count_blocks, find_model
+from shoal.cli.options.bundled_model import count_blocks, find_model
+from shoal.cli.options.layout import plan_spans
 from shoal.cli.terminal.interrupts import INTERRUPTED, end_in_good_order
-from shoal.cli.terminal.layout import plan_spans
 from shoal.protocol.errors import ShoalError
 
 

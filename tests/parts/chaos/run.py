@@ -22,7 +22,7 @@ from chaos.writers import LONGEST_TEXT, Tally, Task, Writer, tell_stories, write
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from shoal.cli.terminal.bundled_model import find_model
+from shoal.cli.options.bundled_model import find_model
 from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm.swarm import PeerProcessError
 from shoal.protocol.errors import UsageError

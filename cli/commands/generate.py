@@ -1,0 +1,261 @@
+"""`shoal generate`: stream text from a swarm."""
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from ...protocol.errors import UsageError
+from ...protocol.spans import Span
+from ..options.adapter_folder import find_adapter
+from ..options.bundled_model import find_model
+from ..options.joining import add_join_arguments, read_joining
+from ..options.quantities import parse_count, parse_fraction, parse_non_negative, parse_whole
+from ..options.shared_options import add_model_argument
+from ..remote_models.opening import load_tokenizer, open_model
+from ..remote_models.routes import describe_failover, describe_route, failover_facts, route_facts
+from ..remote_models.text_generation import Generation, Sampling, TextModel, read_prompt
+from ..remote_models.tracing import TraceFile, describe_cut_trace, parse_trace_path
+from ..terminal.interrupts import quitting_at_once
+from ..terminal.terminal import Progress, Terminal
+from ..terminal.text_printer import OutageNotices, TextPrinter
+
+if TYPE_CHECKING:
+    from ...client.session.inference_session import InferenceSession
+
+_DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal generate`."""
+    add_model_argument(parser)
+    parser.add_argument("prompt", metavar="PROMPT", help="text to continue; - reads stdin")
+    add_join_arguments(parser)
+    parser.add_argument(
+        "--adapter", metavar="DIR|DIGEST",
+        help="folder written by `shoal finetune` or, for LoRA, by PEFT, or the digest of a "
+        "published adapter",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-new-tokens", type=parse_count, default=64, metavar="N",
+        help="maximum number of new tokens (default: %(default)s)",
+    )  # fmt: skip
+    _add_sampling_arguments(parser)
+    parser.add_argument(
+        "--beams", type=parse_count, default=1, metavar="N",
+        help="beam search with N beams; the text appears at the end",
+    )  # fmt: skip
+    parser.add_argument(
+        "--wait", type=parse_non_negative, default=20.0, metavar="SECONDS",
+        help="how long to wait for blocks that no peer serves (default: 20)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--dtype", choices=tuple(_DTYPES), default="auto",
+        help="data type of the embedding and the head on this machine (default: as stored)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv", choices=("float", "int8"), default="float",
+        help="format of the KV cache on the peers; int8 takes a quarter to a half of the memory "
+        "and is slightly less precise (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--delivery", choices=("chain", "star"),
+        help="how hidden states travel: each peer pushes them to the next (chain), or all go "
+        "through this machine (star) (default: chain)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--standby", action="store_true",
+        help="keep a hot standby for every hop, so that a lost peer is replaced without replay "
+        "(doubles the swarm's work)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace", type=parse_trace_path, metavar="FILE",
+        help="write a timeline of every token at every hop, for ui.perfetto.dev, and print a "
+        "summary",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+
+
+def _add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--temperature", type=parse_non_negative, metavar="T",
+        help="sampling temperature; 0 decodes greedily",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-p", type=parse_fraction, metavar="P",
+        help="sample from the most likely tokens whose probabilities add up to P",
+    )  # fmt: skip
+    parser.add_argument(
+        "--top-k", type=parse_count, metavar="K", help="sample from the K most likely tokens"
+    )
+    parser.add_argument(
+        "--seed", type=parse_whole, metavar="S",
+        help="sample with this random seed; the same seed gives the same text",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Generate one text; return 0."""
+    output, notices = Terminal(sys.stdout), Terminal(sys.stderr)
+    trace_file = TraceFile(options.trace)
+    try:
+        with trace_file:
+            generation = _generate(options, output, notices, trace_file)
+            from ...client.trace.trace_summary import describe_summary, make_summary_json
+
+            # Inside the block: the text is printed even if writing the trace fails at its end.
+            summary = trace_file.summarize()
+            if options.json:
+                facts = _make_json(generation) | {"kv_format": options.kv}
+                facts |= {"trace": make_summary_json(summary)} if summary else {}
+                output.print_json(facts)
+            else:
+                _report(notices, generation)
+                for line in describe_summary(summary) if summary else ():
+                    notices.print(line)
+    except BaseException:
+        for line in describe_cut_trace(trace_file):
+            notices.print(line)
+        raise
+    return 0
+
+
+def _generate(
+    options: argparse.Namespace, output: Terminal, notices: Terminal, trace_file: TraceFile
+) -> Generation:
+    """Join the swarm and generate one text, printed as it comes where there is no --json."""
+    prompt = _read_prompt(options.prompt)
+    joining = read_joining(options)
+    sampling = Sampling(
+        options.max_new_tokens,
+        options.temperature,
+        options.top_p,
+        options.top_k,
+        options.seed,
+        options.beams,
+    )
+    name, adapter = find_model(options.model), find_adapter(options.adapter)
+    with Progress(notices, lambda: "Joining the swarm"):
+        # transformers imports its parts when they are first used, and turns an interrupt there
+        # into errors of its own.
+        with quitting_at_once():
+            tokenizer = load_tokenizer(name)
+        remote_model = open_model(
+            name,
+            joining.initial_peers,
+            torch_dtype=_DTYPES[options.dtype],
+            failover_timeout_seconds=options.wait,
+            kv_format=options.kv,
+            join=joining.join,
+            delivery=options.delivery,
+            standby=options.standby,
+            **adapter,
+        )
+        model = TextModel(remote_model, tokenizer)
+    with model, output.ending_lines(), contextlib.ExitStack() as waiting:
+        sessions: list[Any] = []
+        _wait(waiting, notices, model, sessions, options.wait)
+        printer = TextPrinter(None if options.json else output, notices, prompt)
+
+        def on_token(piece: str) -> None:
+            if printer.is_fresh:
+                waiting.close()
+                if options.standby:
+                    _warn_of_missing_standbys(notices, sessions[0])
+            printer.add(piece)
+
+        def on_session(session: "InferenceSession") -> None:
+            sessions.append(session)
+            trace_file.watch(session)
+
+        def describe_outage() -> str:
+            sought = None if printer.is_fresh else sessions[0].sought
+            return _describe_wait([sought], options.wait) if sought else ""
+
+        with OutageNotices(describe_outage, printer.interrupt):
+            generation = model.generate(prompt, sampling, on_token, on_session)
+        printer.end()
+    return generation
+
+
+def _read_prompt(text: str) -> str:
+    if text == "-":
+        try:
+            text = sys.stdin.read().rstrip("\r\n")
+        except UnicodeDecodeError as error:
+            raise UsageError("the prompt on stdin is not valid in the locale's encoding") from error
+    return read_prompt(text)
+
+
+def _wait(
+    waiting: contextlib.ExitStack,
+    notices: Terminal,
+    model: TextModel,
+    sessions: Sequence[Any],
+    seconds: float,
+) -> None:
+    """Show what the first token waits for, until `waiting` is closed."""
+
+    def describe() -> str:
+        if sessions and sessions[0].waiting:
+            return f"Waiting for {sessions[0].waiting}"
+        return _describe_wait(model.missing_blocks, seconds)
+
+    if model.missing_blocks and seconds and not notices.is_terminal:
+        notices.print(describe())
+    waiting.enter_context(Progress(notices, describe))
+
+
+def _describe_wait(missing: Sequence[Span], seconds: float) -> str:
+    """Return the reason for which no token comes.
+
+    >>> _describe_wait([Span(0, 4)], 20.0)
+    'Waiting for blocks 0:4, at most 20 s'
+    >>> _describe_wait([Span(0, 4)], 0.0)
+    'No peer serves blocks 0:4'
+    """
+    names = ", ".join(map(str, missing))
+    if not names:
+        return "Generating"
+    if seconds == 0:
+        return f"No peer serves blocks {names}"
+    return f"Waiting for blocks {names}, at most {seconds:g} s"
+
+
+def _warn_of_missing_standbys(notices: Terminal, session: "InferenceSession") -> None:
+    """Name the blocks that have no standby."""
+    names = ", ".join(map(str, session.spans_without_replica))
+    if names:
+        notices.print(
+            f"No standby for blocks {names}: no other peer serves them with the same weights"
+        )
+
+
+def _report(terminal: Terminal, generation: Generation) -> None:
+    """Print one line about the text, and one more for each failover."""
+    num_tokens = len(generation.token_ids)
+    terminal.print(
+        terminal.paint(
+            f"{num_tokens} token{'s' if num_tokens != 1 else ''}, "
+            f"{generation.tokens_per_second:.1f} tok/s, "
+            f"route {describe_route(generation.route)}",
+            "dim",
+        )
+    )
+    for failover in generation.failovers:
+        for line in terminal.wrap(describe_failover(failover)):
+            terminal.print(terminal.paint(line, "yellow"))
+
+
+def _make_json(generation: Generation) -> dict[str, object]:
+    return {
+        "text": generation.text,
+        "finish_reason": "stop" if generation.is_complete else "length",
+        "tokens": len(generation.token_ids),
+        "seconds": round(generation.seconds, 4),
+        "tokens_per_second": round(generation.tokens_per_second, 2),
+        "time_to_first_token_seconds": round(generation.first_token_seconds, 4),
+        "route": route_facts(generation.route),
+        "failovers": [failover_facts(failover) for failover in generation.failovers],
+    }

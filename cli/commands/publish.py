@@ -1,0 +1,151 @@
+"""`shoal publish`: keep an adapter published until Ctrl-C."""
+
+import argparse
+import contextlib
+import logging
+import shlex
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..options.adapter_folder import check_lora
+from ..options.bundled_model import find_model
+from ..options.joining import add_join_arguments, quote_swarm, read_joining
+from ..options.shared_options import add_model_argument
+from ..remote_models.opening import import_client, open_model
+from ..terminal.interrupts import end_in_good_order, quitting_at_once
+from ..terminal.reporter import Reporter
+from ..terminal.terminal import Terminal
+
+_CLIENT = "shoal.client"
+"""The name that the client's warnings are logged under."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal publish`."""
+    parser.description = (
+        "Publish an adapter to all peers of a swarm, including peers that join later, and print "
+        "its digest. Anyone in the swarm can use it by that digest while this command runs."
+    )
+    add_model_argument(parser)
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR",
+        help="LoRA adapter: --out of `shoal finetune --method lora`, or a folder saved by PEFT",
+    )  # fmt: skip
+    add_join_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Publish an adapter until Ctrl-C or SIGTERM; return 0.
+
+    Raises KeyboardInterrupt if that comes before peers have the adapter.
+    """
+    check_lora(options.folder)
+    joining, name = read_joining(options), find_model(options.model)
+    reporter = Reporter(Terminal(sys.stdout), Terminal(sys.stderr), options.json)
+    with end_in_good_order():
+        with reporter.showing(lambda: "Joining the swarm"):
+            with quitting_at_once():
+                import_client()
+            # The peers are found when they are used.
+            model = open_model(name, joining.initial_peers, join=joining.join)
+        with _telling_warnings(reporter.warn) as warnings, model:
+            from ...client.training.lora import LoraAdapter
+
+            adapter = LoraAdapter.load(options.folder, model)
+            with reporter.showing(lambda: "Sending the adapter to peers"):
+                digest = model.publish_adapter(adapter)
+            with contextlib.suppress(KeyboardInterrupt):
+                published = _Published(options, digest, not warnings.has_told)
+                _report_published(reporter, published)
+                threading.Event().wait()
+            with reporter.showing(lambda: "Withdrawing the adapter"):
+                model.withdraw_adapter(digest)
+    _report_withdrawn(reporter, digest)
+    return 0
+
+
+class _Warnings(logging.Handler):
+    """Passes on each warning of the client once; closing a model repeats some of them."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self._tell = tell
+        self._told = set[str]()
+
+    @property
+    def has_told(self) -> bool:
+        """Whether there was a warning."""
+        return bool(self._told)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass on a warning, unless it was passed on before."""
+        sentence = record.getMessage()
+        if sentence not in self._told:
+            self._told.add(sentence)
+            self._tell(sentence)
+
+
+@contextlib.contextmanager
+def _telling_warnings(tell: Callable[[str], None]) -> Iterator[_Warnings]:
+    """Report the warnings of the client while inside, instead of logging them."""
+    logger, handler = logging.getLogger(_CLIENT), _Warnings(tell)
+    logger.addHandler(handler)
+    logger.propagate, before = False, logger.propagate
+    try:
+        yield handler
+    finally:
+        logger.propagate = before
+        logger.removeHandler(handler)
+
+
+@dataclass(frozen=True)
+class _Published:
+    """A published adapter, and the options it was published with."""
+
+    options: argparse.Namespace
+    digest: str
+    is_complete: bool
+    """Whether peers for all blocks have it; False after any warning of the client."""
+
+    @property
+    def use(self) -> Sequence[str]:
+        """The lines of a command that uses the adapter."""
+        model = shlex.quote(self.options.model)
+        swarm = quote_swarm(self.options.initial_peers, self.options.join)
+        words = [f'shoal generate {model} "Once upon a time"', f"  --adapter {self.digest}"]
+        words += [f"  {swarm}"] if swarm else []
+        return [f"{word} \\" for word in words[:-1]] + words[-1:]
+
+
+def _report_published(reporter: Reporter, published: _Published) -> None:
+    """Say that the adapter is published, and how others use it."""
+    reporter.tell(
+        "published",
+        _describe_use(reporter.output, published),
+        digest=published.digest,
+        adapter=str(published.options.folder),
+        use=" ".join(line.removesuffix("\\").strip() for line in published.use),
+        is_complete=published.is_complete,
+    )
+
+
+def _describe_use(output: Terminal, published: _Published) -> Iterator[str]:
+    folder = published.options.folder
+    when = "" if published.is_complete else ", once peers for all blocks have it"
+    said = f"{folder} is published. Anyone in the swarm can use it by its digest{when}:"
+    for line in output.wrap(said):
+        yield output.paint(line, "bold")
+    yield ""
+    for line in published.use:
+        yield f"  {line}"
+    yield ""
+    yield "From Python: from_pretrained(…, active_adapter=DIGEST)"
+    yield "Press Ctrl-C to withdraw it."
+
+
+def _report_withdrawn(reporter: Reporter, digest: str) -> None:
+    reporter.tell("withdrawn", ["\nThe adapter is withdrawn."], digest=digest)

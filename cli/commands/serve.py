@@ -1,0 +1,319 @@
+"""`shoal serve`: run a peer until Ctrl-C or SIGTERM."""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from ...peer.runtime.config import PeerConfig, PeerEvent, Report
+from ...protocol.errors import UsageError
+from ...protocol.membership.join_code import JoinCode
+from ...protocol.membership.membership import Membership
+from ...protocol.net.clock import SystemClock
+from ...protocol.net.dht.internet import InternetNetwork, Listening
+from ...protocol.spans import Span
+from ..options.bundled_model import find_model
+from ..options.joining import add_join_arguments, read_join, read_joining
+from ..options.quantities import (
+    parse_announce_period,
+    parse_bytes,
+    parse_count,
+    parse_host,
+    parse_listen,
+    parse_memory,
+    parse_non_negative,
+    parse_port,
+    parse_threads,
+)
+from ..options.shared_options import add_weights_argument, parse_device
+from ..terminal.heavy_imports import importing_much
+from ..terminal.interrupts import INTERRUPTED, quitting_at_once
+from ..terminal.terminal import Terminal
+
+_DEFAULTS = PeerConfig(model="")
+
+_PURPOSES = {
+    "use": "The swarm is private. Join code (--join) for members that only use it:",
+    "serve": "Join code for members that may also serve:",
+}
+_PUBLIC_PURPOSE = "The swarm is public: join with an address or with this code (--join):"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of `shoal serve`."""
+    parser.add_argument("model", metavar="MODEL", help="model directory, Hub id, or shoal-stories")
+    swarm = parser.add_mutually_exclusive_group()
+    swarm.add_argument(
+        "--new-swarm", action="store_true",
+        help="start a swarm with this peer and print its join code: a new public swarm or, with "
+        "--join, the swarm of a code from `shoal swarm-new`",
+    )  # fmt: skip
+    add_join_arguments(parser, "join the swarm of the peer at this address", swarm)
+    _add_work_arguments(parser)
+    parser.add_argument(
+        "--listen", default=_DEFAULTS.listen_host, metavar="HOST[:PORT]",
+        help="address that accepts sessions (default: %(default)s, any free port)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--announce-host", type=parse_host, metavar="HOST",
+        help="host that clients and other peers dial (default: that of --listen)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--directory-port",
+        type=parse_port,
+        default=0,
+        metavar="PORT",
+        help="port of the DHT (default: any free port)",
+    )
+    parser.add_argument(
+        "--identity", type=Path, metavar="FILE",
+        help="file with the private key behind the peer's id; created if missing",
+    )  # fmt: skip
+    parser.add_argument(
+        "--announce-period", type=parse_announce_period, default=_DEFAULTS.announce_period_seconds,
+        metavar="SECONDS", help="interval between announcements (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drain", type=parse_non_negative, default=_DEFAULTS.drain_seconds, metavar="SECONDS",
+        help="when stopping, time for sessions to move to other peers (default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print events as JSON lines")
+    parser.add_argument("--end-with-stdin", action="store_true", help=argparse.SUPPRESS)
+
+
+def _add_work_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options for the share of this machine's resources."""
+    blocks = parser.add_mutually_exclusive_group()
+    blocks.add_argument(
+        "--blocks", metavar="A:B",
+        help="blocks to serve, such as 0:4 (default: those that the swarm needs most, which may "
+        "change over time)",
+    )  # fmt: skip
+    blocks.add_argument(
+        "--num-blocks", type=parse_count, metavar="N",
+        help="number of blocks to serve (default: as many as free memory holds)",
+    )  # fmt: skip
+    add_weights_argument(parser, has_device=True)
+    parser.add_argument(
+        "--device", type=parse_device, default=_DEFAULTS.device, metavar="DEVICE",
+        help="device to compute on: cpu, cuda, cuda:N, or auto, which is cuda if it can be used "
+        "(default: %(default)s)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--threads", type=parse_threads, metavar="N",
+        help="number of compute threads (default: one per core)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--kv-memory", type=parse_memory, default=_DEFAULTS.kv_budget_bytes, metavar="BYTES",
+        help="memory for KV caches of sessions, such as 512M or 4G (default: 1G)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--training-memory", type=parse_memory, metavar="BYTES",
+        help="memory for fine-tuning clients; 0 disables fine-tuning (default: an eighth of free "
+        "memory, at most 4G)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--adapter-memory", type=parse_memory, metavar="BYTES",
+        help="memory for LoRA adapters uploaded by clients; 0 disables them (default: a sixteenth "
+        "of free memory, at most 512M)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--block-cache", type=parse_bytes, default=_DEFAULTS.block_cache_bytes, metavar="BYTES",
+        help="disk space for int8 blocks, which speeds up the next start; 0 disables it (default: "
+        "16G)",
+    )  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> int:
+    """Serve until asked to stop; return 0, or 130 if the peer was never online."""
+    report = _print_json if options.json else _print_for_people
+    config = _make_config(options)
+    with quitting_at_once(), importing_much():
+        from ...peer import peer  # noqa: F401 (seconds of torch, before the loop is there)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        was_online = runner.run(_serve(config, report, options.end_with_stdin))
+    return 0 if was_online else INTERRUPTED
+
+
+def _make_config(options: argparse.Namespace) -> PeerConfig:
+    try:
+        span = Span.parse(options.blocks) if options.blocks else None
+    except ValueError as error:
+        raise UsageError(f"--blocks: {error}") from error
+    host, port = parse_listen(options.listen)
+    membership, initial_peers = _choose_swarm(options)
+    return PeerConfig(
+        model=find_model(options.model),
+        span=span,
+        num_blocks=options.num_blocks,
+        weights=options.weights,
+        device=options.device,
+        num_threads=options.threads,
+        kv_budget_bytes=options.kv_memory,
+        pass_bytes=options.training_memory,
+        adapter_bytes=options.adapter_memory,
+        block_cache_bytes=options.block_cache,
+        initial_peers=initial_peers,
+        membership=membership,
+        listen_host=host,
+        listen_port=port,
+        directory_port=options.directory_port,
+        announce_host=options.announce_host,
+        identity_path=options.identity,
+        announce_period_seconds=options.announce_period,
+        drain_seconds=options.drain,
+    )
+
+
+def _choose_swarm(options: argparse.Namespace) -> tuple[Membership | None, tuple[str, ...]]:
+    """Return the swarm to serve, and where to join it; nowhere for one that begins here."""
+    if not options.new_swarm:
+        joining = read_joining(options, ", or start a new swarm with --new-swarm")
+        return joining.membership, joining.addresses
+    code = read_join(options.join)
+    return (JoinCode.parse(code).membership if code else None), ()
+
+
+async def _serve(config: PeerConfig, report: Report, end_with_stdin: bool) -> bool:
+    """Run the peer until a signal stops it; return whether it was online."""
+    _allow_many_files()
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    if end_with_stdin:
+        loop.add_reader(sys.stdin.fileno(), _stop_at_end_of_stdin, stop)
+    try:
+        return await _run_until_stopped(config, stop, hurry, report)
+    finally:
+        if end_with_stdin:
+            loop.remove_reader(sys.stdin.fileno())
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files to its maximum: every stream needs a descriptor."""
+    with contextlib.suppress(ImportError, OSError, ValueError):  # not on every system
+        import resource
+
+        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+async def _run_until_stopped(
+    config: PeerConfig, stop: asyncio.Event, hurry: asyncio.Event, report: Report
+) -> bool:
+    """Run the peer and return whether it was online.
+
+    `stop` does not wait for blocks that are being loaded; `hurry` waits for no session either.
+    """
+    is_online = was_online = False
+
+    def watch(event: PeerEvent) -> None:
+        nonlocal is_online, was_online
+        is_online = event.name == "online" or (is_online and event.name != "drained")
+        was_online = was_online or is_online
+        report(event)
+
+    running = asyncio.ensure_future(_run_peer(config, stop, watch))
+    for event in (stop, hurry):
+        waiting = asyncio.ensure_future(event.wait())
+        await asyncio.wait((running, waiting), return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not is_online or hurry.is_set():
+            running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    return was_online
+
+
+async def _run_peer(config: PeerConfig, stop: asyncio.Event, report: Report) -> None:
+    """Serve a span over the internet until `stop` is set."""
+    from ...peer.peer import Peer
+
+    clock = SystemClock()
+    listening = Listening(
+        config.listen_host, config.listen_port, config.directory_port, config.announce_host
+    )
+    network = InternetNetwork(clock, config.initial_peers, config.membership, listening)
+    async with Peer.join(config, network, clock, report) as peer:
+        await peer.serve(stop)
+    report(PeerEvent("left"))
+
+
+def _stop_at_end_of_stdin(stop: asyncio.Event) -> None:
+    if not os.read(sys.stdin.fileno(), 4096):
+        stop.set()
+
+
+def _print_json(event: PeerEvent) -> None:
+    Terminal(sys.stdout).print_event(event.name, **event.facts)
+
+
+def _print_for_people(event: PeerEvent) -> None:
+    facts: dict[str, Any] = event.facts
+    terminal = Terminal(sys.stdout)
+    if event.name == "started":
+        terminal.print(f"Peer {facts['peer_id']}")
+        if not facts["adapter_bytes"]:
+            terminal.print("Accepts no adapters: it has no memory for them (--adapter-memory).")
+    elif event.name == "directory":
+        terminal.print("Joined the directory. Others can join through:")
+        for address in facts["dialled"]:
+            terminal.print(f"  {address}")
+        _print_codes(terminal, facts.get("join_codes", {}))
+    elif event.name == "loading":
+        is_done = facts["done"] == facts["blocks"]
+        if terminal.is_terminal or is_done:
+            end = "\n" if is_done else ""
+            start = "\r" if terminal.is_terminal else ""
+            terminal.write(f"{start}Loading block {facts['done']} of {facts['blocks']}{end}")
+    else:
+        # A peer runs for days, so its readers need the time of an event.
+        for sentence in _describe_event(event):
+            for line in terminal.wrap(f"{time.strftime('%H:%M:%S')} {sentence}"):
+                terminal.print(line)
+
+
+def _describe_event(event: PeerEvent) -> Iterator[str]:
+    """Yield an event of a running peer in sentences for people."""
+    facts: dict[str, Any] = event.facts
+    if event.name == "draining":
+        yield (
+            f"Moving {facts['sessions']} sessions to other peers and finishing {facts['passes']} "
+            "microbatches of training. Press Ctrl-C again to leave at once."
+        )
+    elif event.name in ("placed", "moving"):
+        verb = "Taking" if event.name == "placed" else "Moving to"
+        yield f"{verb} blocks {facts['target']}: {facts['why']}."
+    elif event.name == "returning":
+        yield f"Returning to blocks {facts['target']}: {facts['why']}."
+    elif event.name == "online":
+        yield (
+            f"Online at {facts['endpoint']}: blocks {facts['span']} of {facts['num_blocks']}, "
+            f"{facts['decode_steps_per_second']} steps/s."
+        )
+        yield f"Computing with {facts['kernels']}. Press Ctrl-C to leave."
+    elif event.name == "relayed":
+        yield "The relays of this peer have changed. It is now reached through:"
+        yield from facts["relays"]
+    elif event.name == "parked" and facts["parked_at"]:
+        endings = ", ".join(f"…{ending}" for ending in facts["parked_at"])
+        yield f"These peers push to this one over connections that it keeps open: {endings}."
+    elif event.name == "left":
+        yield "Left the swarm."
+
+
+def _print_codes(terminal: Terminal, codes: dict[str, str]) -> None:
+    """Print a code on a line of its own, so that it can be copied whole."""
+    for role, code in codes.items():
+        purpose = _PURPOSES[role] if len(codes) > 1 else _PUBLIC_PURPOSE
+        terminal.print(purpose)
+        terminal.print(code)

@@ -1,0 +1,70 @@
+"""Reads the training texts of `shoal finetune` and turns them into tokens."""
+
+import argparse
+import itertools
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ...protocol.errors import UsageError
+from .run_options import MAX_LENGTH
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ...client.learning.dataset import Dataset
+    from ...client.learning.text_files import TrainingText
+
+_MAX_PROMPT_LETTERS = 40
+
+
+@dataclass(frozen=True)
+class RunTexts:
+    """The training texts of a run."""
+
+    dataset: "Dataset"
+    max_length: int
+    prompt: str
+    """For the command that tries the trained weights."""
+
+
+def read_texts(
+    name: str, tokenizer: "PreTrainedTokenizerBase", options: argparse.Namespace
+) -> RunTexts:
+    """Read the data and turn it into tokens; the swarm is not needed for that."""
+    from ...client.learning.dataset import make_dataset
+    from ...client.learning.text_files import read_texts as read_file
+
+    num_positions = _count_positions(name)
+    if options.method != "lora":
+        num_positions -= options.pre_seq_len
+    max_length = options.max_length or min(MAX_LENGTH, num_positions)
+    if not 2 <= max_length <= num_positions:
+        raise UsageError(
+            f"texts of {max_length} tokens are not possible: this model takes 2 to {num_positions}"
+            + (" next to a soft prompt of this length" if options.method != "lora" else "")
+        )
+    texts = read_file(options.data)
+    first = next(texts)
+    texts = itertools.chain([first], texts)
+    made = make_dataset(texts, tokenizer, max_length, options.eval, options.seed)
+    return RunTexts(made, max_length, _choose_prompt(first))
+
+
+def _choose_prompt(text: "TrainingText") -> str:
+    """Return a prompt to try the trained weights with: the prompt of a text, or its first words.
+
+    It has no characters that are special in a shell; … stands for one that would.
+    """
+    words = (text.prompt or text.completion).split()
+    prompt = " ".join(words if text.prompt else words[:4])
+    is_plain = len(prompt) <= _MAX_PROMPT_LETTERS and not set(prompt) & set('"$`\\!')
+    return prompt if is_plain else "…"
+
+
+def _count_positions(name: str) -> int:
+    from ...client.model.local_layers import load_config
+    from ...models.checkpoints.checkpoint import Checkpoint
+
+    config = load_config(Checkpoint.open(name))
+    return getattr(config, "max_position_embeddings", None) or sys.maxsize

@@ -1,0 +1,101 @@
+"""Options that name the swarm to join, by a join code or by addresses of its peers."""
+
+import argparse
+import os
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...protocol.errors import UsageError
+from ...protocol.membership.join_code import MAX_CODE_CHARACTERS, JoinCode, find_way_in
+from ...protocol.membership.membership import Membership
+from .shared_options import add_initial_peers_argument
+
+VARIABLE = "SHOAL_JOIN"
+"""Holds a code that neither the process list nor the history of a shell should show."""
+
+
+@dataclass(frozen=True)
+class Joining:
+    """The swarm that a command line names: the options as given, and as read."""
+
+    join: str = field(repr=False)
+    """The code, or empty."""
+    initial_peers: tuple[str, ...]
+    membership: Membership | None
+    """The swarm of the code; None without one."""
+    addresses: tuple[str, ...]
+    """Addresses to join it through."""
+
+
+def add_join_arguments(
+    parser: argparse._ActionsContainer,  # pyright: ignore[reportPrivateUsage]
+    addresses_help: str = "address of a peer, as printed by `shoal serve` and `shoal swarm`",
+    addresses_group: argparse._ActionsContainer | None = None,  # pyright: ignore[reportPrivateUsage]
+) -> None:
+    """Declare --join and --initial-peers."""
+    parser.add_argument(
+        "--join", metavar="CODE",
+        help="join code (shoal:…), or @FILE to read it from a file; without this and "
+        f"--initial-peers, the variable {VARIABLE} is read. A file or the variable keeps the code "
+        "out of the process list",
+    )  # fmt: skip
+    add_initial_peers_argument(addresses_group or parser, addresses_help)
+
+
+def read_joining(options: argparse.Namespace, alternative: str = "") -> Joining:
+    """Return the swarm that a command is to join; raises UsageError, with advice, without one.
+
+    There is no default swarm: users join only swarms that they name.
+    """
+    join = read_join(options.join)
+    if not join and not options.initial_peers:
+        join = _read_variable()
+    if not join and not options.initial_peers:
+        raise UsageError(
+            "no swarm is given: pass --join CODE, the code that `shoal serve --new-swarm` "
+            f"printed, or --initial-peers ADDRESS, the address of any peer{alternative}"
+        )
+    membership, addresses = find_way_in(join, options.initial_peers)
+    return Joining(join, tuple(options.initial_peers), membership, addresses)
+
+
+def _read_variable() -> str:
+    try:
+        return read_join(os.environ.get(VARIABLE) or None)
+    except UsageError as error:
+        raise UsageError(f"{VARIABLE}: {error}") from error
+
+
+def read_join(given: str | None) -> str:
+    """Return the join code of an option, read from a file if it names one; empty without one.
+
+    Raises UsageError for an invalid code, and for a file that cannot be read.
+    """
+    if given is None:
+        return ""
+    code = _read_file(Path(given[1:])) if given.startswith("@") else given
+    JoinCode.parse(code)
+    return code
+
+
+def quote_swarm(addresses: Sequence[str], code: str | None) -> str:
+    """Return the option that names a swarm, to be printed; a code itself is never shown.
+
+    Empty where the environment variable names the swarm.
+
+    >>> quote_swarm(["/ip4/a", "/ip4/b"], None), quote_swarm([], "@own.code")
+    ('--initial-peers /ip4/a', '--join @own.code')
+    """
+    if code is not None:
+        return f"--join {shlex.quote(code) if code.startswith('@') else 'shoal:…'}"
+    return f"--initial-peers {addresses[0]}" if addresses else ""
+
+
+def _read_file(path: Path) -> str:
+    try:
+        with path.open(encoding="ascii", errors="replace") as file:
+            return file.read(MAX_CODE_CHARACTERS + 1)
+    except OSError as error:
+        raise UsageError(f"cannot read a join code from {path}: {error.strerror}") from error

@@ -1,0 +1,74 @@
+"""Opens models over a swarm, and their tokenizers, with the client's libraries kept quiet.
+
+Imports nothing heavy itself: torch and transformers are loaded by the functions.
+"""
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...protocol.errors import ModelError
+from ..terminal.heavy_imports import importing_much
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from ...client.model.model import DistributedCausalLM
+
+
+def import_client() -> None:
+    """Import the client, seconds of torch and transformers, and keep the libraries quiet."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    with importing_much(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from huggingface_hub.utils import disable_progress_bars
+        from transformers.utils import logging
+
+        from ...client.model import model  # noqa: F401 (its libraries warn on import)
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    disable_progress_bars()
+
+
+def load_tokenizer(name: str) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of a model; code that comes with a model is never run.
+
+    Raises ModelError when the model, or its tokenizer, cannot be used.
+    """
+    import_client()
+    from transformers import AutoTokenizer
+
+    folder = Path(name).expanduser()
+    # First, because transformers reads config.json for its tokenizer: its errors would name only
+    # the tokenizer, or make no sense where the file is damaged.
+    _check_model(name)
+    if folder.is_dir() and not any(folder.glob("*token*")):
+        raise ModelError(f"{name} has no tokenizer; add its files, such as tokenizer.json")
+    try:
+        return AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"the tokenizer of {name} cannot be loaded: {reason:.200}") from error
+
+
+def _check_model(name: str) -> None:
+    """Raise ModelError unless the client can use the model of this name."""
+    from ...client.model.local_layers import load_config
+    from ...models.checkpoints.checkpoint import Checkpoint
+
+    load_config(Checkpoint.open(name))
+
+
+def open_model(name: str, initial_peers: Sequence[str], **settings: Any) -> "DistributedCausalLM":
+    """Load the client's layers of a model, and join the swarm; raises what from_pretrained does.
+
+    `settings` are other arguments of `from_pretrained`, such as those of `ClientConfig`; a setting
+    of None keeps its default.
+    """
+    import_client()
+    from ...client.model.model import DistributedCausalLM
+
+    chosen = {name: value for name, value in settings.items() if value is not None}
+    return DistributedCausalLM.from_pretrained(name, initial_peers=list(initial_peers), **chosen)

@@ -1,0 +1,233 @@
+"""Generates text with a model over a swarm, token by token: shared by `generate` and `demo`.
+
+Imports nothing heavy: torch is loaded when text is generated.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+from ...protocol.errors import UsageError
+from ...protocol.spans import Span
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from transformers import PreTrainedTokenizerBase
+
+    from ...client.model.model import DistributedCausalLM
+    from ...client.session.inference_session import InferenceSession
+
+# The text of a token may depend on this many tokens before it: a letter of several bytes has up
+# to four tokens, and some tokenizers drop the space in front of a first word.
+_CONTEXT_TOKENS = 6
+
+OnToken = Callable[[str], None]
+"""Called for every new token with the text that it completes, often empty or half a word."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Sampling settings; greedy unless one of the four sampling fields is given."""
+
+    max_new_tokens: int = 64
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    num_beams: int = 1
+
+    @property
+    def is_greedy(self) -> bool:
+        """Return whether decoding is greedy: always the likeliest token."""
+        given = (self.temperature, self.top_p, self.top_k, self.seed)
+        return self.temperature == 0 or all(value is None for value in given)
+
+    def to_arguments(self) -> dict[str, Any]:
+        """Return arguments of transformers' generate()."""
+        arguments: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "num_beams": self.num_beams,
+            "do_sample": not self.is_greedy,
+        }
+        if not self.is_greedy:
+            named = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
+            arguments |= {name: value for name, value in named.items() if value is not None}
+        return arguments
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A finished text: its new tokens, their times, and the route that computed them."""
+
+    text: str
+    token_ids: list[int]
+    seconds: float
+    first_token_seconds: float
+    route: tuple[Any, ...]
+    failovers: tuple[Any, ...]
+    is_complete: bool
+    """Whether the model ended the text itself, before the limit."""
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The rate over the whole call, prompt included."""
+        return len(self.token_ids) / self.seconds if self.seconds else 0.0
+
+
+class TextAssembler:
+    """Turns tokens into text one by one; a letter appears when all of its bytes have come."""
+
+    def __init__(self, tokenizer: Any, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt_ids[-_CONTEXT_TOKENS:])
+        self._start = 0
+        self._stop = len(self._ids)
+
+    def add(self, token_id: int) -> str:
+        """Take one more token and return the text that became complete with it."""
+        self._ids.append(token_id)
+        return self._take(is_last=False)
+
+    def finish(self) -> str:
+        """Return the rest of the text, complete or not."""
+        return self._take(is_last=True)
+
+    def _take(self, is_last: bool) -> str:
+        known = self._decode(self._ids[self._start : self._stop])
+        longer = self._decode(self._ids[self._start :])
+        if len(longer) <= len(known) or (longer.endswith("\ufffd") and not is_last):
+            return ""
+        self._start, self._stop = self._stop, len(self._ids)
+        return longer[len(known) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(
+            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+
+@dataclass
+class TokenStream:
+    """The streamer of transformers' generate(), called in the thread that generates."""
+
+    assembler: TextAssembler
+    on_token: OnToken
+    token_ids: list[int] = field(default_factory=list)
+    pieces: list[str] = field(default_factory=list)
+    first_token_at: float | None = None
+    _is_prompt: bool = True
+
+    def put(self, value: Any) -> None:
+        """Take new tokens; the first call brings the prompt."""
+        if self._is_prompt:
+            self._is_prompt = False
+            return
+        if self.first_token_at is None:
+            self.first_token_at = time.perf_counter()
+        for token_id in value.flatten().tolist():
+            self.token_ids.append(token_id)
+            self._pass_on(self.assembler.add(token_id))
+
+    def end(self) -> None:
+        """Pass on the rest of the text."""
+        rest = self.assembler.finish()
+        if rest:
+            self._pass_on(rest)
+
+    def _pass_on(self, piece: str) -> None:
+        self.pieces.append(piece)
+        self.on_token(piece)
+
+
+class TextModel:
+    """A model over a swarm with its tokenizer; a `with` block closes the model at its end."""
+
+    def __init__(self, model: "DistributedCausalLM", tokenizer: "PreTrainedTokenizerBase") -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+
+    @property
+    def missing_blocks(self) -> tuple[Span, ...]:
+        """The blocks that no peer serves, by the newest announcements."""
+        return self._model.missing_blocks
+
+    def __enter__(self) -> "TextModel":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._model.close()
+
+    def generate(
+        self,
+        prompt: str,
+        sampling: Sampling,
+        on_token: OnToken,
+        on_session: "Callable[[InferenceSession], None]" = lambda session: None,
+    ) -> Generation:
+        """Continue a prompt; `on_session` gets the session before the first token.
+
+        Raises UsageError for a prompt without tokens or invalid settings, RouteError when
+        blocks are missing. Beam search passes on its text only at the end.
+        """
+        import torch
+
+        ids_BT = self._tokenizer(prompt, return_tensors="pt").input_ids.long()
+        if not prompt or ids_BT.shape[1] == 0:
+            raise UsageError("the prompt is empty; give some text to continue")
+        stream = TokenStream(TextAssembler(self._tokenizer, ids_BT[0].tolist()), on_token)
+        has_beams = sampling.num_beams > 1
+        if sampling.seed is not None:
+            torch.manual_seed(sampling.seed)
+        num_prompt_tokens = self._model.transformer.num_prompt_tokens  # of a soft prompt
+        max_length = num_prompt_tokens + ids_BT.shape[1] + sampling.max_new_tokens
+        with self._model.inference_session(max_length=max_length) as session:
+            on_session(session)
+            started_at = time.perf_counter()
+            output_BT = self._run(
+                ids_BT, streamer=None if has_beams else stream, **sampling.to_arguments()
+            )
+            seconds = time.perf_counter() - started_at
+            if has_beams:
+                stream.put(ids_BT)
+                stream.put(output_BT[:, ids_BT.shape[1] :])
+                stream.end()
+            first_token_at = started_at + seconds if has_beams else stream.first_token_at
+            return Generation(
+                "".join(stream.pieces),
+                stream.token_ids,
+                seconds,
+                (first_token_at or started_at) - started_at,
+                session.hops,
+                session.failovers,
+                len(stream.token_ids) < sampling.max_new_tokens,
+            )
+
+    def _run(self, ids_BT: "Tensor", **arguments: Any) -> "Tensor":
+        """Call generate(); raises UsageError for settings that transformers refuses."""
+        try:
+            return cast("Tensor", self._model.generate(ids_BT, **arguments))
+        except UsageError:
+            raise
+        except ValueError as error:
+            raise UsageError(" ".join(str(error).split())) from error
+
+
+def read_prompt(text: str) -> str:
+    """Return a prompt from the command line or stdin; UsageError when it is empty or no text.
+
+    In the locale "C", Python hands over bytes beyond ASCII as they are: they are taken for UTF-8.
+    """
+    try:
+        text = text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError as error:
+        raise UsageError("the prompt is not valid UTF-8") from error
+    if not text.strip():
+        raise UsageError("the prompt is empty; give some text to continue")
+    return text

@@ -1,0 +1,117 @@
+"""`shoal generate --trace FILE`: records a session and writes the trace, however the text ends.
+
+Imports nothing heavy: the path is checked before torch is loaded.
+"""
+
+import argparse
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from ...protocol.errors import UsageError
+from ...protocol.net.clock import SystemClock
+
+if TYPE_CHECKING:
+    from ...client.trace.trace import Recorder
+    from ...client.trace.trace_summary import Summary
+
+
+class Traceable(Protocol):
+    """A session whose events can be recorded."""
+
+    def record(self, recorder: "Recorder | None") -> None:
+        """Record everything that the session does from now on; None stops recording."""
+
+
+def parse_trace_path(text: str) -> Path:
+    """Read the name of a file for a trace.
+
+    >>> parse_trace_path("trace.json").name
+    'trace.json'
+    """
+    if text in ("", "-"):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a file name; give one, such as trace.json"
+        )
+    return Path(text)
+
+
+class TraceFile:
+    """The file of one trace, written at the end of a `with` block; None records nothing.
+
+    The file is left alone while there is nothing to write.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        """Raise UsageError when the file cannot be written."""
+        self.path = path
+        self.is_written = False
+        self._recorder: Recorder | None = None
+        if path is not None:
+            try:
+                is_new = not path.exists()
+                path.open("ab").close()
+                if is_new:
+                    path.unlink()
+            except OSError as error:
+                raise self._make_error(error) from error
+
+    def __enter__(self) -> "TraceFile":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.path is None or self._recorder is None or not self.has_events:
+            return
+        from ...client.trace.trace_file import make_trace_json
+
+        try:
+            written = json.dumps(make_trace_json(self._recorder.make_trace()))
+            self.path.write_text(written, encoding="utf-8")
+            self.is_written = True
+        except OSError as failure:
+            if error is None:  # otherwise the first error matters more
+                raise self._make_error(failure) from failure
+
+    @property
+    def has_events(self) -> bool:
+        """Whether anything was recorded."""
+        return self._recorder is not None and bool(self._recorder.make_trace().events)
+
+    def watch(self, session: Traceable) -> None:
+        """Record everything that a session does from now on."""
+        if self.path is not None:
+            from ...client.trace.trace import Recorder
+
+            self._recorder = Recorder(SystemClock())
+            session.record(self._recorder)
+
+    def summarize(self) -> "Summary | None":
+        """Return the summary of the trace; None without one."""
+        if self._recorder is None or not self.has_events:
+            return None
+        from ...client.trace.trace_summary import summarize
+
+        return summarize(self._recorder.make_trace())
+
+    def _make_error(self, error: OSError) -> UsageError:
+        return UsageError(
+            f"cannot write the trace to {self.path}: {error.strerror or error}; choose another "
+            "--trace FILE"
+        )
+
+
+def describe_cut_trace(trace_file: TraceFile) -> list[str]:
+    """Return the lines that name the incomplete trace of an interrupted text, and its summary."""
+    if not trace_file.is_written:
+        return []
+    from ...client.trace.trace_summary import describe_summary
+
+    summary = trace_file.summarize()
+    lines = describe_summary(summary) if summary else []
+    return [f"the incomplete trace is in {trace_file.path}", *lines]

@@ -1,0 +1,241 @@
+"""What a fine-tuning run shows: nothing wider than a terminal, nothing that is no JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from screens import Screen
+
+from shoal.cli.finetuning.loss_plot import draw_losses, save_losses
+from shoal.cli.finetuning.run_report import Pace, RunFacts, RunReporter, RunResult, quote_use
+from shoal.cli.terminal.reporter import Reporter
+from shoal.cli.terminal.terminal import Terminal
+from shoal.client.learning.checkpoints import Progress
+from shoal.client.learning.finetune_run import Milestone, Updated
+from shoal.client.passes.pass_failovers import PassFailover
+from shoal.protocol.identity import Identity
+from shoal.protocol.spans import Span
+
+HOPS: list[Any] = [
+    SimpleNamespace(
+        peer=SimpleNamespace(peer_id=Identity(bytes([number]) * 32).peer_id),
+        span=Span(number, number + 1),
+    )
+    for number in range(5)
+]
+FACTS = RunFacts(
+    "shoal-stories", "deep_ptune", 1_234_567, 98_765, 4_321, 123_456, 8, Path("out"),
+    ["2,000 texts are longer than 512 tokens and truncated (--max-length)"],
+)  # fmt: skip
+
+
+def make_update(number: int, loss: float = 12.3456) -> Updated:
+    return Updated(number, loss, 1e-3, 0.5 if math.isfinite(loss) else math.nan, 4096)
+
+
+def make_result() -> RunResult:
+    progress = Progress(3, [2.0, None, 1.0], {0: 2.5, 3: 1.25})
+    folder = Path("out")
+    return RunResult(progress, folder, folder / "losses.png", folder / "losses.csv", ["shoal …"])
+
+
+def report_to(output: Screen, notices: Screen, is_json: bool = False) -> RunReporter:
+    return RunReporter(Reporter(Terminal(output), Terminal(notices), is_json))
+
+
+class Seconds:
+    """A clock that stands still until it is set."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_pace_is_that_of_recent_updates_without_what_came_between() -> None:
+    clock = Seconds()
+    pace = Pace(clock)
+    assert (pace.tokens_per_second, pace.loss, pace.expect_seconds(5)) == (0.0, None, None)
+
+    for number in range(1, 41):
+        clock.now += 100 if number <= 20 else 2
+        pace.note(make_update(number, loss=1.0 if number % 2 else math.nan))
+        clock.now += 50  # an evaluation
+        pace.pause()
+
+    assert pace.tokens_per_second == 2048
+    assert pace.expect_seconds(30) == 60
+    assert pace.loss == 1.0
+    assert pace.num_tokens == 40 * 4096
+
+
+@pytest.mark.parametrize("num_hops", [0, 2, 5])
+def test_lines_fit_a_terminal(num_hops: int) -> None:
+    screen, notices = Screen(), Screen()
+    clock = Seconds()
+    reporter = RunReporter(Reporter(Terminal(screen), Terminal(notices), is_json=False), clock)
+    reporter.begin(FACTS, 120_000)
+
+    lines = []
+    with reporter.watching(lambda: []):
+        for number in range(120_001, 120_004):
+            clock.now += 1.5
+            reporter.note_update(make_update(number), HOPS[:num_hops])
+            lines.append(reporter.describe())
+        reporter.note_milestone(Milestone(120_003, 11.2345))
+    reporter.finish(make_result())
+
+    shown = re.sub(r"\x1b\[\d+m", "", screen.text).splitlines()
+    assert max(map(len, shown)) <= 80
+    assert "123,456 updates of 8 texts, 120,000 done; 4,321" in screen.text
+    assert "  120,003   12.3456      11.2345" in screen.text
+    assert "Evaluation loss: 2.5000 before, 1.2500 after." in screen.text
+    assert max(map(len, lines)) + len("  * ") < 80
+    begun = "120003/123456  loss 12.3456  2,731 tok/s  86 min left  "
+    tails = [f"…{hop.peer.peer_id[-6:]}" for hop in HOPS]
+    expected = {0: "", 2: f"{tails[0]} {tails[1]}", 5: f"{tails[0]} {tails[1]} +3"}
+    assert lines[-1] == begun + expected[num_hops]
+
+
+def test_blocks_that_nobody_serves_are_named() -> None:
+    reporter = report_to(Screen(), Screen())
+    reporter.begin(FACTS, 0)
+
+    with reporter.watching(lambda: [Span(4, 8)]):
+        assert reporter.describe() == "update 1: waiting for blocks 4:8"
+
+
+def test_skipped_updates_are_named() -> None:
+    screen = Screen(is_terminal=False)
+    reporter = report_to(screen, Screen(is_terminal=False))
+    reporter.begin(FACTS, 0)
+
+    reporter.note_update(make_update(7, math.nan), [])
+    reporter.note_update(Updated(8, 1.0, 1e-3, math.inf, 9), [])
+
+    assert "Update 7 was skipped: its loss is not finite." in screen.text
+    assert "Update 8 was skipped: its gradients are not finite." in screen.text
+
+
+def make_failover(*replacements: Any) -> Any:
+    return PassFailover(HOPS[0], "peer …x fell silent", "did not answer in time", replacements)
+
+
+def test_lost_peers_are_told_within_a_terminal() -> None:
+    screen, notices = Screen(), Screen()
+    reporter = report_to(screen, notices)
+    reporter.begin(FACTS, 0)
+    with reporter.watching(lambda: []):
+        reporter.note_failovers(120_003, [make_failover(*HOPS[1:4]), make_failover()])
+
+    shown = re.sub(r"\x1b\[\d+m", "", screen.text)
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    tails = [f"…{hop.peer.peer_id[-6:]}[{hop.span}]" for hop in HOPS]
+    begun = f"failover at update 120003: {tails[0]} did not answer in time, "
+    assert f"{begun}{' → '.join(tails[1:4])} took over" in words
+    assert f"{begun}several others took over" in words
+
+
+def test_lost_peers_are_lines_of_json() -> None:
+    screen = Screen(is_terminal=False)
+    reporter = report_to(screen, Screen(), is_json=True)
+    reporter.note_failovers(7, [make_failover(HOPS[1])])
+
+    assert json.loads(screen.text) == {
+        "event": "failover",
+        "update": 7,
+        "peer_id": HOPS[0].peer.peer_id,
+        "span": "0:1",
+        "reason": "peer …x fell silent",
+        "replaced_by": [{"peer_id": HOPS[1].peer.peer_id, "span": "1:2"}],
+    }
+
+
+def test_stopped_run_says_how_to_go_on() -> None:
+    screen = Screen()
+    reporter = report_to(screen, Screen())
+    reporter.begin(FACTS, 0)
+
+    reporter.stop(57)
+
+    assert screen.text.endswith(
+        "Stopped after update 57 of 123,456. Repeat the command with --resume to continue.\n"
+    )
+
+
+def test_json_is_one_object_in_each_line() -> None:
+    screen = Screen(is_terminal=False)
+    reporter = report_to(screen, Screen(), is_json=True)
+
+    reporter.begin(FACTS, 0)
+    with reporter.watching(lambda: []):
+        reporter.note_update(make_update(1), HOPS[:1])
+        reporter.note_update(make_update(2, math.nan), [])
+        reporter.note_milestone(Milestone(2, None))
+    reporter.stop(2)
+    reporter.finish(make_result())
+
+    events: list[dict[str, Any]] = [json.loads(line) for line in screen.text.splitlines()]
+    assert [event["event"] for event in events] == [
+        "begun", "updated", "updated", "saved", "stopped", "finished"
+    ]  # fmt: skip
+    assert events[1]["hops"] == [{"peer_id": HOPS[0].peer.peer_id, "span": "0:1"}]
+    assert (events[2]["loss"], events[2]["skipped"]) == (None, True)
+    assert events[3]["evaluation_loss"] is None
+    assert (events[5]["evaluation_loss"], events[5]["adapter"]) == (1.25, "out")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "code", "end"),
+    [
+        (["/ip4/a", "/ip4/b"], None, ["my out' \\", "  --initial-peers /ip4/a"]),
+        ([], "@own code", ["my out' --join '@own code'"]),
+        ([], "shoal:secret", ["my out' --join shoal:…"]),
+        ([], None, ["my out'"]),
+    ],
+)
+def test_use_names_the_swarm_and_tells_no_secret(
+    addresses: list[str], code: str | None, end: list[str]
+) -> None:
+    lines = quote_use("a model", "Once upon a time", Path("my out"), addresses, code)
+
+    assert lines[0].startswith("shoal generate 'a model' \"Once upon a time\" --adapter 'my out'")
+    assert lines[0].endswith(end[0])
+    assert lines[1:] == end[1:]
+
+
+def test_losses_are_a_table_with_what_was_before(tmp_path: Path) -> None:
+    path = tmp_path / "losses.csv"
+
+    save_losses([2.0, None, 1.0], {0: 2.5, 3: 1.25}, path)
+
+    assert path.read_text().split() == [
+        "update,loss,evaluation_loss", "0,,2.5", "1,2.0,", "2,,", "3,1.0,1.25"
+    ]  # fmt: skip
+
+
+def test_plot_of_the_same_losses_is_the_same_file(tmp_path: Path) -> None:
+    losses = [5 / (1 + number) if number % 7 else None for number in range(200)]
+    files = [tmp_path / name for name in ("one.png", "same.png", "other.png")]
+
+    for file, first in zip(files, (0.5, 0.5, 0.75), strict=True):
+        draw_losses([first, *losses], {0: 5.0, 200: 0.1}, "a title", file)
+
+    one, same, other = (file.read_bytes() for file in files)
+    assert one.startswith(b"\x89PNG")
+    assert one == same != other
+
+
+def test_plot_of_few_losses_is_drawn(tmp_path: Path) -> None:
+    draw_losses([None], {}, "nothing learned", tmp_path / "none.png")
+    draw_losses([1.0], {}, "one", tmp_path / "one.png")
+
+    assert (tmp_path / "one.png").stat().st_size > 1000
