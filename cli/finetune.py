@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ..client.learning.dataset import Dataset
     from ..client.learning.finetune_run import FinetuneRun, RunConfig
     from ..client.learning.text_files import TrainingText
-    from ..client.model.model import DistributedCausalLM
+    from ..client.model.causal_lm import DistributedCausalLM
 
 _MAX_PROMPT_LETTERS = 40
 

@@ -20,7 +20,7 @@ from .terminal.terminal import Progress, Terminal
 from .terminal.text_generation import import_client
 
 if TYPE_CHECKING:
-    from ..client.model.model import DistributedCausalLM
+    from ..client.model.causal_lm import DistributedCausalLM
 
 _CLIENT = "shoal.client"
 """The name that the client's warnings are logged under."""

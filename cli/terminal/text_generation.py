@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from ...client.model.model import DistributedCausalLM
+    from ...client.model.causal_lm import DistributedCausalLM
     from ...client.passes.pass_failovers import PassFailover
     from ...client.routing.router import Hop
     from ...client.session.inference_session import InferenceSession

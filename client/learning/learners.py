@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
-from ..model.model import DistributedCausalLM
+from ..model.causal_lm import DistributedCausalLM
 from ..training.lora import LoraAdapter
 from ..training.peer_optimizer import PeerOptimizer
 from .batches import Batch

@@ -60,9 +60,8 @@ class ChosenAdapters:
 
 NO_ADAPTERS = ChosenAdapters()
 
-_NO_DIGEST = (
-    f"not the digest of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
-)
+DIGEST = f"the digest of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
+"""How messages name and describe a digest."""
 
 
 class ActiveAdapters:
@@ -178,7 +177,7 @@ def _read_adapter(adapter: Any) -> Adapter | None:
         return read_digest(adapter).hex()
     if isinstance(adapter, str | PathLike):
         raise UsageError(
-            f"{str(cast('Any', adapter))!r:.80} is {_NO_DIGEST}; load an adapter from a folder "
+            f"{str(cast('Any', adapter))!r:.80} is not {DIGEST}; load an adapter from a folder "
             "with LoraAdapter.load(folder, model) or model.load_adapter(folder)"
         )
     raise UsageError(
@@ -199,5 +198,5 @@ def is_digest(text: str) -> bool:
 def read_digest(text: object) -> AdapterId:
     """Return the name of a published adapter; raises UsageError for anything else."""
     if not isinstance(text, str) or not is_digest(text):
-        raise UsageError(f"{text!r:.80} is {_NO_DIGEST}; publish_adapter() returns it")
+        raise UsageError(f"{text!r:.80} is not {DIGEST}; publish_adapter() returns it")
     return AdapterId(bytes.fromhex(text.strip()))

@@ -9,7 +9,7 @@ Tensor suffixes: B rows, T tokens, H hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import torch
@@ -21,31 +21,20 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterGradients, add_gradients, find_homed
 from ..concurrency.tasks import run_all
 from ..homes.adapter_homes import AdapterHomes
-from ..passes.microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, halve, join_gradients
+from ..passes.microbatches import (
+    MOST_TOKENS,
+    Stage,
+    TextGradients,
+    Texts,
+    Trail,
+    cut_rows,
+    halve,
+    join_gradients,
+)
 from ..passes.pass_asking import PassAsker
 from ..passes.pass_failovers import PassFailover
 from ..publishing.publisher import Publisher
 from ..routing.router import Hop
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Texts as they went into one hop, for the way back.
-
-    That goes through the same weights: those of a peer with another format are another function.
-    """
-
-    span: Span
-    texts: Texts
-    weights: str
-
-
-@dataclass(frozen=True)
-class Trail:
-    """The way of one microbatch, which is some rows of a batch."""
-
-    rows: slice
-    stages: Sequence[Stage]
 
 
 class RemotePasses:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
 from ..adapters.whole_files import Write, write_files
-from .adapted_model import ADAPTER_NAME
+
+ADAPTER_NAME = "adapter"
+"""Name of the module that holds the active adapter of a model."""
 
 DESCRIPTION_FILE = "tuning.json"
 TENSORS_FILE = "model.safetensors"
