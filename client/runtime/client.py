@@ -20,6 +20,7 @@ from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
 from ..passes.pass_asking import PassAsker
 from ..passes.session_adapter import SessionAdapter
+from ..publishing.publisher import Publisher
 from ..routing.router import Route
 from ..routing.swarm import Swarm
 from ..session.farewells import Farewells
@@ -78,7 +79,8 @@ class Client:
         self._farewells = Farewells()
         self._secret = secrets.token_bytes(16)
         self._asker = PassAsker(swarm, transport, SystemClock(), config, self._secret)
-        self._passes = RemotePasses(self._asker, SystemClock())
+        publisher = Publisher(self._asker, SystemClock())
+        self._passes = RemotePasses(self._asker, publisher)
         self.passes = PassRunner(self._passes, portal)
         portal.run_last(self._leave)
 

@@ -48,6 +48,10 @@ class Publications(Protocol):
         """Have peers forget an adapter."""
         ...
 
+    async def close(self) -> None:
+        """Withdraw everything."""
+        ...
+
 
 class Passes(Protocol):
     """Stateless passes through remote blocks, on the client's loop; see `RemotePasses`."""

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
-from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterGradients, add_gradients, find_homed
 from ..concurrency.tasks import run_all
@@ -33,16 +32,17 @@ from ..passes.microbatches import (
 )
 from ..passes.pass_asking import PassAsker
 from ..passes.pass_failovers import PassFailover
-from ..publishing.publisher import Publisher
 from ..routing.router import Hop
+from .autograd import Publications
 
 
 class RemotePasses:
     """Sends batches through frozen remote blocks. Owned by the client's loop."""
 
-    def __init__(self, asker: PassAsker, clock: Clock) -> None:
+    def __init__(self, asker: PassAsker, publisher: Publications) -> None:
+        """Owns both, and closes them."""
         self._asker = asker
-        self.publisher = Publisher(asker, clock)
+        self.publisher = publisher
         self._homes: WeakValueDictionary[str, AdapterHomes] = WeakValueDictionary()
         self._most_tokens = MOST_TOKENS
 
