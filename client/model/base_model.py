@@ -43,7 +43,7 @@ from .remote_cache import RemoteCache
 # Shape suffixes: B rows, T tokens, H hidden size, L blocks, P tokens of a prompt.
 
 UNCHANGED: Any = object()
-"""Stands for the adapter that is active anyway."""
+"""Default of `active_adapter`: keep the active adapter."""
 
 _ADAPTER_IS_APART = "the active adapter is saved by its own save(folder)"
 
@@ -71,17 +71,17 @@ class DistributedTransformer(nn.Module):
         self.ln_f = layers.norm
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return what makes vectors of tokens; transformers asks by this name."""
+        """Return the token embedding; transformers asks for it by this name."""
         return self.word_embeddings
 
     @property
     def num_prompt_tokens(self) -> int:
-        """How many tokens of a trained prompt stand before a text."""
+        """Number of tokens of a trained prompt before each text."""
         return 0 if self.prompt_embeddings is None else self.prompt_embeddings.num_embeddings
 
     @property
     def deep_prompts(self) -> Tensor | None:
-        """What is added to the first inputs of each block, [L, 1, P, H], where that is trained."""
+        """Trained additions to the first inputs of each block, [L, 1, P, H], or None."""
         if self.intermediate_prompt_embeddings is None:
             return None
         return lay_out_deep_prompts(self.intermediate_prompt_embeddings.weight, len(self.h))
@@ -140,7 +140,7 @@ class DistributedModel(PreTrainedModel):
         self.eval()
 
     def _add_head(self, layers: LocalLayers, generation_config: GenerationConfig | None) -> None:
-        """Add what this kind of model does with hidden states."""
+        """Add the modules behind the last block."""
         raise NotImplementedError
 
     @classmethod
@@ -191,7 +191,7 @@ class DistributedModel(PreTrainedModel):
 
     @classmethod
     def _take_options(cls, options: dict[str, Any]) -> Callable[[PreTrainedConfig], None]:
-        """Take the options of this kind of model; return what notes them in its configuration."""
+        """Remove the options of this kind of model; return a function that notes them."""
         return lambda config: None
 
     def close(self) -> None:
@@ -243,13 +243,13 @@ class DistributedModel(PreTrainedModel):
     def __call__(
         self, *inputs: Any, active_adapter: AdapterChoice = UNCHANGED, **options: Any
     ) -> Any:
-        """Run the model, with other adapters than those that are active if they are given."""
+        """Run the model; `active_adapter` applies to this call only."""
         keeps = active_adapter is UNCHANGED
         with nullcontext() if keeps else self.use_adapter(active_adapter):
             return super().__call__(*inputs, **options)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Take an adapter for what it is: torch would make it a part of the model and no more."""
+        """Make an assigned adapter active: torch would only register it as a module."""
         if name == "active_adapter":
             self.set_adapter(value)
         else:
@@ -277,9 +277,9 @@ class DistributedModel(PreTrainedModel):
         *,
         last_token_only: bool = False,
     ) -> tuple[Tensor, RemoteCache | None]:
-        """Check the inputs of forward(), and return what all blocks make of them, [B, T or 1, H].
+        """Check the inputs of forward() and return the output of the last block, [B, T or 1, H].
 
-        Continues the cache that is returned; without one this was a stateless pass.
+        Continues the cache that is returned; None stands for a stateless pass.
         """
         embeddings_BTH = self._embed(input_ids, inputs_embeds)
         cache = self._find_cache(past_key_values)
@@ -296,7 +296,7 @@ class DistributedModel(PreTrainedModel):
     def _run_blocks(
         self, embeddings_BTH: Tensor, cache: RemoteCache | None, last_token_only: bool
     ) -> Tensor:
-        """Run a text behind its trained prompt; what becomes of the prompt itself stays here."""
+        """Run a text behind its trained prompt; leave the outputs of the prompt out."""
         position = 0 if cache is None else cache.session.position
         num_prompt_tokens = self.transformer.num_prompt_tokens if position == 0 else 0
         num_tokens = num_prompt_tokens + embeddings_BTH.shape[1]
@@ -358,7 +358,7 @@ class DistributedModel(PreTrainedModel):
         part = _make_part(adapter)
         if part is not None:
             self.add_module(ADAPTER_NAME, part)
-        # What can be written down is; the rest of the configuration can be, too.
+        # A digest can be written to config.json; a LoraAdapter could not.
         self.config.active_adapter = adapter if isinstance(adapter, str) else None
         self._adapter_of_config = self.config.active_adapter
 
@@ -381,7 +381,7 @@ class DistributedModel(PreTrainedModel):
         return adapter
 
     def _follow_config(self) -> None:
-        """Open what somebody has written into `config.active_adapter`, as scripts of PETALS do."""
+        """Open an adapter that was assigned to `config.active_adapter`, as PETALS allows."""
         wanted: str | Path | None = getattr(self.config, "active_adapter", None)
         if wanted == self._adapter_of_config:
             return
@@ -417,7 +417,7 @@ class DistributedModel(PreTrainedModel):
         self.transformer.h.withdraw_adapter(digest)
 
     def open_adapter(self, given: AdapterChoice | Path) -> None:
-        """Make an adapter active that is given as such, by its folder or by its digest.
+        """Make an adapter active, given as an object, a folder or a digest.
 
         Raises UsageError for anything else.
         """
@@ -465,7 +465,7 @@ class DistributedModel(PreTrainedModel):
                 adapter.save(save_directory)
 
     def _list_settings(self) -> dict[str, object]:
-        """Return the arguments of from_pretrained() that what was trained depends on."""
+        """Return the arguments of from_pretrained() that trained parameters depend on."""
         if self.config.tuning_mode is None:
             return {}
         return {
@@ -511,7 +511,7 @@ class DistributedModel(PreTrainedModel):
 
 
 def _make_part(choice: AdapterChoice) -> nn.Module | None:
-    """Return a module with the adapters of one's own among those that are active, if any."""
+    """Return a module that holds the LoraAdapters of a choice, or None."""
     if isinstance(choice, LoraAdapter):
         return choice
     listed = choice if isinstance(choice, list | tuple) else []
@@ -520,9 +520,9 @@ def _make_part(choice: AdapterChoice) -> nn.Module | None:
 
 
 def _append_text(session: InferenceSession, position: int, ids_BT: Tensor) -> None:
-    """Note tokens of the text that were sent at `position` of it, outside of generate().
+    """Note tokens of the text that were sent at `position`, outside of generate().
 
-    After tokens that nobody has told us, or of other rows, the text is unknown.
+    The text is unknown after unknown tokens, and with another number of rows.
     """
     text_BT = session.output_ids if position > 0 else ids_BT[:, :0]
     if text_BT is None or text_BT.shape[1] < position or len(text_BT) != len(ids_BT):

@@ -34,7 +34,7 @@ from .remote_cache import RemoteCache
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
 _IS_ASSISTED = "is_assisted"
-"""What tells prepare_inputs_for_generation() that it is called by assisted decoding."""
+"""Argument that tells prepare_inputs_for_generation() of assisted decoding."""
 
 
 class DistributedCausalLM(DistributedModel, GenerationMixin):
@@ -214,7 +214,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the arguments of the next forward(); the tokenizer of `stop_strings` is none."""
+        """Return the arguments of the next forward(), without the tokenizer of `stop_strings`."""
         kwargs.pop("tokenizer", None)
         if kwargs.pop(_IS_ASSISTED, False):
             # The first step of assisted decoding names the whole text, whatever is cached of it.
@@ -225,7 +225,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
     def _get_candidate_generator(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, **kwargs: Any
     ) -> BoundedCandidates:
-        """Return who guesses tokens; transformers asks for it when assisted decoding begins."""
+        """Return the source of candidate tokens; called when assisted decoding begins."""
         generator = super()._get_candidate_generator(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         kwargs["model_kwargs"][_IS_ASSISTED] = True
         return BoundedCandidates(generator, kwargs["generation_config"].max_length)
@@ -245,7 +245,7 @@ class SpeculativeCausalLM(DistributedCausalLM):
         All other arguments are those of DistributedModel.from_pretrained().
         """
         opened = super().from_pretrained(model, **options)
-        # Not a module of this one: its weights are nobody's to train or save here.
+        # Not registered as a module: its weights are not trained or saved here.
         object.__setattr__(opened, "small_model", small_model)
         return opened
 
@@ -259,7 +259,7 @@ def _recall_text(session: InferenceSession) -> Tensor | None:
 
     The text is `session.output_ids`, which the session shortens when it is rolled back. Usually
     it is one token longer than the cache: the last token of a call is sent by the next one.
-    Raises UsageError when the session is closed or holds tokens that nobody has told us.
+    Raises UsageError when the session is closed or holds unknown tokens.
     """
     if session.closed:
         raise UsageError("the session is closed; open a new one")

@@ -25,7 +25,7 @@ from .inputs import check_attention_mask, check_token_ids, describe_positions
 GENERATION_FILE = "generation_config.json"
 
 DEFAULT_NEW_TOKENS = 20
-"""What transformers generates when neither max_new_tokens nor max_length says otherwise."""
+"""Default of transformers without max_new_tokens and max_length."""
 
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "use_cache": ((None, True), "the KV cache is on the peers and always used"),
@@ -139,7 +139,7 @@ def plan_generation(
     model_config: PreTrainedConfig,
     num_prompt_tokens: int = 0,
 ) -> GenerationPlan:
-    """Check one call and say what it will do; raises UsageError and changes nothing."""
+    """Return the plan of one call; raises UsageError and changes nothing."""
     check_settings(settings)
     input_ids_BT = _join_text(inputs, remembered_BT, model_config.vocab_size)
     num_remembered = 0 if remembered_BT is None else remembered_BT.shape[1]
@@ -187,7 +187,7 @@ def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) ->
 
 
 def _check_for_padding(new_ids_BT: Tensor, settings: Settings) -> None:
-    """Refuse what transformers would silently take for padding."""
+    """Refuse tokens that transformers would silently treat as padding."""
     pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
     is_eos = pad in eos if isinstance(eos, list | tuple) else pad == eos
     if isinstance(pad, int) and not is_eos and bool((new_ids_BT == pad).any()):
@@ -249,7 +249,7 @@ class BoundedCandidates(CandidateGenerator):
     """
 
     def __init__(self, generator: CandidateGenerator, max_length: int) -> None:
-        """Raise UsageError when the generator wants what only the peers have."""
+        """Raise UsageError when the generator needs hidden states between blocks."""
         if generator.requires_model_outputs:
             raise UsageError(
                 "generate() does not take this assistant: it needs hidden states between blocks; "
@@ -272,5 +272,5 @@ class BoundedCandidates(CandidateGenerator):
     def update_candidate_strategy(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, scores: Tensor, num_matches: int
     ) -> None:
-        """Tell the generator how good its guess was."""
+        """Report how many candidates matched."""
         self._generator.update_candidate_strategy(input_ids, scores, num_matches)  # pyright: ignore[reportArgumentType]

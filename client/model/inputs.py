@@ -24,7 +24,7 @@ _ONE, _SEVERAL, _NUMBERS = (
 PROBLEM_TYPES = (_ONE, _SEVERAL, _NUMBERS)
 
 _CHANGING_ROTATIONS = ("longrope", "dynamic")
-"""Kinds of rope that turn the whole text otherwise once it is long."""
+"""Kinds of rope whose rotation of all tokens changes once a text is long."""
 
 
 def check_token_ids(ids: object, vocab_size: int) -> Tensor:
@@ -59,9 +59,9 @@ def check_attention_mask(mask: Tensor | None) -> None:
 
 
 def check_padding(mask_BT: Tensor | None, shape: Sequence[int]) -> None:
-    """Raise UsageError unless a mask hides nothing but the ends of rows.
+    """Raise UsageError unless a mask hides only the ends of rows.
 
-    What is at the end of a row changes nothing before it, and so needs no mask at the peers.
+    The end of a row changes nothing before it, so peers need no mask.
     """
     if mask_BT is None:
         return
@@ -120,12 +120,12 @@ def check_labels(
 
 
 def count_labels(config: PreTrainedConfig) -> int:
-    """Return how many classes a configuration has; two, if it says nothing."""
+    """Return the number of classes of a configuration; the default is two."""
     return 2 if config.num_labels is None else config.num_labels
 
 
 def _find_problem_type(labels: Tensor, config: PreTrainedConfig) -> str:
-    """Return the kind of problem, as transformers guesses it where nobody said."""
+    """Return the kind of problem, inferred as in transformers if the configuration has none."""
     if config.problem_type is not None:
         return config.problem_type
     if config.num_labels == 1:
@@ -175,10 +175,10 @@ def find_last_tokens(
     mask_BT: Tensor | None,
     pad_token_id: int | None,
 ) -> Tensor:
-    """Return for each row the index of its last token that is no padding.
+    """Return for each row the index of its last token that is not padding.
 
-    The mask tells, where there is one, else the padding token. Raises UsageError where neither
-    does, and for a row that is nothing but padding.
+    The mask decides if there is one, else the padding token. Raises UsageError without both, and
+    for a row of padding only.
     """
     given = ids_BT if ids_BT is not None else embeddings
     if given is None:

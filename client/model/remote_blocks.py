@@ -1,4 +1,4 @@
-"""The blocks of a model, on other machines, as one module; who serves them; how to join them."""
+"""Remote blocks as one module, the peers that serve them, and the configuration to join them."""
 
 from __future__ import annotations
 
@@ -261,7 +261,7 @@ class RemoteSequential(nn.Module):
     def _run_stateless(
         self, hidden_BTH: Tensor, prompts: Tensor | None, hypo_ids: Tensor | None
     ) -> Tensor:
-        """Make a pass; or use a session where passes cannot be and nobody asks for more."""
+        """Make a pass, or use a session of its own where no pass is possible or needed."""
         adapters = self.adapters.take(len(hidden_BTH))
         wants_gradients = torch.is_grad_enabled() and hidden_BTH.requires_grad
         needs_pass = prompts is not None or wants_gradients or bool(adapters.rows)
@@ -344,8 +344,8 @@ class RemoteSequential(nn.Module):
 
         Returns when peers for all blocks keep it, after ten minutes at the latest: the others go on
         getting it. Where no peer keeps it for some blocks, a warning names them. Raises UsageError
-        for what is no LoraAdapter, and for one of the head, which is computed at the client; and
-        what the peers say if none of them keeps it.
+        unless it is a LoraAdapter, and for one of the head, which is computed at the client; and
+        the refusal of the peers if none of them keeps it.
         """
         adapter = check_is_adapter(adapter, "publish_adapter()")
         if adapter.get_head() is not None:

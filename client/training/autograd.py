@@ -94,7 +94,7 @@ class PassRunner:
         self._portal = portal
 
     def can_run(self, span: Span, hidden_BTH: Tensor) -> bool:
-        """Return whether passes through a span are possible, as far as was heard last."""
+        """Return whether passes through a span are possible, by the newest announcements."""
         return hidden_BTH.shape[1] <= MAX_PASS_TOKENS and self.remote.can_run(span)
 
     def run(
@@ -142,14 +142,14 @@ class _Keepsake(Tensor):
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
     ) -> _Keepsake:
-        """Whatever is done with it, be it detached or moved: it stays what it is."""
+        """Keep the trails in whatever torch makes of the tensor, such as a detached one."""
         return cls(arguments[0].trails)
 
 
 class _RemoteBlocks(torch.autograd.Function):
-    """Keeps what was sent to each hop, on the CPU, until autograd forgets the graph.
+    """Keeps the inputs of each hop, on the CPU, until autograd frees the graph.
 
-    Nothing is used up on the way back, so it may be gone again (`retain_graph`).
+    The backward pass consumes nothing, so it can be repeated (`retain_graph`).
     """
 
     @staticmethod
@@ -162,7 +162,7 @@ class _RemoteBlocks(torch.autograd.Function):
         prompts_LBPH: Tensor | None,
         *matrices: Tensor,
     ) -> Tensor:
-        # Copies: whoever changes the tensors later must not change what goes back through blocks.
+        # Copies: later changes of the tensors must not change the backward pass.
         prompts = None if prompts_LBPH is None else _copy(prompts_LBPH)
         is_shared = prompts is not None and prompts.shape[1] == 1
         texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows, adapters.is_trained)
@@ -231,7 +231,7 @@ def _check_same_adapters(adapters: RowAdapters) -> None:
 
 
 def _make_lost_adapters_error() -> UsageError:
-    """Return what to raise where a pass is computed again with other adapters."""
+    """Return the error for a pass that is computed again with other adapters."""
     return UsageError(
         "gradient checkpointing repeated a pass with other adapters than the first time: choose "
         "the adapter inside the checkpointed function, or call backward() where it is active, and "
