@@ -12,6 +12,7 @@ from ..protocol.errors import (
     UsageError,
 )
 from .model.auto import (
+    AutoDistributedConfig,
     AutoDistributedModel,
     AutoDistributedModelForCausalLM,
     AutoDistributedModelForSequenceClassification,
@@ -34,11 +35,9 @@ from .model.auto import (
     DistributedMixtralForSequenceClassification,
     DistributedMixtralModel,
 )
-from .model.distributed_config import AutoDistributedConfig
 from .model.pretrained_block import load_pretrained_block
-from .model.remote_blocks import RemoteSequential
+from .model.remote_blocks import UID_DELIMITER, RemoteSequenceManager, RemoteSequential
 from .model.remote_cache import RemoteCache as RemotePastKeyValues
-from .model.remote_sequence import UID_DELIMITER, RemoteSequenceManager
 from .runtime.client import Client
 from .session.inference_session import InferenceSession
 from .settings.config import ClientConfig

@@ -15,7 +15,7 @@ import torch
 
 from shoal.cli.figures.bench_report import describe_machine
 from shoal.client import AutoDistributedModelForCausalLM
-from shoal.client.model.model import DistributedCausalLM
+from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.peer.local_swarm.swarm import LocalSwarm
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "shoal-stories"

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ...client.model.causal_lm import DistributedCausalLM
 from ...protocol.errors import RouteError, ShoalError, UsageError
 from ..finetuning.loss_plot import draw_losses, save_losses
 from ..finetuning.run_options import (
@@ -32,7 +33,6 @@ from ..terminal.terminal import Progress, Terminal
 
 if TYPE_CHECKING:
     from ...client.learning.finetune_run import FinetuneRun, RunConfig
-    from ...client.model.model import DistributedCausalLM
 
 _FEW_UPDATES = 30
 """After fewer updates an adapter, initialised with zeros, has hardly changed."""

@@ -15,7 +15,7 @@ from ..terminal.heavy_imports import importing_much
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from ...client.model.model import DistributedCausalLM
+    from ...client.model.causal_lm import DistributedCausalLM
 
 
 def import_client() -> None:
@@ -26,7 +26,6 @@ def import_client() -> None:
         from huggingface_hub.utils import disable_progress_bars
         from transformers.utils import logging
 
-        from ...client.model import model  # noqa: F401 (its libraries warn on import)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     disable_progress_bars()
@@ -68,7 +67,7 @@ def open_model(name: str, initial_peers: Sequence[str], **settings: Any) -> "Dis
     of None keeps its default.
     """
     import_client()
-    from ...client.model.model import DistributedCausalLM
+    from ...client.model.causal_lm import DistributedCausalLM
 
     chosen = {name: value for name, value in settings.items() if value is not None}
     return DistributedCausalLM.from_pretrained(name, initial_peers=list(initial_peers), **chosen)

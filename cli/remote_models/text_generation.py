@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
-    from ...client.model.model import DistributedCausalLM
+    from ...client.model.causal_lm import DistributedCausalLM
     from ...client.session.inference_session import InferenceSession
 
 # The text of a token may depend on this many tokens before it: a letter of several bytes has up

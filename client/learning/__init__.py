@@ -1,4 +1,5 @@
-"""A whole fine-tuning run: texts, batches, schedules, checkpoints and the loop over updates.
+"""A whole fine-tuning run: texts, batches, checkpoints and the loop over updates.
 
-Read first: finetune_run.py.
+Gradients are computed in `client/training`, and nothing is printed here. Read first:
+finetune_run.py.
 """

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..training.batch_checks import IGNORED
+from ..model.inputs import IGNORED
 from .dataset import Example
 
 

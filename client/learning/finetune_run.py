@@ -21,7 +21,6 @@ from .batches import Batch, ShuffledTexts, cut_into_batches, make_batch
 from .checkpoints import Checkpoints, Progress, name_checkpoint, naming_failures
 from .dataset import Dataset
 from .optimizer_files import load_optimizer, save_optimizer
-from .schedules import compute_rate_fraction
 
 MOST_SKIPPED_IN_A_ROW = 3
 """Updates without a finite loss before a run is given up: more data will not mend it."""
@@ -325,6 +324,28 @@ class FinetuneRun:
     def _write(self, folder: Path) -> None:
         self._learner.save(folder)
         save_optimizer(self._optimizer, self._parameters, folder)
+
+
+def compute_rate_fraction(
+    update: int, num_updates: int, num_warmup_updates: int, schedule: str
+) -> float:
+    """Return the learning rate of an update, counted from 0, as a fraction of its highest value.
+
+    It rises in a straight line, then stays, or falls to nothing after the last update.
+
+    >>> [compute_rate_fraction(update, 6, 2, "linear") for update in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    >>> round(compute_rate_fraction(4, 6, 2, "cosine"), 9)
+    0.5
+    >>> compute_rate_fraction(5, 6, 0, "constant")
+    1.0
+    """
+    if update < num_warmup_updates:
+        return (update + 1) / num_warmup_updates
+    if schedule == "constant":
+        return 1.0
+    done = (update - num_warmup_updates) / max(1, num_updates - num_warmup_updates)
+    return 1.0 - done if schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
 
 
 def _list_differences(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What learns in a run, beside frozen blocks on other machines: prompts, or an adapter."""
+"""The trainable parts of a run, beside frozen remote blocks: prompts, or an adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
-from ..model.model import DistributedCausalLM
+from ..model.causal_lm import DistributedCausalLM
 from ..training.lora import LoraAdapter
 from ..training.peer_optimizer import PeerOptimizer
 from .batches import Batch
@@ -21,10 +21,10 @@ METHODS = ("lora", "ptune", "deep_ptune")
 
 
 class LocalOptimizer:
-    """What learners have in common whose optimizer runs here."""
+    """A learner whose optimizer runs here."""
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what the optimizer changes."""
+        """Return the trained parameters."""
         raise NotImplementedError
 
     def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
@@ -131,7 +131,7 @@ class AdapterPlan:
 
 
 def make_learner(model: DistributedCausalLM, plan: AdapterPlan) -> Learner:
-    """Return what learns: the prompts that a model was opened with, or else a new adapter."""
+    """Return a learner for the prompts that a model was opened with, or for a new adapter."""
     if model.config.tuning_mode is not None:
         return PromptLearner(model)
     adapter = LoraAdapter.create(

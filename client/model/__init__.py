@@ -1,4 +1,6 @@
 """Models whose blocks are remote, with the interface of transformers and of PETALS.
 
-Only embeddings, norms and heads are computed here. Read first: base_model.py.
+Embeddings, norms and heads are computed here, blocks at peers. A model is handed a client
+(`SwarmClient` in remote_blocks.py); only auto.py knows how one joins a swarm. Read first:
+base_model.py.
 """

@@ -5,46 +5,98 @@ PETALS has one class of each kind for every family. Here one class serves all fa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from .distributed_config import AutoDistributedConfig
+from ...protocol.ids import ModelId
+from ...protocol.net.clock import SystemClock
+from ..runtime.client import Client
+from ..runtime.joining import Connect, SwarmModel, connect_over_network
+from ..settings.config import ClientConfig, make_client_config
+from .causal_lm import DistributedCausalLM, SpeculativeCausalLM
 from .headless_model import DistributedSequenceClassifier, HeadlessModel
-from .model import DistributedCausalLM
-from .speculative_model import SpeculativeCausalLM
+from .local_layers import open_checkpoint
+from .remote_blocks import DistributedConfig, Join
+
+
+def make_join(connect: Connect) -> Join:
+    """Return a function that joins the swarm of a model over the network of `connect`."""
+
+    def join(model_id: ModelId, model: PreTrainedConfig, config: ClientConfig) -> Client:
+        known = SwarmModel(model_id, model.num_hidden_layers, model.hidden_size)
+        return Client.join(config, connect, SystemClock(), known)
+
+    return join
+
+
+class AutoDistributedConfig:
+    """Opens configurations; never instantiated."""
+
+    @staticmethod
+    def from_pretrained(
+        model: str | Path,
+        *,
+        initial_peers: Sequence[str] | str = (),
+        revision: str | None = None,
+        connect: Connect = connect_over_network,
+        **client_config: Any,
+    ) -> DistributedConfig:
+        """Read the configuration of a model directory or Hub id, for RemoteSequential.
+
+        Arguments and errors are those of AutoDistributedModelForCausalLM.from_pretrained().
+        """
+        client = make_client_config(initial_peers, client_config)
+        _, model_config = open_checkpoint(model, revision)
+        return DistributedConfig(model_config, client, make_join(connect))
 
 
 class AutoDistributedModelForCausalLM:
     """Opens causal language models; never instantiated."""
 
     @staticmethod
-    def from_pretrained(model: str | Path, **options: Any) -> DistributedCausalLM:
-        """Open a model and join its swarm: see DistributedModel.from_pretrained()."""
-        return DistributedCausalLM.from_pretrained(model, **options)
+    def from_pretrained(
+        model: str | Path, *, connect: Connect = connect_over_network, **options: Any
+    ) -> DistributedCausalLM:
+        """Open a model and join its swarm: see DistributedModel.from_pretrained().
+
+        `connect` makes the network; that of `peer.loopback_swarm` needs no initial peers.
+        """
+        return DistributedCausalLM.from_pretrained(model, join_swarm=make_join(connect), **options)
 
 
 class AutoDistributedModelForSequenceClassification:
     """Opens text classifiers; never instantiated."""
 
     @staticmethod
-    def from_pretrained(model: str | Path, **options: Any) -> DistributedSequenceClassifier:
+    def from_pretrained(
+        model: str | Path, *, connect: Connect = connect_over_network, **options: Any
+    ) -> DistributedSequenceClassifier:
         """Open a model with a head for `num_labels` classes and join its swarm.
 
         `problem_type` is one of those of transformers; without it, it is inferred from the labels,
-        as in transformers. For everything else see DistributedModel.from_pretrained().
+        as in transformers. `connect` is that of AutoDistributedModelForCausalLM; for everything
+        else see DistributedModel.from_pretrained().
         """
-        return DistributedSequenceClassifier.from_pretrained(model, **options)
+        return DistributedSequenceClassifier.from_pretrained(
+            model, join_swarm=make_join(connect), **options
+        )
 
 
 class AutoDistributedModel:
     """Opens models without a head; never instantiated."""
 
     @staticmethod
-    def from_pretrained(model: str | Path, **options: Any) -> HeadlessModel:
-        """Open a model and join its swarm: see DistributedModel.from_pretrained()."""
-        return HeadlessModel.from_pretrained(model, **options)
+    def from_pretrained(
+        model: str | Path, *, connect: Connect = connect_over_network, **options: Any
+    ) -> HeadlessModel:
+        """Open a model and join its swarm: see DistributedModel.from_pretrained().
+
+        `connect` makes the network; that of `peer.loopback_swarm` needs no initial peers.
+        """
+        return HeadlessModel.from_pretrained(model, join_swarm=make_join(connect), **options)
 
 
 class AutoDistributedSpeculativeModel:
@@ -52,10 +104,19 @@ class AutoDistributedSpeculativeModel:
 
     @staticmethod
     def from_pretrained(
-        model: str | Path, *, small_model: PreTrainedModel, **options: Any
+        model: str | Path,
+        *,
+        small_model: PreTrainedModel,
+        connect: Connect = connect_over_network,
+        **options: Any,
     ) -> SpeculativeCausalLM:
-        """Open a model and join its swarm: see SpeculativeCausalLM.from_pretrained()."""
-        return SpeculativeCausalLM.from_pretrained(model, small_model=small_model, **options)
+        """Open a model and join its swarm: see SpeculativeCausalLM.from_pretrained().
+
+        `connect` is that of AutoDistributedModelForCausalLM.
+        """
+        return SpeculativeCausalLM.from_pretrained(
+            model, small_model=small_model, join_swarm=make_join(connect), **options
+        )
 
 
 DistributedBloomConfig = AutoDistributedConfig

@@ -1,4 +1,4 @@
-"""What all models over a swarm share: opening, sessions, tuning, closing.
+"""What all models over a swarm share: opening, sessions, adapters, tuning, saving, closing.
 
 A model holds the local parts: embedding, norm, head and trained parameters. Its blocks are on other
 machines.
@@ -6,58 +6,107 @@ machines.
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from ...kernels.wire_tensors import has_only_finite
-from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import UsageError
 from ...protocol.spans import Span
-from ..runtime.client import Client
-from ..runtime.joining import Connect, connect_over_network
 from ..session.inference_session import InferenceSession
-from ..settings.config import ClientConfig, make_client_config, make_whole
-from ..training.adapted_model import ADAPTER_NAME, AdaptedModel
-from ..training.batch_checks import check_padding
+from ..settings.config import make_client_config, make_whole
+from ..training.active_adapters import DIGEST, AdapterChoice, is_digest, read_choice
 from ..training.lora import LoraAdapter
+from ..training.peer_optimizer import PeerOptimizer
 from ..training.saving import (
+    ADAPTER_NAME,
     leave_out_adapter,
     leave_out_of_state_dicts,
     load_trained,
     read_settings,
     save_trained,
 )
-from ..training.tuning import Tuning
-from .distributed_config import join_swarm, open_checkpoint
-from .generation import (
-    append_text,
-    check_attention_mask,
-    check_positions,
-    check_token_ids,
-    load_generation_config,
-)
-from .local_layers import LocalLayers, load_local_layers, resolve_dtype
-from .remote_blocks import RemoteSequential
+from ..training.tuning import DEEP, Tuning, lay_out_deep_prompts, make_deep_prompts, make_prompt
+from .generation import load_generation_config
+from .inputs import check_attention_mask, check_padding, check_positions, check_token_ids
+from .local_layers import LocalLayers, load_local_layers, open_checkpoint, resolve_dtype
+from .remote_blocks import Join, RemoteSequential, SwarmClient
 from .remote_cache import RemoteCache
-from .transformer import DistributedTransformer
 
-# Shape suffixes: B rows, T tokens, H hidden size.
+# Shape suffixes: B rows, T tokens, H hidden size, L blocks, P tokens of a prompt.
+
+UNCHANGED: Any = object()
+"""Default of `active_adapter`: keep the active adapter."""
 
 _ADAPTER_IS_APART = "the active adapter is saved by its own save(folder)"
 
 
-class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
+class DistributedTransformer(nn.Module):
+    """The parts of the model under the names that PETALS gives them on every architecture."""
+
+    def __init__(
+        self, layers: LocalLayers, blocks: RemoteSequential, tuning: Tuning | None = None
+    ) -> None:
+        super().__init__()
+        tuning = tuning or Tuning()
+        self.word_embeddings = layers.embedding
+        self.word_embeddings_layernorm = layers.embedding_norm or nn.Identity()
+        self.position_embeddings = layers.positions
+        self.prompt_embeddings: nn.Embedding | None = None
+        self.intermediate_prompt_embeddings: nn.Embedding | None = None
+        if tuning.mode is not None:
+            self.prompt_embeddings = make_prompt(tuning.pre_seq_len, layers.embedding)
+        if tuning.mode == DEEP:
+            self.intermediate_prompt_embeddings = make_deep_prompts(
+                tuning.pre_seq_len, len(blocks), layers.embedding.embedding_dim
+            )
+        self.h = blocks
+        self.ln_f = layers.norm
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Return the token embedding; transformers asks for it by this name."""
+        return self.word_embeddings
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Number of tokens of a trained prompt before each text."""
+        return 0 if self.prompt_embeddings is None else self.prompt_embeddings.num_embeddings
+
+    @property
+    def deep_prompts(self) -> Tensor | None:
+        """Trained additions to the first inputs of each block, [L, 1, P, H], or None."""
+        if self.intermediate_prompt_embeddings is None:
+            return None
+        return lay_out_deep_prompts(self.intermediate_prompt_embeddings.weight, len(self.h))
+
+    def prepare(self, embeddings_BTH: Tensor, position: int) -> Tensor:
+        """Return the input of the first block: at the beginning of a text, behind the prompt."""
+        if self.prompt_embeddings is not None and position == 0:
+            prompt_PH = self.prompt_embeddings.weight.to(embeddings_BTH.dtype)
+            prompts_BPH = prompt_PH.expand(len(embeddings_BTH), -1, -1)
+            embeddings_BTH = torch.cat([prompts_BPH, embeddings_BTH], dim=1)
+        hidden_BTH = self.word_embeddings_layernorm(embeddings_BTH)
+        if self.position_embeddings is None:  # as in most families
+            return hidden_BTH
+        return self.position_embeddings(hidden_BTH, position)
+
+
+class DistributedModel(PreTrainedModel):
     """A model over a swarm, up to the final hidden states.
 
     Owns its client: close() it, or use it in a `with` block. The weights of the model directory are
     frozen; state_dict() holds only trained parameters, and weights that the caller made trainable.
+
+    Adapters are active for one call, within a `with` block, or until further notice. Methods of
+    transformers that would use peft are replaced. `config.active_adapter` is the folder or digest
+    of the active adapter, if it has one; the next call opens another one that is assigned there.
     """
 
     base_model_prefix = "transformer"
@@ -65,11 +114,14 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
     accepts_loss_kwargs = True
     """Tells Trainer that forward() takes `num_items_in_batch`."""
 
+    _adapter_of_config: str | None = None
+    """Value of `config.active_adapter` when it was last read."""
+
     def __init__(
         self,
         config: PreTrainedConfig,
         layers: LocalLayers,
-        client: Client,
+        client: SwarmClient,
         generation_config: GenerationConfig | None = None,
         tuning: Tuning | None = None,
     ) -> None:
@@ -88,7 +140,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         self.eval()
 
     def _add_head(self, layers: LocalLayers, generation_config: GenerationConfig | None) -> None:
-        """Add what this kind of model does with hidden states."""
+        """Add the modules behind the last block."""
         raise NotImplementedError
 
     @classmethod
@@ -96,11 +148,11 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         cls,
         model: str | Path,
         *,
+        join_swarm: Join,
         initial_peers: Sequence[str] | str = (),
         torch_dtype: str | torch.dtype | None = None,
         revision: str | None = None,
         trained: str | Path | None = None,
-        connect: Connect = connect_over_network,
         **options: Any,
     ) -> Self:
         """Open a model directory or Hub id, join its swarm and return the model.
@@ -109,10 +161,10 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         "auto" keeps the checkpoint's; `dtype` is its newer name. With `tuning_mode` "ptune" or
         "deep_ptune", prompts of `pre_seq_len` tokens are trainable; `trained`, a folder of
         save_pretrained(), sets both and loads the trained parameters. `active_adapter` is the
-        folder of an adapter, or the digest of a published one. `connect` makes the network; that of
-        `peer.loopback_swarm` needs no initial peers. All other arguments are fields of
-        ClientConfig. Raises UsageError for an unknown argument, ModelError if the model cannot be
-        used, DirectoryError if the swarm cannot be joined.
+        folder of an adapter, or the digest of a published one. The classes of auto.py
+        pass `join_swarm`. All other arguments are fields of ClientConfig. Raises UsageError for an
+        unknown argument, ModelError if the model cannot be used, DirectoryError if the swarm cannot
+        be joined.
         """
         dtype = resolve_dtype(options.pop("dtype", torch_dtype))
         if trained is not None:
@@ -125,7 +177,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         tuning.check_fits(model_config)
         layers = load_local_layers(checkpoint, dtype)
         generation_config = load_generation_config(model, checkpoint)
-        client = cls._join(checkpoint, model_config, config, connect)
+        client = join_swarm(model_config.dht_prefix, model_config, config)
         opened = cls(model_config, layers, client, generation_config, tuning)
         try:
             if trained is not None:
@@ -139,17 +191,8 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
 
     @classmethod
     def _take_options(cls, options: dict[str, Any]) -> Callable[[PreTrainedConfig], None]:
-        """Take the options of this kind of model; return what notes them in its configuration."""
+        """Remove the options of this kind of model; return a function that notes them."""
         return lambda config: None
-
-    @staticmethod
-    def _join(
-        checkpoint: Checkpoint,
-        model_config: PreTrainedConfig,
-        config: ClientConfig,
-        connect: Connect,
-    ) -> Client:
-        return join_swarm(checkpoint, model_config, config, connect)
 
     def close(self) -> None:
         """Leave the swarm; the model cannot be used afterwards."""
@@ -170,7 +213,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
     @property
     def missing_blocks(self) -> tuple[Span, ...]:
         """The blocks that no peer serves, by the newest known announcements; sends no request."""
-        return self._client.missing_blocks
+        return self._client.view.gaps
 
     def inference_session(
         self, *, max_length: int, kv_format: str | None = None
@@ -197,6 +240,21 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         """The session that calls continue in this thread or task, or None."""
         return self.transformer.h.active_session
 
+    def __call__(
+        self, *inputs: Any, active_adapter: AdapterChoice = UNCHANGED, **options: Any
+    ) -> Any:
+        """Run the model; `active_adapter` applies to this call only."""
+        keeps = active_adapter is UNCHANGED
+        with nullcontext() if keeps else self.use_adapter(active_adapter):
+            return super().__call__(*inputs, **options)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Make an assigned adapter active: torch would only register it as a module."""
+        if name == "active_adapter":
+            self.set_adapter(value)
+        else:
+            super().__setattr__(name, value)
+
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             raise UsageError("the model takes either input_ids or inputs_embeds")
@@ -219,9 +277,9 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         *,
         last_token_only: bool = False,
     ) -> tuple[Tensor, RemoteCache | None]:
-        """Check the inputs of forward(), and return what all blocks make of them, [B, T or 1, H].
+        """Check the inputs of forward() and return the output of the last block, [B, T or 1, H].
 
-        Continues the cache that is returned; without one this was a stateless pass.
+        Continues the cache that is returned; None stands for a stateless pass.
         """
         embeddings_BTH = self._embed(input_ids, inputs_embeds)
         cache = self._find_cache(past_key_values)
@@ -232,13 +290,13 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         text_position = 0 if cache is None else cache.get_seq_length()
         hidden_BTH = self._run_blocks(embeddings_BTH, cache, last_token_only)
         if cache is not None and past_key_values is None and input_ids is not None:
-            append_text(cache.session, text_position, input_ids.long())
+            _append_text(cache.session, text_position, input_ids.long())
         return hidden_BTH, cache
 
     def _run_blocks(
         self, embeddings_BTH: Tensor, cache: RemoteCache | None, last_token_only: bool
     ) -> Tensor:
-        """Run a text behind its trained prompt; what becomes of the prompt itself stays here."""
+        """Run a text behind its trained prompt; leave the outputs of the prompt out."""
         position = 0 if cache is None else cache.session.position
         num_prompt_tokens = self.transformer.num_prompt_tokens if position == 0 else 0
         num_tokens = num_prompt_tokens + embeddings_BTH.shape[1]
@@ -272,6 +330,105 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
         session.check_is_idle()
         given.bind(session)
         return given
+
+    @property
+    def active_adapter(self) -> AdapterChoice:
+        """The active LoraAdapter, the digest of a published one, a list with one per row, or None.
+
+        An assigned adapter is active until further notice, outside of `use_adapter()`, and is part
+        of the model: an optimizer, accelerate or Trainer with `model.parameters()` trains it. To
+        train an adapter that is active for one call or a `with` block, pass `adapter.parameters()`.
+        """
+        return self.transformer.h.adapters.choice
+
+    @active_adapter.setter
+    def active_adapter(self, adapter: AdapterChoice) -> None:
+        self.set_adapter(adapter)
+
+    def set_adapter(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, adapter: AdapterChoice
+    ) -> None:
+        """Make an adapter active until further notice, and its matrices parameters of the model.
+
+        None removes it.
+        """
+        adapter = read_choice(adapter)
+        self.transformer.h.adapters.default = adapter
+        self._modules.pop(ADAPTER_NAME, None)
+        part = _make_part(adapter)
+        if part is not None:
+            self.add_module(ADAPTER_NAME, part)
+        # A digest can be written to config.json; a LoraAdapter could not.
+        self.config.active_adapter = adapter if isinstance(adapter, str) else None
+        self._adapter_of_config = self.config.active_adapter
+
+    def use_adapter(self, adapter: AdapterChoice) -> AbstractContextManager[None]:
+        """Make an adapter active within a `with` block, in this thread or task; None: no
+        adapter.
+        """
+        return self.transformer.h.adapters.use(adapter)
+
+    def load_adapter(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, folder: str | Path
+    ) -> LoraAdapter:
+        """Read an adapter that was saved by shoal or peft, and make it active until further notice.
+
+        Raises UsageError if it does not fit this model.
+        """
+        adapter = LoraAdapter.load(folder, self)
+        self.set_adapter(adapter)
+        self.config.active_adapter = self._adapter_of_config = str(folder)
+        return adapter
+
+    def _follow_config(self) -> None:
+        """Open an adapter that was assigned to `config.active_adapter`, as PETALS allows."""
+        wanted: str | Path | None = getattr(self.config, "active_adapter", None)
+        if wanted == self._adapter_of_config:
+            return
+        if wanted is None:
+            self.set_adapter(None)
+        else:
+            self.open_adapter(wanted)
+
+    @property
+    def has_adapter_in_training(self) -> bool:
+        """Whether the matrices of the active adapter get gradients."""
+        choice = self.active_adapter
+        listed = choice if isinstance(choice, list | tuple) else [choice]
+        return any(
+            matrix.requires_grad
+            for adapter in listed
+            if isinstance(adapter, LoraAdapter)
+            for matrix in adapter.parameters()
+        )
+
+    def optimizer_at_peers(
+        self, adapter: LoraAdapter, kind: str = "adamw", **options: Any
+    ) -> PeerOptimizer:
+        """See `RemoteSequential.optimizer_at_peers`."""
+        return self.transformer.h.optimizer_at_peers(adapter, kind, **options)
+
+    def publish_adapter(self, adapter: LoraAdapter) -> str:
+        """See `RemoteSequential.publish_adapter`."""
+        return self.transformer.h.publish_adapter(adapter)
+
+    def withdraw_adapter(self, digest: str) -> None:
+        """See `RemoteSequential.withdraw_adapter`."""
+        self.transformer.h.withdraw_adapter(digest)
+
+    def open_adapter(self, given: AdapterChoice | Path) -> None:
+        """Make an adapter active, given as an object, a folder or a digest.
+
+        Raises UsageError for anything else.
+        """
+        if not isinstance(given, str | Path) or (isinstance(given, str) and is_digest(given)):
+            self.set_adapter(given)
+        elif os.path.exists(given):
+            self.load_adapter(given)
+        else:
+            raise UsageError(
+                f"active_adapter {str(given)!r:.80} is neither an existing folder nor {DIGEST}"
+            )
 
     def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
@@ -308,7 +465,7 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
                 adapter.save(save_directory)
 
     def _list_settings(self) -> dict[str, object]:
-        """Return the arguments of from_pretrained() that what was trained depends on."""
+        """Return the arguments of from_pretrained() that trained parameters depend on."""
         if self.config.tuning_mode is None:
             return {}
         return {
@@ -351,3 +508,25 @@ class DistributedModel(AdaptedModel, PreTrainedModel):  # pyright: ignore[report
     def push_to_hub(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
         """Raise UsageError: save the trained parameters to a folder, and upload that."""
         raise UsageError("save what was trained with save_pretrained(), and upload that folder")
+
+
+def _make_part(choice: AdapterChoice) -> nn.Module | None:
+    """Return a module that holds the LoraAdapters of a choice, or None."""
+    if isinstance(choice, LoraAdapter):
+        return choice
+    listed = choice if isinstance(choice, list | tuple) else []
+    own = [adapter for adapter in dict.fromkeys(listed) if isinstance(adapter, LoraAdapter)]
+    return nn.ModuleList(own) if own else None
+
+
+def _append_text(session: InferenceSession, position: int, ids_BT: Tensor) -> None:
+    """Note tokens of the text that were sent at `position`, outside of generate().
+
+    The text is unknown after unknown tokens, and with another number of rows.
+    """
+    text_BT = session.output_ids if position > 0 else ids_BT[:, :0]
+    if text_BT is None or text_BT.shape[1] < position or len(text_BT) != len(ids_BT):
+        session.output_ids = None
+    else:
+        text_BT = text_BT[:, :position].to(ids_BT.device)
+        session.output_ids = torch.cat([text_BT, ids_BT], dim=1)

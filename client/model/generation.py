@@ -1,29 +1,31 @@
-"""What one call of generate() will do, decided before anything is sent, and what it remembers.
+"""What one call of generate() will do, decided before anything is sent.
 
-Holds no network and no layers: checks, plans and the texts of sessions.
+Holds no network and no layers: settings, plans, and what generate() is given for them.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedConfig
+from transformers.generation.candidate_generator import CandidateGenerator
 from transformers.generation.streamers import BaseStreamer
 
 from ...models.checkpoints.checkpoint import Checkpoint
 from ...protocol.errors import ModelError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS, MAX_SESSION_TOKENS
-from ..session.inference_session import InferenceSession
 from ..settings.config import make_whole
+from .inputs import check_attention_mask, check_token_ids, describe_positions
 
-# Shape suffixes: B rows, T tokens.
+# Shape suffixes: B rows, T tokens, V vocabulary.
 
 GENERATION_FILE = "generation_config.json"
 
 DEFAULT_NEW_TOKENS = 20
-"""What transformers generates when neither max_new_tokens nor max_length says otherwise."""
+"""Default of transformers without max_new_tokens and max_length."""
 
 _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
     "use_cache": ((None, True), "the KV cache is on the peers and always used"),
@@ -41,9 +43,6 @@ _REFUSED: Mapping[str, tuple[tuple[object, ...], str]] = {
 }
 """Arguments of transformers' generate() that cannot work here: values that do no harm, and why."""
 
-
-_CHANGING_ROTATIONS = ("longrope", "dynamic")
-"""Kinds of rope that turn the whole text otherwise once it is long."""
 
 _COUNTS = ("max_new_tokens", "max_length", "num_beams", "num_return_sequences")
 
@@ -110,37 +109,6 @@ def check_settings(settings: Settings) -> None:
             raise UsageError(f"generate() does not take {name}: {reason}")
 
 
-def check_token_ids(ids: object, vocab_size: int) -> Tensor:
-    """Return token ids as int64 [B, T]; UsageError if they are anything else."""
-    if not isinstance(ids, Tensor):
-        raise UsageError(
-            f"token ids must be a tensor, got {type(ids).__name__}; a tokenizer returns one "
-            'with return_tensors="pt"'
-        )
-    if ids.ndim != 2 or ids.shape[0] == 0:
-        raise UsageError(f"token ids must have the shape [rows, tokens], got {list(ids.shape)}")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise UsageError(f"token ids must be whole numbers, got {ids.dtype}")
-    lowest, highest = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
-    if lowest < 0 or highest >= vocab_size:
-        raise UsageError(
-            f"token ids must be from 0 to {vocab_size - 1}, got {lowest} to {highest}; does the "
-            "tokenizer belong to this model?"
-        )
-    return ids.long()
-
-
-def check_attention_mask(mask: Tensor | None) -> None:
-    """Raise UsageError unless the mask attends to everything: peers know no padding."""
-    if mask is not None and not isinstance(mask, Tensor):
-        raise UsageError(f"the attention mask must be a tensor, got {type(mask).__name__}")
-    if mask is not None and not bool((mask == 1).all()):
-        raise UsageError(
-            "the attention mask hides tokens, but remote blocks do not support padding; give "
-            "prompts of different lengths one at a time, or grouped by length"
-        )
-
-
 @dataclass(frozen=True)
 class GenerationPlan:
     """One call of generate(), checked.
@@ -171,7 +139,7 @@ def plan_generation(
     model_config: PreTrainedConfig,
     num_prompt_tokens: int = 0,
 ) -> GenerationPlan:
-    """Check one call and say what it will do; raises UsageError and changes nothing."""
+    """Return the plan of one call; raises UsageError and changes nothing."""
     check_settings(settings)
     input_ids_BT = _join_text(inputs, remembered_BT, model_config.vocab_size)
     num_remembered = 0 if remembered_BT is None else remembered_BT.shape[1]
@@ -219,7 +187,7 @@ def _join_text(inputs: object, remembered_BT: Tensor | None, vocab_size: int) ->
 
 
 def _check_for_padding(new_ids_BT: Tensor, settings: Settings) -> None:
-    """Refuse what transformers would silently take for padding."""
+    """Refuse tokens that transformers would silently treat as padding."""
     pad, eos = settings.get("pad_token_id"), settings.get("eos_token_id")
     is_eos = pad in eos if isinstance(eos, list | tuple) else pad == eos
     if isinstance(pad, int) and not is_eos and bool((new_ids_BT == pad).any()):
@@ -255,25 +223,6 @@ def _plan_length(
     return max_length
 
 
-def check_positions(num_tokens: int, model_config: PreTrainedConfig) -> None:
-    """Raise UsageError for more tokens than the model has positions."""
-    maximum = getattr(model_config, "max_position_embeddings", None)
-    if maximum is not None and num_tokens > maximum:
-        positions = describe_positions(model_config, maximum)
-        raise UsageError(f"{num_tokens} tokens are too many: {positions}")
-
-
-def describe_positions(model_config: PreTrainedConfig, max_positions: int) -> str:
-    """Return how many positions a model has, and why that may be fewer than its card says."""
-    rope = getattr(model_config, "rope_parameters", None) or {}
-    if rope.get("rope_type") not in _CHANGING_ROTATIONS:
-        return f"the model has {max_positions} positions"
-    return (
-        f"the model has {max_positions} positions here: beyond them its {rope['rope_type']} rope "
-        "would change keys that are already cached, which shoal does not support"
-    )
-
-
 class NewTextStreamer(BaseStreamer):
     """Hands tokens on to a streamer, without the text that it has seen in earlier calls."""
 
@@ -293,33 +242,35 @@ class NewTextStreamer(BaseStreamer):
         self._streamer.end()
 
 
-def recall_text(session: InferenceSession) -> Tensor | None:
-    """Return the text [B, T] that a session continues, or None at its beginning.
+class BoundedCandidates(CandidateGenerator):
+    """Candidates of another generator, as far as the text may still grow.
 
-    The text is `session.output_ids`, which the session shortens when it is rolled back. Usually
-    it is one token longer than the cache: the last token of a call is sent by the next one.
-    Raises UsageError when the session is closed or holds tokens that nobody has told us.
+    Some guess more: a session that holds just the text could not take them.
     """
-    if session.closed:
-        raise UsageError("the session is closed; open a new one")
-    text_BT = session.output_ids
-    num_known = 0 if text_BT is None else text_BT.shape[1]
-    if num_known < session.text_length:
-        raise UsageError(
-            f"the session holds {session.text_length} tokens per row, of which {num_known} are "
-            "known; set session.output_ids to all of them, or open a new session"
-        )
-    return text_BT if num_known else None
 
+    def __init__(self, generator: CandidateGenerator, max_length: int) -> None:
+        """Raise UsageError when the generator needs hidden states between blocks."""
+        if generator.requires_model_outputs:
+            raise UsageError(
+                "generate() does not take this assistant: it needs hidden states between blocks; "
+                "take an assistant_model that is a language model, or prompt_lookup_num_tokens"
+            )
+        self._generator = generator
+        # The model itself adds a token behind the candidates.
+        self._max_candidate_length = max_length - 1
 
-def append_text(session: InferenceSession, position: int, ids_BT: Tensor) -> None:
-    """Note tokens of the text that were sent at `position` of it, outside of generate().
+    def get_candidates(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the text with candidates behind it [1, T], and their logits [1, T, V] if known."""
+        ids_BT, logits_BTV = self._generator.get_candidates(input_ids, **kwargs)  # pyright: ignore[reportArgumentType]
+        ids_BT = ids_BT[:, : max(self._max_candidate_length, input_ids.shape[1])]
+        if logits_BTV is not None:
+            logits_BTV = logits_BTV[:, : ids_BT.shape[1] - input_ids.shape[1]]
+        return ids_BT, logits_BTV
 
-    After tokens that nobody has told us, or of other rows, the text is unknown.
-    """
-    text_BT = session.output_ids if position > 0 else ids_BT[:, :0]
-    if text_BT is None or text_BT.shape[1] < position or len(text_BT) != len(ids_BT):
-        session.output_ids = None
-    else:
-        text_BT = text_BT[:, :position].to(ids_BT.device)
-        session.output_ids = torch.cat([text_BT, ids_BT], dim=1)
+    def update_candidate_strategy(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, input_ids: Tensor, scores: Tensor, num_matches: int
+    ) -> None:
+        """Report how many candidates matched."""
+        self._generator.update_candidate_strategy(input_ids, scores, num_matches)  # pyright: ignore[reportArgumentType]

@@ -12,8 +12,8 @@ from transformers.loss.loss_utils import ForSequenceClassificationLoss
 from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClassifierOutputWithPast
 
 from ...protocol.errors import UsageError
-from ..training.classes import PROBLEM_TYPES, check_classes, count_labels, find_last_tokens
 from .base_model import DistributedModel
+from .inputs import PROBLEM_TYPES, check_classes, count_labels, find_last_tokens
 from .local_layers import LocalLayers
 from .remote_blocks import RemoteSequential
 from .remote_cache import RemoteCache

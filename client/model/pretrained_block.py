@@ -13,8 +13,7 @@ from ...models.checkpoints.conversion import ConvertedCheckpoint
 from ...models.shells.shell_opening import open_block_shell
 from ...models.shells.step_cache import StepCache
 from ...protocol.errors import UsageError
-from .distributed_config import open_checkpoint
-from .local_layers import resolve_dtype
+from .local_layers import open_checkpoint, resolve_dtype
 
 # Shape suffixes: B rows, T tokens, H hidden size, G heads, D size of a head.
 

@@ -1,30 +1,142 @@
-"""The blocks of a model, on other machines, as one module."""
+"""Remote blocks as one module, the peers that serve them, and the configuration to join them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import fields
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
+from ...protocol.ids import ModelId, PeerId
+from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
+from ..adapters.adapter_versions import SentAdapter
 from ..passes.pass_failovers import PassFailover
-from ..routing.route import Hop
-from ..runtime.client import Client
+from ..routing.route import Hop, Route
 from ..session.deep_prompts import check_prompts
 from ..session.inference_session import InferenceSession, check_is_session
-from ..settings.config import make_whole
+from ..settings.config import ClientConfig, make_client_config, make_whole
 from ..training.active_adapters import ActiveAdapters, ChosenAdapters, read_digest
+from ..training.autograd import PassRunner
 from ..training.lora import LoraAdapter, check_is_adapter
 from ..training.peer_optimizer import PeerOptimizer
-from .distributed_config import DistributedConfig
-from .remote_sequence import RemoteSequenceManager, take_blocks
+from .sequence_info import RemoteSpanInfo, SequenceManagerState, describe_sequence, locate
 
 # Shape suffixes: B rows, T tokens, H hidden size.
+
+UID_DELIMITER = "."
+"""Separates the name of a model from the index of a block."""
+
+MODES = ("min_latency", "max_throughput")
+
+
+class SwarmClient(Protocol):
+    """A member of one model's swarm, as remote blocks see it; see `Client`."""
+
+    passes: PassRunner
+
+    @property
+    def config(self) -> ClientConfig:
+        """The settings that the client joined with."""
+        ...
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the client has left the swarm."""
+        ...
+
+    @property
+    def view(self) -> SwarmView:
+        """The newest known announcements; sends no request."""
+        ...
+
+    @property
+    def avoided_peers(self) -> frozenset[PeerId]:
+        """Peers in quarantine after a failure."""
+        ...
+
+    def open_session(
+        self, max_length: int, span: Span, kv_format: str | None, adapter: SentAdapter | None
+    ) -> InferenceSession:
+        """Return a session over some blocks; its route is chosen with the first step."""
+        ...
+
+    def plan_route(self, span: Span, needed_kv_tokens: float = 0.0) -> Route:
+        """Read the directory and return a route that a session might take now."""
+        ...
+
+    def view_swarm(self) -> SwarmView:
+        """Read the directory and return all valid announcements of the model."""
+        ...
+
+    def close(self) -> None:
+        """Leave the swarm; safe to call twice."""
+        ...
+
+
+Join = Callable[[ModelId, PreTrainedConfig, ClientConfig], SwarmClient]
+"""Joins the swarm of a model; raises what `Client.join` does."""
+
+
+_OWN = ("_model_id", "_join", "model", "client", "initial_peers")
+_SETTINGS = {field.name for field in fields(ClientConfig)} - {"initial_peers", "join"}
+
+
+class DistributedConfig:
+    """What AutoDistributedConfig returns: the attributes of transformers' configuration, and more.
+
+    `model` is that configuration, `client` the settings of a client that joins. Creating one joins
+    nothing.
+    """
+
+    def __init__(self, model: PreTrainedConfig, client: ClientConfig, join: Join) -> None:
+        self._model_id: ModelId = model.dht_prefix
+        self._join = join
+        self.model = model
+        self.client = client
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "model":  # not there yet, while this object is made or copied
+            raise AttributeError(name)
+        is_setting = name in _SETTINGS
+        return getattr(self.client if is_setting else self.model, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Change a setting of the client, for those who join from now on, or the model's."""
+        if name in _SETTINGS:
+            self._set_client(name, value)
+        elif name in _OWN:
+            super().__setattr__(name, value)
+        else:
+            setattr(self.model, name, value)
+
+    def _set_client(self, name: str, value: object) -> None:
+        settings: dict[str, Any] = {**vars(self.client), name: value}
+        self.client = make_client_config(settings.pop("initial_peers"), settings)
+
+    @property
+    def dht_prefix(self) -> ModelId:
+        """The model id in the directory: a digest of configuration and weights."""
+        return self._model_id
+
+    @property
+    def initial_peers(self) -> tuple[str, ...]:
+        """Addresses of peers to join through."""
+        return self.client.initial_peers
+
+    @initial_peers.setter
+    def initial_peers(self, addresses: Sequence[str] | str) -> None:
+        self._set_client("initial_peers", addresses)
+
+    def join(self) -> SwarmClient:
+        """Join the swarm; the caller closes the client."""
+        return self._join(self._model_id, self.model, self.client)
 
 
 class RemoteSequential(nn.Module):
@@ -64,13 +176,13 @@ class RemoteSequential(nn.Module):
         self._set_up(config.join(), Span(start, stop), config)
 
     @classmethod
-    def over(cls, client: Client, span: Span, config: Any) -> RemoteSequential:
+    def over(cls, client: SwarmClient, span: Span, config: Any) -> RemoteSequential:
         """Return blocks over a client that the caller closes; `config` is the model's."""
         blocks = cls.__new__(cls)
         blocks._set_up(client, span, config)
         return blocks
 
-    def _set_up(self, client: Client, span: Span, config: Any) -> None:
+    def _set_up(self, client: SwarmClient, span: Span, config: Any) -> None:
         nn.Module.__init__(self)
         self.config = config
         self.adapters = ActiveAdapters()
@@ -149,7 +261,7 @@ class RemoteSequential(nn.Module):
     def _run_stateless(
         self, hidden_BTH: Tensor, prompts: Tensor | None, hypo_ids: Tensor | None
     ) -> Tensor:
-        """Make a pass; or use a session where passes cannot be and nobody asks for more."""
+        """Make a pass, or use a session of its own where no pass is possible or needed."""
         adapters = self.adapters.take(len(hidden_BTH))
         wants_gradients = torch.is_grad_enabled() and hidden_BTH.requires_grad
         needs_pass = prompts is not None or wants_gradients or bool(adapters.rows)
@@ -219,7 +331,9 @@ class RemoteSequential(nn.Module):
         `kind` is "adamw" or "sgd", with the options and defaults of torch's. Raises UsageError for
         other kinds, and for an adapter of the head.
         """
-        return PeerOptimizer(self._client.passes, adapter, kind, **options)
+        runner = self._client.passes
+        homes = runner.wait_for(runner.remote.make_homes())
+        return PeerOptimizer(homes, runner.wait_for, adapter, kind, **options)
 
     def publish_adapter(self, adapter: LoraAdapter) -> str:
         """Let everybody use an adapter as it is now, by the digest that is returned.
@@ -230,8 +344,8 @@ class RemoteSequential(nn.Module):
 
         Returns when peers for all blocks keep it, after ten minutes at the latest: the others go on
         getting it. Where no peer keeps it for some blocks, a warning names them. Raises UsageError
-        for what is no LoraAdapter, and for one of the head, which is computed at the client; and
-        what the peers say if none of them keeps it.
+        unless it is a LoraAdapter, and for one of the head, which is computed at the client; and
+        the refusal of the peers if none of them keeps it.
         """
         adapter = check_is_adapter(adapter, "publish_adapter()")
         if adapter.get_head() is not None:
@@ -295,3 +409,129 @@ class RemoteSequential(nn.Module):
         """Tokens per row in the active session; 0 without one."""
         session = self.active_session
         return 0 if session is None else session.position
+
+
+class RemoteSequenceManager:
+    """The peers that serve consecutive blocks. Created from blocks, or to create them.
+
+    A read-only view: the client chooses routes by its own measurements, and nothing here changes
+    that. Shut it down if you created it, or close the blocks made from it.
+    """
+
+    def __init__(
+        self, config: DistributedConfig, block_uids: Sequence[str], *, dht: object = None
+    ) -> None:
+        """Join a swarm for the blocks in `block_uids`.
+
+        `dht` has no effect: the client has a directory of its own, found through
+        `config.initial_peers`. Raises UsageError unless the blocks exist and are consecutive.
+        """
+        span = _read_uids(block_uids, config)
+        self._set_up(config.join(), span, config)
+
+    @classmethod
+    def over(cls, client: SwarmClient, span: Span, config: Any) -> RemoteSequenceManager:
+        """Return one for blocks over a client that the caller closes."""
+        manager = cls.__new__(cls)
+        manager._set_up(client, span, config)
+        return manager
+
+    def _set_up(self, client: SwarmClient, span: Span, config: Any) -> None:
+        self.config = config
+        self.client = client
+        self.span = span
+
+    def __len__(self) -> int:
+        return len(self.span)
+
+    def __getitem__(self, index: int | slice) -> RemoteSequenceManager:
+        """Return the same for fewer blocks; raises what `take_blocks` does."""
+        return self.over(self.client, take_blocks(self.span, index), self.config)
+
+    @property
+    def block_uids(self) -> tuple[str, ...]:
+        """The names of the blocks."""
+        prefix = self.client.view.model_id + UID_DELIMITER
+        return tuple(f"{prefix}{block}" for block in range(self.span.start, self.span.stop))
+
+    @property
+    def state(self) -> SequenceManagerState:
+        """The newest known state; sends no request."""
+        sequence_info = describe_sequence(self.client.view, self.span, self.block_uids)
+        return SequenceManagerState(sequence_info, self.client.avoided_peers)
+
+    @property
+    def rpc_info(self) -> dict[str, Any]:
+        """What a peer that serves the first block says now; raises RouteError without one."""
+        first = Span(self.span.start, self.span.start + 1)
+        peer = self.client.plan_route(first).hops[0].peer
+        return {
+            "peer_id": peer.peer_id,
+            "version": peer.software,
+            "cache_tokens_available": peer.free_kv_tokens,
+            "inference_rps": peer.decode_steps_per_second,
+            "torch_dtype": peer.compute_dtype,
+            "quant_type": peer.weights,
+        }
+
+    def make_sequence(
+        self,
+        start_index: int = 0,
+        end_index: int | None = None,
+        *,
+        mode: str = "min_latency",
+        cache_tokens_needed: int | None = None,
+    ) -> list[RemoteSpanInfo]:
+        """Return a route that a session might take now; raises RouteError with missing blocks.
+
+        Passes of fine-tuning ("max_throughput") have no fixed route: each hop is chosen when it is
+        needed. This returns one of many.
+        """
+        if mode not in MODES:
+            raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
+        if start_index == (len(self) if end_index is None else end_index):
+            return []
+        span = take_blocks(self.span, slice(start_index, end_index))
+        route = self.client.plan_route(span, float(cache_tokens_needed or 0))
+        return [locate(hop.peer, hop.span, self.span) for hop in route.hops]
+
+    def update(self, *, wait: bool = True) -> None:
+        """Read the directory now; the client also reads it before each route."""
+        self.client.view_swarm()
+
+    def is_alive(self) -> bool:
+        """Return whether the client is still in the swarm."""
+        return not self.client.is_closed
+
+    def shutdown(self) -> None:
+        """Leave the swarm; blocks and models that share the client become unusable."""
+        self.client.close()
+
+
+def take_blocks(span: Span, index: int | slice) -> Span:
+    """Return one block of a span, or several consecutive ones, counted from its first.
+
+    Raises IndexError outside of the span and UsageError for an empty slice or one with a step.
+
+    >>> take_blocks(Span(2, 6), slice(1, -1)), take_blocks(Span(2, 6), -1)
+    (Span(start=3, stop=5), Span(start=5, stop=6))
+    """
+    blocks = range(span.start, span.stop)[index]
+    if isinstance(blocks, int):
+        return Span(blocks, blocks + 1)
+    if not blocks or blocks.step != 1:
+        raise UsageError(f"a slice must take blocks in a row, [{index}] takes {blocks}")
+    return Span(blocks.start, blocks.stop)
+
+
+def _read_uids(block_uids: Sequence[str], config: DistributedConfig) -> Span:
+    prefix = config.dht_prefix + UID_DELIMITER
+    names = {f"{prefix}{block}": block for block in range(config.num_hidden_layers)}
+    blocks = [names.get(uid) for uid in block_uids]
+    start = blocks[0] if blocks else None
+    if start is None or blocks != list(range(start, start + len(blocks))):
+        raise UsageError(
+            f"block_uids name blocks in a row, as f'{{config.dht_prefix}}{UID_DELIMITER}{{index}}' "
+            f"with an index below {config.num_hidden_layers}; got {list(block_uids)!r:.200}"
+        )
+    return Span(start, start + len(blocks))

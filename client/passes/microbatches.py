@@ -102,6 +102,26 @@ class Texts:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """Texts as they went into one hop, for the way back.
+
+    That goes through the same weights: those of a peer with another format are another function.
+    """
+
+    span: Span
+    texts: Texts
+    weights: str
+
+
+@dataclass(frozen=True)
+class Trail:
+    """The way of one microbatch, which is some rows of a batch."""
+
+    rows: slice
+    stages: Sequence[Stage]
+
+
+@dataclass(frozen=True)
 class TextGradients:
     """Gradients of what went into some blocks, in the shapes of `Texts`."""
 

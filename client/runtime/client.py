@@ -12,6 +12,7 @@ from ...protocol.spans import Span
 from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.portal import Portal
 from ..passes.pass_asking import PassAsker
+from ..publishing.publisher import Publisher
 from ..routing.route import Route
 from ..routing.swarm import Swarm
 from ..session.inference_session import InferenceSession
@@ -46,7 +47,8 @@ class Client:
         secret = secrets.token_bytes(16)
         self._asker = PassAsker(swarm, self._transport, clock, config, secret)
         self._sessions = SessionOpener(swarm, self._transport, clock, config, secret)
-        self._passes = RemotePasses(self._asker, clock)
+        publisher = Publisher(self._asker, clock)
+        self._passes = RemotePasses(self._asker, publisher)
         self.passes = PassRunner(self._passes, portal)
         portal.run_last(self._leave)
 

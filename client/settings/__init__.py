@@ -1,4 +1,4 @@
 """What a user may set: the client's configuration, and the names that PETALS gave to it.
 
-Read first: config.py.
+Nothing here opens a file or a connection. Read first: config.py.
 """

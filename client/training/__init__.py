@@ -1,4 +1,4 @@
-"""Gradients through remote blocks: autograd, LoRA, prompt tuning, and saving what was trained.
+"""Gradients through remote blocks: autograd, adapters, prompt tuning, saving what was trained.
 
-Read first: autograd.py.
+Models are not known here; loops over batches are in `client/learning`. Read first: autograd.py.
 """

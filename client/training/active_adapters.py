@@ -1,4 +1,4 @@
-"""Which adapters the rows of a call have, in a model or some of its blocks.
+"""The adapters of the rows of a call, in a model or some of its blocks.
 
 Tensor suffixes: B rows, T tokens, H hidden, V vocabulary, R rank.
 """
@@ -30,18 +30,18 @@ from ..adapters.peft_files import find_block
 from .lora import LoraAdapter
 
 Adapter = LoraAdapter | str
-"""One of one's own, or the digest of one that somebody has published."""
+"""An adapter of this process, or the digest of a published one."""
 
 OwnVersion = AdapterVersion | HousedVersion
-"""One of one's own as it is at one time, wherever its optimizer is."""
+"""The state of an adapter of this process at one time; its optimizer may run at peers."""
 
 AdapterChoice = Adapter | Sequence[Adapter | None] | None
-"""For all rows, or for each row its own."""
+"""One for all rows, or one for each row."""
 
 
 @dataclass(frozen=True)
 class ChosenAdapters:
-    """What rows are sent with, and whose parameters that are. Without rows, none has any."""
+    """The adapters of some rows and their parameters. Empty `rows`: no row has an adapter."""
 
     rows: RowAdapters = ()
     sources: Mapping[OwnVersion, LoraAdapter] = field(default_factory=dict[OwnVersion, LoraAdapter])
@@ -60,9 +60,8 @@ class ChosenAdapters:
 
 NO_ADAPTERS = ChosenAdapters()
 
-_NO_DIGEST = (
-    f"not the digest of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
-)
+DIGEST = f"the digest of a published adapter, which has {2 * ADAPTER_ID_BYTES} hexadecimal digits"
+"""How messages name and describe a digest."""
 
 
 class ActiveAdapters:
@@ -71,14 +70,14 @@ class ActiveAdapters:
     def __init__(self) -> None:
         self.default: AdapterChoice = None
         self.before_use: Callable[[], None] = lambda: None
-        """Called before anybody looks which are active."""
+        """Called before the active adapters are read."""
         self._active: ContextVar[tuple[AdapterChoice] | None] = ContextVar(
             "active adapters", default=None
         )
 
     @property
     def choice(self) -> AdapterChoice:
-        """What is active."""
+        """The active adapters."""
         self.before_use()
         active = self._active.get()
         return self.default if active is None else active[0]
@@ -139,7 +138,7 @@ class ActiveAdapters:
             )
 
     def change_logits(self, hidden_BTH: Tensor) -> Tensor | None:
-        """Return what adapters add to logits [B, T, V], in float32; None for nothing."""
+        """Return the change of logits [B, T, V] by adapters, in float32, or None."""
         rows = self._list_rows(len(hidden_BTH))
         heads = {one: one.get_head() for one in rows if isinstance(one, LoraAdapter)}
         if not any(heads.values()):
@@ -178,7 +177,7 @@ def _read_adapter(adapter: Any) -> Adapter | None:
         return read_digest(adapter).hex()
     if isinstance(adapter, str | PathLike):
         raise UsageError(
-            f"{str(cast('Any', adapter))!r:.80} is {_NO_DIGEST}; load an adapter from a folder "
+            f"{str(cast('Any', adapter))!r:.80} is not {DIGEST}; load an adapter from a folder "
             "with LoraAdapter.load(folder, model) or model.load_adapter(folder)"
         )
     raise UsageError(
@@ -199,5 +198,5 @@ def is_digest(text: str) -> bool:
 def read_digest(text: object) -> AdapterId:
     """Return the name of a published adapter; raises UsageError for anything else."""
     if not isinstance(text, str) or not is_digest(text):
-        raise UsageError(f"{text!r:.80} is {_NO_DIGEST}; publish_adapter() returns it")
+        raise UsageError(f"{text!r:.80} is not {DIGEST}; publish_adapter() returns it")
     return AdapterId(bytes.fromhex(text.strip()))

@@ -5,34 +5,96 @@ Tensor suffixes: B rows, T tokens, H hidden, L blocks of a span, P tokens of a d
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
-from typing import Any, TypeVar
+import sys
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import CheckpointFunction
 
+from ...protocol.errors import UsageError
+from ...protocol.ids import AdapterId
 from ...protocol.limits import MAX_PASS_TOKENS
 from ...protocol.spans import Span
-from ..adapters.adapter_versions import RowAdapters
+from ..adapters.adapter_versions import AdapterVersion, RowAdapters
 from ..concurrency.portal import Portal
-from ..passes.microbatches import Texts
+from ..passes.microbatches import TextGradients, Texts, Trail
+from ..passes.pass_failovers import PassFailover
+from ..routing.route import Hop
 from .active_adapters import NO_ADAPTERS, ChosenAdapters
-from .reentrant import check_same_adapters, make_lost_adapters_error
-from .remote_passes import RemotePasses, Trail
+from .peer_optimizer import Homes
 
 Result = TypeVar("Result")
+
+_FIRST = CheckpointFunction.forward.__code__
+_AGAIN = CheckpointFunction.backward.__code__
+"""The code of checkpoints that torch calls reentrant, which compute a pass again on their own.
+
+The first time such a checkpoint computes without a graph, and on the way back once more with one,
+wherever backward() was called. Only the stack shows that both are the same pass.
+"""
+
+
+class Publications(Protocol):
+    """The adapters that a client has published; see `Publisher`."""
+
+    async def publish(self, adapter: AdapterVersion, span: Span, lineage: str) -> None:
+        """Have peers keep an adapter for some blocks."""
+        ...
+
+    async def withdraw(self, name: AdapterId) -> int:
+        """Have peers forget an adapter."""
+        ...
+
+    async def close(self) -> None:
+        """Withdraw everything."""
+        ...
+
+
+class Passes(Protocol):
+    """Stateless passes through remote blocks, on the client's loop; see `RemotePasses`."""
+
+    @property
+    def publisher(self) -> Publications:
+        """The adapters that this client has published."""
+        ...
+
+    def can_run(self, span: Span) -> bool:
+        """Return whether there is a peer that takes passes for each block of a span."""
+        ...
+
+    async def run_forward(self, span: Span, texts: Texts) -> tuple[Tensor, list[Trail]]:
+        """Return the hidden states behind the last block of a span, and the way they took."""
+        ...
+
+    async def run_backward(self, trails: Sequence[Trail], grads_BTH: Tensor) -> TextGradients:
+        """Return the gradients of the inputs of `run_forward`, given those of its output."""
+        ...
+
+    async def make_homes(self) -> Homes:
+        """Return homes for an adapter that peers are to train."""
+        ...
+
+    async def take_recent_hops(self) -> list[Hop]:
+        """Return the hops that answered since the last call, in the order of blocks."""
+        ...
+
+    async def take_failovers(self) -> list[PassFailover]:
+        """Return which peers were lost since the last call, and their replacements."""
+        ...
 
 
 class PassRunner:
     """Runs passes for threads that know nothing of event loops."""
 
-    def __init__(self, passes: RemotePasses, portal: Portal) -> None:
+    def __init__(self, passes: Passes, portal: Portal) -> None:
         self.remote = passes
         self._portal = portal
 
     def can_run(self, span: Span, hidden_BTH: Tensor) -> bool:
-        """Return whether passes through a span are possible, as far as was heard last."""
+        """Return whether passes through a span are possible, by the newest announcements."""
         return hidden_BTH.shape[1] <= MAX_PASS_TOKENS and self.remote.can_run(span)
 
     def run(
@@ -48,7 +110,7 @@ class PassRunner:
         which are [L, B, P, H] or [L, 1, P, H] and added to the first P inputs of each block. Raises
         what `RemotePasses.run_forward` does; so may the backward pass.
         """
-        check_same_adapters(adapters.rows)
+        _check_same_adapters(adapters.rows)
         matrices = [matrix for _, _, matrix in adapters.list_parameters(span)]
         output: Tensor = _RemoteBlocks.apply(  # pyright: ignore[reportAssignmentType]
             self, span, adapters, hidden_BTH, prompts_LBPH, *matrices
@@ -80,14 +142,14 @@ class _Keepsake(Tensor):
     def __torch_dispatch__(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, operation: Any, types: Any, arguments: tuple[Any, ...] = (), options: Any = None
     ) -> _Keepsake:
-        """Whatever is done with it, be it detached or moved: it stays what it is."""
+        """Keep the trails in whatever torch makes of the tensor, such as a detached one."""
         return cls(arguments[0].trails)
 
 
 class _RemoteBlocks(torch.autograd.Function):
-    """Keeps what was sent to each hop, on the CPU, until autograd forgets the graph.
+    """Keeps the inputs of each hop, on the CPU, until autograd frees the graph.
 
-    Nothing is used up on the way back, so it may be gone again (`retain_graph`).
+    The backward pass consumes nothing, so it can be repeated (`retain_graph`).
     """
 
     @staticmethod
@@ -100,7 +162,7 @@ class _RemoteBlocks(torch.autograd.Function):
         prompts_LBPH: Tensor | None,
         *matrices: Tensor,
     ) -> Tensor:
-        # Copies: whoever changes the tensors later must not change what goes back through blocks.
+        # Copies: later changes of the tensors must not change the backward pass.
         prompts = None if prompts_LBPH is None else _copy(prompts_LBPH)
         is_shared = prompts is not None and prompts.shape[1] == 1
         texts = Texts(_copy(hidden_BTH), prompts, is_shared, adapters.rows, adapters.is_trained)
@@ -143,8 +205,44 @@ def _check_adapters(trails: list[Trail], adapters: RowAdapters) -> None:
     """
     recomputed = [one for trail in trails for one in trail.stages[0].texts.adapters]
     if tuple(recomputed) != adapters:
-        raise make_lost_adapters_error()
+        raise _make_lost_adapters_error()
 
 
 def _copy(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float32, copy=True)
+
+
+def _check_same_adapters(adapters: RowAdapters) -> None:
+    """Note the adapters of a pass in the checkpoints that it is in, the first time.
+
+    When it is computed again, raises UsageError where they are others: the gradients would be
+    those of another function, and none of them for the adapters.
+    """
+    for context, is_again in _find_checkpoints():
+        noted: list[RowAdapters] = context.__dict__.setdefault("adapters_of_passes", [])
+        if not is_again:
+            noted.append(adapters)
+        elif noted:
+            # From the first pass to the last, for each way back.
+            first = noted.pop(0)
+            noted.append(first)
+            if first != adapters:
+                raise _make_lost_adapters_error()
+
+
+def _make_lost_adapters_error() -> UsageError:
+    """Return the error for a pass that is computed again with other adapters."""
+    return UsageError(
+        "gradient checkpointing repeated a pass with other adapters than the first time: choose "
+        "the adapter inside the checkpointed function, or call backward() where it is active, and "
+        "change its matrices only afterwards"
+    )
+
+
+def _find_checkpoints() -> Iterator[tuple[Any, bool]]:
+    """Yield the checkpoints that this is called in, and whether each computes again."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code in (_FIRST, _AGAIN):
+            yield frame.f_locals["ctx"], frame.f_code is _AGAIN
+        frame = frame.f_back

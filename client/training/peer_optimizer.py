@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from ...protocol.messages.adapters import OptimizerKind, OptimizerSettings
 from ...protocol.messages.fields import check_fields
 from ..adapters.adapter_versions import HousedVersion
 from ..adapters.learned_states import LearnedState
-from .autograd import PassRunner
 from .lora import LoraAdapter, check_is_adapter
 
 _DEFAULTS: Mapping[OptimizerKind, Mapping[str, Any]] = {
@@ -31,6 +30,43 @@ _MOMENTS = {OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq"), OptimizerKind.SGD: (
 """What torch's optimizers call what they remember of each parameter."""
 
 
+class Homes(Protocol):
+    """The peers that train one adapter; see `AdapterHomes`."""
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether peers have the newest state of the adapter, or will get it."""
+        ...
+
+    def begin(self, state: LearnedState) -> None:
+        """Let peers continue from a state."""
+        ...
+
+    def forget(self) -> None:
+        """Forget the state at the peers: there is a newer one here."""
+        ...
+
+    def take_version(self, is_trained: bool) -> HousedVersion:
+        """Return the adapter as it is now, for rows of texts."""
+        ...
+
+    async def drop_gradients(self) -> None:
+        """Drop the gradients that were accumulated since the last update."""
+        ...
+
+    async def measure(self) -> float:
+        """Return the norm of all accumulated gradients."""
+        ...
+
+    async def update(self, settings: OptimizerSettings, max_norm: float | None) -> None:
+        """Update all matrices, or none; without gradients, do nothing."""
+        ...
+
+    async def fetch(self) -> LearnedState | None:
+        """Return the newest state, or None if the state here is as new."""
+        ...
+
+
 class PeerOptimizer(torch.optim.Optimizer):
     """AdamW or SGD of torch, computed where the adapter is applied.
 
@@ -44,9 +80,17 @@ class PeerOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, runner: PassRunner, adapter: LoraAdapter, kind: str = "adamw", **options: Any
+        self,
+        homes: Homes,
+        wait_for: Callable[[Coroutine[Any, Any, Any]], Any],
+        adapter: LoraAdapter,
+        kind: str = "adamw",
+        **options: Any,
     ) -> None:
-        """Raises UsageError for options that the optimizer does not have."""
+        """`wait_for` runs a coroutine of `homes` on the client's loop and returns its result.
+
+        Raises UsageError for options that the optimizer does not have.
+        """
         self._kind = _read_kind(kind)
         defaults = dict(_DEFAULTS[self._kind])
         unknown = ", ".join(sorted(options.keys() - defaults.keys()))
@@ -61,9 +105,9 @@ class PeerOptimizer(torch.optim.Optimizer):
         if adapter.trainer is not None:
             raise UsageError("the adapter already has an optimizer at peers; close() that one")
         self.max_grad_norm: float | None = None
-        self._runner = runner
+        self._homes = homes
+        self._wait_for = wait_for
         self._adapter = adapter
-        self._homes = runner.wait_for(runner.remote.make_homes())
         super().__init__(adapter.parameters(), defaults | options)
         self._read_settings()
         adapter.trainer = self
@@ -86,13 +130,13 @@ class PeerOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last update."""
-        self._runner.wait_for(self._homes.drop_gradients())
+        self._wait_for(self._homes.drop_gradients())
 
     def clip_grad_norm(self, max_norm: float) -> Tensor:
         """Clip the global gradient norm at the next `step()`; return the norm before clipping."""
         if not max_norm > 0:
             raise UsageError(f"max_norm must be above 0, not {max_norm!r}")
-        norm = torch.tensor(self._runner.wait_for(self._homes.measure()))
+        norm = torch.tensor(self._wait_for(self._homes.measure()))
         self.max_grad_norm = float(max_norm)
         return norm
 
@@ -107,13 +151,13 @@ class PeerOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         settings = self._read_settings()
-        self._runner.wait_for(self._homes.update(settings, self.max_grad_norm))
+        self._wait_for(self._homes.update(settings, self.max_grad_norm))
         self.max_grad_norm = None
         return loss
 
     def pull(self) -> None:
         """Fetch the newest weights and moments into the adapter's parameters and `state`."""
-        state = self._runner.wait_for(self._homes.fetch())
+        state = self._wait_for(self._homes.fetch())
         if state is None:
             return
         self.state.clear()

@@ -9,51 +9,40 @@ Tensor suffixes: B rows, T tokens, H hidden.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from ...protocol.errors import ErrorCode, RefusedError, UsageError
-from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterGradients, add_gradients, find_homed
 from ..concurrency.tasks import run_all
 from ..homes.adapter_homes import AdapterHomes
-from ..passes.microbatches import MOST_TOKENS, TextGradients, Texts, cut_rows, halve, join_gradients
+from ..passes.microbatches import (
+    MOST_TOKENS,
+    Stage,
+    TextGradients,
+    Texts,
+    Trail,
+    cut_rows,
+    halve,
+    join_gradients,
+)
 from ..passes.pass_asking import PassAsker
 from ..passes.pass_failovers import PassFailover
-from ..publishing.publisher import Publisher
 from ..routing.route import Hop
-
-
-@dataclass(frozen=True)
-class Stage:
-    """Texts as they went into one hop, for the way back.
-
-    That goes through the same weights: those of a peer with another format are another function.
-    """
-
-    span: Span
-    texts: Texts
-    weights: str
-
-
-@dataclass(frozen=True)
-class Trail:
-    """The way of one microbatch, which is some rows of a batch."""
-
-    rows: slice
-    stages: Sequence[Stage]
+from .autograd import Publications
 
 
 class RemotePasses:
     """Sends batches through frozen remote blocks. Owned by the client's loop."""
 
-    def __init__(self, asker: PassAsker, clock: Clock) -> None:
+    def __init__(self, asker: PassAsker, publisher: Publications) -> None:
+        """Owns both, and closes them."""
         self._asker = asker
-        self.publisher = Publisher(asker, clock)
+        self.publisher = publisher
         self._homes: WeakValueDictionary[str, AdapterHomes] = WeakValueDictionary()
         self._most_tokens = MOST_TOKENS
 

@@ -1,4 +1,4 @@
-"""What was trained, as a folder: a description that people can read, and safetensors.
+"""Trained parameters as a folder: a readable description, and safetensors.
 
 The weights of the base model are not in it.
 """
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
 from ..adapters.whole_files import Write, write_files
-from .adapted_model import ADAPTER_NAME
+
+ADAPTER_NAME = "adapter"
+"""Name of the module that holds the active adapter of a model."""
 
 DESCRIPTION_FILE = "tuning.json"
 TENSORS_FILE = "model.safetensors"
@@ -29,9 +31,9 @@ _OF_THE_BASE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
 
 
 def leave_out_of_state_dicts(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Let state dicts, saved or loaded, be without what is frozen and stored elsewhere.
+    """Leave parameters out of state dicts, saved or loaded, while they are frozen.
 
-    Whoever makes one of these parameters trainable finds it there.
+    A parameter that is made trainable is saved again.
     """
     stored = set(parameters)
 
@@ -68,7 +70,7 @@ def save_trained(
     settings: Mapping[str, object] | None,
     state: Mapping[str, Tensor],
 ) -> None:
-    """Write what was trained beside a frozen model; whoever reads finds whole files.
+    """Write the trained parameters of a frozen model; readers never see partial files.
 
     `config` is that of the base model, `settings` is how it was opened for training; None where
     nobody opens the folder with `trained=`.

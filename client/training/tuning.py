@@ -1,4 +1,4 @@
-"""Tuning by prompts: what is trained in front of a text, and inside of frozen blocks.
+"""Prompt tuning: trained vectors before a text, and inside of frozen blocks.
 
 Tensor suffixes: B rows, T tokens, H hidden, L blocks, P tokens of a prompt.
 """
@@ -29,7 +29,7 @@ class Tuning:
     pre_seq_len: int = 0
 
     def __post_init__(self) -> None:
-        """Raise UsageError for what cannot be."""
+        """Raise UsageError for an invalid combination."""
         if self.mode not in (None, SHALLOW, DEEP):
             raise UsageError(f"tuning_mode is {SHALLOW} or {DEEP}, not {self.mode!r}")
         length = make_whole("pre_seq_len", self.pre_seq_len)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.model.local_layers import load_config, load_local_layers
-from shoal.client.model.model import DistributedCausalLM
 from shoal.client.session.inference_session import InferenceSession
 from shoal.client.settings.config import ClientConfig
 from shoal.models.checkpoints.checkpoint import Checkpoint

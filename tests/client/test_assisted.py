@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from shoal.client.model.assisted import BoundedCandidates
+from shoal.client.model.generation import BoundedCandidates
 from shoal.protocol.errors import UsageError
 
 SEED = 1234

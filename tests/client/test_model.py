@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache, GenerationConfig
 
 from shoal.client.model.auto import AutoDistributedModelForCausalLM
-from shoal.client.model.model import DistributedCausalLM
+from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.model.remote_cache import RemoteCache
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ModelError, UsageError
@@ -261,41 +261,41 @@ def test_remote_cache_rolls_back_when_it_is_cropped(pair: Any) -> None:
             call(2)  # pyright: ignore[reportArgumentType]
 
 
-class OfflineModel(DistributedCausalLM):
+class NoSwarm:
     """Joins no swarm; keeps what it would have joined with."""
 
-    joined: list[tuple[int, ClientConfig]]
+    def __init__(self) -> None:
+        self.joined: list[tuple[int, ClientConfig]] = []
 
-    @staticmethod
-    def _join(checkpoint: Any, model_config: Any, config: ClientConfig, connect: Any) -> Any:
-        OfflineModel.joined.append((model_config.num_hidden_layers, config))
-        view = SwarmView(ModelId("00" * 16), model_config.num_hidden_layers, 0.0, ())
+    def join(self, model_id: ModelId, model_config: Any, config: ClientConfig) -> Any:
+        self.joined.append((model_config.num_hidden_layers, config))
+        view = SwarmView(model_id, model_config.num_hidden_layers, 0.0, ())
         return SimpleNamespace(config=config, view=view)
 
 
 def test_from_pretrained_forwards_client_settings(tiny_models: Any) -> None:
-    OfflineModel.joined = []
+    swarm = NoSwarm()
 
-    model = OfflineModel.from_pretrained(
+    model = DistributedCausalLM.from_pretrained(
         tiny_models.get("llama").directory,
+        join_swarm=swarm.join,
         initial_peers=["/ip4/127.0.0.1/tcp/1/p2p/x"],
         torch_dtype="bfloat16",
         seed=7,
     )
 
     config = ClientConfig(initial_peers=("/ip4/127.0.0.1/tcp/1/p2p/x",), seed=7)
-    assert OfflineModel.joined == [(4, config)]
+    assert swarm.joined == [(4, config)]
     assert model.dtype == torch.bfloat16
     assert model.generation_config.eos_token_id == 2
     assert model.transformer.h.span == Span(0, 4)
 
 
 def test_from_pretrained_reads_the_defaults_of_generation(tiny_models: Any, tmp_path: Path) -> None:
-    OfflineModel.joined = []
     shutil.copytree(tiny_models.get("llama").directory, tmp_path / "model")
     GenerationConfig(eos_token_id=[5, 6], use_cache=False).save_pretrained(tmp_path / "model")
 
-    model = OfflineModel.from_pretrained(tmp_path / "model")
+    model = DistributedCausalLM.from_pretrained(tmp_path / "model", join_swarm=NoSwarm().join)
 
     assert model.generation_config.eos_token_id == [5, 6]
     assert model.generation_config.use_cache is True
@@ -307,6 +307,7 @@ def test_from_pretrained_reads_the_defaults_of_generation(tiny_models: Any, tmp_
         ({"initial_peer": ["x"]}, "does not know initial_peer; client settings are .*seed"),
         ({"torch_dtype": "int4"}, "torch_dtype"),
         ({"dtype": torch.int8}, "torch_dtype"),
+        ({"join": "shoal:x"}, "join code"),
     ],
 )
 def test_from_pretrained_refuses_unknown_settings(

@@ -203,13 +203,14 @@ def test_refusal_by_all_is_raised() -> None:
 def test_streams_are_closed_whatever_becomes_of_publications() -> None:
     async def test(scene: Scene, asker: PassAsker, publisher: Publisher) -> None:
         await add_pass_peer(scene, 1.0)
-        passes = RemotePasses(asker, VirtualClock())
-        await passes.publisher.publish(make_version(8), WHOLE, "a")
+        own = Publisher(asker, VirtualClock())
+        passes = RemotePasses(asker, own)
+        await own.publish(make_version(8), WHOLE, "a")
 
         async def fail() -> None:
             raise LookupError("as the test says")
 
-        passes.publisher.close, close = fail, passes.publisher.close
+        own.close, close = fail, own.close
         with pytest.raises(LookupError):
             await passes.close()
         assert "0 idle" in repr(asker)

@@ -12,7 +12,8 @@ import peft
 import torch
 from torch import Tensor
 
-from shoal.client.model.model import DistributedCausalLM
+from shoal.client import AutoDistributedModelForCausalLM
+from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.training.lora import LoraAdapter
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
@@ -31,7 +32,7 @@ def swarm_of(
 ) -> Iterator[tuple[LoopbackSwarm, DistributedCausalLM]]:
     directory = tiny_models.get(variant).directory
     swarm = LoopbackSwarm(directory, spans, weights="fp32")
-    with DistributedCausalLM.from_pretrained(
+    with AutoDistributedModelForCausalLM.from_pretrained(
         directory, connect=swarm.connect, torch_dtype="float32", **settings
     ) as model:
         yield swarm, model

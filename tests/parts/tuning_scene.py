@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.client.model.model import DistributedCausalLM
+from shoal.client import AutoDistributedModelForCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 ONE_HOP = ((0, 4),)
@@ -23,7 +23,7 @@ TOLERANCE = 1e-4
 def open_model(
     tiny_model: Any,
     spans: Sequence[tuple[int, int]] = FOUR_HOPS,
-    kind: Any = DistributedCausalLM,
+    kind: Any = AutoDistributedModelForCausalLM,
     **options: Any,
 ) -> Iterator[Any]:
     swarm = LoopbackSwarm(tiny_model.directory, spans, weights="fp32")

@@ -42,7 +42,7 @@ _MODULES = (
     "shoal.cli.commands.doctor",
     "shoal.peer.peer",
     "shoal.client",
-    "shoal.client.model.model",
+    "shoal.client.model.causal_lm",
     "transformers.models.llama.modeling_llama",
     "transformers.generation.utils",
 )

@@ -87,7 +87,8 @@ def test_state_says_who_serves_each_block(blocks: RemoteSequential, swarms: Swar
 def test_peers_that_failed_are_avoided(blocks: RemoteSequential) -> None:
     manager = blocks.sequence_manager
     peer = manager.make_sequence()[1]
-    blocks._client._swarm.book.quarantine(  # pyright: ignore[reportPrivateUsage]
+    client: Any = manager.client
+    client._swarm.book.quarantine(
         next(one for one in manager.client.view.peers if one.peer_id == peer.peer_id), Fault.SILENT
     )
     assert manager.state.banned_peers == {peer.peer_id}

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainingArguments
 from shoal.client.training.lora import LoraAdapter
 from shoal.protocol.errors import UsageError
 
+PROMPT = "transformer.prompt_embeddings.weight"
 TOKENS = torch.arange(60).view(3, 20) % 128
 
 
@@ -53,7 +54,7 @@ def test_adapter_is_saved_with_its_model_and_found_again(tiny_models: Any, tmp_p
     tuned = {"tuning_mode": "ptune", "pre_seq_len": 3}
     with swarm_of(tiny_models, ONE_HOP, **tuned) as (_, model):
         model.active_adapter = adapter = make_adapter(model)
-        expected, prompt = copy_of(adapter), model.transformer.prompt_embeddings.weight
+        expected, prompt = copy_of(adapter), model.get_parameter(PROMPT)
         model.save_pretrained(tmp_path)
         assert_same(LoraAdapter.load(tmp_path, model), expected)
         state = model.state_dict()
@@ -61,7 +62,7 @@ def test_adapter_is_saved_with_its_model_and_found_again(tiny_models: Any, tmp_p
         model.load_state_dict(state)
         assert_same(other, expected)
     with swarm_of(tiny_models, ONE_HOP, trained=tmp_path) as (_, opened):
-        assert torch.equal(opened.transformer.prompt_embeddings.weight, prompt)
+        assert torch.equal(opened.get_parameter(PROMPT), prompt)
         assert opened.active_adapter is None
 
 

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from measuring.watched_transport import WatchedTransport
-from shoal.client.model.model import DistributedCausalLM
+from shoal.client import AutoDistributedModelForCausalLM
+from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol.net.directory import Directory
 from shoal.protocol.net.transport import Transport
@@ -45,7 +46,7 @@ def train(tiny_models: Any, wire_dtype: str) -> tuple[float, int]:
     optimizer = torch.optim.Adam([prompt], lr=0.01)
     losses: list[float] = []
     settings: Any = {"connect": connect, "wire_dtype": wire_dtype}
-    with DistributedCausalLM.from_pretrained(directory, **settings) as model:
+    with AutoDistributedModelForCausalLM.from_pretrained(directory, **settings) as model:
         for _ in range(NUM_UPDATES):
             loss = compute_loss(model, prompt, tokens)
             optimizer.zero_grad()

@@ -116,8 +116,8 @@ def test_closing_a_session_frees_the_caches_of_all_its_peers(tiny_models: Any) -
             pools = [(look_into(peer).compute, look_into(peer).engine.pool) for peer in swarm.peers]
             return [await compute.call(pool.statistics) for compute, pool in pools]
 
-        portal = model._client._portal  # the loop that the peers live on
-        for statistics in portal.run(wait_until_empty()):
+        passes = model._client.passes  # on the loop of the peers
+        for statistics in passes.wait_for(wait_until_empty()):
             assert (statistics.used_bytes, statistics.num_sessions) == (0, 0)
 
 

@@ -17,11 +17,11 @@ from adapter_scene import FOUR_HOPS, ONE_HOP, REPLICAS, assert_close, make_adapt
 from memory_swarm import look_into
 from torch import Tensor, nn
 
+from shoal.client import AutoDistributedModelForCausalLM
 from shoal.client.adapters import learned_states
 from shoal.client.learning.dataset import Dataset, Example
 from shoal.client.learning.finetune_run import FinetuneRun, RunConfig, Updated
 from shoal.client.learning.learners import AdapterPlan, make_learner
-from shoal.client.model.model import DistributedCausalLM
 from shoal.client.training.lora import LoraAdapter
 from shoal.peer.accounts.adapter_shelf import AdapterShelf
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
@@ -122,7 +122,7 @@ def test_training_at_coarse_peers_over_a_coarse_line_is_that_at_the_client(
 ) -> None:
     directory, tokens = tiny_models.get().directory, draw_tokens(1)
     swarm = LoopbackSwarm(directory, ((0, 2), (2, 4)), weights=weights)
-    with DistributedCausalLM.from_pretrained(
+    with AutoDistributedModelForCausalLM.from_pretrained(
         directory, connect=swarm.connect, torch_dtype="float32", wire_dtype=wire_dtype
     ) as model:
         losses: list[list[float]] = []

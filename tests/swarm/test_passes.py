@@ -15,14 +15,15 @@ from memory_swarm import look_into
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from shoal.client.model.model import DistributedCausalLM
+from shoal.client import AutoDistributedModelForCausalLM
+from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.client.model.remote_blocks import RemoteSequential
 from shoal.client.passes import microbatches
+from shoal.client.passes.microbatches import Stage
 from shoal.client.passes.pass_link import PassLink
 from shoal.client.passes.pass_links import MAX_IN_FLIGHT
 from shoal.client.session import deep_prompts
 from shoal.client.training import remote_passes
-from shoal.client.training.remote_passes import Stage
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 from shoal.protocol import limits
 from shoal.protocol.errors import RefusedError, UnavailableError, UsageError
@@ -40,7 +41,9 @@ def swarm_of(
 ) -> Iterator[tuple[LoopbackSwarm, DistributedCausalLM]]:
     directory = tiny_models.get().directory
     swarm = LoopbackSwarm(directory, spans, weights=settings.get("weights", "fp32"))
-    with DistributedCausalLM.from_pretrained(directory, connect=swarm.connect, **settings) as model:
+    with AutoDistributedModelForCausalLM.from_pretrained(
+        directory, connect=swarm.connect, **settings
+    ) as model:
         yield swarm, model
 
 
@@ -454,7 +457,7 @@ def test_peer_without_memory_for_training_is_not_asked(
     swarm = LoopbackSwarm(directory, ((0, 4), (0, 4)), weights="fp32")
     configs = swarm._configs  # pyright: ignore[reportPrivateUsage]
     configs["peer0"] = replace(configs["peer0"], pass_bytes=0)
-    with DistributedCausalLM.from_pretrained(directory, connect=swarm.connect) as model:
+    with AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect) as model:
         for _ in range(4):
             compare(model.transformer.h, tiny_models.get())
         assert set(asked) == {swarm.peers[1].peer_id}

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from shoal.client.model.model import DistributedCausalLM
+from shoal.client import AutoDistributedModelForCausalLM
+from shoal.client.model.causal_lm import DistributedCausalLM
 from shoal.peer.local_swarm.loopback import LoopbackSwarm
 
 BUNDLED = Path(__file__).resolve().parents[2] / "models" / "shoal-stories"
@@ -43,7 +44,7 @@ def compute_loss(
 def learn(weights: str) -> list[float]:
     """Return the losses of texts that no model has seen: random tokens."""
     swarm = LoopbackSwarm(BUNDLED, SPANS, weights=weights)
-    with DistributedCausalLM.from_pretrained(
+    with AutoDistributedModelForCausalLM.from_pretrained(
         BUNDLED, connect=swarm.connect, torch_dtype="float32"
     ) as model:
         generator = torch.Generator().manual_seed(SEED)

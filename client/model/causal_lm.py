@@ -1,4 +1,8 @@
-"""transformers' generate() over sessions: computed tokens of a text stay on the peers."""
+"""The causal language model that Python users open; its blocks are on other machines.
+
+It is a transformers model: transformers' own generate() runs over a local embedding, norm and head,
+and over remote blocks. Sessions keep the computed tokens of a text on the peers.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,34 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, GenerationMixin
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from ...protocol.errors import ShoalError, UsageError
 from ..session.inference_session import InferenceSession, check_is_session
 from ..training.active_adapters import AdapterChoice
-from ..training.adapted_model import UNCHANGED
-from .assisted import BoundedCandidates
-from .base_model import DistributedModel
-from .generation import GenerationPlan, NewTextStreamer, Settings, plan_generation, recall_text
+from .base_model import UNCHANGED, DistributedModel
+from .generation import (
+    BoundedCandidates,
+    GenerationPlan,
+    NewTextStreamer,
+    Settings,
+    plan_generation,
+)
+from .inputs import check_labels
 from .local_layers import LocalLayers
 from .remote_cache import RemoteCache
 
-# Shape suffixes: B rows, T tokens.
+# Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
 
 _IS_ASSISTED = "is_assisted"
-"""What tells prepare_inputs_for_generation() that it is called by assisted decoding."""
+"""Argument that tells prepare_inputs_for_generation() of assisted decoding."""
 
 
-class GeneratingModel(DistributedModel, GenerationMixin):
-    """A model over a swarm that generates text."""
+class DistributedCausalLM(DistributedModel, GenerationMixin):
+    """A causal language model over a swarm."""
 
     def _add_head(self, layers: LocalLayers, generation_config: GenerationConfig | None) -> None:
         self.lm_head = layers.head
@@ -35,6 +46,45 @@ class GeneratingModel(DistributedModel, GenerationMixin):
             self.generation_config = generation_config
         # A configuration saved during training may say otherwise; here there is no other way.
         self.generation_config.use_cache = True
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: RemoteCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        num_items_in_batch: Tensor | int | None = None,
+        return_dict: bool | None = None,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """Return float32 logits [B, T, V] of token ids [B, T] or embeddings [B, T, H].
+
+        Continues `past_key_values` or the active session; otherwise this is one stateless pass, in
+        which rows may be padded on the right. With `labels` [B, T], the output has the loss of
+        predicting each token from the tokens before it, except tokens labelled -100: the mean or,
+        with `num_items_in_batch`, the sum divided by it. `logits_to_keep` n > 0 returns only the
+        last n tokens. In a stateless pass, gradients flow to trained prompts, and to embeddings
+        that require them. Raises UsageError for invalid input, before anything is sent.
+        """
+        given = input_ids if input_ids is not None else inputs_embeds
+        if labels is not None and given is not None:
+            check_labels(labels, given.shape[:2], self.config.vocab_size, logits_to_keep)
+        is_count = isinstance(logits_to_keep, int)
+        hidden_BTH, cache = self._run_text(
+            input_ids, attention_mask, past_key_values, inputs_embeds,
+            last_token_only=is_count and logits_to_keep == 1,
+        )  # fmt: skip
+        kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
+        normed_BTH = self.transformer.ln_f(hidden_BTH[:, kept])
+        change_BTV = self.transformer.h.adapters.change_logits(normed_BTH)
+        logits_BTV = self.lm_head(normed_BTH, change_BTV)
+        loss = None
+        if labels is not None:
+            loss = ForCausalLMLoss(logits_BTV, labels, self.config.vocab_size, num_items_in_batch)  # pyright: ignore[reportArgumentType]
+        output = CausalLMOutputWithPast(loss=loss, logits=logits_BTV, past_key_values=cache)  # pyright: ignore[reportArgumentType]
+        return output if return_dict is not False else output.to_tuple()
 
     @torch.no_grad()
     def generate(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -68,7 +118,7 @@ class GeneratingModel(DistributedModel, GenerationMixin):
         if session is not None:
             check_is_session(session)
             with session.generating():
-                plan = self._plan(inputs, recall_text(session), generation_config, kwargs)
+                plan = self._plan(inputs, _recall_text(session), generation_config, kwargs)
                 return self._generate_in(session, plan, args, kwargs)
         plan = self._plan(inputs, None, generation_config, kwargs)
         with self.transformer.h.open_session(plan.cached_length + 1) as opened:
@@ -164,7 +214,7 @@ class GeneratingModel(DistributedModel, GenerationMixin):
     def prepare_inputs_for_generation(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, input_ids: Tensor, **kwargs: Any
     ) -> dict[str, Any]:
-        """Return the arguments of the next forward(); the tokenizer of `stop_strings` is none."""
+        """Return the arguments of the next forward(), without the tokenizer of `stop_strings`."""
         kwargs.pop("tokenizer", None)
         if kwargs.pop(_IS_ASSISTED, False):
             # The first step of assisted decoding names the whole text, whatever is cached of it.
@@ -175,7 +225,49 @@ class GeneratingModel(DistributedModel, GenerationMixin):
     def _get_candidate_generator(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, **kwargs: Any
     ) -> BoundedCandidates:
-        """Return who guesses tokens; transformers asks for it when assisted decoding begins."""
+        """Return the source of candidate tokens; called when assisted decoding begins."""
         generator = super()._get_candidate_generator(**kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         kwargs["model_kwargs"][_IS_ASSISTED] = True
         return BoundedCandidates(generator, kwargs["generation_config"].max_length)
+
+
+class SpeculativeCausalLM(DistributedCausalLM):
+    """Generates the same texts as without the small model, in fewer rounds through the swarm."""
+
+    small_model: PreTrainedModel
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, model: Any, *, small_model: PreTrainedModel, **options: Any
+    ) -> SpeculativeCausalLM:
+        """Open a model that is assisted by `small_model`, a local model with the same tokenizer.
+
+        All other arguments are those of DistributedModel.from_pretrained().
+        """
+        opened = super().from_pretrained(model, **options)
+        # Not registered as a module: its weights are not trained or saved here.
+        object.__setattr__(opened, "small_model", small_model)
+        return opened
+
+    def generate(self, *args: Any, **kwargs: Any) -> Tensor | ModelOutput:
+        """See DistributedCausalLM.generate(); one row at a time, a limit of transformers."""
+        return super().generate(*args, **{"assistant_model": self.small_model, **kwargs})
+
+
+def _recall_text(session: InferenceSession) -> Tensor | None:
+    """Return the text [B, T] that a session continues, or None at its beginning.
+
+    The text is `session.output_ids`, which the session shortens when it is rolled back. Usually
+    it is one token longer than the cache: the last token of a call is sent by the next one.
+    Raises UsageError when the session is closed or holds unknown tokens.
+    """
+    if session.closed:
+        raise UsageError("the session is closed; open a new one")
+    text_BT = session.output_ids
+    num_known = 0 if text_BT is None else text_BT.shape[1]
+    if num_known < session.text_length:
+        raise UsageError(
+            f"the session holds {session.text_length} tokens per row, of which {num_known} are "
+            "known; set session.output_ids to all of them, or open a new session"
+        )
+    return text_BT if num_known else None
