@@ -1,9 +1,10 @@
 """The synchronous session that scripts use, with the tokens of its text."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,8 +16,61 @@ from ..routing.route import Hop
 from ..settings.config import make_whole
 from ..trace.trace import Failover, Handoff, Recorder
 from .deep_prompts import are_same, check_prompts, check_rows_stay, share_prompts
-from .session import RemoteSession
-from .state import Waiting
+from .state import SessionState, Waiting
+
+
+class AsyncSession(Protocol):
+    """A session on the client's loop; see `RemoteSession`."""
+
+    state: SessionState
+    failovers: list[Failover]
+    handoffs: list[Handoff]
+
+    @property
+    def position(self) -> int:
+        """Index of the next token."""
+        ...
+
+    @property
+    def hops(self) -> tuple[Hop, ...]:
+        """The hops in use, in order; empty before the first step."""
+        ...
+
+    @property
+    def standbys(self) -> list[Hop]:
+        """The hops for which a hot standby is ready."""
+        ...
+
+    @property
+    def spans_without_replica(self) -> tuple[Span, ...]:
+        """The blocks for which a hop cannot have a standby."""
+        ...
+
+    def check_rows(self, num_rows: int, row_map: Sequence[int] | None) -> None:
+        """Raise UsageError unless a step of so many rows can be part of the session."""
+        ...
+
+    def rollback(self, position: int) -> None:
+        """Drop the tokens from `position` on."""
+        ...
+
+    async def step(
+        self,
+        hidden_BTH: Tensor,
+        row_map: Sequence[int] | None = None,
+        is_decoded: bool = False,
+        last_token_only: bool = False,
+    ) -> Tensor:
+        """Send hidden states [B, T, H] through all blocks; return [B, T, H], or [B, 1, H]."""
+        ...
+
+    async def fork_into(self, twin: Self, position: int) -> None:
+        """Let a new session begin with the first `position` tokens of this one."""
+        ...
+
+    async def close(self) -> None:
+        """Free the caches on all peers."""
+        ...
 
 
 class InferenceSession:
@@ -28,7 +82,7 @@ class InferenceSession:
     `past_key_values` is the cache that models returned in this session, or None.
     """
 
-    def __init__(self, open_remote: Callable[[], RemoteSession], portal: Portal) -> None:
+    def __init__(self, open_remote: Callable[[], AsyncSession], portal: Portal) -> None:
         """`open_remote` makes a session whose hops are chosen with its first step."""
         self._open_remote = open_remote
         self._remote = open_remote()
@@ -358,7 +412,7 @@ class InferenceSession:
             self._recorder.end()  # saying goodbye is no part of the text
         self._hang_up(self._remote)
 
-    def _hang_up(self, remote: RemoteSession) -> None:
+    def _hang_up(self, remote: AsyncSession) -> None:
         if not self._portal.is_closed:  # it hung up on everybody already
             self._portal.run(remote.close())
 
