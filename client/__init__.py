@@ -1,4 +1,8 @@
-"""What a Python user imports. Cheap: the network libraries are loaded when a swarm is joined."""
+"""What a Python user imports: models, LoRA adapters, errors and configurations.
+
+Nothing is defined here, and no network library is loaded before a swarm is joined. Read first:
+runtime/client.py for a client, model/auto.py for the models.
+"""
 
 from ..protocol.errors import (
     CacheFullError,
