@@ -67,7 +67,9 @@ def open_model(name: str, initial_peers: Sequence[str], **settings: Any) -> "Dis
     of None keeps its default.
     """
     import_client()
-    from ...client.model.causal_lm import DistributedCausalLM
+    from ...client import AutoDistributedModelForCausalLM
 
     chosen = {name: value for name, value in settings.items() if value is not None}
-    return DistributedCausalLM.from_pretrained(name, initial_peers=list(initial_peers), **chosen)
+    return AutoDistributedModelForCausalLM.from_pretrained(
+        name, initial_peers=list(initial_peers), **chosen
+    )
