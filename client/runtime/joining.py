@@ -37,8 +37,8 @@ async def connect_over_network(config: ClientConfig) -> Connected:
     """Return TCP, with libp2p for relayed peers, and the DHT, joined by code or initial peers."""
     if not config.initial_peers and not config.join:
         raise UsageError(
-            "say which swarm to join: join='shoal:…' takes the code that `shoal serve --new-swarm` "
-            "prints, initial_peers=[...] the addresses that `shoal serve` and `shoal swarm` print"
+            "no swarm is given: pass join='shoal:…', the code that `shoal serve --new-swarm` "
+            "prints, or initial_peers=[...], addresses that `shoal serve` and `shoal swarm` print"
         )
     membership, addresses = find_way_in(config.join, config.initial_peers)
     return await InternetNetwork(SystemClock(), addresses, membership).connect()
