@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from shoal.client import AutoDistributedModelForCausalLM, LoraAdapter
-from shoal.peer.local_swarm.swarm import LocalSwarm
+from shoal.peer.local_swarm import LocalSwarm
 
 PATH = str(Path(__file__).resolve().parents[1] / "models" / "shoal-stories")
 NAMES, THINGS = "Ella Mia Tom Finn Ben Max".split(), "kite ball boat hat drum lamp bell".split()

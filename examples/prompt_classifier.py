@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 from shoal.client import AutoDistributedModelForSequenceClassification
-from shoal.peer.local_swarm.swarm import LocalSwarm
+from shoal.peer.local_swarm import LocalSwarm
 
 PATH = str(Path(__file__).resolve().parents[1] / "models" / "shoal-stories")
 SAD = "{} has lost the {}.|{} cried because the {} was gone.|{} was afraid of the {}."

@@ -2,3 +2,7 @@
 
 Their peers are those of `shoal serve`; nothing of a peer is made here. Read first: swarm.py.
 """
+
+from .swarm import LocalSwarm
+
+__all__ = ["LocalSwarm"]

@@ -149,7 +149,7 @@ def test_peer_ends_with_the_program_that_started_it(tiny_models: Any, tmp_path: 
     temporary.mkdir()
     program = (
         "import json, os, signal, sys\n"
-        "from shoal.peer.local_swarm.swarm import LocalSwarm\n"
+        "from shoal.peer.local_swarm import LocalSwarm\n"
         "with LocalSwarm(sys.argv[1], spans=[(0, 2), (2, 4)], weights='fp32') as swarm:\n"
         "    swarm.peers[1].pause()\n"
         "    print(json.dumps([peer.pid for peer in swarm.peers]), flush=True)\n"

@@ -514,10 +514,8 @@ import sys
 from pathlib import Path
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.peer.engine.loading.block_cache import BlockCache
-from shoal.peer.engine.engine import Engine
 from shoal.models.checkpoints.checkpoint import Checkpoint
 from shoal.peer.engine.loading.engine_loader import load_engine
-from shoal.peer.engine.loading.loader import open_checkpoint
 from shoal.protocol.spans import Span
 
 def read_peak_bytes():

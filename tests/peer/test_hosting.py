@@ -15,11 +15,10 @@ import torch
 from engine_devices import attend_slowly
 from memory_swarm import MemorySwarm, SceneLoader
 
-from shoal.peer import hosting
 from shoal.peer.engine.devices.device import CPU, CallingCapturer, Capturer, Device, PagedDevice
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.loading import engine_loader
-from shoal.peer.hosting import hosted_model
+from shoal.peer.hosting import hosted_model, span_loader
 from shoal.peer.hosting.capacity import RESERVE_BYTES
 from shoal.peer.hosting.hosted_model import HostedModel
 from shoal.peer.hosting.span_loader import LoadError, SpanLoader
@@ -195,7 +194,7 @@ def test_span_whose_steps_find_no_memory_cannot_be_loaded_and_leaves_its_own(
         engines.append(weakref.ref(engine))
         return engine
 
-    monkeypatch.setattr(hosting, "load_engine", load_and_watch)
+    monkeypatch.setattr(span_loader, "load_engine", load_and_watch)
 
     async def test(loader: SpanLoader) -> None:
         facts = None
