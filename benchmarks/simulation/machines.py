@@ -16,7 +16,7 @@ from shoal.protocol.errors import UsageError
 
 @dataclass(frozen=True)
 class Machine:
-    """What a volunteer's machine can do."""
+    """The capabilities of a volunteer's machine."""
 
     blocks_per_second: float
     """Steps of one token through one block."""

@@ -46,7 +46,7 @@ class Effort:
     """A short and a long text to decode behind."""
 
     maximum: int = 8000
-    """What sessions are opened for when their memory is measured."""
+    """Length of the sessions whose memory is measured."""
 
     lengths: tuple[int, int] = (100, 1000)
     """How far such sessions are used."""

@@ -1,4 +1,4 @@
-"""What a command does to its process: its output, its progress line, signals and slow imports.
+"""Output, progress lines, signals and slow imports of a command.
 
 Nothing here knows of swarms or models. Read first: terminal.py.
 """

@@ -49,7 +49,7 @@ _SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """The names that the command line and peers use."""
 
 _OTHER_HEAD_NAMES = ("embed_out",)
-"""What checkpoints call a head that is called otherwise in transformers (GPT-NeoX)."""
+"""Names of heads in checkpoints that differ from those in transformers (GPT-NeoX)."""
 
 _TOKENS_AT_ONCE = 32
 """So many at a time have positions added: the decoder draws a mask of these times all before them,

@@ -1,4 +1,4 @@
-"""What a route is: hops, each a peer and the blocks used there. Values only."""
+"""Routes: hops, each a peer and the blocks used there. Values only."""
 
 from dataclasses import dataclass
 

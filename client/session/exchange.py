@@ -73,7 +73,7 @@ class _Asked:
     asked_at: float
     watch: QuestionWatch | None
     carrying_seconds: float
-    """What our own line needs, there and back."""
+    """Transfer time on the client's own line, both ways."""
     pushing_seconds: float
     """What the links between the hops need, one after the other."""
     carrying: ExitStack
