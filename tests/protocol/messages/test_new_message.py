@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "new-message.md").read_text(encoding="utf-8")
 DECLARATION, VERSION, USE = re.findall(r"^```py\n(.*?)^```", PAGE, flags=re.M | re.S)
 

@@ -13,7 +13,7 @@ from shoal.peer.engine.engine import Engine
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.messages.session import Queued
 
-HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "new-workload.md"
+HOW_TO = Path(__file__).resolve().parents[3] / "docs" / "new-workload.md"
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from shoal.kernels.linear import native_int8
 from shoal.kernels.linear.quantize import MAX_COLUMNS, Int8Kernel, Int8Weight
 from shoal.kernels.linear.select import choose_int8_kernel, list_int8_kernels
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 SHAPES = [(1, 1), (1, 31), (3, 33), (64, 32), (259, 70), (1100, 40)]  # (in, out)
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -330,7 +330,7 @@ def test_native_code_touches_no_byte_outside_its_arrays(tmp_path: Path) -> None:
 
     for driver in ("int8_driver.c", "prompt_attention_driver.c", "gate_norm_driver.c"):
         program = str(tmp_path / driver.removesuffix(".c"))
-        source = str(Path(__file__).parent / driver)
+        source = str(ROOT / "tests" / "kernels" / driver)
         built = subprocess.run(
             [compiler, *flags, "-o", program, source, *objects, "-lm"],
             capture_output=True,

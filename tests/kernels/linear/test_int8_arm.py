@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EXTENSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"][
     "ext-modules"
 ][0]
@@ -37,7 +37,7 @@ class Build:
 
     def link(self, driver: str) -> str:
         program = str(self.folder / driver)
-        source = Path(__file__).parent / f"{driver}.c"
+        source = ROOT / "tests" / "kernels" / f"{driver}.c"
         call(*self.command, "-o", program, source, *self.folder.glob("*.o"), "-lm")
         return program
 

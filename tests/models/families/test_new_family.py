@@ -21,7 +21,7 @@ from shoal.peer.engine.loading.engine_loader import load_engine
 from shoal.peer.engine.steps import StepWork
 from shoal.protocol.spans import Span
 
-PAGE = (Path(__file__).parents[2] / "docs" / "new-family.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs" / "new-family.md").read_text(encoding="utf-8")
 SHAPE = {
     "vocab_size": 128,
     "hidden_size": 64,
