@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
+import heapq
 import math
 import selectors
 import time
@@ -100,6 +102,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
     def __init__(self, start: float = 0.0) -> None:
         self._virtual_now = start
         self._num_holds = 0
+        self._num_timers = 0
         super().__init__(_JumpingSelector(self._pass_time))
         # Timers this near are due. asyncio's nanosecond vanishes in a float beyond 8e6 seconds,
         # and a timer that is never quite due would spin the loop forever.
@@ -109,6 +112,21 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._virtual_now
+
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[..., object],
+        *args: Any,
+        context: contextvars.Context | None = None,
+    ) -> asyncio.TimerHandle:
+        """Do what asyncio does, but timers for the same time fire in the order of their calls."""
+        self._num_timers += 1
+        timer = _NumberedTimer(when, callback, args, self, context)
+        timer.number = self._num_timers
+        heapq.heappush(self._scheduled, timer)  # type: ignore[attr-defined]
+        timer._scheduled = True  # type: ignore[attr-defined]
+        return timer
 
     def stall(self, seconds: float) -> None:
         """Advance time while nothing runs: timers that were due meanwhile fire late."""
@@ -159,6 +177,17 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
             where = f"{frames[0].f_code.co_filename}:{frames[0].f_lineno}" if frames else "its end"
             lines.append(f"{task.get_name()} at {where}")
         return "; ".join(sorted(lines)) or "the loop, which has no tasks"
+
+
+class _NumberedTimer(asyncio.TimerHandle):
+    """A timer with a place among those for the same time, whose order a heap does not keep."""
+
+    number = 0
+
+    def __lt__(self, other: asyncio.TimerHandle) -> bool:
+        if self.when() == other.when() and isinstance(other, _NumberedTimer):
+            return self.number < other.number
+        return self.when() < other.when()
 
 
 class _JumpingSelector(selectors.DefaultSelector):
