@@ -9,6 +9,8 @@ from ..protocol.net.clock import Clock
 from .accounts.adapter_shelf import AdapterShelf
 from .accounts.shared_bytes import SharedBytes
 from .hosting.span_loader import ServedSpan, SpanLoader
+from .passes.accounts import TrainingAccounts
+from .passes.training import TrainingWorkload
 from .pushing.neighbours import Neighbours
 from .pushing.session_outputs import MAX_LOGGED_BYTES, PushResources
 from .sessions.admission import Admission
@@ -17,8 +19,6 @@ from .sessions.session_prompts import MAX_PROMPT_BYTES
 from .sessions.sessions import SessionWorkload
 from .streams.conversation import StreamHost
 from .streams.service import MAX_PENDING_BYTES, Service
-from .training.accounts import TrainingAccounts
-from .training.training import TrainingWorkload
 
 _STREAMS_PER_SESSION = 4
 """Streams that a peer serves for each session it may hold: a session uses two, and some streams

@@ -17,11 +17,11 @@ from shoal.peer.hosting import capacity
 from shoal.peer.hosting.hosted_model import HostedModel
 from shoal.peer.hosting.span_loader import SpanLoader
 from shoal.peer.hosting.throughput import Throughput
+from shoal.peer.passes.training import TrainingWorkload
 from shoal.peer.peer import Peer
 from shoal.peer.runtime.config import PeerConfig, PeerEvent
 from shoal.peer.sessions.sessions import SessionWorkload
 from shoal.peer.streams.service import Service
-from shoal.peer.training.training import TrainingWorkload
 from shoal.protocol.endpoints import Endpoint, Relay
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import ModelId

@@ -34,8 +34,8 @@ from shoal.peer.engine.adapters.adapter import Adapter
 from shoal.peer.engine.adapters.adapter_file import read_adapter
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
-from shoal.peer.training import uploads
-from shoal.peer.training.uploads import UploadStream
+from shoal.peer.passes import uploads
+from shoal.peer.passes.uploads import UploadStream
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, UploadId

@@ -28,9 +28,9 @@ from shoal.peer.accounts import budgets
 from shoal.peer.accounts.budgets import PassBudget
 from shoal.peer.engine.engine import Engine
 from shoal.peer.engine.passes.passes import PassWork
+from shoal.peer.passes.passes import PassStream
 from shoal.peer.streams.answer_queue import AnswerQueue
 from shoal.peer.streams.workload import ClientStream
-from shoal.peer.training.passes import PassStream
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.fair_share import Holder
