@@ -107,7 +107,7 @@ class Peer:
         stack.push_async_callback(connections.neighbours.close)
         for listener in presence.listeners:
             stack.push_async_callback(listener.close)
-        stack.callback(lambda: _logger.info("served with %r", lag))
+        stack.callback(lambda: _logger.info("the peer stopped; its loop lag was %r", lag))
         address = {
             "endpoint": str(template.all_endpoints[0]),
             "addresses": list(directory.addresses),

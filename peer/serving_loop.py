@@ -149,7 +149,7 @@ class ServingLoop:
         try:
             await self.announcer.announce(state)
         except DirectoryError as error:
-            _logger.warning("could not announce that the peer is %s: %s", state, error)
+            _logger.warning("could not announce the state %s: %s", state, error)
 
     def _describe(self, served: ServedSpan) -> dict[str, object]:
         engine, throughput = served.engine, served.throughput

@@ -85,17 +85,17 @@ class LearnedState:
         Raises RemoteProtocolError for anything else: a stranger has sent it.
         """
         if (head.optimizer, head.num_updates) != (self.kind, num_updates):
-            raise RemoteProtocolError("a peer hands out another adapter than was asked for")
+            raise RemoteProtocolError("a peer returned another adapter than requested")
         size = len(data) // head.num_files
         files = [_decode(data[start : start + size]) for start in range(0, len(data), size)]
         for file in files:
             if file.keys() != self.matrices.keys():
-                raise RemoteProtocolError("a peer hands out matrices of another adapter")
+                raise RemoteProtocolError("a peer returned the matrices of another adapter")
             for name, matrix in file.items():
                 like = self.matrices[name]
                 is_alike = matrix.shape == like.shape and matrix.dtype == like.dtype
                 if not is_alike or not bool(matrix.isfinite().all()):
-                    raise RemoteProtocolError(f"a peer hands out {name} damaged")
+                    raise RemoteProtocolError(f"a peer returned a damaged {name}")
         return replace(self, matrices=files[0], moments=tuple(files[1:]), num_updates=num_updates)
 
 
@@ -107,4 +107,6 @@ def _decode(data: bytes) -> Mapping[str, Tensor]:
     try:
         return safetensors.torch.load(data)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise RemoteProtocolError("a peer hands out no safetensors") from error
+        raise RemoteProtocolError(
+            "a peer returned an adapter that is not in safetensors format"
+        ) from error

@@ -186,7 +186,7 @@ class Portal:
                 async with asyncio.timeout(_FAREWELL_SECONDS):
                     await self._farewell()
             except Exception as error:  # noqa: BLE001 - nobody is left who could do anything
-                _logger.debug("the client did not leave in good order: %r", error)
+                _logger.debug("the client did not close cleanly: %r", error)
         await self._cancel(asyncio.all_tasks() - {asyncio.current_task()})
 
     async def _cancel(self, tasks: Iterable[asyncio.Task[Any] | None]) -> None:

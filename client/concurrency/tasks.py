@@ -53,7 +53,7 @@ class Background:
     def _note_end(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            _logger.error("a task in the background failed", exc_info=error)
+            _logger.error("a background task of the client failed", exc_info=error)
 
 
 class Closable(Protocol):

@@ -161,7 +161,9 @@ class Diagnosis:
         port = address.tcp_port
         name = f"{Endpoint(address.host, port or 0)} (peer …{address.peer_id[-6:]})"
         if port is None:
-            return Finding("address", Status.OK, f"{text}: can only be tested by joining")
+            return Finding(
+                "address", Status.OK, f"{text}: a relayed address; only joining can test it"
+            )
         started_at = self.probes.clock.now()
         try:
             async with asyncio.timeout(DIAL_SECONDS):

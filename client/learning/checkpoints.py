@@ -50,7 +50,7 @@ class Progress:
         """Return what `to_json` made a text of; raises ValueError for anything else."""
         fields = json.loads(text)
         if not isinstance(fields, dict):
-            raise ValueError("it is no object")
+            raise ValueError("it holds no JSON object")
         try:
             fields["eval_losses"] = {
                 int(number): float(loss) for number, loss in fields["eval_losses"].items()
@@ -62,7 +62,7 @@ class Progress:
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"a field is missing or wrong: {error}") from error
         if not is_whole or not is_about:
-            raise ValueError("its fields contradict each other")
+            raise ValueError("its fields do not match each other")
         return progress
 
 

@@ -97,7 +97,7 @@ def make_dataset(
         examples += learned
     if not examples:
         raise UsageError(
-            f"no text (of {num_left_out}) has anything to learn within {max_length} tokens; "
+            f"no text (of {num_left_out}) has a token to predict within {max_length} tokens; "
             "take longer texts, or a larger --max-length"
         )
     training, evaluation = _split(examples, eval_fraction, seed)

@@ -62,6 +62,6 @@ def _take_state(
         if value.shape != like.shape or value.dtype != like.dtype:
             raise ValueError(f"{key} of {name} in {_FILE} has another shape or type")
         if not value.isfinite().all() or (key != "exp_avg" and value.min() < 0):
-            raise ValueError(f"{key} of {name} in {_FILE} has numbers that cannot be")
+            raise ValueError(f"{key} of {name} in {_FILE} holds NaN, infinity or negative values")
         state[key] = value
     return state

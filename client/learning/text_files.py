@@ -96,7 +96,7 @@ def _take_text(place: str, fields: Mapping[str, Any], name: str) -> str:
         raise UsageError(f"{place}: `{name}` is missing")
     text = fields[name]
     if not isinstance(text, str):
-        raise UsageError(f"{place}: `{name}` must be a text, not {text!r:.40}")
+        raise UsageError(f"{place}: `{name}` must be a string, not {text!r:.40}")
     if not text.strip():
         raise UsageError(f"{place}: `{name}` is empty")
     try:
@@ -116,7 +116,7 @@ def _read_records(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UsageError(
-            f"{path}: the file must end in .jsonl, .csv or .txt, which says what it is"
+            f"{path}: the file name must end in .jsonl, .csv or .txt, the formats that can be read"
         )
     num_records = 0
     for record in reader(path):

@@ -1,4 +1,4 @@
-"""What all models over a swarm share: opening, sessions, adapters, tuning, saving, closing.
+"""The base class of all models over a swarm: opening, sessions, adapters, tuning, saving, closing.
 
 A model holds the local parts: embedding, norm, head and trained parameters. Its blocks are on other
 machines.
@@ -446,7 +446,9 @@ class DistributedModel(PreTrainedModel):
         trained. Other arguments of transformers have no effect.
         """
         if options.get("push_to_hub"):
-            raise UsageError("save what was trained to a folder, and upload that")
+            raise UsageError(
+                "push_to_hub is not supported; use save_pretrained(folder) and upload that folder"
+            )
         state = self.state_dict() if state_dict is None else state_dict
         others, adapter = leave_out_adapter(state), self._modules.get(ADAPTER_NAME)
         is_left_out = self.has_adapter_in_training and len(others) == len(state)
@@ -507,7 +509,9 @@ class DistributedModel(PreTrainedModel):
 
     def push_to_hub(self, *args: object, **kwargs: object) -> None:  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
         """Raise UsageError: save the trained parameters to a folder, and upload that."""
-        raise UsageError("save what was trained with save_pretrained(), and upload that folder")
+        raise UsageError(
+            "push_to_hub is not supported; use save_pretrained(folder) and upload that folder"
+        )
 
 
 def _make_part(choice: AdapterChoice) -> nn.Module | None:

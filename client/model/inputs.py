@@ -150,7 +150,7 @@ def check_classes(labels: Tensor, num_rows: int, config: PreTrainedConfig) -> Te
         _check_each_class(labels, num_labels)
         return labels.long()
     if problem_type == _SEVERAL and not bool(((labels >= 0) & (labels <= 1)).all()):
-        raise UsageError("labels of several classes at once are 0 or 1 for each, or in between")
+        raise UsageError("multi-label targets must be numbers from 0 to 1")
     if not bool(torch.isfinite(labels).all()):
         raise UsageError("the labels contain NaN or infinity")
     return labels.float()
@@ -158,7 +158,7 @@ def check_classes(labels: Tensor, num_rows: int, config: PreTrainedConfig) -> Te
 
 def _check_each_class(labels: Tensor, num_labels: int) -> None:
     if labels.dtype not in (torch.int64, torch.int32):
-        raise UsageError(f"labels are numbers of classes, whole numbers, not {labels.dtype}")
+        raise UsageError(f"labels must be class indices of an integer type, not {labels.dtype}")
     classes_B = labels.flatten()
     is_wrong_B = (classes_B != IGNORED) & ((classes_B < 0) | (classes_B >= num_labels))
     if bool(is_wrong_B.any()):

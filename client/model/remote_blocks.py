@@ -165,14 +165,18 @@ class RemoteSequential(nn.Module):
         """
         if sequence_manager is not None:
             if (start_block, end_block) != (None, None):
-                raise UsageError("a sequence_manager says which blocks; leave out start and end")
+                raise UsageError(
+                    "sequence_manager already names the blocks; leave out start_block and end_block"
+                )
             self._set_up(sequence_manager.client, sequence_manager.span, config)
             return
         num_blocks = config.num_hidden_layers
         start = 0 if start_block is None else make_whole("start_block", start_block)
         stop = num_blocks if end_block is None else make_whole("end_block", end_block)
         if not 0 <= start < stop <= num_blocks:
-            raise UsageError(f"the model has blocks 0:{num_blocks}, and so no {start}:{stop}")
+            raise UsageError(
+                f"blocks {start}:{stop} do not exist: the model has blocks 0:{num_blocks}"
+            )
         self._set_up(config.join(), Span(start, stop), config)
 
     @classmethod
@@ -282,7 +286,7 @@ class RemoteSequential(nn.Module):
         adapters: ChosenAdapters,
     ) -> Tensor:
         if hypo_ids is not None:
-            raise UsageError("rows are moved within a session; open one to use hypo_ids")
+            raise UsageError("hypo_ids reorders the rows of a session; open a session to use it")
         if prompts is not None:
             check_prompts(prompts, len(self._span), hidden_BTH)
         return self._client.passes.run(self._span, hidden_BTH, prompts, adapters)
@@ -520,7 +524,7 @@ def take_blocks(span: Span, index: int | slice) -> Span:
     if isinstance(blocks, int):
         return Span(blocks, blocks + 1)
     if not blocks or blocks.step != 1:
-        raise UsageError(f"a slice must take blocks in a row, [{index}] takes {blocks}")
+        raise UsageError(f"a slice must take consecutive blocks, [{index}] takes {blocks}")
     return Span(blocks.start, blocks.stop)
 
 
@@ -531,7 +535,8 @@ def _read_uids(block_uids: Sequence[str], config: DistributedConfig) -> Span:
     start = blocks[0] if blocks else None
     if start is None or blocks != list(range(start, start + len(blocks))):
         raise UsageError(
-            f"block_uids name blocks in a row, as f'{{config.dht_prefix}}{UID_DELIMITER}{{index}}' "
-            f"with an index below {config.num_hidden_layers}; got {list(block_uids)!r:.200}"
+            "block_uids must name consecutive blocks, as "
+            f"f'{{config.dht_prefix}}{UID_DELIMITER}{{index}}' with an index below "
+            f"{config.num_hidden_layers}; got {list(block_uids)!r:.200}"
         )
     return Span(start, start + len(blocks))

@@ -387,7 +387,9 @@ class PassAsker:
                 async with asyncio.timeout(_DIRECTORY_SECONDS):
                     await self._swarm.refresh(max_age_seconds)
             except (DirectoryError, TimeoutError) as error:
-                _logger.debug("the last view has to do: %r", error)
+                _logger.debug(
+                    "the directory cannot be read, the client uses its last view: %r", error
+                )
         self._speeds.forget_others({peer.peer_id for peer in self._swarm.book.view.peers})
 
     def _find_hosts(

@@ -124,9 +124,9 @@ class Understudy:
         self.before, self.after = self.find_neighbours(hops)
         if self.before is None:
             if not live.is_log_whole:
-                raise CannotMoveError("what it was sent is in no log")
+                raise CannotMoveError("no log holds the steps that it received")
         elif self.before.hop.peer.max_version < HANDOFF_VERSION:
-            raise CannotMoveError("the peer before it pushes to one other only")
+            raise CannotMoveError("the hop before it can push to one peer only")
         live.tails.append(self._tail)
         self.new.log = live.log.copy()
 
@@ -187,7 +187,7 @@ class Understudy:
             or (before is not None and not can_feed(before.hop, new.hop))
             or (after is not None and not can_feed(new.hop, after.hop))
         ):
-            raise LostHopError(new.hop, "the peer cannot stand between the hops around")
+            raise LostHopError(new.hop, "the peer cannot connect to the hops before and after it")
         new.capability = self._twin.make_capability(new.hop.span)
         if after is not None:
             new.feeds, new.next = True, self._name(after, _NEVER)
@@ -216,7 +216,9 @@ class Understudy:
         self.following = self._name(self.new)
         status = await self._mirror(self.before, self.following)
         if status.num_replayed == 0:
-            raise CannotMoveError("the peer before it has not kept what it pushed")
+            raise CannotMoveError(
+                "the hop before it no longer has its pushed steps in its sender log"
+            )
         self._mirrored_sequence = max(self._mirrored_sequence, status.done_sequence)
         self._num_replayed = status.num_replayed
         await self.wait_for(self._num_replayed)
@@ -360,7 +362,7 @@ class Understudy:
 def read_failure(task: asyncio.Task[None]) -> None:
     """Say what ended a task in the background that nobody expected."""
     if not task.cancelled() and (error := task.exception()) is not None:
-        _logger.error("%s has failed", task.get_name(), exc_info=error)
+        _logger.error("the task %s failed", task.get_name(), exc_info=error)
 
 
 class Mover(Observer):
@@ -404,17 +406,17 @@ class Mover(Observer):
             try:
                 await move.run(tried)
             except CannotMoveError as error:
-                _logger.info("blocks %s stay where they are: %s", span, error)
+                _logger.info("the hop of blocks %s cannot be moved: %s", span, error)
                 self._rooted.add(move.live)
             except (ShoalError, BrokenSegmentError, StartOverError) as error:
-                _logger.info("blocks %s were not moved: %s", span, error)
+                _logger.info("the handoff of blocks %s failed: %s", span, error)
                 self._tried.add(move.live)
                 if isinstance(error, RouteError):
                     tried.clear()  # one of them may have room by now
                 retry.note_failure()
                 await retry.pause()
             else:
-                _logger.info("moved blocks %s", span)
+                _logger.info("handed blocks %s to another peer", span)
                 tried.clear()
                 retry.reset()
 

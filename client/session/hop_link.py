@@ -170,7 +170,7 @@ class Mailbox:
                 self._replays[session] = Arrived(message, num_bytes)
         else:
             name = type(message).__name__
-            self.put_trouble(session, RemoteProtocolError(f"a hop said {name} unasked"))
+            self.put_trouble(session, RemoteProtocolError(f"a hop said {name} without being asked"))
         self._news.set()
 
     def put_trouble(self, session: SessionId, error: ShoalError) -> None:
@@ -296,7 +296,7 @@ class HopLink:
             self._unread_bytes += num_bytes
             is_too_much = self._unread_bytes > 2 * MAX_FRAME_BYTES
             if is_too_much or self._answers.qsize() >= _MAX_UNREAD:
-                raise RemoteProtocolError(f"{self.name} says more than it was asked")
+                raise RemoteProtocolError(f"{self.name} sent more answers than it was asked for")
             self._answers.put_nowait((message, num_bytes))
 
     async def send(

@@ -221,7 +221,7 @@ class HopFinder:
 
         def note_queued(seconds: float) -> None:
             self._state.waiting = Waiting(hop, seconds)
-            _logger.info("waiting for %s", self._state.waiting)
+            _logger.info("the session waits for admission: %s", self._state.waiting)
 
         timeout_seconds = self._choose_timeout_seconds(hop, deadline, max_wait_seconds == 0)
         try:

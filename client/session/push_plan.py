@@ -196,7 +196,7 @@ class PushPlan:
             # fault: it is lost to this session only.
             await self._hops.hang_up(live)
             raise BrokenSegmentError(
-                [LostHopError(live.hop, "it was pushed a step that was never sent")]
+                [LostHopError(live.hop, "it received a pushed step that was never sent")]
             )
         live.capability = live.open_link.capability = capability
 

@@ -194,7 +194,7 @@ class RemoteSession:
                 try:
                     return await self._run(self._cut(question))
                 except StartOverError as error:
-                    _logger.info("sending all tokens again from the first one")
+                    _logger.info("the session replays all tokens from the first one: %s", error)
                     deadline = deadline or self.state.make_deadline()
                     if self.state.clock.now() > deadline:
                         message = "hops of the route were lost over and over"
@@ -281,7 +281,10 @@ class RemoteSession:
         place = stretch.find_place(cut + 1, cut + 1)
         await self._plan.bridge(place)
         pipeline.replace(stretch, 0, 0, ())
-        _logger.info("carrying tokens to blocks from %d on", place.span.start)
+        _logger.info(
+            "the client now carries hidden states to blocks from %d on: the hop before cannot push",
+            place.span.start,
+        )
 
     async def _replace(
         self,
@@ -335,7 +338,7 @@ class RemoteSession:
         for observer in self.state.observers:
             observer.note_failover(failover, started_at)
         _logger.info(
-            "replaced blocks %s at token %d: %s",
+            "replaced the hop of blocks %s at token %d: %s",
             failover.lost.span,
             failover.position,
             failover.reason,
@@ -452,7 +455,7 @@ class RemoteSession:
                     live, deadline, parent=link.session, prefix_tokens=position
                 )
             except LostHopError as lost:
-                _logger.info("replaying blocks %s: %s", live.hop.span, lost)
+                _logger.info("the fork of blocks %s will be replayed: %s", live.hop.span, lost)
 
         try:
             async with asyncio.TaskGroup() as tasks:

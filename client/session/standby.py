@@ -145,7 +145,9 @@ class _Standby:
             if not await understudy.take_over(place.after, place.pending[0]):
                 return None
         except (TimeoutError, ShoalError, StartOverError) as error:
-            _logger.info("a standby of blocks %s is of no use: %s", self._live.hop.span, error)
+            _logger.info(
+                "the standby of blocks %s failed to take over: %s", self._live.hop.span, error
+            )
             return None
         self._is_taken = True
         try:
@@ -161,10 +163,10 @@ class _Standby:
                 await self._keep()
             except CannotMoveError as error:
                 # It may have been for want of room.
-                _logger.info("blocks %s have no standby: %s", self._live.hop.span, error)
+                _logger.info("no standby for blocks %s: %s", self._live.hop.span, error)
                 self._retry.wait_longest()
             except (ShoalError, BrokenSegmentError, StartOverError) as error:
-                _logger.info("blocks %s have no standby yet: %s", self._live.hop.span, error)
+                _logger.info("no standby for blocks %s yet: %s", self._live.hop.span, error)
                 if isinstance(error, RouteError):
                     self._tried.clear()  # one of them may have room by now
             self._retry.note_failure()

@@ -151,7 +151,7 @@ class SessionState:
         self._num_twins = 0
 
     def record(self, recorder: Recorder | None) -> None:
-        """Have everything taken down that the session does from now on; None: nothing more."""
+        """Give the session a trace recorder, or None to stop recording."""
         others = [observer for observer in self.observers if observer is not self.recorder]
         self.observers = others if recorder is None else [*others, recorder]
         self.recorder = recorder

@@ -228,7 +228,9 @@ class PromptAttention(TokenAttention):
 def _check(tensor: Tensor, width: int) -> None:
     """Addresses are all that C gets to see."""
     if not tensor.is_contiguous() or tensor.dtype is not torch.float32 or tensor.shape[-1] != width:
-        raise ValueError(f"{width} contiguous float32 numbers a row, not {tuple(tensor.shape)}")
+        raise ValueError(
+            f"{width} contiguous float32 numbers per row are needed, not {tuple(tensor.shape)}"
+        )
 
 
 def _lay_out(segment: TokenSegment) -> _Segment:

@@ -39,7 +39,7 @@ def attention(
     if sliding_window is not None and sliding_window < 1:
         raise ValueError(f"a sliding window holds at least one position, got {sliding_window}")
     if softcap is not None and alibi is not None:
-        raise ValueError("scores are either capped or get linear biases")
+        raise ValueError("attention scores take a cap or linear biases, not both")
     if sliding_window is not None and sliding_window >= num_keys:
         sliding_window = None
     has_plain_scores = softcap is None and alibi is None

@@ -71,7 +71,7 @@ class _DigestCache:
                 return digest
             num_bytes = os.fstat(file.fileno()).st_size
             if num_bytes >= MIN_CACHED_BYTES:
-                _logger.info("reading %s once to know its weights from others", path)
+                _logger.info("computing the digest of %s, which is cached for the next start", path)
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             is_unchanged = _describe_state(file.fileno()) == state
         if is_unchanged and num_bytes >= MIN_CACHED_BYTES:
@@ -88,7 +88,7 @@ class _DigestCache:
         try:
             _write_atomically(self._directory.expanduser(), json.dumps(newest).encode())
         except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
-            _logger.debug("the digests of this checkpoint are not kept: %s", error)
+            _logger.debug("the digests of this checkpoint cannot be cached: %s", error)
 
 
 def _is_hub_blob(path: Path) -> bool:

@@ -73,7 +73,7 @@ class _Settings:
         value = self.get("group_size", default=-1)
         if not isinstance(value, int) or isinstance(value, bool) or value == 0 or value < -1:
             raise ModelError(
-                f"config.json: {self._method} with group_size {value!r:.60} makes no sense; "
+                f"config.json: {self._method} with group_size {value!r:.60} is not possible; "
                 "download the model again"
             )
         return None if value == -1 else value

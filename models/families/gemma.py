@@ -102,7 +102,7 @@ def _name_activation(config: Mapping[str, object]) -> dict[str, object]:
     """Return the configuration with its activation under the usual name."""
     activation = config.get("hidden_activation", _DEFAULTS["hidden_act"])
     if activation is None:
-        raise ModelError("config.json: hidden_activation is null, but this family has no other")
+        raise ModelError("config.json: hidden_activation is null; this family needs it")
     return {**config, "hidden_act": activation}
 
 

@@ -101,9 +101,9 @@ def open_shell(config: Mapping[str, object]) -> Shell:
     """
     name = config.get("model_type")
     if name is None or name == "":
-        raise ModelError("config.json has no model_type, which says what family the model is of")
+        raise ModelError("config.json has no model_type; check that it belongs to this model")
     if not isinstance(name, str):
-        raise ModelError(f"config.json: model_type must be a text, got {name!r:.60}")
+        raise ModelError(f"config.json: model_type must be a string, got {name!r:.60}")
     if config.get("quantization_config") is not None:
         raise ModelError("this checkpoint is quantized already; use the original one")
     try:
@@ -137,7 +137,9 @@ def open_block_shell(config: Mapping[str, object]) -> Shell:
                 setattr(decoder, part_name, nn.Identity())
         _fill_tables(shell)
     except _UnfitError as reason:
-        raise ModelError(f"blocks of models of type {name!r} do not run alone: {reason}") from None
+        raise ModelError(
+            f"blocks of models of type {name!r} cannot run one by one: {reason}"
+        ) from None
     for part in decoder.children():
         if part is not shell.layers:
             for names in (part._parameters, part._buffers):
@@ -169,7 +171,7 @@ def _open(model: PreTrainedModel) -> Shell:
     _fill_tables(shell)
     shell = replace(shell, kept=kept, positions_name=_find_positions(shell, others))
     if not gives_blocks_the_same_alone(shell):
-        raise _UnfitError("its decoder gives a block alone other things than among all")
+        raise _UnfitError("its decoder passes other inputs to a single block than to all")
     return shell
 
 
@@ -215,7 +217,7 @@ def _check_parts(shell: Shell) -> list[str]:
     embedding = shell.model.get_input_embeddings()
     head = shell.model.get_output_embeddings()
     if not isinstance(embedding, nn.Embedding) or not isinstance(head, nn.Linear):
-        raise _UnfitError("its embedding or head is a special one")
+        raise _UnfitError("its embedding is no nn.Embedding or its head no nn.Linear")
     if {embedding.embedding_dim, head.in_features} != {shell.config.hidden_size}:
         raise _UnfitError("its embedding or head is of another size than its hidden states")
     norm = getattr(shell.decoder, shell.norm_name)
@@ -227,9 +229,7 @@ def _check_parts(shell: Shell) -> list[str]:
     ]
     known |= {id(w) for name in others for w in getattr(shell.decoder, name).parameters()}
     if len(others) > 1 or any(id(weight) not in known for weight in shell.model.parameters()):
-        raise _UnfitError(
-            "it has more weights than those of blocks, embedding, positions, norm and head"
-        )
+        raise _UnfitError("it has weights outside its blocks, embedding, positions, norm and head")
     return others
 
 
@@ -243,10 +243,12 @@ def _build(name: str, config: Mapping[str, object]) -> Any:
         if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
             raise _UnfitError("it is no causal language model")
         if model_config.is_encoder_decoder:
-            raise _UnfitError("its decoder listens to an encoder")
+            raise _UnfitError("its decoder attends to an encoder")
         text_config = model_config.get_text_config()
         if text_config is not model_config:
-            raise _UnfitError(f"it is more than a model of type {text_config.model_type!r}")
+            raise _UnfitError(
+                f"its text model of type {text_config.model_type!r} is only a part of it"
+            )
         for field, maximum in (("num_hidden_layers", MAX_LAYERS), ("hidden_size", _MAX_SIZE)):
             if not 0 < getattr(model_config, field) <= maximum:
                 raise ModelError(f"config.json: {field} must be a number from 1 to {maximum}")
@@ -272,7 +274,7 @@ def _fill_tables(shell: Shell) -> None:
     for layer in shell.layers:
         num_weights = sum(weight.numel() for weight in layer.parameters())
         if count_table_bytes(layer) > max(_SMALL_TABLE_BYTES, 2 * num_weights):
-            raise _UnfitError("its blocks keep tables that are larger than their weights")
+            raise _UnfitError("its blocks have buffers that are larger than their weights")
     try:
         fill_tables(shell.model, everything)
         for layer in kinds.values():
@@ -280,7 +282,7 @@ def _fill_tables(shell: Shell) -> None:
     except TableError as error:
         raise _UnfitError(str(error)) from error
     except _BUILD_ERRORS as error:
-        raise _UnfitError("it keeps tables that are in no checkpoint") from error
+        raise _UnfitError("it has buffers that no checkpoint contains") from error
 
 
 def _find_positions(shell: Shell, others: list[str]) -> str | None:
@@ -295,7 +297,7 @@ def _find_positions(shell: Shell, others: list[str]) -> str | None:
     for name in names:
         if name != shell.layers_name and _changes_nothing(replace(shell, positions_name=name)):
             return name
-    raise _UnfitError("its decoder, without blocks, does not hand on what it is given")
+    raise _UnfitError("its decoder changes hidden states outside its blocks")
 
 
 @torch.no_grad()
@@ -335,11 +337,11 @@ def _probe_block(shell: Shell, index: int) -> Shapes:
         )
         decoder(inputs_embeds=hidden_BTH, past_key_values=cache, use_cache=True)
     except OtherStateError as error:
-        raise _UnfitError("its blocks keep more than keys and values") from error
+        raise _UnfitError("its blocks cache more than keys and values") from error
     except _BUILD_ERRORS as error:
-        raise _UnfitError("its blocks do not run alone") from error
+        raise _UnfitError("its blocks cannot run one by one") from error
     if len(cache.shapes) != 1 or any(len(shape) != 4 for shape in cache.shapes[0]):
-        raise _UnfitError("its blocks do not keep keys and values")
+        raise _UnfitError("its blocks do not cache keys and values")
     if order != [shell.layers_name, shell.norm_name]:
-        raise _UnfitError("its norm is not only behind its blocks")
+        raise _UnfitError("its final norm does not run once, after its blocks")
     return cache.shapes[0]

@@ -48,11 +48,11 @@ def _list_tables(part: nn.Module) -> dict[str, Tensor]:
 
 def _fill(model: PreTrainedModel, part: nn.Module, tables: dict[str, Tensor]) -> None:
     if sum(table.nbytes for table in tables.values()) > MAX_TABLE_BYTES:
-        raise TableError(f"it keeps tables of more than {MAX_TABLE_BYTES >> 20} MiB")
+        raise TableError(f"it has buffers of more than {MAX_TABLE_BYTES >> 20} MiB")
     # Twice, over different numbers: tables that transformers leaves alone then differ.
     first, second = (_compute(model, part, tables, number) for number in (0, 1))
     if not all(torch.equal(first[name], second[name]) for name in tables):
-        raise TableError("it keeps tables that are in no checkpoint")
+        raise TableError("it has buffers that no checkpoint contains")
 
 
 def _compute(

@@ -73,7 +73,7 @@ class ConfigReader:
         """Return a short text."""
         value = self._config[name] if self.has(name) else default
         if not isinstance(value, str):
-            raise ModelError(f"config.json: {name} must be a text, got {value!r:.60}")
+            raise ModelError(f"config.json: {name} must be a string, got {value!r:.60}")
         return value
 
     def texts(self, name: str) -> list[str]:
@@ -82,7 +82,7 @@ class ConfigReader:
         if not isinstance(value, list) or not all(
             isinstance(item, str) for item in cast(list[object], value)
         ):
-            raise ModelError(f"config.json: {name} must be a list of texts")
+            raise ModelError(f"config.json: {name} must be a list of strings")
         return cast(list[str], value)
 
     def indices(self, name: str) -> frozenset[int]:

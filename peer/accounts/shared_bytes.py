@@ -30,7 +30,9 @@ class SharedBytes:
     def check_room_for(self, holder: Holder, num_bytes: int) -> None:
         """Raise RefusedError unless a holder may have so many bytes more."""
         if not self.has_room_for(holder, num_bytes):
-            raise RefusedError(ErrorCode.BUSY, "too many steps wait at this peer", 1.0)
+            raise RefusedError(
+                ErrorCode.BUSY, "too many steps are waiting at this peer; try again later", 1.0
+            )
 
     async def wait_for_room(self, holder: Holder, num_bytes: int, seconds: float) -> None:
         """Wait until a holder may have so many bytes more. Raises RefusedError after so long."""

@@ -117,4 +117,4 @@ async def say_goodbye(announcer: Announcer) -> None:
     try:
         await announcer.announce(PeerState.OFFLINE)
     except DirectoryError as error:
-        _logger.warning("could not say goodbye to the directory: %s", error)
+        _logger.warning("could not announce to the directory that the peer stopped: %s", error)

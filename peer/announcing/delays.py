@@ -154,7 +154,7 @@ class Delays:
         try:
             announcements = await self._directory.lookup(model_id)
         except DirectoryError as error:
-            _logger.debug("cannot see who is near: %s", error)
+            _logger.debug("cannot look up neighbours to measure: %s", error)
             return
         view = SwarmView.from_announcements(model_id, announcements, self._clock.wall())
         self._peers = {peer.peer_id: peer for peer in view.online}
@@ -171,7 +171,9 @@ class Delays:
                 self._transport, self._clock, peer.peer_id, peer.endpoints, _MEASURING_SECONDS
             )
         except (UnavailableError, RemoteProtocolError, RefusedError) as error:
-            _logger.debug("cannot measure the way to …%s: %s", peer.peer_id[-6:], error)
+            _logger.debug(
+                "cannot measure the round-trip time to peer …%s: %s", peer.peer_id[-6:], error
+            )
             self._remember(peer.peer_id).samples.clear()
         else:
             self._note(peer.peer_id, seconds)

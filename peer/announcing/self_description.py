@@ -197,5 +197,5 @@ async def watch_relays(
                 announcer.hurry()
                 report(PeerEvent("relayed", {"relays": [str(relay) for relay in presence.relays]}))
         except DirectoryError as error:
-            _logger.warning("could not look for other relays: %s", error)
+            _logger.warning("could not renew the relays of this peer: %s", error)
         await asyncio.sleep(_LOOK_FOR_RELAYS_SECONDS)

@@ -103,7 +103,7 @@ class StepJob:
         try:
             hidden_BTH = parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
         except Exception:
-            _logger.exception("the parts of a step could not be joined")
+            _logger.exception("the parts of a step could not be joined; the step is refused")
             self.fail()
             return RefusedError(ErrorCode.INTERNAL, "the peer failed to put the step together")
         queue_seconds = now - self.submitted_at - self.compute_seconds
@@ -350,7 +350,9 @@ class ComputeThread:
                 raise LocalProtocolError(f"{len(works)} steps got {len(results)} results")
             return results
         except Exception:
-            _logger.exception("the engine failed on %d steps", len(works))
+            _logger.exception(
+                "the engine failed on a batch of %d steps; each is tried alone", len(works)
+            )
         return [self._execute_alone(work, is_retry=len(works) > 1) for work in works]
 
     def _execute_alone(self, work: StepWork, is_retry: bool) -> Tensor | ShoalError:

@@ -150,7 +150,7 @@ class PassQueue:
         except ShoalError as error:
             return copy(error)  # without its frames, and the tensors in them
         except Exception:
-            _logger.exception("a pass failed")
+            _logger.exception("a pass failed and is refused")
             return RefusedError(ErrorCode.INTERNAL, "the peer failed to compute the pass")
         finally:
             self._running.pop()

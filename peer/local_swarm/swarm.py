@@ -184,7 +184,7 @@ class LocalPeer:
         Raises UsageError if the swarm was created without `drain_seconds`.
         """
         if self._drain_seconds == 0:
-            raise UsageError("make the swarm with drain_seconds=… to have sessions move")
+            raise UsageError("sessions cannot move: make the swarm with drain_seconds=…")
         self.terminate()
         return self.wait(self._drain_seconds + _LEAVING_SECONDS)
 

@@ -102,7 +102,7 @@ class PassStream:
     def _take_pass(self, message: Pass) -> None:
         """Begin a pass, or answer why not."""
         if self._asked is not None:
-            raise RemoteProtocolError("a stream has one pass at a time")
+            raise RemoteProtocolError("a stream can run one pass at a time")
         try:
             self._asked = asked = self._admit(message, self._stream.holder)
         except RefusedError as error:
@@ -128,7 +128,7 @@ class PassStream:
         asked = self._asked
         if asked is None or piece.pass_id != asked.message.pass_id:
             if piece.pass_id != self._refused:
-                raise RemoteProtocolError("a piece of a pass that was not asked for")
+                raise RemoteProtocolError("a piece arrived of a pass that was not announced")
             return
         asked.reader.take(piece)
         self._active_at = self._clock.now()
@@ -138,7 +138,7 @@ class PassStream:
     def _admit(self, message: Pass, holder: Holder) -> _Asked:
         accounts, engine = self._accounts, self._engine
         if accounts.is_draining:
-            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+            raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
         if not accounts.budget.num_bytes:
             raise RefusedError(ErrorCode.OUT_OF_MEMORY, "this peer has no memory for training")
         if message.model_id != accounts.model_id:
@@ -221,7 +221,7 @@ class PassStream:
         if error is not None:
             self._forget(asked)
             if not isinstance(error, RefusedError):
-                _logger.error("a pass has no answer: %r", error)
+                _logger.error("a pass failed and is refused: %r", error)
                 error = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the pass")
             self._answers.put(encode_refusal(pass_id, 0, error))
             return

@@ -77,7 +77,7 @@ class UpdateStream:
         Raises RemoteProtocolError while something else is asked.
         """
         if self._task is not None:
-            raise RemoteProtocolError("a stream asks for one thing about an adapter at a time")
+            raise RemoteProtocolError("a stream can run one request about an adapter at a time")
         shelf, holder = self._accounts.shelf, self._stream.holder
         if isinstance(message, AdapterUpdate) and shelf.has(make_updated_id(message), holder):
             self._answers.say(_make_kept(message))
@@ -112,7 +112,7 @@ class UpdateStream:
         if num_bytes > self._accounts.read_free_bytes():
             raise RefusedError(
                 ErrorCode.NO_ROOM_FOR_ADAPTER,
-                f"this peer has no {num_bytes} bytes of memory for an update at present",
+                f"this peer has no {num_bytes} bytes free for an update; try again later",
                 BUSY_SECONDS,
             )
 
@@ -194,7 +194,7 @@ class UpdateStream:
         self._accounts.end()
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            _logger.error("an adapter could not be trained: %r", error)
+            _logger.error("an update of an adapter failed and is refused: %r", error)
 
 
 def _update(trained: TrainedAdapter, message: AdapterUpdate, give_way: GiveWay) -> TrainedAdapter:

@@ -94,7 +94,7 @@ class UploadStream:
     def _take_head(self, message: AdapterHead) -> None:
         """Begin with an adapter, or answer why not."""
         if self._upload is not None:
-            raise RemoteProtocolError("a stream brings one adapter at a time")
+            raise RemoteProtocolError("a stream can upload one adapter at a time")
         try:
             self._upload = upload = self._admit(message, self._stream.holder)
         except RefusedError as error:
@@ -116,7 +116,7 @@ class UploadStream:
         """Return an adapter that is to come; None for one that its holder has published here."""
         accounts = self._accounts
         if accounts.is_draining:
-            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+            raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
         if head.is_published and accounts.shelf.has(head.adapter, holder, is_published=True):
             return None
         check_trained(head.num_trained, accounts.budget.max_gradient_bytes)
@@ -129,7 +129,7 @@ class UploadStream:
         upload = self._upload
         if upload is None or piece.upload_id != upload.head.upload_id:
             if piece.upload_id != self._unneeded:
-                raise RemoteProtocolError("a piece of an adapter that was not announced")
+                raise RemoteProtocolError("a piece arrived of an adapter that was not announced")
             return
         upload.reader.take(piece)
         upload.pace.note_piece(len(piece.data), self._clock.now())
@@ -165,7 +165,7 @@ class UploadStream:
             return
         self._accounts.shelf.release(upload.holder, upload.num_bytes)
         if not isinstance(error, RefusedError):
-            _logger.error("an adapter could not be read: %r", error)
+            _logger.error("an uploaded adapter could not be read and is refused: %r", error)
             error = RefusedError(ErrorCode.INTERNAL, "the peer failed to read the adapter")
         self._refuse(head.upload_id, error)
 
@@ -177,7 +177,7 @@ class UploadStream:
             self._timer = loop.call_later(seconds, self._wait_for_more, upload)
             return
         self._forget(upload)
-        error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, "the adapter comes too slowly")
+        error = RefusedError(ErrorCode.NO_ROOM_FOR_ADAPTER, "the adapter arrives too slowly")
         self._refuse(upload.head.upload_id, error)
 
     def _say_kept(self, upload_id: UploadId) -> None:
@@ -202,7 +202,7 @@ def _read(engine: Engine, head: AdapterHead, reader: AdapterReader) -> Adapter |
     """Return the adapter of two files that are what they are called; raises RefusedError."""
     tensors = reader.join()
     if make_adapter_id(head.config, tensors) != head.adapter:
-        raise RefusedError(ErrorCode.BAD_VALUES, "the adapter is not what its digest says")
+        raise RefusedError(ErrorCode.BAD_VALUES, "the adapter does not match its digest")
     if not head.optimizer:
         return read_adapter(head.config, tensors, engine.spec, engine.span)
     size = len(tensors) // head.num_files

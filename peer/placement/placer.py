@@ -164,7 +164,7 @@ class Placer:
             try:
                 decision = await self._reconsider(current)
             except DirectoryError as error:
-                _logger.warning("cannot look where the peer is needed: %s", error)
+                _logger.warning("cannot read the directory to reconsider the placement: %s", error)
                 decision = None
             if decision is not None:
                 self._has_moved = True
@@ -192,7 +192,7 @@ class Placer:
         try:
             await self._announcer.announce(PeerState.ONLINE)
         except DirectoryError as error:
-            _logger.warning("cannot announce that the peer stays: %s", error)
+            _logger.warning("cannot withdraw the announced move of this peer: %s", error)
 
     async def _show(self, intent: Intent) -> None:
         """Announce an intent, and leave others the time to see it."""

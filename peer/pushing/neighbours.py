@@ -173,7 +173,9 @@ class Neighbours:
             return known
         age_seconds = self._clock.now() - self._failed_at.get(key, float("-inf"))
         if age_seconds < _AGAIN_SECONDS and not self._has_parked(following, lane):
-            raise RefusedError(ErrorCode.BUSY, "it could not be reached a moment ago", BUSY_SECONDS)
+            raise RefusedError(
+                ErrorCode.BUSY, "the next hop could not be reached a moment ago", BUSY_SECONDS
+            )
         self._budget.count(holder.address)
         neighbour = self._known[key] = _Neighbour(following, lane, holder.address)
         task = asyncio.create_task(self._serve(key, neighbour), name=repr(neighbour))
@@ -192,7 +194,7 @@ class Neighbours:
             finally:
                 await stream.close()
         except ShoalError as failure:
-            _logger.info("lost %r: %s", neighbour, failure)
+            _logger.info("the connection to %r is lost: %s", neighbour, failure)
             error = copy(failure)  # this one has the frames in which steps are
         finally:
             leave()
@@ -222,7 +224,9 @@ class Neighbours:
                 async with asyncio.timeout(_PARKED_SECONDS):
                     await self._greet(neighbour, stream)
             except (TimeoutError, ShoalError) as error:
-                _logger.info("%r does not answer on a parked stream: %r", neighbour, error)
+                _logger.info(
+                    "%r does not answer on a parked stream, which is closed: %r", neighbour, error
+                )
             else:
                 neighbour.askers.clear()
                 return stream
@@ -374,7 +378,7 @@ class _Neighbour:
         while (frame := await stream.receive()) is not None:
             message = decode_frame(frame)
             if not isinstance(message, Declined):
-                raise RemoteProtocolError(f"{self!r} said {type(message).__name__}")
+                raise RemoteProtocolError(f"{self!r} sent an unexpected {type(message).__name__}")
             if message.session is None:
                 raise UnavailableError(f"{self!r} ended the stream: {message.detail}")
             following, sender = self._users.pop(message.session, (None, None))

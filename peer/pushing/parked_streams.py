@@ -163,7 +163,7 @@ class ParkedStreams:
             try:
                 self._announced = frozenset(peer.peer_id for peer in await self._look())
             except DirectoryError as error:
-                _logger.debug("cannot see who is a peer: %s", error)
+                _logger.debug("cannot look up which peers may park streams: %s", error)
 
     def _take_place(self, offer: Offer, address: str) -> _Place:
         """Return a place for one more stream; raises RefusedError when there is none.
@@ -189,7 +189,7 @@ async def _tell_parked(stream: Stream) -> None:
         async with asyncio.timeout(_TELL_SECONDS):
             await stream.send(encode_frame(Parked()))
     except TimeoutError as error:
-        raise UnavailableError("who has offered the stream does not read") from error
+        raise UnavailableError("the peer that offered the stream does not read from it") from error
 
 
 def _read(hearing: asyncio.Task[bytes | None]) -> None:

@@ -140,7 +140,7 @@ class ReverseConnections:
         try:
             others = await self._directory.lookup(own.model_id)
         except DirectoryError as error:
-            _logger.debug("cannot see where to park streams: %s", error)
+            _logger.debug("cannot look up peers to park streams at: %s", error)
             return
         kept = {peer_id for peer_id, _ in self._parked}
         failing = {peer_id for peer_id, _ in self._parking} - kept
@@ -167,10 +167,10 @@ class ReverseConnections:
                 await self._park(host, lane)
             except ShoalError as error:
                 self._parked.discard((host.peer_id, lane))
-                _logger.info("no stream is parked at …%s: %s", host.peer_id[-6:], error)
+                _logger.info("cannot park a stream at peer …%s: %s", host.peer_id[-6:], error)
             except Exception:
                 self._parked.discard((host.peer_id, lane))
-                _logger.exception("parking a stream at …%s failed", host.peer_id[-6:])
+                _logger.exception("parking a stream at peer …%s failed", host.peer_id[-6:])
             if self._clock.now() - began_at >= _SETTLED_SECONDS:
                 retry.reset()
             retry.note_failure()
@@ -233,9 +233,9 @@ class ReverseConnections:
         try:
             await self._serve(stream)
         except ShoalError as error:
-            _logger.debug("a stream that was parked ended: %s", error)
+            _logger.debug("a stream that this peer had parked ended: %s", error)
         except Exception:
-            _logger.exception("serving a stream that was parked failed")
+            _logger.exception("serving a stream that this peer had parked failed")
         finally:
             await stream.close()
 

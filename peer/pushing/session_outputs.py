@@ -146,13 +146,17 @@ class SessionOutputs:
         if log is None and length == 0 and self.next is None:
             log = SenderLog[WireTensor]()  # nothing was computed that could be missing
         if log is None:
-            raise RefusedError(ErrorCode.LOG_INCOMPLETE, "what was pushed is not kept any more")
+            raise RefusedError(
+                ErrorCode.LOG_INCOMPLETE, "the pushed steps are no longer in the sender log"
+            )
         prefix, rest = log.plan(resume_sequence)
         if following is not None and following.first_sequence >= resume_sequence:
             prefix = []  # it has what is before
         num_bytes = _count_bytes(piece.payload for piece in (*prefix, *rest))
         if not self._resources.pending.has_room_for(self.holder, num_bytes):
-            raise RefusedError(ErrorCode.LOG_INCOMPLETE, "there is no room to send it all again")
+            raise RefusedError(
+                ErrorCode.LOG_INCOMPLETE, "this peer has no memory to resend the steps"
+            )
         if following is not None:
             self._neighbours.count_replay(self.holder, num_bytes)
         self._settle(following)
@@ -241,7 +245,7 @@ class SessionOutputs:
     @property
     def _neighbours(self) -> Neighbours:
         if self._resources.neighbours is None:
-            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer pushes to no other")
+            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer does not push to other peers")
         return self._resources.neighbours
 
     def _note(self, sent: SentStep[WireTensor]) -> None:
@@ -249,7 +253,7 @@ class SessionOutputs:
         if self._log is None:
             return
         if not self._resources.logged.has_room_for(self.holder, _count_bytes([sent.payload])):
-            _logger.info("no room to log more of a session")
+            _logger.info("the sender log of a session exceeds its memory and is dropped")
             self.give_up_log()
             return
         dropped = self._log.append(sent)

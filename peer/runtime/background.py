@@ -36,7 +36,10 @@ class BackgroundTasks:
             await asyncio.wait(self._tasks)
         for task in self._tasks:
             if not task.cancelled() and task.exception() is not None:
-                _logger.warning("a background task of the peer failed", exc_info=task.exception())
+                _logger.warning(
+                    "a background task of the peer failed and is not restarted",
+                    exc_info=task.exception(),
+                )
 
     async def run_until(self, main: Coroutine[Any, Any, _Result]) -> _Result:
         """Return what a coroutine returns; raise what a task raises if one ends before."""

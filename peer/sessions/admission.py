@@ -180,7 +180,9 @@ class Admission:
         parent = self._find_parent(message, holder)
         adapter = self._find_adapter(message, holder, parent)
         if parent is not None and parent.adapter is not adapter:
-            raise RefusedError(ErrorCode.BAD_VALUES, "a fork has the adapter of its parent")
+            raise RefusedError(
+                ErrorCode.BAD_VALUES, "a fork must use the adapter of its parent session"
+            )
         self._make_place(holder)
         self._opening[message.session] = holder
         try:
@@ -226,7 +228,7 @@ class Admission:
             message.num_rows, message.max_tokens, message.span, message.kv_format
         )
         if message.next is not None and self.resources.pushing.neighbours is None:
-            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer pushes to no other")
+            raise RefusedError(ErrorCode.NEXT_UNREACHABLE, "this peer does not push to other peers")
         if message.session in self.sessions or message.session in self._opening:
             raise RefusedError(ErrorCode.BAD_FRAME, "the session is open already")
 
@@ -247,7 +249,9 @@ class Admission:
             return None
         parent = self.sessions.get(message.parent)
         if parent is None or parent.holder != holder:
-            raise RefusedError(ErrorCode.UNKNOWN_SESSION, "you have no such parent open here")
+            raise RefusedError(
+                ErrorCode.UNKNOWN_SESSION, "the parent session is not open at this peer"
+            )
         parent.used_at = self.clock.now()
         parent.cache.touch()
         return parent
@@ -351,5 +355,5 @@ def _take_stock(pool: KVCachePool) -> KVCacheStatistics:
     try:
         pool.check_integrity()
     except LocalProtocolError:
-        _logger.exception("the account of the KV memory is wrong: a bug of shoal")
+        _logger.exception("the KV memory accounting is wrong; this is a bug in shoal")
     return pool.statistics()

@@ -195,7 +195,7 @@ class SessionStream(StreamWork):
         may_wait = message.max_wait_seconds > 0
         try:
             if message.session in self._waiting:
-                raise RefusedError(ErrorCode.BAD_FRAME, "the session waits already")
+                raise RefusedError(ErrorCode.BAD_FRAME, "the session is already waiting")
             if len(self._opened) + len(self._waiting) >= limits.MAX_SESSIONS_PER_STREAM:
                 may_wait = False
                 raise RefusedError(ErrorCode.BUSY, "too many sessions on one stream", BUSY_SECONDS)

@@ -40,7 +40,7 @@ def check_step_size(step: Step, dtype: WireDtype, hidden_size: int, is_pushed: b
         )
     if is_pushed and len(step.before) >= limits.MAX_HOPS:
         raise RefusedError(
-            ErrorCode.BAD_VALUES, f"a step went over {limits.MAX_HOPS} hops before it is pushed on"
+            ErrorCode.BAD_VALUES, f"a pushed step passed {limits.MAX_HOPS} hops, the most allowed"
         )
     num_tokens = 1 if step.last_token_only and not is_pushed else tokens
     if compute_num_bytes(dtype, rows, num_tokens, width) > _MAX_ANSWER_BYTES:
@@ -109,7 +109,7 @@ def conclude(step: Step, held: HeldSession, future: asyncio.Future[ComputedStep]
     except RefusedError as error:
         refusal = copy(error)
     except Exception:
-        _logger.exception("a step has no answer")
+        _logger.exception("a step was computed and its answer could not be made; it is refused")
         refusal = RefusedError(ErrorCode.INTERNAL, "the peer failed to answer the step")
     else:
         held.state.complete(step.sequence, frame)

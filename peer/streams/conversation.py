@@ -129,7 +129,7 @@ class Conversation:
         try:
             await self._answers.run()
         except UnavailableError as error:
-            _logger.debug("answers do not arrive: %s", error)
+            _logger.debug("a client does not receive its answers: %s", error)
 
     async def _read_questions(self) -> None:
         """Read until the client ends the stream, breaks the protocol or falls silent."""
@@ -142,7 +142,7 @@ class Conversation:
         except RefusedError as error:
             self._end_stream(error)
         except UnavailableError as error:
-            _logger.debug("a client went away: %s", error)
+            _logger.debug("a client disconnected: %s", error)
 
     async def _read_question(self) -> bool:
         """Take one frame, which nothing here holds on to; return whether to go on."""
@@ -194,7 +194,7 @@ class Conversation:
             self._large_frame_until = self._host.clock.now() + _LOOK_AGAIN_SECONDS
 
     def _end_stream(self, error: RefusedError) -> None:
-        _logger.info("closing a stream: %s", error)
+        _logger.info("closing a client's stream: %s", error)
         self._answers.put(encode_refusal(None, 0, error))
 
     async def _take(self, message: Message) -> None:
@@ -219,12 +219,12 @@ class Conversation:
 
     def _check_greeted(self) -> None:
         if not self._context.version:
-            raise RefusedError(ErrorCode.BAD_FRAME, "the first message of a stream is Hello")
+            raise RefusedError(ErrorCode.BAD_FRAME, "the first message of a stream must be Hello")
 
     def _welcome(self, hello: Hello) -> None:
         """Answer Hello. Raises RefusedError where no version fits."""
         if self._context.version:  # bytes count under the first name, and time passes
-            raise RemoteProtocolError("Hello is said once")
+            raise RemoteProtocolError("Hello may be sent once per stream")
         host = self._host
         version = agree_on_version(hello.min_version, hello.max_version)
         self._context.version = version
@@ -244,6 +244,6 @@ class Conversation:
         """
         parked = self._host.parked
         if parked is None or not self._nonce:
-            raise RemoteProtocolError("no offers are taken on this stream")
+            raise RemoteProtocolError("this stream does not accept offers")
         parked.check(offer, self._nonce)
         self.offer = offer

@@ -61,7 +61,7 @@ class Service:
     def _register(self, conversation: Conversation) -> None:
         """Let a stream be one of those that are served. Raises RefusedError where that is full."""
         if self.has_hung_up:
-            raise RefusedError(ErrorCode.DRAINING, "the peer leaves its blocks", BUSY_SECONDS)
+            raise RefusedError(ErrorCode.DRAINING, "the peer is leaving its blocks", BUSY_SECONDS)
         addresses = [stream.holder.address for stream in self.streams]
         check_room_for(conversation.holder.address, addresses, self._max_streams, "streams")
         self.streams.add(conversation)

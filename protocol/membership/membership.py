@@ -250,7 +250,7 @@ def read_public_greeting(answer: bytes, nonce: bytes, peer_id: PeerId) -> Member
     Raises RemoteProtocolError for any other answer.
     """
     if len(answer) != _GREETING_BYTES or answer[:1] not in (_IS_PUBLIC, _IS_PRIVATE):
-        raise RemoteProtocolError("this is no answer to the question for a swarm")
+        raise RemoteProtocolError("the answer to the swarm question is malformed")
     if answer.startswith(_IS_PRIVATE):
         return None
     membership = make_public(answer[1 : 1 + SWARM_ID_BYTES])

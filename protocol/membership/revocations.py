@@ -42,12 +42,12 @@ def read_revocations(membership: Membership, record: bytes) -> Revocations:
     """Return the list in a record; RemoteProtocolError, and nothing else, for whatever bytes."""
     num_key_bytes = len(record) - _HEADER_BYTES - _SEQUENCE_BYTES
     if num_key_bytes < 0 or num_key_bytes % PUBLIC_KEY_BYTES or not record.startswith(_VERSION):
-        raise RemoteProtocolError("the revocations are malformed")
+        raise RemoteProtocolError("the revocation list is malformed")
     if num_key_bytes > MAX_REVOKED * PUBLIC_KEY_BYTES:
-        raise RemoteProtocolError("there are too many revocations")
+        raise RemoteProtocolError("the revocation list is too long")
     signature, body = record[len(_VERSION) : _HEADER_BYTES], record[_HEADER_BYTES:]
     if not membership.is_signed_by_owner(_CONTEXT + body, signature):
-        raise RemoteProtocolError("the revocations were not signed by the owner of this swarm")
+        raise RemoteProtocolError("the revocation list was not signed by the owner of this swarm")
     keys = body[_SEQUENCE_BYTES:]
     peer_ids = (
         make_peer_id(keys[start : start + PUBLIC_KEY_BYTES])

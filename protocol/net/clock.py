@@ -168,7 +168,7 @@ class VirtualEventLoop(asyncio.SelectorEventLoop):
             return False
         if len(self._own_selector().get_map()) > self._num_own_files:
             return True
-        raise DeadlockError(f"nothing is left that could wake up {self._describe_tasks()}")
+        raise DeadlockError(f"deadlock: no timer or event can wake up {self._describe_tasks()}")
 
     def _describe_tasks(self) -> str:
         lines: list[str] = []

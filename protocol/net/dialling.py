@@ -64,7 +64,9 @@ async def dial(
             error = StaleAnnouncementError(str(failure))
             error.__cause__ = failure
         except UsageError as failure:
-            error = RemoteProtocolError(f"an endpoint that cannot be used: {failure}")
+            error = RemoteProtocolError(
+                f"the peer announced an endpoint that cannot be used: {failure}"
+            )
             error.__cause__ = failure
     raise error
 
@@ -132,7 +134,7 @@ async def refuse_large_frames(num_bytes: int) -> AsyncGenerator[None]:
 
     What is on its way in a large frame counts against nobody.
     """
-    raise RefusedError(ErrorCode.BAD_FRAME, f"a frame of {num_bytes} bytes where none belongs")
+    raise RefusedError(ErrorCode.BAD_FRAME, f"an unexpected frame of {num_bytes} bytes arrived")
     yield
 
 
@@ -185,7 +187,7 @@ def check_answer(message: Message, name: str, session: SessionId | None) -> Mess
     if not isinstance(message, Declined):
         return message
     if message.session not in (None, session):
-        raise RemoteProtocolError(f"{name} declined what it was not asked")
+        raise RemoteProtocolError(f"{name} refused a session that it was not asked for")
     raise make_refusal(message)
 
 

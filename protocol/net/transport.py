@@ -128,10 +128,10 @@ async def serve_stream(
     try:
         await serve(stream)
     except ShoalError as error:
-        log.debug("a stream at %s ended: %s", endpoint, error)
+        log.debug("a stream accepted at %s ended: %s", endpoint, error)
         break_off(str(error))
     except Exception:
-        log.exception("serving a stream at %s failed", endpoint)
+        log.exception("serving a stream accepted at %s failed", endpoint)
         break_off("serving it failed")
     finally:
         await stream.close()

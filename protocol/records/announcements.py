@@ -140,7 +140,7 @@ class Announcement:
         if self.span.stop > self.num_blocks:
             raise ValueError(f"span {self.span} is beyond the {self.num_blocks} blocks")
         if self.min_version > self.max_version:
-            raise ValueError(f"no version is in {self.min_version}..{self.max_version}")
+            raise ValueError(f"the version range {self.min_version}..{self.max_version} is empty")
         lifetime_seconds = self.expires_at - self.issued_at
         if not 0 < lifetime_seconds <= limits.MAX_ANNOUNCEMENT_LIFETIME_SECONDS:
             raise ValueError(f"a lifetime of {lifetime_seconds:.1f} seconds is not allowed")

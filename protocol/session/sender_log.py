@@ -89,7 +89,7 @@ class SenderLog(Generic[Payload]):
         """
         if resume_sequence <= self._settled_sequence:
             raise RefusedError(
-                ErrorCode.LOG_INCOMPLETE, f"step {resume_sequence} is not kept any more"
+                ErrorCode.LOG_INCOMPLETE, f"step {resume_sequence} is no longer in the sender log"
             )
         prefix = self._settled.copy()
         rest: list[SentStep[Payload]] = []

@@ -136,7 +136,7 @@ def test_blocks_are_made_of_a_sequence(config: Any) -> None:
 def test_names_that_are_no_blocks_in_a_row_are_refused(config: Any, blocks: list[int]) -> None:
     names = [f"{config.dht_prefix}{UID_DELIMITER}{block}" for block in blocks]
 
-    with pytest.raises(UsageError, match="blocks in a row"):
+    with pytest.raises(UsageError, match="consecutive blocks"):
         RemoteSequenceManager(config, names)
 
 

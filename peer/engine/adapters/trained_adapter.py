@@ -119,7 +119,7 @@ class TrainedAdapter:
             raise RefusedError(ErrorCode.BAD_VALUES, "the moments belong to another adapter")
         has_squares = kind is OptimizerKind.ADAMW
         if has_squares and any(bool((matrix < 0).any()) for matrix in _list(moments[1])):
-            raise RefusedError(ErrorCode.BAD_VALUES, "means of squares are below zero")
+            raise RefusedError(ErrorCode.BAD_VALUES, "second moments are below zero")
         return cls(adapter, kind, tuple(moments), num_updates, GatheredGradients())
 
     def move_to(self, place: torch.device) -> TrainedAdapter:
@@ -225,7 +225,7 @@ def _check_finite(gradients: Mapping[str, Tensor], give_way: GiveWay) -> None:
 
 def _refuse_sum() -> RefusedError:
     return RefusedError(
-        ErrorCode.UNKNOWN_ADAPTER, "this peer has gathered other gradients for the adapter"
+        ErrorCode.UNKNOWN_ADAPTER, "this peer has accumulated other gradients for the adapter"
     )
 
 

@@ -280,7 +280,7 @@ def check_kv_budget(budget_bytes: int, span: Span, layouts: Mapping[KVFormat, La
     needed_bytes = PAGE_TOKENS * len(span) * layouts[KVFormat.FLOAT].token_bytes
     if budget_bytes < needed_bytes:
         raise UsageError(
-            f"{budget_bytes} bytes of KV memory hold no session: {len(span)} blocks of this model "
-            f"need {needed_bytes} bytes at least, and as much again for each {PAGE_TOKENS} tokens "
-            "(--kv-memory)"
+            f"{budget_bytes} bytes of KV memory (--kv-memory) are too few for a session: "
+            f"{len(span)} blocks of this model need {needed_bytes} bytes for every "
+            f"{PAGE_TOKENS} tokens"
         )

@@ -87,7 +87,9 @@ class BlockCache:
         except FileNotFoundError:
             return {}
         except (OSError, SafetensorError, ValueError, LookupError) as error:
-            _logger.info("a cached block is made anew, %s: %s", path, error)
+            _logger.info(
+                "the cached block %s cannot be used and is quantized again: %s", path, error
+            )
             with contextlib.suppress(OSError):
                 path.unlink()
             return {}
@@ -138,7 +140,7 @@ class BlockCache:
 
 
 def _warn(error: Exception) -> None:
-    _logger.warning("quantized blocks are not kept for the next start: %s", error)
+    _logger.warning("quantized blocks cannot be cached for the next start: %s", error)
 
 
 def _read_own_file(path: Path, max_bytes: int) -> bytes:

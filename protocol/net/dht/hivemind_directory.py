@@ -217,7 +217,7 @@ class HivemindDirectory:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await self._node.shutdown()
             except Exception as error:  # noqa: BLE001 - it tells a p2pd that may be going away
-                _logger.debug("the DHT node did not shut down in good order: %r", error)
+                _logger.debug("the DHT node did not shut down cleanly: %r", error)
         await stop_p2pd(self._p2p)
 
     @property

@@ -99,7 +99,7 @@ class Neighbourhood:
             async with asyncio.timeout(_ANSWER_SECONDS):
                 await cast(Any, self._p2p)._client.connect(peer_id, [transport_address])
         except (ControlFailure, OSError, EOFError, TimeoutError, ValueError) as error:
-            _logger.debug("%s does not answer: %r", peer.text, error)
+            _logger.debug("the neighbour %s does not answer: %r", peer.text, error)
         else:
             await self._node.protocol.call_ping(peer_id)
 

@@ -166,20 +166,20 @@ class RecordGate:
         num_bytes = membership.certificate_bytes
         certificate, record = content[:num_bytes], content[num_bytes:]
         if not membership.is_certified(self.read(record).peer_id, certificate):
-            raise RemoteProtocolError("no member of the swarm let this peer serve")
+            raise RemoteProtocolError("this peer has no certificate to serve in this swarm")
         return swarm_id, record
 
     def _accept_revocations(self, key_digest: bytes, value: bytes, expires_at: float) -> None:
         """Take the owner's list, from whoever hands it on; raises RemoteProtocolError else."""
         is_ours = value.startswith(self.membership.swarm_id)
         if not is_ours or key_digest != self._digest_key(self.revocations_key):
-            raise RemoteProtocolError("the revocations stand in a wrong place")
+            raise RemoteProtocolError("the revocation list is stored under a wrong key")
         if expires_at > self.latest_expiry() + limits.MAX_CLOCK_SKEW_SECONDS:
-            raise RemoteProtocolError("the revocations are to stay for too long")
+            raise RemoteProtocolError("the revocation list expires too late")
         record = self.membership.open(value[SWARM_ID_BYTES:])
         found = read_revocations(self.membership, record)
         if found.sequence < self.revocations.sequence:
-            raise RemoteProtocolError("newer revocations are already known")
+            raise RemoteProtocolError("a newer revocation list is already known")
         self.revocations, self._revocations_record = found, record
 
     def _check_not_revoked(self, peer_id: PeerId) -> None:

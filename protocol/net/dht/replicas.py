@@ -166,9 +166,11 @@ class Replicas:
                 if not num_new or not may_be_cut(answer):
                     return
         except (P2PDaemonError, P2PHandlerError, OSError, TimeoutError) as error:
-            _logger.debug("%s does not say all that it stores: %r", peer_id, error)
+            _logger.debug("%s did not send all records of a key: %r", peer_id, error)
         except RemoteProtocolError as error:
-            _logger.debug("%s does not speak as it should: %s", peer_id, error)
+            _logger.debug(
+                "%s answered a question for records with a malformed message: %s", peer_id, error
+            )
 
     async def _ask(self, peer_id: PeerID, key_id: DHTID) -> bytes:
         question = encode_question(key_id.to_bytes(), self._list_known(key_id))

@@ -117,7 +117,7 @@ class Libp2pStream(StreamEnd):
                 self._writer.close()
                 await self._writer.wait_closed()
         except (TimeoutError, OSError):
-            log.debug("the stream to %s did not end in good order", self._name)
+            log.debug("the stream to %s did not close cleanly", self._name)
 
     async def _take_in(self) -> None:
         """Take in what arrives, as far as there is room, to learn at once when the stream breaks.

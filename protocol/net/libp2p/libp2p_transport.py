@@ -205,7 +205,7 @@ class Libp2pListener:
             try:
                 await self._p2p.remove_binary_stream_handler(PROTOCOL)
             except (ControlFailure, OSError, EOFError) as error:
-                log.debug("p2pd did not take the handler back: %r", error)
+                log.debug("p2pd did not remove the stream handler: %r", error)
         tasks = set(self._streams.values()) - {asyncio.current_task()}
         if tasks and grace_seconds:
             await asyncio.wait(tasks, timeout=grace_seconds)
@@ -250,7 +250,7 @@ class Libp2pListener:
                 finally:
                     await stream.wait_gone()
         except (ShoalError, TimeoutError) as error:
-            log.debug("somebody did not get in at %s: %s", self._endpoint, error)
+            log.debug("refused a connection at %s: %s", self._endpoint, error)
             await stream.abort(str(error))
 
     def _judge(self, hello: bytes) -> bool:

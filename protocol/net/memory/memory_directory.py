@@ -43,7 +43,7 @@ class MemoryDirectory:
         try:
             self._store.book.add(model_id, record, now)
         except RemoteProtocolError as error:
-            raise DirectoryError(f"the directory did not take our announcement: {error}") from error
+            raise DirectoryError(f"the directory refused our announcement: {error}") from error
 
     async def lookup(self, model_id: ModelId) -> list[Announcement]:
         """See Directory.lookup."""

@@ -89,7 +89,9 @@ class P2pdRelayPlaces:
         except (OSError, EOFError, TimeoutError) as error:
             raise UnavailableError(f"the relay {relay} does not answer") from error
         if answer.status != _OK:
-            raise UnavailableError(f"the relay {relay} has no place: status {answer.status}")
+            raise UnavailableError(
+                f"the relay {relay} refused a reservation: status {answer.status}"
+            )
 
 
 async def ask_for_place(p2p: P2P, peer_id: PeerId) -> RelayAnswer:
@@ -119,14 +121,16 @@ async def start_until_it_carries(p2p: P2P, start: Callable[[], Awaitable[P2P]]) 
         for _ in range(_MAX_STARTS):
             if await carries_texts(p2p):
                 return p2p
-            log.info("p2pd serves as a relay with the limits of libp2p: it is started anew")
+            log.info("p2pd relays with libp2p's default limits; it is restarted")
             await stop_p2pd(p2p)
             p2p = await start()
     except BaseException:
         if child_of(p2p).returncode is None:
             await stop_p2pd(p2p)
         raise
-    log.warning("this relay cuts connections after 128 KiB; restart the peer")
+    log.warning(
+        "this relay closes connections after 128 KiB (p2pd ignored our limits); restart the peer"
+    )
     return p2p
 
 
@@ -135,7 +139,7 @@ async def carries_texts(p2p: P2P) -> bool:
     try:
         answer = await _ask_as_another(p2p)
     except (ShoalError, OSError, EOFError, TimeoutError) as error:
-        log.info("cannot find out how much we carry as a relay: %s", error)
+        log.info("cannot find out the relay limits of this p2pd: %s", error)
         return True
     is_long = not 0 < answer.max_seconds < _MIN_SECONDS
     return is_long and not 0 < answer.max_bytes < _MIN_BYTES

@@ -77,7 +77,7 @@ class DialBack:
                     writer.write(await self._answer(str(info.addr), port, fingerprint.hex()))
                     await writer.drain()
         except (ShoalError, OSError, EOFError, TimeoutError) as error:
-            log.debug("a question from %s was not answered: %r", info.addr, error)
+            log.debug("could not answer the reachability question of %s: %r", info.addr, error)
         finally:
             writer.close()
 
@@ -187,7 +187,9 @@ async def ask_others(p2p: P2P, endpoint: Endpoint) -> list[Reach]:
         await asyncio.sleep(PAUSE_SECONDS)
         answers = await asyncio.gather(*(_ask(p2p, peer_id, endpoint) for peer_id in peer_ids))
     num_reaching = sum(bool(answer.is_reached) for answer in answers)
-    log.info("of %d peers, %d can dial us", len(answers), num_reaching)
+    log.info(
+        "%d peers answered whether they can dial us, %d of them can", len(answers), num_reaching
+    )
     return list(answers)
 
 

@@ -90,7 +90,7 @@ class RelayKeeper:
         try:
             return [relay for peer in await search() if (relay := peer.as_relay) is not None]
         except DirectoryError as error:
-            log.warning("could not look for announced relays: %s", error)
+            log.warning("could not look up relays in the directory: %s", error)
             return []
 
     async def _holds(self, relay: Relay, connected: Collection[PeerId]) -> bool:
@@ -117,7 +117,7 @@ class RelayKeeper:
         try:
             await self._places.reserve(relay)
         except ShoalError as error:
-            log.info("no place at the relay %s: %s", relay, error)
+            log.info("the relay %s granted no reservation: %s", relay, error)
             self._renewed_at.pop(relay.peer_id, None)
             # Our own relays are asked even while they rest. That makes the rest no longer, or a
             # short outage would cost an hour.

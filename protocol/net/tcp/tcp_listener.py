@@ -160,7 +160,7 @@ class TcpListener:
                     await stream.send(HELLO)
                     return True
         except (TimeoutError, OSError, ShoalError) as error:
-            log.debug("somebody did not get in at %s: %s", self._endpoint, error)
+            log.debug("refused a connection at %s: %s", self._endpoint, error)
         stream.turn_away(refusal or Mark.END)
         return False
 

@@ -52,9 +52,9 @@ class TcpTransport:
         membership: Membership | None = None,
     ) -> None:
         if identity is not None and plaintext:
-            raise UsageError("a transport has a TLS identity or speaks plain text, not both")
+            raise UsageError("a transport takes a TLS identity or plaintext, not both")
         if membership is not None and membership.is_private and plaintext:
-            raise UsageError("a private swarm needs TLS: in plain text everybody reads along")
+            raise UsageError("a private swarm needs TLS: leave out plaintext")
         self._membership = membership
         self._identity = None if plaintext else identity or make_tls_identity()
         self._context = make_client_context()
@@ -71,7 +71,7 @@ class TcpTransport:
     async def listen(self, host: str, port: int, serve: StreamServer) -> TcpListener:
         self._check_open()
         if self._identity is None and not is_loopback(host):
-            raise UsageError(f"plain text is for loopback addresses only, not for {host}")
+            raise UsageError(f"plaintext is allowed on loopback addresses only, not on {host}")
         await check_can_bind(host, port)
         context = None if self._identity is None else make_server_context(self._identity)
         fingerprint = (

@@ -85,7 +85,7 @@ def test_data_that_is_wrong_is_named_before_a_swarm_is_joined(
 
     sentence = fail(name_run(byte_model, data, tmp_path / "out"), capsys)
 
-    assert sentence == f"shoal finetune: {data}:2: `text` must be a text, not 3\n"
+    assert sentence == f"shoal finetune: {data}:2: `text` must be a string, not 3\n"
     assert not (tmp_path / "out").exists()
 
 

@@ -120,7 +120,7 @@ def test_of_long_prose_nothing_is_lost(tokenizer: Any) -> None:
 def test_nothing_to_learn_is_an_error(tokenizer: Any) -> None:
     text = TrainingText("d:1", "b", "A prompt that is too long.")
 
-    with pytest.raises(UsageError, match="no text \\(of 1\\) has anything to learn within 4"):
+    with pytest.raises(UsageError, match="no text \\(of 1\\) has a token to predict within 4"):
         make_dataset([text], tokenizer, 4)
 
 

@@ -383,9 +383,9 @@ def test_damaged_checkpoints_are_named(tmp_path: Path, file: str, content: str |
         ("exp_avg", None, "lacks exp_avg of scores"),
         ("exp_avg_sq", torch.zeros(3), "exp_avg_sq of scores .* another shape"),
         ("exp_avg", torch.zeros(12, 12, dtype=torch.int32), "another shape or type"),
-        ("exp_avg", torch.full((12, 12), math.nan), "numbers that cannot be"),
-        ("exp_avg_sq", torch.full((12, 12), -1.0), "numbers that cannot be"),
-        ("step", torch.tensor(math.inf), "numbers that cannot be"),
+        ("exp_avg", torch.full((12, 12), math.nan), "holds NaN, infinity or negative values"),
+        ("exp_avg_sq", torch.full((12, 12), -1.0), "holds NaN, infinity or negative values"),
+        ("step", torch.tensor(math.inf), "holds NaN, infinity or negative values"),
     ],
 )
 def test_optimizer_that_is_incomplete_or_no_numbers_is_refused(

@@ -71,7 +71,7 @@ def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
         ("d.jsonl", '{"text": "a", "prompt": "b"}', "found `text`, `prompt`"),
         ("d.jsonl", '{"prompt": "a"}', "d.jsonl:1: `completion` is missing"),
         ("d.jsonl", '{"completion": "a"}', "d.jsonl:1: `prompt` is missing"),
-        ("d.jsonl", '{"text": 5}', "d.jsonl:1: `text` must be a text, not 5"),
+        ("d.jsonl", '{"text": 5}', "d.jsonl:1: `text` must be a string, not 5"),
         ("d.jsonl", '{"text": " "}', "d.jsonl:1: `text` is empty"),
         ("d.jsonl", '{"text": "\\ud800"}', "d.jsonl:1: `text` holds half of a surrogate pair"),
         ("d.jsonl", b'{"text": "a"}\n{"text": "\xff"}', "d.jsonl:2: the line is not UTF-8"),
@@ -88,7 +88,7 @@ def test_txt_has_a_text_for_each_paragraph(tmp_path: Path) -> None:
         ("d.jsonl", "{\n", 'write an object such as {"text": "…"}'),
         ("d.csv", 'text\nx\n"open\n', "d.csv:3: the row is not CSV"),
         ("d.csv", 'text\n"' + "x\n" * 600_000, "d.csv:2: the row is not CSV (field larger"),
-        ("d.json", "{}", "d.json: the file must end in .jsonl, .csv or .txt"),
+        ("d.json", "{}", "d.json: the file name must end in .jsonl, .csv or .txt"),
     ],
 )
 def test_wrong_files_are_named_with_the_line(

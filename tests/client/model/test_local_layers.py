@@ -148,7 +148,7 @@ def test_layers_outlive_the_file(tiny_models: Any, tmp_path: Path) -> None:
         (
             {"model_type": "mamba"},
             {},
-            "^models of type 'mamba' are not supported: its blocks do not keep keys",
+            "^models of type 'mamba' are not supported: its blocks do not cache keys",
         ),
         ({"model_type": "bert"}, {}, "'bert' are not supported: it is not a list of blocks"),
         (
@@ -157,7 +157,7 @@ def test_layers_outlive_the_file(tiny_models: Any, tmp_path: Path) -> None:
             "'nonsense' are not supported: transformers does not know",
         ),
         ({"model_type": None}, {}, "^config.json has no model_type"),
-        ({"model_type": ["llama"]}, {}, "^config.json: model_type must be a text"),
+        ({"model_type": ["llama"]}, {}, "^config.json: model_type must be a string"),
         ({"hidden_size": 0}, {}, "hidden_size"),
         ({"hidden_size": 2**30}, {}, "hidden_size"),
         ({"num_hidden_layers": 0}, {}, "num_hidden_layers"),

@@ -171,7 +171,7 @@ def test_blocks_are_sliced_like_a_list(pair: Any) -> None:
     with pytest.raises(IndexError):
         blocks[4]
     for uneven in (slice(2, 2), slice(0, 4, 2), slice(None, None, -1)):
-        with pytest.raises(UsageError, match="in a row"):
+        with pytest.raises(UsageError, match="consecutive"):
             blocks[uneven]
 
 

@@ -153,5 +153,5 @@ def test_attention_refuses_shapes_that_do_not_fit() -> None:
         attention(queries[:, :3], keys, values, 3, scale=1.0)
     with pytest.raises(ValueError, match="at least one position"):
         attention(queries, keys, values, 3, scale=1.0, sliding_window=0)
-    with pytest.raises(ValueError, match="either capped or get linear biases"):
+    with pytest.raises(ValueError, match="take a cap or linear biases"):
         attention(queries, keys, values, 3, scale=1.0, softcap=1.0, alibi=Alibi.build(4))

@@ -84,7 +84,7 @@ def test_step_that_makes_the_engine_fail_takes_none_of_its_batch_along(
     run(test)
     # Each alone after the batch, but for the one whose rows may have been moved already.
     assert engine.batches == [[good, deadly, moving], [good], [deadly]]
-    assert "the engine failed on 3 steps" in caplog.text
+    assert "the engine failed on a batch of 3 steps" in caplog.text
 
 
 @pytest.mark.parametrize(("row_map", "rest"), [(None, 7), ((0,), 0)])
@@ -133,7 +133,7 @@ def test_step_whose_parts_cannot_be_joined_fails_alone(caplog: pytest.LogCapture
             await compute.submit(make_flat(1))
 
     run(test)
-    assert "the parts of a step could not be joined" in caplog.text
+    assert "the parts of a step could not be joined; the step is refused" in caplog.text
     cache: Any = broken.cache
     assert cache.falls == [0]
 

@@ -532,7 +532,7 @@ def test_files_that_are_not_what_their_digest_says_are_refused(engine: Engine) -
         talk = await greet(peer)
         answer = await bring(talk, pack(), adapter=AdapterId(bytes(32)))
         refusal = assert_declined(answer, ErrorCode.BAD_VALUES)
-        assert "not what its digest says" in refusal.detail
+        assert "does not match its digest" in refusal.detail
 
     run(engine, test)
 

@@ -291,7 +291,7 @@ def test_neighbour_that_sends_a_large_frame_is_hung_up_on() -> None:
         await asyncio.sleep(1)
 
         (loss,) = session.losses
-        assert "where none belongs" in loss
+        assert "an unexpected frame" in loss
 
     in_scene(story)
 

@@ -145,5 +145,5 @@ def test_revocations_are_bounded() -> None:
     assert read_revocations(USER, sign_revocations(OWNER, most)) == most
     with pytest.raises(UsageError, match="at most 100"):
         sign_revocations(OWNER, Revocations(1, peer_ids))
-    with pytest.raises(RemoteProtocolError, match="too many"):
+    with pytest.raises(RemoteProtocolError, match="too long"):
         read_revocations(USER, b"\1" + bytes(64 + 8 + 32 * (MAX_REVOKED + 1)))
