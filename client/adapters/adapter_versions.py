@@ -14,10 +14,9 @@ from torch import Tensor
 from ...protocol.errors import UsageError
 from ...protocol.ids import NO_ADAPTER, AdapterId, make_adapter_id
 from ...protocol.limits import MAX_ADAPTER_BYTES
-from ...protocol.messages.lora_config import LoraConfig
+from ...protocol.messages.adapters import LoraConfig, find_block
 from ...protocol.messages.passes import AdapterRows
 from ...protocol.spans import Span
-from .peft_files import find_block
 
 
 @dataclass(frozen=True)

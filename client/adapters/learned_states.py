@@ -12,10 +12,8 @@ from torch import Tensor
 from ...protocol.errors import RemoteProtocolError, UsageError
 from ...protocol.ids import UploadId, make_adapter_id
 from ...protocol.limits import MAX_ADAPTER_BYTES
-from ...protocol.messages.adapters import AdapterHead, OptimizerKind
-from ...protocol.messages.lora_config import LoraConfig
+from ...protocol.messages.adapters import AdapterHead, LoraConfig, OptimizerKind, find_block
 from ...protocol.spans import Span
-from .peft_files import find_block
 
 _HEADER_BYTES = 2**20
 

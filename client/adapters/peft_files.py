@@ -19,7 +19,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from ...protocol.errors import ModelError, UsageError
-from ...protocol.messages.lora_config import DOWN, PREFIX, UP, LoraConfig, parse_lora_config
+from ...protocol.messages.adapters import (
+    DOWN,
+    PREFIX,
+    UP,
+    LoraConfig,
+    find_block,
+    parse_lora_config,
+)
 from .whole_files import write_files
 
 CONFIG_FILE = "adapter_config.json"
@@ -164,16 +171,6 @@ def list_linears(model_config: PreTrainedConfig) -> dict[str, LinearShape]:
         elif isinstance(module, nn.Linear):
             linears[name] = LinearShape(module.out_features, module.in_features)
     return linears
-
-
-def find_block(name: str) -> int | None:
-    """Return the block that a module or matrix belongs to; None for what is not in any.
-
-    >>> find_block("base_model.model.model.layers.12.mlp.up_proj.lora_A.weight")
-    12
-    """
-    found = re.search(r"\.(\d+)\.", name)
-    return int(found[1]) if found else None
 
 
 def match_targets(linears: Mapping[str, LinearShape], targets: str | list[str]) -> list[str]:

@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 
 from ...protocol.errors import SilentError
 from ...protocol.ids import NO_ADAPTER, AdapterId, PeerId, SessionId, UploadId
-from ...protocol.messages.adapter_contents import (
+from ...protocol.messages.adapters import (
     PIECE_BYTES,
     SLOWEST_BYTES_PER_SECOND,
     STALL_SECONDS,
+    AdapterHead,
     UploadPace,
     allow_upload_seconds,
 )
-from ...protocol.messages.adapters import AdapterHead
 from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, SentAdapter

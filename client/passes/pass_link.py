@@ -14,7 +14,6 @@ from torch import Tensor
 from ...kernels.wire_tensors import decode_as, encode_as, has_only_finite
 from ...protocol.errors import RefusedError, RemoteProtocolError, SilentError, UnavailableError
 from ...protocol.ids import AdapterId, ClientToken, PassId, SessionId
-from ...protocol.messages.adapter_contents import AdapterReader, cut_adapter
 from ...protocol.messages.adapters import (
     AdapterFetch,
     AdapterHead,
@@ -22,8 +21,10 @@ from ...protocol.messages.adapters import (
     AdapterMeasure,
     AdapterMeasured,
     AdapterPiece,
+    AdapterReader,
     AdapterUpdate,
     AdapterWithdrawal,
+    cut_adapter,
 )
 from ...protocol.messages.fields import Message
 from ...protocol.messages.passes import (

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, PeerId
-from ...protocol.messages.adapter_contents import KEEP_SECONDS
+from ...protocol.messages.adapters import KEEP_SECONDS
 from ...protocol.net.clock import Clock
 from ...protocol.net.retry import Backoff, Backoffs
 from ...protocol.records.announcements import Announcement

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Sequence
 
 from ...protocol.errors import SilentError
-from ...protocol.messages.adapter_contents import allow_upload_seconds
+from ...protocol.messages.adapters import allow_upload_seconds
 from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span, find_gaps
 from .publication import KeeperError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ...protocol.errors import RefusedError, RemoteProtocolError, UnavailableError
 from ...protocol.ids import AdapterId, PeerId
-from ...protocol.messages.adapter_contents import KEEP_SECONDS
+from ...protocol.messages.adapters import KEEP_SECONDS
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion
 

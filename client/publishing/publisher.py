@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 
 from ...protocol.errors import UsageError
 from ...protocol.ids import AdapterId, PeerId
-from ...protocol.messages.adapter_contents import KEEP_SECONDS
+from ...protocol.messages.adapters import KEEP_SECONDS
 from ...protocol.net.clock import Clock
 from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ...protocol.errors import UsageError
 from ...protocol.ids import ADAPTER_ID_BYTES, AdapterId
+from ...protocol.messages.adapters import find_block
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import (
     AdapterVersion,
@@ -26,7 +27,6 @@ from ..adapters.adapter_versions import (
     RowAdapters,
     SentAdapter,
 )
-from ..adapters.peft_files import find_block
 from .lora import LoraAdapter
 
 Adapter = LoraAdapter | str

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ...protocol.errors import UsageError
-from ...protocol.messages.lora_config import DOWN, MAX_RANK, PREFIX, UP, LoraConfig
+from ...protocol.messages.adapters import DOWN, MAX_RANK, PREFIX, UP, LoraConfig
 from ..adapters.adapter_versions import AdapterVersion, HousedVersion
 from ..adapters.peft_files import (
     HEAD,

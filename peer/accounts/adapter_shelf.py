@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from ...protocol.errors import ErrorCode, RefusedError
 from ...protocol.fair_share import BUSY_SECONDS, Holder, compute_share
 from ...protocol.ids import AdapterId
-from ...protocol.messages.adapter_contents import KEEP_SECONDS
+from ...protocol.messages.adapters import KEEP_SECONDS
 from ...protocol.net.clock import Clock
 from ..engine.adapters.adapter import Adapter
 from ..engine.adapters.trained_adapter import TrainedAdapter

@@ -29,8 +29,15 @@ from ..engine.pass_queue import ComputedPass, PassJob
 from ..streams.answer_queue import encode_refusal
 from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
 from .accounts import TrainingAccounts
-from .named_adapters import Adapters, check_adapters, cut_adapters, find_gathered, find_kept
-from .pass_work import WireWork, run_pass
+from .pass_work import (
+    Adapters,
+    WireWork,
+    check_adapters,
+    cut_adapters,
+    find_gathered,
+    find_kept,
+    run_pass,
+)
 
 _logger = logging.getLogger(__name__)
 

@@ -15,14 +15,15 @@ from ...kernels.pauses import GiveWay
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, Holder
 from ...protocol.ids import UploadId
-from ...protocol.messages.adapter_contents import KEEP_SECONDS, cut_adapter
 from ...protocol.messages.adapters import (
+    KEEP_SECONDS,
     AdapterFetch,
     AdapterHead,
     AdapterKept,
     AdapterMeasure,
     AdapterMeasured,
     AdapterUpdate,
+    cut_adapter,
     make_updated_id,
 )
 from ...protocol.messages.fields import Message

@@ -11,8 +11,15 @@ from functools import partial
 from ...protocol.errors import ErrorCode, RefusedError, RemoteProtocolError
 from ...protocol.fair_share import BUSY_SECONDS, Holder
 from ...protocol.ids import UploadId, make_adapter_id
-from ...protocol.messages.adapter_contents import KEEP_SECONDS, AdapterReader, UploadPace
-from ...protocol.messages.adapters import AdapterHead, AdapterKept, AdapterPiece, AdapterWithdrawal
+from ...protocol.messages.adapters import (
+    KEEP_SECONDS,
+    AdapterHead,
+    AdapterKept,
+    AdapterPiece,
+    AdapterReader,
+    AdapterWithdrawal,
+    UploadPace,
+)
 from ...protocol.messages.fields import Message
 from ...protocol.net.clock import Clock
 from ...protocol.versions import OPTIMIZER_VERSION
@@ -23,7 +30,7 @@ from ..engine.engine import Engine
 from ..streams.answer_queue import encode_refusal
 from ..streams.workload import ClientStream, Compute, Handler, KeepAlive
 from .accounts import TrainingAccounts
-from .named_adapters import check_trained
+from .pass_work import check_trained
 
 _logger = logging.getLogger(__name__)
 

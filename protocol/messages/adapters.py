@@ -1,14 +1,22 @@
-"""What is said about adapters: a client brings one, and rows of a batch name it."""
+"""LoRA adapters as peers and clients exchange them: PEFT's configuration and names, the messages
+that carry adapters, and the pieces in which their files travel.
+"""
+
+from __future__ import annotations
 
 import hashlib
+import json
 import math
+import re
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from enum import IntEnum
 from itertools import pairwise
-from typing import Annotated
+from typing import Annotated, Any, cast
 
 from .. import limits
+from ..errors import RemoteProtocolError
 from ..ids import NO_ADAPTER, AdapterId, UploadId
 from .checks import (
     check_adapter,
@@ -23,10 +31,124 @@ from .checks import (
 )
 from .fields import Body, Header, HeaderPass, Message, Record, Spread, message
 
+MAX_RANK = 1024
+
+PREFIX = "base_model.model."
+"""Before the name that a linear has in transformers."""
+
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"
+"""Behind it: from its inputs to the rank, and from there to its outputs."""
+
+_PLAIN_FIELDS: Mapping[str, tuple[object, ...]] = {
+    "bias": (None, "none"),
+    "lora_bias": (None, False),
+    "use_dora": (None, False),
+    "rank_pattern": (None, {}),
+    "alpha_pattern": (None, {}),
+    "target_parameters": (None, [], ()),
+    "layer_replication": (None,),
+    "modules_to_save": (None, []),
+    "trainable_token_indices": (None, []),
+    # The others begin at base weights that they change.
+    "init_lora_weights": (None, True, False, "gaussian"),
+    "loftq_config": (None, {}),
+    "alora_invocation_tokens": (None, []),
+    "arrow_config": (None,),
+    "kasa_config": (None,),
+    "use_qalora": (None, False),
+    "use_bdlora": (None, False),
+}
+"""What changes how an adapter is applied, with the values that change nothing."""
+
+KEEP_SECONDS = 300.0
+"""How long an adapter is kept that its holder neither uses nor publishes again."""
+
+STALL_SECONDS = 60.0
+"""How long an adapter on its way may stand still."""
+
+SLOWEST_BYTES_PER_SECOND = 16 * 2**10
+"""How slow a line may be for as long as it takes. Who fills a peer's memory slowly harms it no more
+than who does so at once: one client has its share of that, and keeps it by a word now and then."""
+
+PIECE_BYTES = 48 * 2**10
+"""What a piece has, but for the last one."""
+
 _MOST_NUMBERS = 2**32
 _LEAST_EPSILON = 1e-30
 
 _HeaderUpload = Annotated[UploadId, Header("session"), check_session]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """What the product of both matrices is multiplied by follows from this, and their sizes."""
+
+    rank: int
+    alpha: float
+    uses_root: bool = False
+    """Whether that is `alpha / rank ** 0.5` (`use_rslora`), and not `alpha / rank`."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of both matrices is multiplied by.
+
+        >>> LoraConfig(4, 8).scale, LoraConfig(4, 8, uses_root=True).scale
+        (2.0, 4.0)
+        """
+        return self.alpha / (self.rank**0.5 if self.uses_root else self.rank)
+
+    def to_json(self, mark: str = "") -> bytes:
+        """Return the file, with nothing in it that does not matter to who applies the adapter.
+
+        A `mark` tells adapters apart that are the same otherwise.
+        """
+        fields = {
+            "lora_alpha": self.alpha,
+            "peft_type": "LORA",
+            "r": self.rank,
+            "use_rslora": self.uses_root,
+        }
+        if mark:
+            fields["mark"] = mark
+        return json.dumps(fields).encode()
+
+
+def parse_lora_config(data: bytes) -> tuple[LoraConfig, dict[str, Any]]:
+    """Return what a file says, and all of its fields.
+
+    Raises ValueError with half a sentence about what is not supported.
+    """
+    try:
+        fields: Any = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ValueError("adapter_config.json is not JSON") from None
+    if not isinstance(fields, dict):
+        raise ValueError("adapter_config.json does not describe a LoRA adapter of PEFT")
+    fields = cast("dict[str, Any]", fields)
+    if fields.get("peft_type") != "LORA":
+        raise ValueError("adapter_config.json does not describe a LoRA adapter of PEFT")
+    for name, plain in _PLAIN_FIELDS.items():
+        if fields.get(name) not in plain:
+            raise ValueError(f"{name} = {fields[name]!r:.60} is not supported")
+    rank, alpha = fields.get("r"), fields.get("lora_alpha")
+    if type(rank) is not int or not 1 <= rank <= MAX_RANK:
+        raise ValueError(f"its rank r must be a number from 1 to {MAX_RANK}, not {rank!r:.60}")
+    if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= 1e6:
+        raise ValueError(f"lora_alpha must be a number, not {alpha!r:.60}")
+    uses_root = fields.get("use_rslora") or False
+    if not isinstance(uses_root, bool):
+        raise ValueError(f"use_rslora must be true or false, not {uses_root!r:.60}")
+    return LoraConfig(rank, alpha, uses_root), fields
+
+
+def find_block(name: str) -> int | None:
+    """Return the block that a module or matrix belongs to; None for what is not in any.
+
+    >>> find_block("base_model.model.model.layers.12.mlp.up_proj.lora_A.weight")
+    12
+    """
+    found = re.search(r"\.(\d+)\.", name)
+    return int(found[1]) if found else None
 
 
 class OptimizerKind(IntEnum):
@@ -255,3 +377,65 @@ def make_updated_id(update: AdapterUpdate) -> AdapterId:
     numbers = (getattr(settings, field.name) for field in fields(settings))
     digest.update(struct.pack("<8d", *numbers, update.factor))
     return AdapterId(digest.digest())
+
+
+def cut_adapter(upload_id: UploadId, tensors: bytes) -> Iterator[AdapterPiece]:
+    """Yield the safetensors of an adapter in pieces."""
+    for offset in range(0, len(tensors), PIECE_BYTES):
+        yield AdapterPiece(upload_id, offset, tensors[offset : offset + PIECE_BYTES])
+
+
+def allow_upload_seconds(num_bytes: int) -> float:
+    """Return how long so many bytes may be on their way, if they never stand still for too long."""
+    return STALL_SECONDS + num_bytes / SLOWEST_BYTES_PER_SECOND
+
+
+class UploadPace:
+    """Until when more of an adapter has to come.
+
+    Every piece gives as much time as it may take on the slowest line, and never more than
+    `STALL_SECONDS` are left.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._deadline = now + STALL_SECONDS
+
+    @property
+    def deadline(self) -> float:
+        """When it has stood still for too long, or been too slow."""
+        return self._deadline
+
+    def note_piece(self, num_bytes: int, now: float) -> None:
+        """Note that so many bytes have come."""
+        earned = self._deadline + num_bytes / SLOWEST_BYTES_PER_SECOND
+        self._deadline = min(earned, now + STALL_SECONDS)
+
+
+class AdapterReader:
+    """Takes the pieces that `cut_adapter` makes, in their order."""
+
+    def __init__(self, head: AdapterHead) -> None:
+        self._head = head
+        self._pieces: list[bytes] = []
+        self._num_taken = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is missing any more."""
+        return self._num_taken == self._head.num_bytes
+
+    def take(self, piece: AdapterPiece) -> None:
+        """Take the next piece. Raises RemoteProtocolError for any other."""
+        expected = min(PIECE_BYTES, self._head.num_bytes - self._num_taken)
+        if (piece.offset, len(piece.data)) != (self._num_taken, expected):
+            raise RemoteProtocolError(
+                f"a piece of an adapter has {len(piece.data)} bytes at {piece.offset}; the next "
+                f"one has {expected} at {self._num_taken}"
+            )
+        self._pieces.append(piece.data)
+        self._num_taken += expected
+
+    def join(self) -> bytes:
+        """Return the safetensors; nothing is kept here."""
+        joined, self._pieces = b"".join(self._pieces), []
+        return joined

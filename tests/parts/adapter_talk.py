@@ -13,8 +13,7 @@ from service_scene import HELLO, HIDDEN, Peer, Talk
 from torch import Tensor
 
 from shoal.protocol.ids import AdapterId, ClientToken, SessionId, UploadId, make_adapter_id
-from shoal.protocol.messages.adapter_contents import cut_adapter
-from shoal.protocol.messages.adapters import AdapterHead, AdapterKept
+from shoal.protocol.messages.adapters import AdapterHead, AdapterKept, cut_adapter
 from shoal.protocol.messages.session import Queued, Welcome
 from shoal.protocol.versions import MAX_VERSION
 

@@ -17,14 +17,14 @@ from shoal.kernels.wire_tensors import encode_as
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import AdapterId, SessionId, UploadId
-from shoal.protocol.messages.adapter_contents import UploadPace
 from shoal.protocol.messages.adapters import (
     AdapterHead,
     AdapterKept,
     AdapterPiece,
     AdapterWithdrawal,
+    LoraConfig,
+    UploadPace,
 )
-from shoal.protocol.messages.lora_config import LoraConfig
 from shoal.protocol.messages.passes import (
     Pass,
     Passed,

@@ -13,7 +13,7 @@ from shoal.client.adapters.adapter_versions import AdapterVersion
 from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
 from shoal.protocol.ids import AdapterId
-from shoal.protocol.messages.adapter_contents import KEEP_SECONDS
+from shoal.protocol.messages.adapters import KEEP_SECONDS
 from shoal.protocol.net.clock import VirtualClock
 from shoal.protocol.net.memory.loopback import Link
 from shoal.protocol.records.announcements import Announcement

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ....kernels.linear.linear import Linear
-from ....protocol.messages.lora_config import DOWN, PREFIX, UP
+from ....protocol.messages.adapters import DOWN, PREFIX, UP
 from ....protocol.spans import Span
 
 _NUMBERS_AT_ONCE = 2**18

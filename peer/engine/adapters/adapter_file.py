@@ -22,7 +22,7 @@ from torch import Tensor
 from ....models.specs.model_spec import FusedOrder, MlpKind, ModelShape, ModelSpec
 from ....protocol.errors import ErrorCode, RefusedError
 from ....protocol.limits import MAX_ADAPTER_BYTES
-from ....protocol.messages.lora_config import DOWN, PREFIX, UP, parse_lora_config
+from ....protocol.messages.adapters import DOWN, PREFIX, UP, parse_lora_config
 from ....protocol.spans import Span
 from .adapter import Adapter, AdapterPart, LinearKey
 

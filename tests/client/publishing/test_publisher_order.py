@@ -14,7 +14,7 @@ from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.publishing.publisher import Publisher
 from shoal.client.routing.peer_book import Fault
 from shoal.protocol.errors import RouteError, SilentError
-from shoal.protocol.messages.adapter_contents import allow_upload_seconds
+from shoal.protocol.messages.adapters import allow_upload_seconds
 from shoal.protocol.net.memory import loopback_wire
 from shoal.protocol.spans import Span
 

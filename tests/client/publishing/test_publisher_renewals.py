@@ -14,7 +14,7 @@ from shoal.client.passes.pass_asking import PassAsker
 from shoal.client.passes.pass_link import PassLink
 from shoal.client.publishing.publisher import Publisher
 from shoal.protocol.errors import UnavailableError
-from shoal.protocol.messages.adapter_contents import KEEP_SECONDS
+from shoal.protocol.messages.adapters import KEEP_SECONDS
 from shoal.protocol.records.announcements import Announcement
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import OPTIMIZER_VERSION

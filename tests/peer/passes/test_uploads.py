@@ -39,8 +39,13 @@ from shoal.peer.passes.uploads import UploadStream
 from shoal.protocol import limits
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.ids import NO_ADAPTER, AdapterId, UploadId
-from shoal.protocol.messages.adapter_contents import KEEP_SECONDS, cut_adapter
-from shoal.protocol.messages.adapters import AdapterKept, AdapterWithdrawal, OptimizerKind
+from shoal.protocol.messages.adapters import (
+    KEEP_SECONDS,
+    AdapterKept,
+    AdapterWithdrawal,
+    OptimizerKind,
+    cut_adapter,
+)
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.passes import AdapterRows, Passed, PassKind, PassPiece, Slot
 from shoal.protocol.messages.session import Declined, Queued

@@ -6,7 +6,7 @@ import pytest
 from wire_messages import HEAD
 
 from shoal.protocol.errors import RemoteProtocolError
-from shoal.protocol.messages.adapter_contents import (
+from shoal.protocol.messages.adapters import (
     SLOWEST_BYTES_PER_SECOND,
     STALL_SECONDS,
     AdapterReader,
