@@ -21,7 +21,7 @@ MOVED := $(if $(filter-out $(shell cat .venv/checkout 2>/dev/null),$(CURDIR)),FO
 
 export PYRIGHT_PYTHON_IGNORE_WARNINGS = 1
 
-.PHONY: help demo swarm test chaos check bench constraints clean FORCE
+.PHONY: help demo swarm test test-fast chaos check bench constraints clean FORCE
 .DEFAULT_GOAL := help
 
 help:  ## list the targets
@@ -41,6 +41,11 @@ PYTEST := $(RUN) -m pytest -q -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 test: .venv/installed-dev  ## run every test that needs no GPU; TESTS=tests/protocol for a part
 	@$(TEST_ENVIRONMENT) $(PYTEST) -m "$(or $(MARKED),not gpu and not thorough)" $(TESTS) $(ARGS)
+
+# One case of each test that neither starts a process nor takes a second.
+test-fast: .venv/installed-dev  ## run one case of each quick test, for use before each commit
+	@$(TEST_ENVIRONMENT) $(PYTEST) --one-case \
+	    -m "not gpu and not thorough and not network and not slow" $(TESTS) $(ARGS)
 
 # -m: the run is a program in several modules, which tests use as well.
 CHAOS := PYTHONPATH=tests/parts $(TEST_ENVIRONMENT) $(RUN) -m chaos

@@ -55,8 +55,17 @@ def plain_peers(warm_peers: None) -> Iterator[None]:
     LocalPeer.Popen = warm_python.Popen
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--one-case", action="store_true", help="run only the first case of a parametrized test"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the files first that start processes: begun last, one of them would run on all alone."""
+    if config.getoption("--one-case"):
+        first = {item.nodeid.partition("[")[0]: item for item in reversed(items)}
+        items[:] = [item for item in items if first[item.nodeid.partition("[")[0]] is item]
     late = {item.path for item in items} - {
         item.path for item in items if item.get_closest_marker("network")
     }

@@ -126,7 +126,15 @@ def test_reference_without_any_kill(live: LiveSwarm, prompt: Tensor) -> None:
 
 @pytest.mark.parametrize(
     "indices",
-    [(0,), (1,), (2,), (0, 2), (0, 1), (1, 2), (0, 1, 2)],
+    [
+        (0,),
+        pytest.param((1,), marks=pytest.mark.thorough),
+        (2,),
+        pytest.param((0, 2), marks=pytest.mark.thorough),
+        (0, 1),
+        pytest.param((1, 2), marks=pytest.mark.thorough),
+        (0, 1, 2),
+    ],
     ids=lambda indices: f"hops{indices}",
 )
 def test_kill_between_decode_steps(
@@ -149,8 +157,14 @@ def make_dying_program(point: str, signal_name: str = "SIGKILL") -> tuple[str, .
     return (str(Path(__file__).with_name("dying_peer.py")), point, signal_name)
 
 
-@pytest.mark.parametrize("index", [0, 1, 2])
-@pytest.mark.parametrize("point", ["open", "prefill", "answer"])
+@pytest.mark.parametrize(
+    ("point", "index"),
+    [
+        pytest.param(point, index, marks=[pytest.mark.thorough] * (place != index))
+        for place, point in enumerate(("open", "prefill", "answer"))
+        for index in range(3)
+    ],
+)
 def test_kill_at_a_point_of_the_protocol(
     live: LiveSwarm, prompt: Tensor, point: str, index: int
 ) -> None:
