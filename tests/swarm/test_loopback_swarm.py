@@ -56,6 +56,7 @@ class Alarm:
         self.rang.set()
 
 
+@pytest.mark.slow
 def test_sessions_of_several_threads_survive_the_kill_of_a_peer(tiny_models: Any) -> None:
     tiny = tiny_models.get()
     prompts = [make_prompt(seed) for seed in range(4)]

@@ -46,6 +46,7 @@ def test_greedy_text_equals_transformers(pair: Any, num_rows: int, num_tokens: i
     assert pair.client.sessions[-1].closed
 
 
+@pytest.mark.slow
 def test_greedy_text_equals_transformers_for_every_kind_of_client(any_pair: Any) -> None:
     ids = make_ids(2, 17)
 
@@ -103,6 +104,7 @@ def test_stop_strings_equal_transformers(pair: Any) -> None:
     assert text.shape[1] < free.shape[1]
 
 
+@pytest.mark.slow
 def test_prompt_lookup_equals_transformers(pair: Any) -> None:
     ids = make_ids(1, 5).repeat(1, 3)
 
@@ -113,6 +115,7 @@ def test_prompt_lookup_equals_transformers(pair: Any) -> None:
     assert any(step.num_tokens > 1 for step in pair.client.sessions[-1].sent[1:])
 
 
+@pytest.mark.slow
 def test_rows_that_end_early_are_padded_like_transformers(pair: Any) -> None:
     ids = make_ids(3, 6)
     free = pair.reference.generate(ids, max_new_tokens=12)

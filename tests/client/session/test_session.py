@@ -198,6 +198,7 @@ def test_one_peer_may_serve_two_hops_of_a_route() -> None:
     run(test)
 
 
+@pytest.mark.slow
 def test_random_life_of_a_session_equals_one_machine() -> None:
     """Steps, rollbacks, row maps, kills, pauses and newcomers, in any order."""
     for seed in range(12):

@@ -155,6 +155,7 @@ def test_measuring_is_bounded_and_ends_when_everybody_is_known() -> None:
     in_scene([(0, 6), (6, 12)] * 4, story)
 
 
+@pytest.mark.slow
 def test_coordinates_come_out_of_what_everybody_measures() -> None:
     """Five places in a row, 20 ms between two that are side by side."""
 

@@ -88,6 +88,7 @@ def test_each_size_is_captured_once(engine: Engine, capturer: NotingCapturer) ->
     assert capturer.num_captured == 6
 
 
+@pytest.mark.slow
 def test_tables_that_grow_are_captured_anew(
     tiny_models: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -170,6 +170,7 @@ def test_generated_tokens_are_the_same_alone_and_beside_many(
 # ---- sessions that go back, fork and are reordered
 
 
+@pytest.mark.slow
 @every_device
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize("num_rows", [1, 3])

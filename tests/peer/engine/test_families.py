@@ -87,6 +87,7 @@ def test_four_engines_equal_transformers_after_every_block(any_tiny_model) -> No
     check_equal_to_transformers(any_tiny_model, tokens, run_engines(engines, expected[0], cuts=[]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_tokens", "cuts"),
     [(300, [100, 101, 128, 256]), (40, list(range(1, 40))), (60, list(range(17, 60)))],
@@ -323,6 +324,7 @@ def test_wrapped_blocks_need_float_weights(tiny_models) -> None:
     assert run_engines([engine], hidden, cuts=[2]).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 def test_a_replay_in_wrapped_blocks_is_exact(tiny_models) -> None:
     engine = load_engine(tiny_models.get("wrapped-stablelm"))
     hidden = torch.randn(1, 90, 64, generator=torch.Generator().manual_seed(1))

@@ -87,6 +87,7 @@ def load(tiny_models: Any, weights: WeightFormat) -> Engine:
     return load_engine(checkpoint, WHOLE, weights, kv_budget_bytes=2**24)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_format", KVFormat)
 @pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
 def test_sessions_go_on_in_the_midst_of_a_batch(

@@ -178,6 +178,7 @@ def test_what_somebody_was_ahead_by_is_forgotten_in_time() -> None:
     assert num_iterations < 1000
 
 
+@pytest.mark.slow
 def test_names_that_come_and_go_are_forgotten() -> None:
     usage: dict[tuple[str, ...], float] = {}
     largest = 0

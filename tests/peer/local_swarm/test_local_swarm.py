@@ -70,6 +70,7 @@ def test_numbers_of_other_libraries_are_taken() -> None:
     assert make_place((numpy.int64(0), torch.tensor(4))) == Span(0, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("said", "sentence"),
     [

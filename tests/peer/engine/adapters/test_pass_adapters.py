@@ -97,6 +97,7 @@ def test_adapters_equal_those_of_peft(tiny_models, variant: str, tmp_path: Path)
         check_close(found.adapters[adapter][name], expected)
 
 
+@pytest.mark.slow
 def test_rows_with_different_adapters_share_a_pass(tiny_models, tmp_path: Path) -> None:
     tiny_model = tiny_models.get("llama")
     engine = load_engine(tiny_model)
@@ -124,6 +125,7 @@ def test_rows_with_different_adapters_share_a_pass(tiny_models, tmp_path: Path) 
             check_close(found.adapters[adapter][name], gradient)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "tolerance"), [(WeightFormat.BF16, 0.1), (WeightFormat.INT8, 0.15)]
 )

@@ -141,6 +141,7 @@ def test_generated_tokens_do_not_depend_on_company(
     assert torch.equal(outputs, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "variant",
     [*VARIANTS, "mixtral", "gpt2-unscaled", "wrapped-stablelm",
@@ -293,6 +294,7 @@ def test_torch_does_what_c_does(
 # ---- room
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", ["gemma2", "bloom", "mistral-window"])
 @pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.BF16])
 def test_torch_attends_to_few_heads_at_a_time(

@@ -435,6 +435,7 @@ def test_weights_of_another_shape_are_quantized_again(wide_model: Path, director
     assert load_and_run(wide_model, open_cache(directory))[1] == 0
 
 
+@pytest.mark.slow
 def test_other_weights_of_one_configuration_have_other_entries(
     wide_model: Path, directory: Path, tmp_path: Path
 ) -> None:

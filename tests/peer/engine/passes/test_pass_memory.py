@@ -71,6 +71,7 @@ def test_a_pass_stays_below_its_estimate_and_not_far_below(
     assert peak <= estimate <= 4 * peak + 2**20, (peak, estimate)
 
 
+@pytest.mark.slow
 def test_a_block_more_costs_its_input_alone(tiny_models) -> None:
     engine = load_engine(tiny_models.get("llama"))
     hidden, grads = draw(4, 200, 64), draw(4, 200, 64, seed=2)

@@ -20,6 +20,7 @@ from shoal.peer.engine.passes.passes import PassWork
 from shoal.protocol.spans import Span
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt_rows", [None, 1, 3])
 def test_passes_equal_transformers(any_tiny_model, prompt_rows: int | None) -> None:
     engine = load_engine(any_tiny_model)
@@ -58,6 +59,7 @@ def test_short_and_long_texts_in_small_pieces_equal_transformers(
     check_close(engine.passes.run_backward(work, grads, stay).hidden_BTH, expected[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_hops", [2, 4])
 def test_hops_pass_on_what_one_peer_computes(tiny_family, num_hops: int) -> None:
     whole = load_engine(tiny_family)

@@ -55,6 +55,7 @@ class Company:
         self.outputs.append(outputs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
 def test_steps_in_the_middle_of_a_pass_change_no_bit_of_either(
@@ -86,6 +87,7 @@ def test_steps_in_the_middle_of_a_pass_change_no_bit_of_either(
     engine.pool.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weights", [WeightFormat.FP32, WeightFormat.INT8])
 def test_passes_in_the_middle_of_another_one_change_no_bit_of_either(
     tiny_models, weights: WeightFormat
