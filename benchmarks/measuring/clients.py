@@ -107,7 +107,7 @@ async def join_swarm(
         swarm = Swarm(
             directory, address.model_id, address.model.num_blocks, SystemClock(), random.Random(0)
         )
-        await swarm.refresh()
+        await swarm.book.refresh()
         clients = Clients(address, config, swarm, wrap(transport))
         try:
             yield clients

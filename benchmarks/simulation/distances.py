@@ -12,9 +12,15 @@ from statistics import median
 
 import numpy as np
 
-from shoal.client.routing.chain_search import Edges, Leg, Offers, find_cheapest_chain
 from shoal.client.routing.route import Ends
-from shoal.client.routing.router import RoutingCosts, plan_route
+from shoal.client.routing.router import (
+    Edges,
+    Leg,
+    Offers,
+    RoutingCosts,
+    find_cheapest_chain,
+    plan_route,
+)
 from shoal.peer.announcing.delays import MAX_TOLD, choose_measured
 from shoal.protocol.ids import PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState

@@ -23,7 +23,7 @@ from ...protocol.net.clock import Clock
 from ...protocol.spans import Span
 from ..adapters.adapter_versions import AdapterVersion, SentAdapter
 from ..concurrency.lanes import Lanes
-from ..routing.bandwidth import Bandwidth
+from ..routing.peer_book import Bandwidth
 from .pass_link import PassLink
 
 _LEAST_PATIENCE_SECONDS = 20.0

@@ -44,20 +44,16 @@ from ..adapters.adapter_versions import (
     list_adapter_rows,
     list_adapters,
 )
-from ..routing.bandwidth import Bandwidth
-from ..routing.peer_book import Fault
+from ..routing.failures import Fault, PeerFailure
+from ..routing.peer_book import Bandwidth, PeerBook
 from ..routing.route import Hop
-from ..routing.swarm import Swarm
 from ..settings.config import ClientConfig
 from .adapter_courier import AdapterCourier
 from .microbatches import TextGradients, Texts, choose_scale
 from .pass_failovers import PassFailovers
 from .pass_link import PassAnswer, PassLink, make_pass_id
 from .pass_links import NotWantedError, PassLinks
-from .pass_speeds import PassSpeeds, Times
 from .pass_trouble import PassTrouble, make_route_error
-
-_Failure = UnavailableError | RemoteProtocolError | RefusedError
 
 _logger = logging.getLogger(__name__)
 
@@ -73,6 +69,10 @@ _LEAST_PATIENCE_SECONDS = 60.0
 others may be waiting there as well, or it lies."""
 
 
+_NOISE = 0.1
+"""By what fraction one of two hosts that seem alike may be taken for slower."""
+
+
 @dataclass(frozen=True)
 class Passage:
     """What came out of some blocks, and which: those of a span, as weights of a format."""
@@ -86,14 +86,19 @@ class PassAsker:
     """What a client knows of peers that take passes. Owned by the client's loop."""
 
     def __init__(
-        self, swarm: Swarm, transport: Transport, clock: Clock, config: ClientConfig, secret: bytes
+        self,
+        book: PeerBook,
+        transport: Transport,
+        clock: Clock,
+        config: ClientConfig,
+        secret: bytes,
     ) -> None:
-        self._swarm = swarm
+        self._book = book
         self._clock = clock
         self._config = config
-        self._speeds = PassSpeeds(random.Random(config.seed))
+        self._rng = random.Random(config.seed)
         self._links = PassLinks(transport, clock, secret, config.connect_timeout_seconds)
-        self.courier = AdapterCourier(clock, swarm.book.bandwidth)
+        self.courier = AdapterCourier(clock, book.bandwidth)
         self.failovers = PassFailovers()
         self._forgiven: set[PeerId] = set()
         self._refreshing = asyncio.Lock()
@@ -104,16 +109,16 @@ class PassAsker:
     @property
     def line(self) -> Bandwidth:
         """The line of this client to all peers."""
-        return self._swarm.book.bandwidth
+        return self._book.bandwidth
 
     def guess_num_hops(self, span: Span) -> int:
         """Return how many hops a way through a span has at least."""
-        longest = max((len(peer.span) for peer in self._swarm.book.view.online), default=len(span))
+        longest = max((len(peer.span) for peer in self._book.view.online), default=len(span))
         return -(-len(span) // longest)
 
     def has_host(self, block: int) -> bool:
         """Return whether somebody takes passes through a block, as far as was heard last."""
-        hosts = self._swarm.book.view.serving(block)
+        hosts = self._book.view.serving(block)
         return any(_takes_passes(peer, self._config.weights) for peer in hosts)
 
     async def ask_forward(self, span: Span, texts: Texts, weights: str | None = None) -> Passage:
@@ -125,7 +130,7 @@ class PassAsker:
         trouble = self.make_trouble(span)
         while True:
             hosts = await self._wait_for_hosts(span, trouble, weights)
-            hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.FORWARD)
+            hop = self._choose(hosts, span, texts.num_tokens, PassKind.FORWARD)
             part = texts.take_blocks(slice(0, len(hop.span)))
             answer = await self._try(hop, part, None, trouble)
             if answer is not None:
@@ -147,7 +152,7 @@ class PassAsker:
             if not hosts:
                 self.failovers.note(trouble.take_lost(span), ())
                 return None
-            hop = self._speeds.choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
+            hop = self._choose(hosts, span, texts.num_tokens, PassKind.BACKWARD)
             answer = await self._try(hop, texts, scale * grads_BTH, trouble)
             if answer is not None:
                 return TextGradients.read(answer.tensors, texts, span).multiply(1 / scale)
@@ -156,7 +161,7 @@ class PassAsker:
         """Return who is to train the first blocks of a span; raises what `ask_forward` does."""
         trouble.least_version = OPTIMIZER_VERSION
         hosts = await self._wait_for_hosts(span, trouble, weights)
-        return self._speeds.choose(hosts, span, 1, PassKind.BACKWARD)
+        return self._choose(hosts, span, 1, PassKind.BACKWARD)
 
     async def ask_home(
         self,
@@ -186,13 +191,13 @@ class PassAsker:
         """Lend a stream to one peer, with its line as far as it has shown."""
         async with self._links.lend(hop.peer, lambda: True, takes_place) as link:
             self.failovers.note_reached(hop.peer.peer_id)
-            yield link, self._speeds.find_bandwidth(hop.peer.peer_id)
+            yield link, self._book.pass_times(hop.peer.peer_id).line
 
-    def blame_home(self, hop: Hop, error: _Failure, trouble: PassTrouble) -> None:
+    def blame_home(self, hop: Hop, error: PeerFailure, trouble: PassTrouble) -> None:
         """Note what became of a peer that was asked alone."""
         trouble.note(error)
         if not isinstance(error, RefusedError) or not self._may_ask_others(error, hop, trouble):
-            lost = self._swarm.book.blame(hop, error, self._forgiven)
+            lost = self._book.blame(hop, error, self._forgiven)
             lost.__cause__ = error
             trouble.note_lost(lost)
 
@@ -209,18 +214,16 @@ class PassAsker:
     async def list_peers(self) -> list[Announcement]:
         """Return who serves blocks now and understands adapters, least in doubt first; no liars."""
         await self._refresh(0.0)
-        return [
-            peer for peer in self._swarm.book.list_by_doubt() if peer.max_version >= PASS_VERSION
-        ]
+        return [peer for peer in self._book.list_by_doubt() if peer.max_version >= PASS_VERSION]
 
     def find_peer(self, peer_id: PeerId) -> Announcement | None:
         """Return what a peer announced, as far as was heard last; None once it has left."""
-        peer = self._swarm.book.view.find(peer_id)
+        peer = self._book.view.find(peer_id)
         return None if peer is None or peer.state is PeerState.OFFLINE else peer
 
     def make_route_error(self, span: Span) -> RouteError:
         """Return what to say where nobody serves blocks for fine-tuning."""
-        return make_route_error(span, self._swarm.book.view, None)
+        return make_route_error(span, self._book.view, None)
 
     def forget_adapters(self, hop: Hop) -> None:
         """Note that a peer does not have what it was brought."""
@@ -247,15 +250,15 @@ class PassAsker:
             ):
                 trouble.note(error)
                 return None
-            lost = self._swarm.book.blame(hop, error, self._forgiven)
+            lost = self._book.blame(hop, error, self._forgiven)
             lost.__cause__ = error
             trouble.note_lost(lost)
             trouble.note(error)
             return None
         for liar in trouble.refusals.contradicted:
-            self._swarm.book.quarantine(liar.peer, Fault.BROKEN)
+            self._book.quarantine(liar.peer, Fault.BROKEN)
         self.failovers.note(trouble.take_lost(hop.span), (hop,))
-        self._swarm.book.note_pass(hop.peer.peer_id)
+        self._book.note_pass(hop.peer.peer_id)
         self.failovers.note_answer(hop)
         return answer
 
@@ -305,12 +308,12 @@ class PassAsker:
         slots = (*list_question_slots(asked).values(), *list_answer_slots(asked).values())
         width = texts.hidden_BTH.shape[-1]
         num_bytes = compute_num_bytes(asked.dtype, 1, sum(slots), width)
-        bandwidth, num_tokens = self._swarm.book.bandwidth, texts.num_tokens
-        way = self._speeds.find_bandwidth(hop.peer.peer_id)
-        patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * self._speeds.expect_seconds(
-            hop, num_tokens, asked.kind
-        )
-        with self._speeds.counting(hop, num_tokens, asked.kind):
+        bandwidth, num_tokens = self._book.bandwidth, texts.num_tokens
+        times = self._book.pass_times(hop.peer.peer_id)
+        way = times.line
+        expected_seconds = times.expect_seconds(hop, num_tokens, asked.kind)
+        patience_seconds = _LEAST_PATIENCE_SECONDS + _PATIENCE * expected_seconds
+        with times.count(expected_seconds):
             async with self._links.lend(hop.peer, is_wanted) as link:
                 self.failovers.note_reached(hop.peer.peer_id)
                 adapters = list_adapters(texts.adapters)
@@ -326,9 +329,26 @@ class PassAsker:
         # What the peer could lie about counts for its own line only.
         bandwidth.note_answer(num_bytes, self._clock.now() - asked_at)
         way.note_answer(num_bytes, answer.way_seconds)
-        times = Times(asked_at, self._clock.now(), answer.way_seconds)
-        self._speeds.note(hop, num_tokens, asked.kind, times)
+        times.note(hop, num_tokens, asked.kind, asked_at, self._clock.now(), answer.way_seconds)
         return answer
+
+    def _choose(
+        self, hosts: Sequence[Announcement], span: Span, num_tokens: int, kind: PassKind
+    ) -> Hop:
+        """Return which of the hosts of the span's first block takes it, as far as it can.
+
+        Interleaved weighted round robin, after SWARM (Ryabinin et al., 2023, section 3.1): the
+        host where the microbatch is done first, by what it has under way and what it took before.
+        Rated by block: a host of many blocks may take longer.
+        """
+
+        def rate(hop: Hop) -> float:
+            times = self._book.pass_times(hop.peer.peer_id)
+            seconds = times.busy_seconds + times.expect_seconds(hop, num_tokens, kind)
+            return seconds / len(hop.span) * self._rng.uniform(1, 1 + _NOISE)
+
+        hops = (Hop(peer, Span(span.start, min(span.stop, peer.span.stop))) for peer in hosts)
+        return min(hops, key=rate)
 
     def _is_wanted(self, hop: Hop, trouble: PassTrouble) -> bool:
         hosts = self._find_hosts(hop.span.start, trouble, hop.peer.weights)
@@ -378,29 +398,28 @@ class PassAsker:
             hosts = self._find_hosts(span.start, trouble, weights)
             if hosts:
                 return hosts
-            trouble.note(make_route_error(span, self._swarm.book.view, weights))
+            trouble.note(make_route_error(span, self._book.view, weights))
 
     async def _refresh(self, max_age_seconds: float) -> None:
         """Read the directory, one for all that ask; where that fails, the last view has to do."""
         async with self._refreshing:
             try:
                 async with asyncio.timeout(_DIRECTORY_SECONDS):
-                    await self._swarm.refresh(max_age_seconds)
+                    await self._book.refresh(max_age_seconds)
             except (DirectoryError, TimeoutError) as error:
                 _logger.debug(
                     "the directory cannot be read, the client uses its last view: %r", error
                 )
-        self._speeds.forget_others({peer.peer_id for peer in self._swarm.book.view.peers})
 
     def _find_hosts(
         self, block: int, trouble: PassTrouble, weights: str | None
     ) -> list[Announcement]:
         others = {
             peer.peer_id
-            for peer in self._swarm.book.view.serving(block)
+            for peer in self._book.view.serving(block)
             if not _takes_passes(peer, weights) or peer.max_version < trouble.least_version
         }
-        return self._swarm.book.find_hosts(
+        return self._book.find_hosts(
             block, {*others, *trouble.refusals.peer_ids, *trouble.too_small, *trouble.full}
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...protocol.ids import PeerId
-from ..routing.peer_book import LostHopError
+from ..routing.failures import LostHopError
 from ..routing.route import Hop
 
 _MOST_UNSEEN = 256

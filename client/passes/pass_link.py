@@ -39,13 +39,12 @@ from ...protocol.messages.passes import (
     list_question_slots,
 )
 from ...protocol.messages.session import Queued
-from ...protocol.net.clock import Clock
+from ...protocol.net.clock import Clock, WakefulTimeout
 from ...protocol.net.dialling import open_greeted, receive
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
 from ...protocol.wire.codec import encode_frame
-from ..routing.deadlines import WakefulTimeout
 
 _SILENCE_SECONDS = 4.0
 """A peer that waits or computes says so every second; without a word for so long it is given up."""

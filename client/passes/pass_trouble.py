@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
-from ...protocol.errors import RefusedError, RemoteProtocolError, RouteError, UnavailableError
+from ...protocol.errors import RefusedError, RouteError
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import Clock
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
 from ...protocol.versions import PASS_VERSION
-from ..routing.peer_book import LostHopError, Trouble
-
-_Failure = UnavailableError | RemoteProtocolError | RefusedError
+from ..routing.failures import LostHopError, PeerFailure, Trouble
 
 _AGAIN = Backoff(0.1, 1.6)
 
@@ -34,7 +32,7 @@ class PassTrouble(Trouble):
         self._span = span
         self._clock = clock
         self._timeout_seconds = timeout_seconds
-        self._error: _Failure | None = None
+        self._error: PeerFailure | None = None
 
     @property
     def full(self) -> set[PeerId]:
@@ -47,7 +45,7 @@ class PassTrouble(Trouble):
         """Whether anything went wrong."""
         return self._error is not None
 
-    def note(self, error: _Failure) -> None:
+    def note(self, error: PeerFailure) -> None:
         """Note a failure."""
         if self.is_known:
             self.retry.note_failure()  # the second try comes at once

@@ -12,13 +12,12 @@ from ...protocol.errors import (
     StaleAnnouncementError,
     UnavailableError,
 )
-from ...protocol.net.clock import Clock
+from ...protocol.net.clock import Clock, WakefulTimeout
 from ...protocol.records.announcements import Announcement
 from ...protocol.versions import OPTIMIZER_VERSION
 from ..adapters.adapter_versions import AdapterVersion
 from ..passes.pass_asking import PassAsker
 from ..passes.pass_link import PassLink
-from ..routing.deadlines import WakefulTimeout
 from ..routing.route import Hop
 from .publication import Publication
 

@@ -1,5 +1,6 @@
-"""Which peers to use: a book of what is known of them, and the search for a route. Nothing here
-sends hidden states; the only words to peers measure round trips (position.py).
+"""Which peers to use: one record of what each announced, showed and did wrong (peer_book.py), and
+the search for a route (router.py, pure). Nothing here sends hidden states; the only messages to peers
+measure round trips (position.py).
 
-Pure decisions are in router.py and chain_search.py. Read first: router.py.
+Read first: peer_book.py, then router.py.
 """

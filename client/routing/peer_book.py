@@ -1,28 +1,344 @@
-"""What a client remembers of each peer: how fast it answered, what it did wrong, and whether it is
-avoided for that.
+"""What a client remembers of each peer: its announcement, how fast it was at steps and passes, what
+it did wrong, and whether it is avoided for that.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
-from enum import IntEnum
-from statistics import median
+from __future__ import annotations
 
-from ...protocol.errors import (
-    ErrorCode,
-    RefusedError,
-    RemoteProtocolError,
-    SilentError,
-    StaleAnnouncementError,
-    UnavailableError,
-)
-from ...protocol.ids import PeerId
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median, median_low
+
+from ...protocol.errors import ErrorCode, RefusedError, SilentError
+from ...protocol.ids import ModelId, PeerId
+from ...protocol.messages.passes import PassKind
 from ...protocol.net.clock import Clock
-from ...protocol.net.retry import Retry
+from ...protocol.net.directory import Directory
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.swarm_view import SwarmView
-from .bandwidth import Bandwidth, PeerLinks
-from .deadlines import AnswerTimes
+from .failures import Fault, LostHopError, PeerFailure, find_fault
 from .route import Hop
+
+_UNKNOWN_BYTES_PER_SECOND = 256 * 2**10
+"""A line of two megabits per second, until a large step was answered."""
+
+_LEAST_BYTES_PER_SECOND = 16 * 2**10
+_LARGE_BYTES = 64 * 2**10
+"""Answers to smaller steps tell of round trips and computing only."""
+
+
+class Bandwidth:
+    """How fast one line is: that of a client, shared by all of its steps, or one between two peers.
+
+    The transport buffers what is sent, so that only an answer says when a step had arrived: an
+    answer to so many bytes in so many seconds means that the line is at least so fast.
+    """
+
+    def __init__(self) -> None:
+        self._shown_bytes_per_second: deque[float] = deque(maxlen=16)
+        self._guessed_bytes_per_second: float = _UNKNOWN_BYTES_PER_SECOND
+        self._num_bytes = 0
+
+    @contextmanager
+    def carry(self, num_bytes: int) -> Iterator[float]:
+        """Count bytes as under way; gives the seconds until they and all others have arrived."""
+        self._num_bytes += num_bytes
+        try:
+            yield self.expect_seconds(self._num_bytes)
+        finally:
+            self._num_bytes -= num_bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes are under way."""
+        return self._num_bytes
+
+    def expect_seconds(self, num_bytes: int) -> float:
+        """Return how long so many bytes take at most, as far as the line has shown."""
+        known = self._shown_bytes_per_second
+        return num_bytes / max(known, default=self._guessed_bytes_per_second)
+
+    def note_answer(self, num_bytes: int, seconds: float) -> None:
+        """Note that so many bytes, there and back, were carried in at most so many seconds."""
+        if num_bytes >= _LARGE_BYTES and seconds > 0:
+            self._shown_bytes_per_second.append(num_bytes / seconds)
+
+    def note_silence(self, num_bytes: int) -> None:
+        """Note that no answer came: as long as nothing else is known, the line may be slow."""
+        if num_bytes >= _LARGE_BYTES:
+            self.doubt()
+
+    def doubt(self) -> None:
+        """Take the line for slower than before, as long as nothing else is known."""
+        halved = self._guessed_bytes_per_second / 2
+        self._guessed_bytes_per_second = max(halved, _LEAST_BYTES_PER_SECOND)
+
+
+Pair = tuple[PeerId, PeerId]
+"""A peer that pushes, and the one that it pushes to."""
+
+_FIRST_CUT_SECONDS = 30.0
+_LONGEST_CUT_SECONDS = 1800.0
+"""How long a link is left alone that failed between two live peers; twice as long each time."""
+
+
+@dataclass
+class _Link:
+    bandwidth: Bandwidth = field(default_factory=Bandwidth)
+    cut_until: float = float("-inf")
+    cut_seconds: float = 0.0
+
+
+class PeerLinks:
+    """The links between peers, shared by all sessions of a client. Part of its `PeerBook`."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._links: dict[Pair, _Link] = {}
+
+    def __repr__(self) -> str:
+        return f"<PeerLinks: {len(self._links)} known, {len(self.cuts)} cut>"
+
+    @property
+    def cuts(self) -> frozenset[Pair]:
+        """Those that are not to be used now."""
+        now = self._clock.now()
+        return frozenset(pair for pair, link in self._links.items() if now < link.cut_until)
+
+    def is_cut(self, before: PeerId, after: PeerId) -> bool:
+        """Return whether a link is left alone for now."""
+        link = self._links.get((before, after))
+        return link is not None and self._clock.now() < link.cut_until
+
+    def note_cut(self, before: PeerId, after: PeerId) -> None:
+        """Leave a link alone for a while: it failed, and both of its ends live.
+
+        It may have been too slow for what it had to carry; the next time it gets longer for that.
+        Many sessions may tell of one failure; it counts once.
+        """
+        link = self._find((before, after))
+        if self.is_cut(before, after):
+            return
+        link.cut_seconds = min(max(2 * link.cut_seconds, _FIRST_CUT_SECONDS), _LONGEST_CUT_SECONDS)
+        link.cut_until = self._clock.now() + link.cut_seconds
+        link.bandwidth.doubt()
+
+    @contextmanager
+    def carry(self, peer_ids: Sequence[PeerId], num_bytes: int) -> Iterator[float]:
+        """Count bytes as under way from each peer to the next; gives the seconds that they take."""
+        with ExitStack() as carrying:
+            yield sum(
+                carrying.enter_context(self._find(pair).bandwidth.carry(num_bytes))
+                for pair in pairwise(peer_ids)
+            )
+
+    def note_answer(self, peer_ids: Sequence[PeerId], num_bytes: int, seconds: float) -> None:
+        """Note that so many bytes went over all these links, one after the other, in that time."""
+        for pair in pairwise(peer_ids):
+            link = self._find(pair)
+            link.bandwidth.note_answer(num_bytes, seconds)
+            link.cut_seconds = 0.0
+
+    def forget(self, peer_ids: Collection[PeerId]) -> None:
+        """Drop what is known of peers that left long ago."""
+        self._links = {
+            pair: link for pair, link in self._links.items() if not set(pair) & set(peer_ids)
+        }
+
+    def _find(self, pair: Pair) -> _Link:
+        return self._links.setdefault(pair, _Link())
+
+
+FLOOR_SECONDS = 1.0
+"""Below this a busy machine looks dead: schedulers and garbage collectors pause that long."""
+
+_PATIENCE = 6.0
+"""How many times slower than its worst recent answer a healthy peer may be."""
+
+_MAX_SILENCES = 4
+
+_UNKNOWN_SECONDS = 4.0
+"""First deadline for a peer that neither announced a speed nor answered yet."""
+
+_LONGEST_ON_TRUST_SECONDS = 30.0
+"""A peer that announced to be slow gets no more than this until it has shown it: it may lie."""
+
+_SLOWEST_OF_ALL = 4.0
+"""How many times slower than what is usual among other peers a peer may be at ease: beyond half a
+minute it gets no more than that."""
+
+_FEW_TOKENS = 16
+"""Steps of up to so many tokens cost about as much as one: the weights are read once."""
+
+
+@dataclass
+class AnswerTimes:
+    """Recent answer times of one peer, apart for few tokens and for prompts (per token).
+
+    `block_seconds` are those for few tokens without the way there and back, per block.
+    """
+
+    decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=64))
+    prefill_seconds_per_token: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    block_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    num_silences: int = 0
+
+    @property
+    def has_answered(self) -> bool:
+        """Return whether the peer has ever taken a step."""
+        return bool(self.decode_seconds or self.prefill_seconds_per_token)
+
+    def note_silence(self) -> None:
+        """Note that a deadline passed: if the peer is only slow, the next one is twice as long."""
+        self.num_silences = min(self.num_silences + 1, _MAX_SILENCES)
+
+    def note(
+        self, num_tokens: int, seconds: float, rtt_seconds: float = 0.0, num_blocks: int = 1
+    ) -> None:
+        """Note that a step of so many tokens (rows times length) was answered."""
+        self.num_silences = 0
+        if num_tokens <= _FEW_TOKENS:
+            self.decode_seconds.append(seconds)
+            self.block_seconds.append(max(0.0, seconds - rtt_seconds) / num_blocks)
+        else:
+            self.prefill_seconds_per_token.append(seconds / num_tokens)
+
+    def choose_timeout_seconds(
+        self,
+        num_tokens: int,
+        announced_decode_seconds: float | None,
+        announced_prefill_seconds_per_token: float | None,
+        announced_queue_seconds: float = 0.0,
+        others: Iterable[AnswerTimes] = (),
+    ) -> float:
+        """Return how long the answer to a step of `num_tokens` may take.
+
+        What `others` took tells how much slowness is plausible.
+
+        >>> times = AnswerTimes()
+        >>> times.note(1, 0.5)
+        >>> times.choose_timeout_seconds(1, None, None)
+        4.0
+        """
+        shown = FLOOR_SECONDS + _PATIENCE * self._expect_seconds(num_tokens, max)
+        told = self._trust_seconds(
+            num_tokens,
+            announced_decode_seconds,
+            announced_prefill_seconds_per_token,
+            announced_queue_seconds,
+        )
+        seconds = max(shown, told)
+        if seconds > _LONGEST_ON_TRUST_SECONDS:
+            seconds = min(seconds, self._find_ceiling_seconds(num_tokens, others))
+        return seconds * 2**self.num_silences
+
+    def _trust_seconds(
+        self,
+        num_tokens: int,
+        announced_decode_seconds: float | None,
+        announced_prefill_seconds_per_token: float | None,
+        announced_queue_seconds: float,
+    ) -> float:
+        """Return how long to wait where an announcement stands in for what was not measured."""
+        decode = max(self.decode_seconds, default=announced_decode_seconds)
+        per_token = max(self.prefill_seconds_per_token, default=announced_prefill_seconds_per_token)
+        expected = decode or 0.0
+        if num_tokens > _FEW_TOKENS:
+            share = decode or 0.0 if per_token is None else per_token
+            expected = max(num_tokens * share, expected)
+        seconds = FLOOR_SECONDS + _PATIENCE * expected
+        if decode is None:
+            seconds = max(_UNKNOWN_SECONDS, seconds)
+        if not (
+            self.decode_seconds if num_tokens <= _FEW_TOKENS else self.prefill_seconds_per_token
+        ):
+            seconds += announced_queue_seconds  # what was measured has waited there as well
+        return min(seconds, _LONGEST_ON_TRUST_SECONDS)
+
+    def _expect_seconds(self, num_tokens: int, choose: Callable[[Sequence[float]], float]) -> float:
+        """Return what `choose` makes of the measured times; 0 where nothing was measured."""
+        expected = choose(self.decode_seconds) if self.decode_seconds else 0.0
+        if num_tokens > _FEW_TOKENS and self.prefill_seconds_per_token:
+            expected = max(num_tokens * choose(self.prefill_seconds_per_token), expected)
+        return expected
+
+    def _find_ceiling_seconds(self, num_tokens: int, others: Iterable[AnswerTimes]) -> float:
+        """Return what no slow answer extends the deadline beyond.
+
+        From the worst answer alone, a peer that stalls would get six times as long every time.
+        """
+        ceilings = [FLOOR_SECONDS + _PATIENCE * self._expect_seconds(num_tokens, median_low)]
+        usual = [other._expect_seconds(num_tokens, median_low) for other in others]
+        if known := [seconds for seconds in usual if seconds > 0]:
+            ceilings.append(FLOOR_SECONDS + _PATIENCE * _SLOWEST_OF_ALL * median_low(known))
+        return max(_LONGEST_ON_TRUST_SECONDS, min(ceilings))
+
+
+_UNKNOWN_TOKENS_PER_SECOND = 500.0
+"""Of a peer that neither says how fast it takes passes nor has shown it."""
+
+_WORK = {PassKind.FORWARD: 1.0, PassKind.BACKWARD: 3.0}
+"""What a pass takes beside one forward: backward, blocks are computed twice and differentiated."""
+
+_SMOOTHING = 0.3
+"""How much the newest pass counts beside those before."""
+
+
+@dataclass
+class PassTimes:
+    """How fast one peer takes passes, and its line. By the clock of this end alone: a peer that
+    could say how fast it is would be asked for everything.
+    """
+
+    line: Bandwidth = field(default_factory=Bandwidth)
+    answered_at: float = float("-inf")
+    """When its newest answer came."""
+    block_token_seconds: dict[PassKind, float] = field(default_factory=dict[PassKind, float])
+    """For one token through one block, and for waiting until others' passes are over."""
+    network_token_seconds: float = 0.0
+    """For the tensors of one token, there and back."""
+    busy_seconds: float = 0.0
+    """Expected of what is under way."""
+
+    def expect_seconds(self, hop: Hop, num_tokens: int, kind: PassKind) -> float:
+        """Return how long a pass takes at the peer if it has nothing else to do."""
+        peer, queue_seconds = hop.peer, 0.0
+        block_seconds = self.block_token_seconds.get(kind)
+        if block_seconds is None:
+            announced = peer.prefill_tokens_per_second or _UNKNOWN_TOKENS_PER_SECOND
+            block_seconds = _WORK[kind] / announced / len(peer.span)
+            # What was measured has waited there as well.
+            queue_seconds = peer.queue_seconds + peer.pass_queue_seconds
+        token_seconds = block_seconds * len(hop.span) + self.network_token_seconds
+        return num_tokens * token_seconds + queue_seconds
+
+    @contextmanager
+    def count(self, expected_seconds: float) -> Iterator[None]:
+        """Count a pass as under way at the peer."""
+        self.busy_seconds += expected_seconds
+        try:
+            yield
+        finally:
+            self.busy_seconds -= expected_seconds
+
+    def note(
+        self, hop: Hop, num_tokens: int, kind: PassKind,
+        asked_at: float, answered_at: float, way_seconds: float,
+    ) -> None:  # fmt: skip
+        """Note an answer, of whose time its tensors were on their way for `way_seconds`. The peer
+        was at it since the last one: it takes one pass at a time.
+        """
+        seconds = answered_at - max(asked_at, self.answered_at)
+        self.answered_at = answered_at
+        way_seconds = min(way_seconds, seconds)
+        shown = (seconds - way_seconds) / num_tokens / len(hop.span)
+        known = self.block_token_seconds.get(kind, shown)
+        self.block_token_seconds[kind] = known + _SMOOTHING * (shown - known)
+        shown = way_seconds / num_tokens
+        self.network_token_seconds += _SMOOTHING * (shown - self.network_token_seconds)
+
 
 _FIRST_QUARANTINE_SECONDS = 15.0
 _LONGEST_QUARANTINE_SECONDS = 600.0
@@ -32,106 +348,6 @@ _MEMORY_SECONDS = 3600.0
 
 NO_DOUBT, _UNPROVEN = -1, 0
 """What is wrong with peers in no quarantine: nothing, or that they failed us and never worked."""
-
-
-class Fault(IntEnum):
-    """What a peer in quarantine did; the worse, the later it is asked when nobody else is left."""
-
-    SILENT = 1
-    """It did not answer in time, or had no room: it may be sound and only slow."""
-
-    BROKEN = 2
-    """It hung up, could not be reached, or failed to compute."""
-
-    STALE = 3
-    """It is not what that announcement says; it is asked again once there is a newer one."""
-
-    LYING = 4
-    """It broke the protocol; it is not asked at all."""
-
-
-# Answers that blame the question: no peer could take it. Any number of those who say so may be one
-# liar, and the client has checked the question: the caller hears it when nobody is left to ask.
-_QUESTION_CODES = frozenset({ErrorCode.BAD_FRAME, ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG})
-# Of the others, answers of a peer that is sound and may be asked again when there is no other, or
-# that serves something else by now. Whoever gives another answer is broken.
-_FAULTS = {
-    ErrorCode.CACHE_FULL: Fault.SILENT,
-    ErrorCode.BUSY: Fault.SILENT,
-    ErrorCode.DRAINING: Fault.SILENT,
-    ErrorCode.UNKNOWN_ADAPTER: Fault.SILENT,
-    ErrorCode.NO_ROOM_FOR_ADAPTER: Fault.SILENT,
-    ErrorCode.WRONG_MODEL: Fault.STALE,
-    ErrorCode.WRONG_SPAN: Fault.STALE,
-}
-
-WAS_LOST = "was lost"
-
-# What is said of the peer of a hop, by its answer; of all others, that they were lost.
-_LOSSES = {
-    ErrorCode.CACHE_FULL: "had no room",
-    ErrorCode.BUSY: "had no room",
-    ErrorCode.DRAINING: "is leaving",
-    ErrorCode.UNKNOWN_SESSION: "lost the session",
-    ErrorCode.UNKNOWN_ADAPTER: "lost the adapter",
-    ErrorCode.NO_ROOM_FOR_ADAPTER: "had no room for the adapter",
-}
-
-
-class LostHopError(UnavailableError):
-    """A hop has to be replaced. It is hung up on, and its peer blamed; `__cause__` says why."""
-
-    def __init__(self, hop: Hop, detail: str) -> None:
-        super().__init__(detail)
-        self.hop = hop
-
-    @property
-    def what_happened(self) -> str:
-        """What happened to the peer, as the end of a sentence that begins with its name."""
-        cause = self.__cause__
-        if isinstance(cause, RefusedError):
-            return _LOSSES.get(cause.code, WAS_LOST)
-        return "did not answer in time" if isinstance(cause, SilentError) else WAS_LOST
-
-
-class Refusals:
-    """Who declined, for good, what one hop is asked: these peers are not asked again."""
-
-    def __init__(self) -> None:
-        self._lost: dict[PeerId, tuple[Hop, RefusedError]] = {}
-
-    @property
-    def peer_ids(self) -> Collection[PeerId]:
-        """The peers that declined."""
-        return self._lost.keys()
-
-    @property
-    def first(self) -> RefusedError | None:
-        """The first refusal, None while there is none."""
-        return next((refusal for _, refusal in self._lost.values()), None)
-
-    @property
-    def contradicted(self) -> list[Hop]:
-        """The hops that said no peer could take it, for when another one did."""
-        return [hop for hop, refusal in self._lost.values() if refusal.code in _QUESTION_CODES]
-
-    def note(self, lost: LostHopError) -> None:
-        """Note a refusal, if the hop was lost by one that is for good."""
-        refusal = lost.__cause__
-        if not isinstance(refusal, RefusedError):
-            return
-        if refusal.code in _QUESTION_CODES or _is_hopeless(refusal):
-            self._lost[lost.hop.peer.peer_id] = lost.hop, refusal
-
-
-class Trouble:
-    """What went wrong with one step or pass at one place so far: who declined it for good, and how
-    long to go on with others.
-    """
-
-    def __init__(self, retry: Retry) -> None:
-        self.refusals = Refusals()
-        self.retry = retry
 
 
 @dataclass
@@ -144,46 +360,82 @@ class _Quarantine:
     fault: Fault
 
 
+@dataclass(eq=False)
+class _Record:
+    """What one peer has shown."""
+
+    seen_at: float
+    steps: AnswerTimes = field(default_factory=AnswerTimes)
+    passes: PassTimes = field(default_factory=PassTimes)
+    rtt_seconds: float | None = None
+    quarantine: _Quarantine | None = None
+    has_taken_pass: bool = False
+
+    @property
+    def has_worked(self) -> bool:
+        return self.has_taken_pass or self.steps.has_answered
+
+
 class PeerBook:
     """The record of all peers of one swarm, shared by all sessions and passes of a client.
 
     `revision` counts round trips that were measured and views that were read: what follows from
-    either is to be found anew then.
+    either, such as `way_seconds` of chains, is to be found anew then.
     """
 
-    def __init__(self, view: SwarmView, clock: Clock) -> None:
+    def __init__(
+        self, directory: Directory, model_id: ModelId, num_blocks: int, clock: Clock
+    ) -> None:
+        self._directory = directory
         self._clock = clock
-        self._quarantines: dict[PeerId, _Quarantine] = {}
-        self._times: dict[PeerId, AnswerTimes] = {}
-        self._seen_at: dict[PeerId, float] = {}
-        self._taking_passes: set[PeerId] = set()
-        self.rtts_seconds: dict[PeerId, float] = {}
+        self._refreshed_at = float("-inf")
+        self._records: dict[PeerId, _Record] = {}
+        self.view = SwarmView.from_announcements(model_id, (), clock.wall(), num_blocks)
         self.bandwidth = Bandwidth()
         """Of the line of this client."""
         self.links = PeerLinks(clock)
-        self.view = view
+        self.way_seconds: dict[tuple[PeerId, ...], list[float]] = {}
         self.revision = 0
 
     def __repr__(self) -> str:
-        return f"<PeerBook: {len(self._quarantines)} in quarantine>"
+        num_quarantines = sum(one.quarantine is not None for one in self._records.values())
+        return f"<PeerBook: {self.view!r}, {num_quarantines} in quarantine>"
 
-    def note_view(self, view: SwarmView) -> None:
-        """Take in what peers announce now, and drop what is known of those that left long ago:
-        identities are free and many.
+    async def refresh(self, max_age_seconds: float = 0.0) -> SwarmView:
+        """Read the directory unless the view is fresh enough, and return the view.
+
+        Raises DirectoryError when the directory cannot be read; the old view stays.
         """
-        self.view, now = view, self._clock.now()
+        if self._clock.now() - self._refreshed_at > max_age_seconds:
+            model_id, num_blocks = self.view.model_id, self.view.num_blocks
+            found = await self._directory.lookup(model_id)
+            wall = self._clock.wall()
+            self.view = SwarmView.from_announcements(model_id, found, wall, num_blocks)
+            self._refreshed_at = self._clock.now()
+            self._note_revision()
+            self._forget_absent()
+        return self.view
+
+    def _note_revision(self) -> None:
         self.revision += 1
-        self._seen_at |= {peer.peer_id: now for peer in view.peers}
-        for peer_id in {*self._times, *self.rtts_seconds, *self._quarantines, *self._taking_passes}:
-            self._seen_at.setdefault(peer_id, now)
-        absent = [p for p, at in self._seen_at.items() if now - at > _MEMORY_SECONDS]
-        self.links.forget(absent)
+        self.way_seconds.clear()
+
+    def _forget_absent(self) -> None:
+        """Drop what is known of peers that left long ago: identities are free and many."""
+        now = self._clock.now()
+        for peer in self.view.peers:
+            if (record := self._records.get(peer.peer_id)) is not None:
+                record.seen_at = now
+        absent = [p for p, one in self._records.items() if now - one.seen_at > _MEMORY_SECONDS]
         for peer_id in absent:
-            del self._seen_at[peer_id]
-            self._times.pop(peer_id, None)
-            self.rtts_seconds.pop(peer_id, None)
-            self._quarantines.pop(peer_id, None)
-            self._taking_passes.discard(peer_id)
+            del self._records[peer_id]
+        self.links.forget(absent)
+
+    def _find(self, peer_id: PeerId) -> _Record:
+        record = self._records.get(peer_id)
+        if record is None:
+            record = self._records[peer_id] = _Record(self._clock.now())
+        return record
 
     def find_hosts(self, block: int, exclude: Collection[PeerId]) -> list[Announcement]:
         """Return those of whom a block's hosts are least in doubt; liars are not among them."""
@@ -205,14 +457,10 @@ class PeerBook:
 
         def doubt(peer: Announcement) -> tuple[int, bool]:
             peer_id = peer.peer_id
-            return doubts.get(peer_id, NO_DOUBT), not self._has_worked(peer_id)
+            record = self._records.get(peer_id)
+            return doubts.get(peer_id, NO_DOUBT), record is None or not record.has_worked
 
         return sorted(peers, key=doubt)
-
-    def note_pass(self, peer_id: PeerId) -> None:
-        """Note that a peer took a pass: forget what it did wrong."""
-        self._taking_passes.add(peer_id)
-        self._quarantines.pop(peer_id, None)
 
     def list_doubts(self) -> dict[PeerId, int]:
         """Return the peers to use only if nobody else is there, and how reluctantly.
@@ -221,17 +469,14 @@ class PeerBook:
         a black hole, of which there can be as many as somebody likes.
         """
         doubts: dict[PeerId, int] = {}
-        for peer_id, quarantine in self._quarantines.items():
-            peer = self.view.find(peer_id)
-            if peer is not None and self.is_quarantined(peer):
-                doubts[peer_id] = quarantine.fault
-            elif peer is not None and not self._has_worked(peer_id):
+        for peer_id, record in self._records.items():
+            if record.quarantine is None or (peer := self.view.find(peer_id)) is None:
+                continue
+            if self.is_quarantined(peer):
+                doubts[peer_id] = record.quarantine.fault
+            elif not record.has_worked:
                 doubts[peer_id] = _UNPROVEN
         return doubts
-
-    def _has_worked(self, peer_id: PeerId) -> bool:
-        times = self._times.get(peer_id)
-        return peer_id in self._taking_passes or (times is not None and times.has_answered)
 
     @property
     def avoided(self) -> frozenset[PeerId]:
@@ -240,17 +485,14 @@ class PeerBook:
 
     def is_quarantined(self, peer: Announcement) -> bool:
         """Return whether a peer is to be avoided: not for ever, and not once it has come back."""
-        quarantine = self._quarantines.get(peer.peer_id)
-        return (
-            quarantine is not None
-            and self._clock.now() < quarantine.until
-            and not self._has_come_back(peer, quarantine)
-        )
-
-    def _has_come_back(self, peer: Announcement, quarantine: _Quarantine) -> bool:
-        if peer.sequence <= quarantine.sequence or quarantine.fault is Fault.LYING:
+        record = self._records.get(peer.peer_id)
+        if record is None or (quarantine := record.quarantine) is None:
             return False
-        return quarantine.fault is Fault.STALE or self._has_worked(peer.peer_id)
+        has_come_back = peer.sequence > quarantine.sequence and (
+            quarantine.fault is Fault.STALE
+            or (quarantine.fault is not Fault.LYING and record.has_worked)
+        )
+        return self._clock.now() < quarantine.until and not has_come_back
 
     def quarantine(self, peer: Announcement, fault: Fault) -> None:
         """Avoid a peer that failed us, at once and for longer each time it comes back.
@@ -259,7 +501,8 @@ class PeerBook:
         has worked before: it was restarted or is alive after all. Not so for one that lied or never
         worked: announcing costs nothing. Many sessions may tell of one failure; it counts once.
         """
-        previous = self._quarantines.get(peer.peer_id)
+        record = self._find(peer.peer_id)
+        previous = record.quarantine
         newest = self.view.find(peer.peer_id) or peer
         if fault is Fault.STALE and peer.sequence < newest.sequence:
             return
@@ -270,38 +513,31 @@ class PeerBook:
             fault = max(fault, previous.fault)
         else:
             seconds = min(2 * previous.seconds, _LONGEST_QUARANTINE_SECONDS)
-        self._quarantines[peer.peer_id] = _Quarantine(
+        record.quarantine = _Quarantine(
             self._clock.now() + seconds, seconds, newest.sequence, fault
         )
 
-    def blame(
-        self,
-        hop: Hop,
-        error: UnavailableError | RemoteProtocolError | RefusedError,
-        forgiven: set[PeerId],
-    ) -> LostHopError:
+    def blame(self, hop: Hop, error: PeerFailure, forgiven: set[PeerId]) -> LostHopError:
         """Have a peer avoided for a failure of its own; return what to raise of the failure.
 
         A peer that was restarted has lost the session and is sound: that is `forgiven` once.
         """
-        if isinstance(error, RefusedError):
-            is_forgiven = (
-                error.code is ErrorCode.UNKNOWN_SESSION and hop.peer.peer_id not in forgiven
-            )
-            if is_forgiven:
-                forgiven.add(hop.peer.peer_id)
-            elif error.code not in _QUESTION_CODES:  # those are not the peer's doing
-                self.quarantine(hop.peer, _FAULTS.get(error.code, Fault.BROKEN))
-        elif isinstance(error, RemoteProtocolError):
-            self.quarantine(hop.peer, Fault.LYING)
-        elif isinstance(error, StaleAnnouncementError):
-            self.quarantine(hop.peer, Fault.STALE)
-        elif isinstance(error, SilentError):
-            self.times(hop.peer.peer_id).note_silence()
-            self.quarantine(hop.peer, Fault.SILENT)
-        else:
-            self.quarantine(hop.peer, Fault.BROKEN)
+        peer_id, fault = hop.peer.peer_id, find_fault(error)
+        has_lost_session = (
+            isinstance(error, RefusedError) and error.code is ErrorCode.UNKNOWN_SESSION
+        )
+        if has_lost_session and peer_id not in forgiven:
+            forgiven.add(peer_id)
+        elif fault is not None:
+            if isinstance(error, SilentError):
+                self.times(peer_id).note_silence()
+            self.quarantine(hop.peer, fault)
         return LostHopError(hop, str(error))
+
+    def note_pass(self, peer_id: PeerId) -> None:
+        """Note that a peer took a pass: forget what it did wrong."""
+        record = self._find(peer_id)
+        record.has_taken_pass, record.quarantine = True, None
 
     def note_answer(
         self, hop: Hop, num_tokens: int, seconds: float, way_seconds: float | None = None
@@ -310,39 +546,41 @@ class PeerBook:
 
         `way_seconds` are what is expected of the ways there and on; None: the round trip.
         """
-        peer_id = hop.peer.peer_id
+        record = self._find(hop.peer.peer_id)
         if way_seconds is None:
-            way_seconds = self.rtts_seconds.get(peer_id, 0.0)
-        self.times(peer_id).note(num_tokens, seconds, way_seconds, len(hop.span))
-        self._quarantines.pop(peer_id, None)
+            way_seconds = record.rtt_seconds or 0.0
+        record.steps.note(num_tokens, seconds, way_seconds, len(hop.span))
+        record.quarantine = None
 
     def note_rtt(self, peer_id: PeerId, seconds: float) -> None:
         """Note a measured round trip; the newest counts."""
-        self.rtts_seconds[peer_id] = seconds
-        self.revision += 1
+        self._find(peer_id).rtt_seconds = seconds
+        self._note_revision()
 
     def rtt_seconds(self, peer_id: PeerId) -> float | None:
         """Return the newest measured round trip, None if there is none."""
-        return self.rtts_seconds.get(peer_id)
+        record = self._records.get(peer_id)
+        return None if record is None else record.rtt_seconds
+
+    @property
+    def rtts_seconds(self) -> dict[PeerId, float]:
+        """The newest round trips of all peers that were measured."""
+        known = ((peer_id, one.rtt_seconds) for peer_id, one in self._records.items())
+        return {peer_id: seconds for peer_id, seconds in known if seconds is not None}
 
     def times(self, peer_id: PeerId) -> AnswerTimes:
         """Return the record of a peer's answer times."""
-        times = self._times.get(peer_id)
-        if times is None:
-            times = self._times[peer_id] = AnswerTimes()
-        return times
+        return self._find(peer_id).steps
+
+    def pass_times(self, peer_id: PeerId) -> PassTimes:
+        """Return the record of how fast a peer takes passes."""
+        return self._find(peer_id).passes
 
     def times_of_others(self, peer_id: PeerId) -> list[AnswerTimes]:
         """Return the records of all peers but one."""
-        return [times for other, times in self._times.items() if other != peer_id]
+        return [one.steps for other, one in self._records.items() if other != peer_id]
 
     def measure_block_seconds(self) -> dict[PeerId, float]:
         """Return what a block takes for one token at each peer that has worked for us."""
-        used = ((peer_id, times.block_seconds) for peer_id, times in self._times.items())
+        used = ((peer_id, one.steps.block_seconds) for peer_id, one in self._records.items())
         return {peer_id: median(seconds) for peer_id, seconds in used if seconds}
-
-
-def _is_hopeless(error: RefusedError) -> bool:
-    """Return whether a peer said that what we want, or our adapter, will never fit there."""
-    is_full = error.code in (ErrorCode.CACHE_FULL, ErrorCode.NO_ROOM_FOR_ADAPTER)
-    return is_full and error.retry_after_seconds is None

@@ -2,26 +2,44 @@
 
 Shortest path over block boundaries: a hop costs its network round trip, what the peer's queue
 delays it, and the compute of the blocks used on it; more where the peer lacks room for the session.
-In a chain there are no round trips but the ways to the first hop, from each to the next, and back.
+In a chain there are no round trips but the ways to the first hop, from each to the next, and back:
+each edge between two peers has its own cost. Of a large swarm only the best peers of each block are
+compared for that, some from each part of the network: two in one house far away are a good chain,
+too, and each of them alone is not.
+
+No peer is believed beyond what can be: whatever peers say of the round trip between two of them, it
+is no more than the client's own round trips to both together, and no less than what these differ
+by. So a peer gains little by lying about it.
 """
+
+from __future__ import annotations
 
 import math
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter
 from statistics import median
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ...protocol.errors import RouteError
 from ...protocol.ids import PeerId
-from ...protocol.records.announcements import Announcement
-from ...protocol.records.coordinates import Coordinate
+from ...protocol.records.announcements import Announcement, shorten
+from ...protocol.records.coordinates import ORIGIN, SETTLED_ERROR, Coordinate
 from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span, find_gaps
-from .chain_search import Edges, Offers, choose_compared, find_cheapest_chain
-from .distances import Column, Places, estimate_rtts, measure_edges, read_places
+from ...protocol.versions import CHAIN_VERSION, REVERSE_VERSION
 from .route import Ends, Hop, Route
+
+Column = NDArray[Any]
+"""A number for each peer."""
+
+Table = NDArray[Any]
+"""A number for each peer and each other one."""
 
 _MOST_SPEEDUP = 4.0
 """How many times faster than others a peer is believed to be that has not shown it."""
@@ -33,6 +51,59 @@ is no filter: sessions seldom grow to their limit, and what was announced may be
 _PASSING_SECONDS = 0.001
 """What it takes two processes to pass a step along that share a machine: where hops cost nothing, a
 chain would have one for every block."""
+
+MOST_COMPARED = 256
+"""How many peers are compared with each other, edge by edge; with more, a choice is made before."""
+
+_NUM_REGIONS = 4
+_BEST_OF_REGION = 6
+"""How many peers of a region are looked at for each block."""
+
+_MOST_OF_REGION = 400
+"""Among how many of a region those are looked for first: no other serves most blocks better."""
+
+
+class Places(NamedTuple):
+    """Where peers say that they are; `heights` are NaN for those that do not know it yet."""
+
+    points: Table
+    heights: Column
+
+
+class Offers(NamedTuple):
+    """What using each peer costs, with noise, within the span that is wanted; one row a peer.
+
+    Columns and not objects, for a route over ten thousand peers is to be found while a person
+    does not notice. Whatever a peer does costs `dearness` times as much as it takes; of
+    `hop_seconds` and `block_seconds` that is part already.
+    """
+
+    starts: Column
+    stops: Column
+    rtt_seconds: Column
+    dearness: Column
+    hop_seconds: Column
+    """For a hop, however many blocks are used on it; without the ways there and on."""
+    block_seconds: Column
+
+    def take(self, rows: Column) -> Offers:
+        """Return the offers of some peers."""
+        return Offers(*(column[rows] for column in self))
+
+
+class Edges(NamedTuple):
+    """What the ways of a chain cost: to the first hop, between any two, and from the last one."""
+
+    first_seconds: Column
+    between_seconds: Table
+    last_seconds: Column
+
+
+class Leg(NamedTuple):
+    """A hop of a chain: the row of its peer, and the span used there."""
+
+    row: int
+    span: Span
 
 
 @dataclass(frozen=True)
@@ -283,3 +354,192 @@ def check_coverage(span: Span, peers: Collection[Announcement], weights: str | N
             f"`shoal serve MODEL --blocks {missing[0]}` or wait until one comes back",
             missing,
         )
+
+
+def choose_compared(span: Span, offers: Offers, points: Table) -> Column:
+    """Return the rows of the peers that are worth being compared edge by edge, in their order."""
+    # Most of a large swarm serve nothing of the span that a lost hop leaves open.
+    useful = np.flatnonzero(offers.starts < offers.stops)
+    if len(useful) <= MOST_COMPARED:
+        return useful
+    offers, points = offers.take(useful), points[useful]
+    num_blocks = offers.stops - offers.starts
+    # What a block costs there, if the peer is used from end to end and everybody else is near it.
+    shares = (offers.hop_seconds + 0.5 * offers.dearness * offers.rtt_seconds) / num_blocks
+    scores = shares + offers.dearness * offers.rtt_seconds / len(span) + offers.block_seconds
+    ranked = scores.argsort(kind="stable")
+    regions = _find_regions(points)[ranked]
+    blocks = np.arange(span.start, span.stop)[:, None]
+    chosen = [
+        _choose_best(offers, ranked[regions == region][:_MOST_OF_REGION], blocks)
+        for region in range(_NUM_REGIONS)
+    ]
+    rows = np.concatenate(chosen)
+    missing = blocks[~_find_serving(offers, rows, blocks).any(axis=1)]
+    rare = _choose_best(offers, ranked, missing) if missing.size else ranked[:0]
+    return useful[np.unique(np.concatenate([rows, rare]))]
+
+
+def _choose_best(offers: Offers, ranked: Column, blocks: Column) -> Column:
+    """Return the first few of some rows that serve each of the blocks."""
+    serving = _find_serving(offers, ranked, blocks)
+    ranks = serving.cumsum(axis=1, dtype=np.int16)
+    return ranked[(serving & (ranks <= _BEST_OF_REGION)).any(axis=0)]
+
+
+def _find_serving(offers: Offers, rows: Column, blocks: Column) -> Table:
+    """Return for each block which of the rows serve it."""
+    return (offers.starts[rows] <= blocks) & (blocks < offers.stops[rows])
+
+
+def _find_regions(points: Table) -> Column:
+    """Return for each peer which of a few peers far from each other it is nearest to."""
+    nearest = _square_distances(points, points.mean(axis=0))
+    regions = np.zeros(len(points), dtype=int)
+    farthest = int(nearest.argmin())  # the first one is in the middle
+    for region in range(_NUM_REGIONS):
+        apart = _square_distances(points, points[farthest])
+        is_nearer = apart < nearest if region else np.ones(len(points), dtype=bool)
+        regions[is_nearer] = region
+        nearest = np.where(is_nearer, apart, nearest)
+        farthest = int(nearest.argmax())
+    return regions
+
+
+def _square_distances(points: Table, point: Column) -> Column:
+    differences = points - point
+    return np.einsum("pk,pk->p", differences, differences)
+
+
+def find_cheapest_chain(span: Span, offers: Offers, edges: Edges) -> list[Leg]:
+    """Return the cheapest chain, by a sweep over the blocks from the last to the first.
+
+    Before each block, every peer that serves it knows the cheapest way on from there: through the
+    next block as well, or over to one of those that serve that.
+    """
+    num_peers = len(offers.starts)
+    onward_seconds = np.full(num_peers, np.inf)  # to the end, from where a peer is
+    exits = np.zeros(num_peers, dtype=int)
+    followers = np.full(num_peers, -1)
+    plans: dict[int, tuple[Column, Column]] = {}  # exits and followers of who begins at a block
+    following = np.zeros(0, dtype=int)
+    for block in range(span.stop - 1, span.start - 1, -1):
+        serving = np.flatnonzero((offers.starts <= block) & (block < offers.stops))
+        if block + 1 == span.stop:
+            leaving_seconds, onto = edges.last_seconds[serving], np.full(len(serving), -1)
+        else:
+            entry_seconds = offers.hop_seconds[following] + onward_seconds[following]
+            ways = edges.between_seconds[np.ix_(serving, following)] + entry_seconds
+            best = ways.argmin(axis=1)
+            leaving_seconds, onto = ways[np.arange(len(serving)), best], following[best]
+        leaves = (leaving_seconds < onward_seconds[serving]) | (offers.stops[serving] == block + 1)
+        leavers = serving[leaves]
+        onward_seconds[leavers] = leaving_seconds[leaves]
+        exits[leavers], followers[leavers] = block + 1, onto[leaves]
+        onward_seconds[serving] += offers.block_seconds[serving]
+        plans[block] = exits.copy(), followers.copy()
+        following = serving
+    total = (edges.first_seconds + offers.hop_seconds + onward_seconds)[following]
+    legs: list[Leg] = []
+    row, block = int(following[total.argmin()]), span.start
+    while row >= 0:
+        exits, followers = plans[block]
+        legs.append(Leg(row, Span(block, int(exits[row]))))
+        row, block = int(followers[row]), int(exits[row])
+    return legs
+
+
+_read_numbers = attrgetter("x", "y", "z", "height", "error")
+
+
+def read_places(coordinates: Iterable[Coordinate | None]) -> Places:
+    """Return where peers are, a row each."""
+    known = (_read_numbers(coordinate or ORIGIN) for coordinate in coordinates)
+    table = np.fromiter(chain.from_iterable(known), dtype=float).reshape(-1, 5)
+    heights, errors = table[:, 3], table[:, 4]
+    return Places(table[:, :3], np.where(errors <= SETTLED_ERROR, heights, np.nan))
+
+
+def estimate_rtts(own: Coordinate, places: Places) -> Column:
+    """Return about how long the round trips from somewhere to peers are; NaN where nobody knows."""
+    here = read_places([own])
+    differences = places.points - here.points
+    apart = np.sqrt(np.einsum("pk,pk->p", differences, differences))
+    return apart + places.heights + here.heights
+
+
+def can_push(peer: Announcement, following: Announcement) -> bool:
+    """Return whether a peer may push to another one, by what they announce: it can dial that, or
+    holds connections that it has parked there.
+    """
+    version = min(peer.max_version, following.max_version)
+    if following.endpoints:
+        return version >= CHAIN_VERSION
+    return version >= REVERSE_VERSION and following.is_parked_at(peer.peer_id)
+
+
+def measure_edges(
+    peers: Sequence[Announcement],
+    places: Places,
+    rtt_seconds: Column,
+    is_measured: Column,
+    cuts: Collection[tuple[PeerId, PeerId]] = (),
+) -> Table:
+    """Return the one-way seconds from each peer to each other one.
+
+    `rtt_seconds` are the client's own, to each, some of them measured. What peers have measured
+    counts before what their coordinates say. Where one cannot push to the other, and where nobody
+    knows how far they are apart, the way leads through the client.
+    """
+    through_client = rtt_seconds[:, None] + rtt_seconds
+    told = _read_told(peers)
+    seconds = np.where(np.isnan(told), _estimate_apart(places), told)
+    both_measured = is_measured[:, None] & is_measured
+    differences = np.where(both_measured, np.abs(rtt_seconds[:, None] - rtt_seconds), 0.0)
+    seconds = np.fmin(np.maximum(seconds, differences), through_client)
+    seconds = np.where(_find_pushing(peers, cuts), seconds, through_client)
+    np.fill_diagonal(seconds, 0.0)
+    return 0.5 * seconds
+
+
+def _read_told(peers: Sequence[Announcement]) -> Table:
+    """Return the round trips that peers have measured to each other; NaN for none.
+
+    Of two that differ the longer one counts: to seem near is worth something, to seem far is not.
+    """
+    rows = {peer.peer_id: row for row, peer in enumerate(peers)}
+    told = np.full((len(peers), len(peers)), np.nan)
+    for row, peer in enumerate(peers):
+        for other, seconds in peer.rtts:
+            column = rows.get(other, row)
+            if column != row:
+                told[row, column] = told[column, row] = np.fmax(told[row, column], seconds)
+    return told
+
+
+def _estimate_apart(places: Places) -> Table:
+    """Return the round trips between peers by their coordinates; NaN where one is not settled."""
+    points, heights = places
+    squares = (points**2).sum(axis=1)
+    # |a - b|² as |a|² + |b|² - 2ab: no table with three numbers for each pair.
+    apart = squares[:, None] + squares - 2.0 * (points @ points.T)
+    return np.sqrt(apart.clip(min=0.0)) + heights[:, None] + heights
+
+
+def _find_pushing(
+    peers: Sequence[Announcement], cuts: Collection[tuple[PeerId, PeerId]]
+) -> NDArray[np.bool_]:
+    """Return which peers may push to which."""
+    speak_chain = np.array([peer.max_version >= CHAIN_VERSION for peer in peers], dtype=bool)
+    can_be_dialled = np.array([bool(peer.endpoints) for peer in peers], dtype=bool)
+    pushing = speak_chain[:, None] & (speak_chain & can_be_dialled)
+    holders = {shorten(peer.peer_id): row for row, peer in enumerate(peers)}
+    for column, following in enumerate(peers):
+        for row in (holders[ending] for ending in following.parked_at if ending in holders):
+            pushing[row, column] = can_push(peers[row], following)
+    if cuts:
+        rows = {peer.peer_id: row for row, peer in enumerate(peers)}
+        for before, after in cuts:
+            if before in rows and after in rows:
+                pushing[rows[before], rows[after]] = False
+    return pushing

@@ -1,4 +1,4 @@
-"""One model's swarm as a client sees it: reads the directory and finds routes."""
+"""Finds routes over the peers of one model's swarm, and waits for those that are missing."""
 
 import asyncio
 import random
@@ -10,9 +10,9 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import Transport
-from ...protocol.records.swarm_view import SwarmView
 from ...protocol.spans import Span
-from .peer_book import NO_DOUBT, Fault, PeerBook
+from .failures import Fault
+from .peer_book import NO_DOUBT, PeerBook
 from .position import Position
 from .route import Ends, Hop, Route
 from .router import RoutingCosts, expect_way_seconds, plan_route
@@ -38,35 +38,13 @@ class Swarm:
         clock: Clock,
         rng: random.Random,
     ) -> None:
-        self._directory = directory
         self._clock = clock
         self._rng = rng
-        self._refreshed_at = float("-inf")
-        self._way_seconds: dict[tuple[PeerId, ...], list[float]] = {}
-        self._revision = -1  # of the book, when those were found
-        view = SwarmView.from_announcements(model_id, (), clock.wall(), num_blocks)
-        self.book = PeerBook(view, clock)
+        self.book = PeerBook(directory, model_id, num_blocks, clock)
         self._position = Position(self.book, clock, rng)
 
     def __repr__(self) -> str:
-        return f"<Swarm {self.book.view!r}, {self.book!r}>"
-
-    async def refresh(self, max_age_seconds: float = 0.0) -> SwarmView:
-        """Read the directory unless the view is fresh enough, and return the view.
-
-        Raises DirectoryError when the directory cannot be read; the old view stays.
-        """
-        if self._clock.now() - self._refreshed_at > max_age_seconds:
-            announcements = await self._directory.lookup(self.book.view.model_id)
-            view = SwarmView.from_announcements(
-                self.book.view.model_id,
-                announcements,
-                self._clock.wall(),
-                self.book.view.num_blocks,
-            )
-            self._refreshed_at = self._clock.now()
-            self.book.note_view(view)
-        return self.book.view
+        return f"<Swarm {self.book!r}>"
 
     async def wait_for_route(
         self,
@@ -93,7 +71,7 @@ class Swarm:
             unread: DirectoryError | None = None
             try:
                 async with asyncio.timeout(max(retry.remaining_seconds, _SHORT_SECONDS)):
-                    await self.refresh(max_age_seconds)
+                    await self.book.refresh(max_age_seconds)
             except DirectoryError as error:
                 unread = error
             except TimeoutError:
@@ -144,11 +122,8 @@ class Swarm:
 
     def expect_way_seconds(self, hops: Sequence[Hop]) -> list[float]:
         """Return the ways of a chain: to the first hop, from each to the next, and back."""
-        if self._revision != self.book.revision:
-            self._revision = self.book.revision
-            self._way_seconds.clear()
-        key = tuple(hop.peer.peer_id for hop in hops)
-        if key not in self._way_seconds:
+        known, key = self.book.way_seconds, tuple(hop.peer.peer_id for hop in hops)
+        if key not in known:
             peers = [self.book.view.find(hop.peer.peer_id) or hop.peer for hop in hops]
-            self._way_seconds[key] = expect_way_seconds(peers, self._measure_costs())
-        return self._way_seconds[key]
+            known[key] = expect_way_seconds(peers, self._measure_costs())
+        return known[key]

@@ -45,7 +45,7 @@ class Client:
         self._hidden_size = model.hidden_size
         self._config = config
         secret = secrets.token_bytes(16)
-        self._asker = PassAsker(swarm, self._transport, clock, config, secret)
+        self._asker = PassAsker(swarm.book, self._transport, clock, config, secret)
         self._sessions = SessionOpener(swarm, self._transport, clock, config, secret)
         publisher = Publisher(self._asker, clock)
         self._passes = RemotePasses(self._asker, publisher)
@@ -141,7 +141,7 @@ class Client:
 
     def view_swarm(self) -> SwarmView:
         """Read the directory and return all valid announcements of the model."""
-        return self._portal.run(self._swarm.refresh())
+        return self._portal.run(self._swarm.book.refresh())
 
     def close(self) -> None:
         """Close all streams and end the client's thread; safe to call twice.

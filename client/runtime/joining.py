@@ -65,7 +65,7 @@ async def _join_once(
     chosen, rng = choose_peers(directory, config), random.Random(config.seed)
     swarm = Swarm(chosen, model.model_id, model.num_blocks, clock, rng)
     try:
-        await swarm.refresh()
+        await swarm.book.refresh()
     except BaseException:
         await directory.close()
         await transport.close()

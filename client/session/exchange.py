@@ -25,10 +25,11 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.messages.session import Admit, Mirror, Output, Probe, Redirect, Status, Step
+from ...protocol.net.clock import WakefulTimeout
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
 from ..concurrency.tasks import Closer
-from ..routing.deadlines import FLOOR_SECONDS, WakefulTimeout
-from ..routing.peer_book import LostHopError
+from ..routing.failures import LostHopError
+from ..routing.peer_book import FLOOR_SECONDS
 from ..trace.trace import Kind, QuestionWatch, choose_kind
 from .hop_link import (
     Arrived,
@@ -458,7 +459,7 @@ class Exchange:
         began_at, last.answered_at = max(asked.asked_at, last.answered_at), now
         num_tokens = asked.step.hidden.rows * asked.step.hidden.tokens
         is_alone, hops = not last.capability, [live.hop for live in segment]
-        expected_seconds = [] if is_alone else self._state.swarm.expect_way_seconds(hops)
+        expected_seconds = [] if is_alone else self._expect_way_seconds(segment)
         if asked.watch is not None and is_alone:
             asked.watch.note_answered(output)
         elif asked.watch is not None:
@@ -482,6 +483,11 @@ class Exchange:
                 self._book.note_answer(
                     hop, num_tokens, hop_seconds, sum(expected_seconds) / len(segment)
                 )
+
+    def _expect_way_seconds(self, segment: Sequence[LiveHop]) -> list[float]:
+        """Return the ways of a chain: to the first hop, from each to the next, and back."""
+        known = self._book.way_seconds.get(tuple(_list_peers(segment)))
+        return known or self._state.swarm.expect_way_seconds([live.hop for live in segment])
 
     def _watch(self, first: LiveHop, question: Question, is_replay: bool) -> QuestionWatch | None:
         recorder = self._state.recorder

@@ -25,10 +25,10 @@ from ...protocol.errors import (
 )
 from ...protocol.ids import PeerId, SessionId
 from ...protocol.messages.session import Mirror, NextHop, Status
+from ...protocol.net.clock import WakefulTimeout
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.versions import HANDOFF_VERSION
-from ..routing.deadlines import WakefulTimeout
-from ..routing.peer_book import LostHopError
+from ..routing.failures import LostHopError
 from ..routing.route import Ends
 from ..trace.trace import Handoff, Observer
 from .exchange import Exchange, merge_pieces

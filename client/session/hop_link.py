@@ -37,7 +37,7 @@ from ...protocol.messages.session import (
     Status,
     Step,
 )
-from ...protocol.net.clock import Clock
+from ...protocol.net.clock import Clock, WakefulTimeout
 from ...protocol.net.dialling import (
     Lane,
     check_answer,
@@ -51,8 +51,7 @@ from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, WireTensor
 from ...protocol.wire.codec import decode_frame, encode_frame
-from ..routing.deadlines import WakefulTimeout
-from ..routing.peer_book import LostHopError
+from ..routing.failures import LostHopError
 from ..routing.route import Ends, Hop
 
 _GOODBYE_SECONDS = 1.0

@@ -25,8 +25,8 @@ from ...protocol.net.transport import Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import INT8_VERSION, PASS_VERSION
-from ..routing.deadlines import choose_open_timeout_seconds
-from ..routing.peer_book import LostHopError, Refusals
+from ..routing.failures import LostHopError, Refusals
+from ..routing.peer_book import FLOOR_SECONDS
 from ..routing.route import Ends, Hop, Route
 from .deep_prompts import encode_prompts
 from .hop_link import HopLink, LiveHop, Mailbox, Place
@@ -47,6 +47,9 @@ asked once: announcing costs nothing, and a few silent peers would use up all th
 
 _SHORT_SECONDS = 0.5
 """What a peer gets to open a session even when time is up."""
+
+_LONGEST_STEP_TOKENS = 2048
+"""A step that a peer may be computing when somebody else knocks."""
 
 BringUp = Callable[[list[LiveHop], Place, float, float], Awaitable[None]]
 """Opens the hops of a route at a place before a deadline, waiting for room so long, and brings them
@@ -317,3 +320,23 @@ class HopFinder:
 
 def _count_bytes(pieces: Sequence[PassPiece]) -> int:
     return sum(len(piece.tensor.data) for piece in pieces)
+
+
+def choose_open_timeout_seconds(
+    announced_queue_seconds: float,
+    announced_prefill_seconds_per_token: float | None,
+    longest_seconds: float,
+) -> float:
+    """Return how long a peer may take to accept a connection and open a session.
+
+    It answers between two steps, its own or those of others, the longest of them a prompt.
+
+    >>> choose_open_timeout_seconds(0.2, 0.0005, 5.0)
+    2.224
+    >>> choose_open_timeout_seconds(0.0, None, 5.0)
+    5.0
+    """
+    if announced_prefill_seconds_per_token is None:
+        return longest_seconds
+    prompt_seconds = _LONGEST_STEP_TOKENS * announced_prefill_seconds_per_token
+    return min(FLOOR_SECONDS + announced_queue_seconds + prompt_seconds, longest_seconds)

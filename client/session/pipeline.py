@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.spans import Span
-from ..routing.peer_book import Fault, Trouble
+from ..routing.failures import Fault, Trouble
 from .hop_link import BrokenSegmentError, LiveHop, Place, Question, StartOverError, cut_segments
 from .state import SessionState
 

@@ -10,9 +10,9 @@ from ...protocol.ids import NO_CAPABILITY
 from ...protocol.messages.session import Admit, NextHop, Redirect, Status
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.versions import CHAIN_VERSION
-from ..routing.distances import can_push
-from ..routing.peer_book import LostHopError
+from ..routing.failures import LostHopError
 from ..routing.route import Hop
+from ..routing.router import can_push
 from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Place, StartOverError
 from .state import SessionState
 

@@ -1,5 +1,5 @@
 """Time as an argument: the interface, the real clock, and a virtual one for tests and
-simulations.
+simulations. And a timeout that does not count time in which the process stood still.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import selectors
 import time
 from collections.abc import Callable, Coroutine, Generator
+from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 Result = TypeVar("Result")
@@ -63,6 +64,54 @@ class VirtualClock:
     def stall(self, seconds: float) -> None:
         """Advance time without running the loop, as if the process had been stopped."""
         _running_virtual_loop().stall(seconds)
+
+
+_STANDSTILL_SECONDS = 0.5
+"""A timer that comes so much too late says that this process stood still: it was stopped (Ctrl-Z),
+or the machine slept. The answer may have come meanwhile, and nobody has looked."""
+
+
+class WakefulTimeout:
+    """A timeout for use in an `async with`; time in which this process stood still does not count.
+
+    Like `asyncio.timeout`, it raises TimeoutError. When it finds that it comes far too late, it
+    begins anew: whoever is waited for has had no chance to be heard.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._timeout = asyncio.timeout(None)
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def __aenter__(self) -> WakefulTimeout:
+        await self._timeout.__aenter__()
+        self.restart(self._seconds)
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> bool | None:
+        assert self._timer is not None
+        self._timer.cancel()
+        return await self._timeout.__aexit__(kind, error, trace)
+
+    def restart(self, seconds: float) -> None:
+        """Count so many seconds from now."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._seconds = seconds
+        self._timer = asyncio.get_running_loop().call_later(seconds, self._end)
+
+    def _end(self) -> None:
+        assert self._timer is not None
+        now = asyncio.get_running_loop().time()
+        if now - self._timer.when() > _STANDSTILL_SECONDS:
+            self.restart(self._seconds)
+        else:
+            self._timeout.reschedule(now)
 
 
 class DeadlockError(RuntimeError):

@@ -213,7 +213,7 @@ async def move_pass_peer(scene: Scene, peer: PassPeer, old_name: str) -> None:
 
 def make_asker(scene: Scene) -> PassAsker:
     """Return what asks them. Close it."""
-    return PassAsker(scene.swarm, scene.client, VirtualClock(), scene.config, SECRET)
+    return PassAsker(scene.swarm.book, scene.client, VirtualClock(), scene.config, SECRET)
 
 
 def make_texts(num_tokens: int = 64) -> tuple[Texts, Tensor]:

@@ -69,7 +69,7 @@ class Scene:
         swarm = Swarm(
             self._swarm.open_directory(), MODEL_ID, WHOLE.stop, VirtualClock(), random.Random(0)
         )
-        await swarm.refresh()
+        await swarm.book.refresh()
         self._num_sessions += 1
         name = self._num_sessions.to_bytes(16, "big")
         facts = SessionFacts(

@@ -261,7 +261,7 @@ def run_story(tiny_models: Any, whole_engine: Engine, delivery: str) -> RunStory
                 stack.push_async_callback(transport.close)
                 model_id = look_into(loopback.peers[0]).model_id
                 swarm = Swarm(members, model_id, WHOLE.stop, SystemClock(), random.Random(0))
-                await swarm.refresh()
+                await swarm.book.refresh()
                 world = World(loopback, swarm, transport, config, whole_engine)
                 async with asyncio.timeout(60):  # a hang is a failure, not a wait
                     await story(world)

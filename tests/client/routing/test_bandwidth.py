@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.client.routing.bandwidth import Bandwidth, PeerLinks
+from shoal.client.routing.peer_book import Bandwidth, PeerLinks
 from shoal.protocol.ids import PeerId
 
 LARGE = 2**20

@@ -2,7 +2,8 @@
 
 import pytest
 
-from shoal.client.routing.deadlines import FLOOR_SECONDS, AnswerTimes, choose_open_timeout_seconds
+from shoal.client.routing.peer_book import FLOOR_SECONDS, AnswerTimes
+from shoal.client.session.hops import choose_open_timeout_seconds
 
 UNKNOWN = AnswerTimes().choose_timeout_seconds(1, None, None)
 

@@ -28,7 +28,7 @@ async def add_landmarks(scene: Scene, **facts: Any) -> None:
     for number in range(NUM_LANDMARKS):
         place = (0.1 + 0.01 * number) * (-1) ** number
         await add_peer(scene, f"landmark{number}", place, queue_seconds=5.0, **facts)
-    await scene.swarm.refresh()
+    await scene.swarm.book.refresh()
 
 
 def test_client_knows_who_is_near_although_it_has_met_nobody() -> None:
@@ -37,7 +37,7 @@ def test_client_knows_who_is_near_although_it_has_met_nobody() -> None:
         await scene.swarm.survey(scene.client)
         for number, place in enumerate((0.15, 0.01, -0.12, -0.18)):
             await add_peer(scene, f"peer{number}", place)
-        await scene.swarm.refresh()
+        await scene.swarm.book.refresh()
         session = scene.open_session()
 
         await session.step(draw(1))

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 from swarm_world import FIRST_SECONDS, LONGEST_SECONDS, World, in_world
 
-from shoal.client.routing.peer_book import Fault
+from shoal.client.routing.failures import Fault
 from shoal.protocol.errors import RouteError
 from shoal.protocol.records.announcements import Announcement
 
@@ -13,7 +13,7 @@ from shoal.protocol.records.announcements import Announcement
 def test_quarantine_ends_with_time() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
-        await world.swarm.refresh()
+        await world.swarm.book.refresh()
 
         world.swarm.book.quarantine(peer, Fault.BROKEN)
 
@@ -29,7 +29,7 @@ def test_quarantine_ends_with_time() -> None:
 def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_worked() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
-        await world.swarm.refresh()
+        await world.swarm.book.refresh()
         world.note_answer(peer)
         world.swarm.book.quarantine(peer, Fault.BROKEN)
         newer = await world.announce(1)
@@ -44,7 +44,7 @@ def test_quarantine_ends_with_a_newer_announcement_of_a_peer_that_has_worked() -
 def test_newer_announcement_of_a_peer_that_never_worked_ends_no_quarantine() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
-        await world.swarm.refresh()
+        await world.swarm.book.refresh()
         world.swarm.book.quarantine(peer, Fault.SILENT)
 
         assert world.swarm.book.is_quarantined(await world.announce(1))
@@ -55,7 +55,7 @@ def test_newer_announcement_of_a_peer_that_never_worked_ends_no_quarantine() -> 
 def test_peer_that_failed_and_never_worked_comes_after_all_others_for_good() -> None:
     async def story(world: World) -> None:
         hole = await world.announce(1, decode_steps_per_second=1e9)
-        await world.swarm.refresh()
+        await world.swarm.book.refresh()
         world.swarm.book.quarantine(hole, Fault.SILENT)
         await asyncio.sleep(LONGEST_SECONDS)
 
@@ -73,7 +73,7 @@ def test_quarantine_counts_from_the_newest_announcement_that_is_known() -> None:
     async def story(world: World) -> None:
         old = await world.announce(1)
         newest = await world.announce(1)
-        await world.swarm.refresh()
+        await world.swarm.book.refresh()
 
         world.swarm.book.quarantine(old, Fault.BROKEN)
 
@@ -158,7 +158,7 @@ def test_who_did_not_lie_is_a_last_resort_the_silent_first() -> None:
 def test_stale_announcement_is_not_used_and_the_next_one_is() -> None:
     async def story(world: World) -> None:
         peer = await world.announce(1)
-        await world.swarm.refresh()
+        await world.swarm.book.refresh()
         world.swarm.book.quarantine(peer, Fault.STALE)
         with pytest.raises(RouteError):
             await world.route()

@@ -122,7 +122,7 @@ def test_one_hop_may_be_replaced_by_several() -> None:
         for index in range(6):
             await scene.add(f"part{index}", index, index + 1)
         scene.network.kill(whole.name)
-        await scene.swarm.refresh()
+        await scene.swarm.book.refresh()
 
         hidden = draw(4, 1, 2)
         assert torch.equal(await session.step(hidden), oracle.step(hidden))
@@ -290,7 +290,7 @@ def test_black_holes_that_announce_wonders_do_not_keep_a_session_from_opening() 
             await scene.add(name, 0, 6, **wonders)
             scene.network.pause(name)
         await scene.add("honest", 0, 6)
-        for peer in (await scene.swarm.refresh()).peers:
+        for peer in (await scene.swarm.book.refresh()).peers:
             endpoints[peer.peer_id] = peer.endpoints
 
         for index in range(4):
@@ -382,7 +382,7 @@ def test_replacement_of_the_same_weights_is_preferred() -> None:
         await scene.add("fast", 0, 6, weights="fp32", decode_steps_per_second=1e6)
         await scene.add("same", 0, 6, weights="int8")
         scene.network.kill("a")
-        await scene.swarm.refresh()
+        await scene.swarm.book.refresh()
 
         await session.step(draw(2))
         assert scene.names_of(session) == ["same"]

@@ -1,0 +1,138 @@
+"""What can go wrong at a peer, whose fault that is, and which failures are for good."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import IntEnum
+
+from ...protocol.errors import (
+    ErrorCode,
+    RefusedError,
+    RemoteProtocolError,
+    SilentError,
+    StaleAnnouncementError,
+    UnavailableError,
+)
+from ...protocol.ids import PeerId
+from ...protocol.net.retry import Retry
+from .route import Hop
+
+PeerFailure = UnavailableError | RemoteProtocolError | RefusedError
+"""What a peer may cause, by which a caller turns to another one."""
+
+
+class Fault(IntEnum):
+    """What a peer in quarantine did; the worse, the later it is asked when nobody else is left."""
+
+    SILENT = 1
+    """It did not answer in time, or had no room: it may be sound and only slow."""
+
+    BROKEN = 2
+    """It hung up, could not be reached, or failed to compute."""
+
+    STALE = 3
+    """It is not what that announcement says; it is asked again once there is a newer one."""
+
+    LYING = 4
+    """It broke the protocol; it is not asked at all."""
+
+
+# Answers that blame the question: no peer could take it. Any number of those who say so may be one
+# liar, and the client has checked the question: the caller hears it when nobody is left to ask.
+_QUESTION_CODES = frozenset({ErrorCode.BAD_FRAME, ErrorCode.BAD_VALUES, ErrorCode.TOO_LONG})
+# Of the others, answers of a peer that is sound and may be asked again when there is no other, or
+# that serves something else by now. Whoever gives another answer is broken.
+_FAULTS = {
+    ErrorCode.CACHE_FULL: Fault.SILENT,
+    ErrorCode.BUSY: Fault.SILENT,
+    ErrorCode.DRAINING: Fault.SILENT,
+    ErrorCode.UNKNOWN_ADAPTER: Fault.SILENT,
+    ErrorCode.NO_ROOM_FOR_ADAPTER: Fault.SILENT,
+    ErrorCode.WRONG_MODEL: Fault.STALE,
+    ErrorCode.WRONG_SPAN: Fault.STALE,
+}
+
+WAS_LOST = "was lost"
+
+# What is said of the peer of a hop, by its answer; of all others, that they were lost.
+_LOSSES = {
+    ErrorCode.CACHE_FULL: "had no room",
+    ErrorCode.BUSY: "had no room",
+    ErrorCode.DRAINING: "is leaving",
+    ErrorCode.UNKNOWN_SESSION: "lost the session",
+    ErrorCode.UNKNOWN_ADAPTER: "lost the adapter",
+    ErrorCode.NO_ROOM_FOR_ADAPTER: "had no room for the adapter",
+}
+
+
+def find_fault(error: PeerFailure) -> Fault | None:
+    """Return what a failure says of its peer; None where it says that the question is wrong."""
+    if isinstance(error, RefusedError):
+        return None if error.code in _QUESTION_CODES else _FAULTS.get(error.code, Fault.BROKEN)
+    if isinstance(error, RemoteProtocolError):
+        return Fault.LYING
+    if isinstance(error, StaleAnnouncementError):
+        return Fault.STALE
+    return Fault.SILENT if isinstance(error, SilentError) else Fault.BROKEN
+
+
+class LostHopError(UnavailableError):
+    """A hop has to be replaced. It is hung up on, and its peer blamed; `__cause__` says why."""
+
+    def __init__(self, hop: Hop, detail: str) -> None:
+        super().__init__(detail)
+        self.hop = hop
+
+    @property
+    def what_happened(self) -> str:
+        """What happened to the peer, as the end of a sentence that begins with its name."""
+        cause = self.__cause__
+        if isinstance(cause, RefusedError):
+            return _LOSSES.get(cause.code, WAS_LOST)
+        return "did not answer in time" if isinstance(cause, SilentError) else WAS_LOST
+
+
+class Refusals:
+    """Who declined, for good, what one hop is asked: these peers are not asked again."""
+
+    def __init__(self) -> None:
+        self._lost: dict[PeerId, tuple[Hop, RefusedError]] = {}
+
+    @property
+    def peer_ids(self) -> Collection[PeerId]:
+        """The peers that declined."""
+        return self._lost.keys()
+
+    @property
+    def first(self) -> RefusedError | None:
+        """The first refusal, None while there is none."""
+        return next((refusal for _, refusal in self._lost.values()), None)
+
+    @property
+    def contradicted(self) -> list[Hop]:
+        """The hops that said no peer could take it, for when another one did."""
+        return [hop for hop, refusal in self._lost.values() if refusal.code in _QUESTION_CODES]
+
+    def note(self, lost: LostHopError) -> None:
+        """Note a refusal, if the hop was lost by one that is for good."""
+        refusal = lost.__cause__
+        if not isinstance(refusal, RefusedError):
+            return
+        if refusal.code in _QUESTION_CODES or _is_hopeless(refusal):
+            self._lost[lost.hop.peer.peer_id] = lost.hop, refusal
+
+
+class Trouble:
+    """What went wrong with one step or pass at one place so far: who declined it for good, and how
+    long to go on with others.
+    """
+
+    def __init__(self, retry: Retry) -> None:
+        self.refusals = Refusals()
+        self.retry = retry
+
+
+def _is_hopeless(error: RefusedError) -> bool:
+    """Return whether a peer said that what we want, or our adapter, will never fit there."""
+    is_full = error.code in (ErrorCode.CACHE_FULL, ErrorCode.NO_ROOM_FOR_ADAPTER)
+    return is_full and error.retry_after_seconds is None
