@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ...protocol.ids import PeerId
-from ..routing.failures import LostHopError
-from ..routing.route import Hop
+from ..routing.route import Hop, LostHopError
 
 _MOST_UNSEEN = 256
 """Nobody may be watching."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from enum import IntEnum
 
 from ...protocol.errors import (
@@ -13,9 +12,6 @@ from ...protocol.errors import (
     StaleAnnouncementError,
     UnavailableError,
 )
-from ...protocol.ids import PeerId
-from ...protocol.net.retry import Retry
-from .route import Hop
 
 PeerFailure = UnavailableError | RemoteProtocolError | RefusedError
 """What a peer may cause, by which a caller turns to another one."""
@@ -68,7 +64,7 @@ _LOSSES = {
 def find_fault(error: PeerFailure) -> Fault | None:
     """Return what a failure says of its peer; None where it says that the question is wrong."""
     if isinstance(error, RefusedError):
-        return None if error.code in _QUESTION_CODES else _FAULTS.get(error.code, Fault.BROKEN)
+        return None if blames_question(error) else _FAULTS.get(error.code, Fault.BROKEN)
     if isinstance(error, RemoteProtocolError):
         return Fault.LYING
     if isinstance(error, StaleAnnouncementError):
@@ -76,63 +72,21 @@ def find_fault(error: PeerFailure) -> Fault | None:
     return Fault.SILENT if isinstance(error, SilentError) else Fault.BROKEN
 
 
-class LostHopError(UnavailableError):
-    """A hop has to be replaced. It is hung up on, and its peer blamed; `__cause__` says why."""
-
-    def __init__(self, hop: Hop, detail: str) -> None:
-        super().__init__(detail)
-        self.hop = hop
-
-    @property
-    def what_happened(self) -> str:
-        """What happened to the peer, as the end of a sentence that begins with its name."""
-        cause = self.__cause__
-        if isinstance(cause, RefusedError):
-            return _LOSSES.get(cause.code, WAS_LOST)
-        return "did not answer in time" if isinstance(cause, SilentError) else WAS_LOST
+def find_loss(error: BaseException | None) -> str:
+    """Return what happened to a peer, as the end of a sentence that begins with its name."""
+    if isinstance(error, RefusedError):
+        return _LOSSES.get(error.code, WAS_LOST)
+    return "did not answer in time" if isinstance(error, SilentError) else WAS_LOST
 
 
-class Refusals:
-    """Who declined, for good, what one hop is asked: these peers are not asked again."""
-
-    def __init__(self) -> None:
-        self._lost: dict[PeerId, tuple[Hop, RefusedError]] = {}
-
-    @property
-    def peer_ids(self) -> Collection[PeerId]:
-        """The peers that declined."""
-        return self._lost.keys()
-
-    @property
-    def first(self) -> RefusedError | None:
-        """The first refusal, None while there is none."""
-        return next((refusal for _, refusal in self._lost.values()), None)
-
-    @property
-    def contradicted(self) -> list[Hop]:
-        """The hops that said no peer could take it, for when another one did."""
-        return [hop for hop, refusal in self._lost.values() if refusal.code in _QUESTION_CODES]
-
-    def note(self, lost: LostHopError) -> None:
-        """Note a refusal, if the hop was lost by one that is for good."""
-        refusal = lost.__cause__
-        if not isinstance(refusal, RefusedError):
-            return
-        if refusal.code in _QUESTION_CODES or _is_hopeless(refusal):
-            self._lost[lost.hop.peer.peer_id] = lost.hop, refusal
+def blames_question(error: RefusedError) -> bool:
+    """Return whether a peer said that no peer could take what it was asked."""
+    return error.code in _QUESTION_CODES
 
 
-class Trouble:
-    """What went wrong with one step or pass at one place so far: who declined it for good, and how
-    long to go on with others.
+def is_for_good(error: RefusedError) -> bool:
+    """Return whether it is no use to ask the same peer again: for this question, or because what we
+    want, or our adapter, will never fit there.
     """
-
-    def __init__(self, retry: Retry) -> None:
-        self.refusals = Refusals()
-        self.retry = retry
-
-
-def _is_hopeless(error: RefusedError) -> bool:
-    """Return whether a peer said that what we want, or our adapter, will never fit there."""
     is_full = error.code in (ErrorCode.CACHE_FULL, ErrorCode.NO_ROOM_FOR_ADAPTER)
-    return is_full and error.retry_after_seconds is None
+    return blames_question(error) or (is_full and error.retry_after_seconds is None)

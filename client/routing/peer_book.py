@@ -18,8 +18,8 @@ from ...protocol.net.clock import Clock
 from ...protocol.net.directory import Directory
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.swarm_view import SwarmView
-from .failures import Fault, LostHopError, PeerFailure, find_fault
-from .route import Hop
+from .failures import Fault, PeerFailure, find_fault
+from .route import Hop, LostHopError
 
 _UNKNOWN_BYTES_PER_SECOND = 256 * 2**10
 """A line of two megabits per second, until a large step was answered."""

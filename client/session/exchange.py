@@ -28,8 +28,8 @@ from ...protocol.messages.session import Admit, Mirror, Output, Probe, Redirect,
 from ...protocol.net.clock import WakefulTimeout
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
 from ..concurrency.tasks import Closer
-from ..routing.failures import LostHopError
 from ..routing.peer_book import FLOOR_SECONDS
+from ..routing.route import LostHopError
 from ..trace.trace import Kind, QuestionWatch, choose_kind
 from .hop_link import (
     Arrived,

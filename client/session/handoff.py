@@ -28,8 +28,7 @@ from ...protocol.messages.session import Mirror, NextHop, Status
 from ...protocol.net.clock import WakefulTimeout
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.versions import HANDOFF_VERSION
-from ..routing.failures import LostHopError
-from ..routing.route import Ends
+from ..routing.route import Ends, LostHopError
 from ..trace.trace import Handoff, Observer
 from .exchange import Exchange, merge_pieces
 from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Question, StartOverError

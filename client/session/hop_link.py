@@ -51,8 +51,7 @@ from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, WireTensor
 from ...protocol.wire.codec import decode_frame, encode_frame
-from ..routing.failures import LostHopError
-from ..routing.route import Ends, Hop
+from ..routing.route import Ends, Hop, LostHopError
 
 _GOODBYE_SECONDS = 1.0
 """How long saying Close may take: a stream that is stuck is hung up on without."""

@@ -25,9 +25,8 @@ from ...protocol.net.transport import Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import INT8_VERSION, PASS_VERSION
-from ..routing.failures import LostHopError, Refusals
 from ..routing.peer_book import FLOOR_SECONDS
-from ..routing.route import Ends, Hop, Route
+from ..routing.route import Ends, Hop, LostHopError, Refusals, Route
 from .deep_prompts import encode_prompts
 from .hop_link import HopLink, LiveHop, Mailbox, Place
 from .state import SessionState, Waiting, invert

@@ -10,8 +10,7 @@ from ...protocol.ids import NO_CAPABILITY
 from ...protocol.messages.session import Admit, NextHop, Redirect, Status
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.versions import CHAIN_VERSION
-from ..routing.failures import LostHopError
-from ..routing.route import Hop
+from ..routing.route import Hop, LostHopError
 from ..routing.router import can_push
 from .hop_link import BrokenSegmentError, LiveHop, Mailbox, Place, StartOverError
 from .state import SessionState

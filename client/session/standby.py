@@ -12,7 +12,7 @@ from ...protocol.errors import RouteError, ShoalError, UnavailableError
 from ...protocol.ids import PeerId
 from ...protocol.net.clock import WakefulTimeout
 from ...protocol.net.retry import Backoff, Retry
-from ..routing.failures import LostHopError
+from ..routing.route import LostHopError
 from ..trace.trace import Observer
 from .handoff import CannotMoveError, Parts, Understudy, read_failure
 from .hop_link import BrokenSegmentError, LiveHop, Place, StartOverError
