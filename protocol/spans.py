@@ -43,6 +43,17 @@ class Span:
         start, stop = max(self.start, other.start), min(self.stop, other.stop)
         return Span(start, stop) if start < stop else None
 
+    def adjoins(self, other: Span) -> bool:
+        """Return whether a chain may lead from one of both spans to the other.
+
+        >>> Span(4, 8).adjoins(Span(6, 12)), Span(4, 8).adjoins(Span(0, 4))
+        (True, True)
+        >>> Span(4, 8).adjoins(Span(5, 8)), Span(4, 8).adjoins(Span(9, 12))
+        (False, False)
+        """
+        first, second = sorted((self, other))
+        return first.start < second.start <= first.stop < second.stop
+
     @classmethod
     def parse(cls, text: str) -> Span:
         """Read `A:B`; raises ValueError with what is wrong.
@@ -73,16 +84,3 @@ def find_gaps(num_blocks: int, spans: Iterable[Span]) -> list[Span]:
     if covered_to < num_blocks:
         gaps.append(Span(covered_to, num_blocks))
     return gaps
-
-
-def is_likely_neighbour(own: Span, other: Span) -> bool:
-    """Return whether a chain may lead from one of two spans to the other: where one ends, the other
-    goes on.
-
-    >>> is_likely_neighbour(Span(4, 8), Span(6, 12)), is_likely_neighbour(Span(4, 8), Span(0, 4))
-    (True, True)
-    >>> is_likely_neighbour(Span(4, 8), Span(5, 8)), is_likely_neighbour(Span(4, 8), Span(9, 12))
-    (False, False)
-    """
-    first, second = sorted((own, other), key=lambda span: (span.start, span.stop))
-    return first.start < second.start <= first.stop < second.stop

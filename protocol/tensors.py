@@ -39,6 +39,8 @@ the others: only their own group is rounded as coarsely as they are."""
 
 _SCALE_BYTES = 2
 
+_MAX_SHAPE = (limits.MAX_BATCH_ROWS, limits.MAX_STEP_TOKENS, limits.MAX_HIDDEN_SIZE)
+
 
 @dataclass(frozen=True, slots=True)
 class WireTensor:
@@ -81,10 +83,10 @@ def check_tensor(tensor: WireTensor) -> None:
     ...
     ValueError: a 1x1x3 tensor has 12 bytes, not 8
     """
-    rows, tokens, width = tensor.shape
-    bounds = (limits.MAX_BATCH_ROWS, limits.MAX_STEP_TOKENS, limits.MAX_HIDDEN_SIZE)
-    if not all(0 < number <= bound for number, bound in zip(tensor.shape, bounds, strict=True)):
-        raise ValueError(f"tensor shape {rows}x{tokens}x{width} is outside {bounds}")
+    rows, tokens, width = tensor.rows, tensor.tokens, tensor.width
+    most_rows, most_tokens, most_width = _MAX_SHAPE
+    if not (0 < rows <= most_rows and 0 < tokens <= most_tokens and 0 < width <= most_width):
+        raise ValueError(f"tensor shape {rows}x{tokens}x{width} is outside {_MAX_SHAPE}")
     expected = compute_num_bytes(tensor.dtype, rows, tokens, width)
     num_bytes = memoryview(tensor.data).nbytes
     if num_bytes != expected:

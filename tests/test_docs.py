@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shoal.models.families.registry import FAMILIES
-from shoal.protocol.net.tcp.frame_cutter import Mark, pack_mark
+from shoal.protocol.net.tcp.tcp_stream import Mark, pack_mark
 from shoal.protocol.versions import MAX_VERSION
 
 ROOT = Path(__file__).resolve().parents[1]

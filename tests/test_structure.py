@@ -44,7 +44,7 @@ DOORS = {
         "protocol/net/dht/replicas.py",
         "protocol/net/libp2p/p2p_streams.py",
     },
-    "google": {"protocol/wire/bodies.py"},
+    "google": {"protocol/wire/codec.py"},
     "bitsandbytes": {"kernels/"},
     "triton": {"kernels/linear/triton_int8.py", "kernels/attention/triton_attention.py"},
     "uvloop": {"cli/"},

@@ -26,7 +26,7 @@ from shoal.protocol.ids import PeerId
 from shoal.protocol.records.announcements import Announcement, PeerState
 from shoal.protocol.records.coordinates import ORIGIN, Coordinate, settle
 from shoal.protocol.records.swarm_view import SwarmView
-from shoal.protocol.spans import Span, is_likely_neighbour
+from shoal.protocol.spans import Span
 from simulation.machines import Machine, draw_machine
 from simulation.steps import StepCost
 from simulation.world import MODEL_ID, make_announcement
@@ -175,7 +175,7 @@ def _choose_told(
 ) -> tuple[tuple[PeerId, float], ...]:
     likely = (
         (rtt, other) for other, rtt in rtts.items()
-        if is_likely_neighbour(own.span, peers[other].span)
+        if own.span.adjoins(peers[other].span)
     )  # fmt: skip
     return tuple((other, rtt) for rtt, other in sorted(likely)[:MAX_TOLD])
 

@@ -40,11 +40,11 @@ from ...protocol.messages.passes import (
 )
 from ...protocol.messages.session import Queued
 from ...protocol.net.clock import Clock, WakefulTimeout
-from ...protocol.net.dialling import open_greeted, receive
+from ...protocol.net.dialling import open_greeted
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.tensors import WireTensor
-from ...protocol.wire.codec import encode_frame
+from ...protocol.wire.codec import encode_frame, read_answer
 
 _SILENCE_SECONDS = 4.0
 """A peer that waits or computes says so every second; without a word for so long it is given up."""
@@ -190,7 +190,7 @@ class PassLink:
         note_taken: Callable[[int], object],
     ) -> float:
         # Read from the beginning: what a peer refuses by its head alone need not go there.
-        hearing = asyncio.create_task(receive(self._stream, self._name, head.upload_id))
+        hearing = asyncio.create_task(self._listen(head.upload_id))
         try:
             await self._send(encode_frame(head), timeout_seconds)
             for piece in cut_adapter(head.upload_id, tensors):
@@ -310,7 +310,10 @@ class PassLink:
         return heard_at + self._clock.now() - began_at
 
     async def _receive(self, pass_id: SessionId, timeout_seconds: float) -> Message:
-        return await self._wait(receive(self._stream, self._name, pass_id), timeout_seconds)
+        return await self._wait(self._listen(pass_id), timeout_seconds)
+
+    async def _listen(self, asked_for: SessionId) -> Message:
+        return read_answer(await self._stream.receive(), self._name, asked_for)
 
     async def _wait(self, receiving: Awaitable[Message], timeout_seconds: float) -> Message:
         try:

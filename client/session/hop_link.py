@@ -28,6 +28,7 @@ from ...protocol.messages.session import (
     Close,
     Declined,
     Gap,
+    Lane,
     Leaving,
     NextHop,
     Open,
@@ -36,21 +37,16 @@ from ...protocol.messages.session import (
     Queued,
     Status,
     Step,
-)
-from ...protocol.net.clock import Clock, WakefulTimeout
-from ...protocol.net.dialling import (
-    Lane,
     check_answer,
     choose_lane,
-    make_refusal,
-    open_greeted,
-    receive,
 )
+from ...protocol.net.clock import Clock, WakefulTimeout
+from ...protocol.net.dialling import open_greeted
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
 from ...protocol.tensors import WireDtype, WireTensor
-from ...protocol.wire.codec import decode_frame, encode_frame
+from ...protocol.wire.codec import decode_frame, encode_frame, read_answer
 from ..routing.route import Ends, Hop, LostHopError
 
 _GOODBYE_SECONDS = 1.0
@@ -152,7 +148,7 @@ class Mailbox:
     def put(self, session: SessionId, message: Message, num_bytes: int) -> None:
         """Take in what a hop has said."""
         if isinstance(message, Declined):
-            self.put_trouble(session, make_refusal(message))
+            self.put_trouble(session, message.error)
         elif isinstance(message, Gap) and message.session == session:
             self.put_trouble(session, GapError(f"the prefix ends at token {message.length}"))
         elif isinstance(message, Status) and message.session == session:
@@ -248,11 +244,11 @@ class HopLink:
                     link = cls(transport, clock, hop, opening, client, stream)
                     for piece in prompts:
                         await stream.send(encode_frame(piece))
-                    opened = await receive(stream, link.name, opening.session)
+                    opened = read_answer(await stream.receive(), link.name, opening.session)
                     if isinstance(opened, Queued) and opening.max_wait_seconds > 0:
                         on_queued(opened.wait_seconds)
                         timeout.restart(opening.max_wait_seconds + timeout_seconds)
-                        opened = await receive(stream, link.name, opening.session)
+                        opened = read_answer(await stream.receive(), link.name, opening.session)
             except TimeoutError as error:
                 name = f"peer …{hop.peer.peer_id[-6:]} (blocks {hop.span})"
                 raise SilentError(f"{name} did not open a session in time") from error
@@ -343,9 +339,8 @@ class HopLink:
 
     async def _receive(self) -> tuple[Message, int]:
         if self._listening is None or self._answering is not self._interactive:
-            sizes: list[int] = []
-            message = await receive(self._answering, self.name, self.session, sizes.append)
-            return message, sizes[0]
+            frame = await self._answering.receive()
+            return read_answer(frame, self.name, self.session), len(frame or b"")
         answer = await self._answers.get()
         if isinstance(answer, ShoalError):
             raise answer

@@ -21,7 +21,6 @@ from ...protocol.net.transport import Transport
 from ...protocol.records.announcements import Announcement
 from ...protocol.records.coordinates import ORIGIN, Coordinate, estimate_rtt_seconds, settle
 from ...protocol.records.swarm_view import SwarmView
-from ...protocol.spans import is_likely_neighbour
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +62,7 @@ def choose_measured(
     """Return whom to measure next of some peers: mostly the nearest likely neighbour, as far as
     coordinates tell; None where there is nobody.
     """
-    likely = [peer for peer in others if is_likely_neighbour(own.span, peer.span)]
+    likely = [peer for peer in others if own.span.adjoins(peer.span)]
     if not others or (likely and rng.random() >= _STRANGERS_FRACTION):
         return min(likely, key=lambda peer: _guess_rtt_seconds(own, peer, rng), default=None)
     return rng.choice(sorted(others, key=lambda peer: peer.peer_id))
@@ -109,7 +108,7 @@ class Delays:
             (rtt_seconds, peer_id)
             for peer_id, rtt_seconds in self._list_rtts()
             if peer_id in self._peers
-            if is_likely_neighbour(announcement.span, self._peers[peer_id].span)
+            if announcement.span.adjoins(self._peers[peer_id].span)
         ]
         told = tuple((peer_id, round(seconds, 4)) for seconds, peer_id in sorted(likely)[:MAX_TOLD])
         coordinate = self._coordinate.rounded() if self._list_rtts() else None

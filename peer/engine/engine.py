@@ -27,6 +27,8 @@ from .devices.device import Numerics
 from .passes.passes import Passes
 from .steps import AcceptedStep, StepGroup, StepWork, group_steps
 
+_NOT_COMPUTED = RefusedError(ErrorCode.INTERNAL, "the step was not computed")
+
 
 class Engine:
     """The blocks of one span, ready to compute, and the KV cache of their sessions.
@@ -116,9 +118,7 @@ class Engine:
         is known only after the rollback and the reordering that the step asked for. The compute
         thread, which holds later steps of the session, takes the cache back to what is left.
         """
-        results: list[torch.Tensor | ShoalError] = [
-            RefusedError(ErrorCode.INTERNAL, "the step was not computed") for _ in batch
-        ]
+        results: list[torch.Tensor | ShoalError] = [_NOT_COMPUTED] * len(batch)
         with self.device.running():
             steps = self._accept(batch, results)
             self._bring(steps)

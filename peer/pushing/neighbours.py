@@ -25,9 +25,9 @@ from ...protocol.errors import (
 from ...protocol.fair_share import BUSY_SECONDS, Holder
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_PIECE_BYTES
-from ...protocol.messages.session import Attach, Declined, NextHop
+from ...protocol.messages.session import Attach, Declined, Lane, NextHop
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import Lane, dial, greet, refuse_large_frames
+from ...protocol.net.dialling import dial, greet, refuse_large_frames
 from ...protocol.net.transport import Stream, Transport
 from ...protocol.wire.codec import decode_frame, encode_frame
 from ..accounts.dial_budget import DialBudget

@@ -13,8 +13,9 @@ from ...protocol.errors import DirectoryError, ErrorCode, RefusedError, ShoalErr
 from ...protocol.fair_share import BUSY_SECONDS, check_room_for, name_holder
 from ...protocol.ids import PeerId
 from ...protocol.messages.offers import Offer, Parked, check_offer
+from ...protocol.messages.session import Lane
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import Lane, refuse_large_frames
+from ...protocol.net.dialling import refuse_large_frames
 from ...protocol.net.transport import Stream
 from ...protocol.records.announcements import Announcement
 from ...protocol.wire.codec import encode_frame

@@ -16,16 +16,16 @@ from ...protocol.errors import DirectoryError, RemoteProtocolError, ShoalError, 
 from ...protocol.identity import Identity
 from ...protocol.ids import PeerId
 from ...protocol.messages.offers import Parked, make_offer
+from ...protocol.messages.session import Lane
 from ...protocol.net.clock import Clock
-from ...protocol.net.dialling import Lane, dial, greet, receive, refuse_large_frames
+from ...protocol.net.dialling import dial, greet, refuse_large_frames
 from ...protocol.net.directory import Directory
 from ...protocol.net.retry import Backoff, Retry
 from ...protocol.net.transport import FrameGate, Stream, StreamServer, Transport
 from ...protocol.records.announcements import MAX_PARKED_AT, Announcement, PeerState, shorten
 from ...protocol.records.coordinates import ORIGIN, estimate_rtt_seconds
-from ...protocol.spans import is_likely_neighbour
 from ...protocol.versions import REVERSE_VERSION
-from ...protocol.wire.codec import encode_frame
+from ...protocol.wire.codec import encode_frame, read_answer
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def choose_hosts(
         and peer.endpoints
         and peer.max_version >= REVERSE_VERSION
         and peer.span.start < own.span.start
-        and is_likely_neighbour(own.span, peer.span)
+        and own.span.adjoins(peer.span)
     ]
 
     def rank(peer: Announcement) -> tuple[bool, bool, float, PeerId]:
@@ -216,7 +216,7 @@ class ReverseConnections:
             is_bulk = lane is Lane.BULK
             offer = make_offer(self._identity, endpoint.fingerprint, welcome.nonce, is_bulk)
             await stream.send(encode_frame(offer))
-            answer = await receive(stream, name)
+            answer = read_answer(await stream.receive(), name)
             if not isinstance(answer, Parked):
                 raise RemoteProtocolError(f"{name} answered Offer with {type(answer).__name__}")
         except BaseException:

@@ -10,10 +10,8 @@ from ...protocol.errors import ErrorCode, RefusedError, ShoalError
 from ...protocol.fair_share import Holder
 from ...protocol.ids import SessionId
 from ...protocol.limits import MAX_CONTROL_BYTES, MAX_FRAME_BYTES, MAX_STEP_TOKENS
-from ...protocol.messages.session import Declined, HopSeconds, NextHop, Output, Step
-from ...protocol.net.dialling import choose_lane
-from ...protocol.session.recovery_log import ReplayPiece, group_pieces
-from ...protocol.session.sender_log import SenderLog, SentStep
+from ...protocol.messages.session import Declined, HopSeconds, NextHop, Output, Step, choose_lane
+from ...protocol.session.recovery_log import ReplayPiece, SenderLog, SentStep, group_pieces
 from ...protocol.tensors import WireTensor, compute_num_bytes
 from ...protocol.wire.codec import encode_frame
 from ..accounts.shared_bytes import SharedBytes

@@ -18,7 +18,13 @@ from typing import Annotated, Any, cast
 from .. import limits
 from ..errors import RemoteProtocolError
 from ..ids import NO_ADAPTER, AdapterId, UploadId
-from .checks import (
+from .fields import (
+    Body,
+    Header,
+    HeaderPass,
+    Message,
+    Record,
+    Spread,
     check_adapter,
     check_count,
     check_number,
@@ -26,10 +32,10 @@ from .checks import (
     check_session,
     count_to,
     index_below,
+    message,
     not_empty,
     number_in,
 )
-from .fields import Body, Header, HeaderPass, Message, Record, Spread, message
 
 MAX_RANK = 1024
 

@@ -14,8 +14,13 @@ from typing import Annotated
 from ..errors import RemoteProtocolError
 from ..identity import SIGNATURE_BYTES, Identity, verify
 from ..ids import PeerId
-from .checks import check_text, sized
-from .fields import Body, Message, message
+from .fields import (
+    Body,
+    Message,
+    check_text,
+    message,
+    sized,
+)
 
 _CONTEXT = b"shoal offer 1\0"
 

@@ -14,7 +14,13 @@ from ..errors import RemoteProtocolError
 from ..ids import AdapterId, ModelId
 from ..spans import Span
 from ..tensors import WireDtype, WireTensor, check_tensor, compute_num_bytes
-from .checks import (
+from .fields import (
+    Body,
+    Header,
+    HeaderPass,
+    Message,
+    Record,
+    Spread,
     check_adapter,
     check_count,
     check_model_id,
@@ -22,9 +28,9 @@ from .checks import (
     check_span,
     count_to,
     index_below,
+    message,
     number_in,
 )
-from .fields import Body, Header, HeaderPass, Message, Record, Spread, message
 
 _MOST_NUMBERS = 2**32
 _MOST_SCALE = 2.0**200

@@ -11,11 +11,12 @@ last peer answers the client, which keeps a stream to each for `Admit`, `Redirec
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Annotated, Any, NamedTuple, Self
 
 from .. import limits
 from ..endpoints import Endpoint, check_endpoint
-from ..errors import ErrorCode
+from ..errors import CacheFullError, ErrorCode, RefusedError, RemoteProtocolError
 from ..ids import (
     CAPABILITY_BYTES,
     CLIENT_TOKEN_BYTES,
@@ -33,20 +34,6 @@ from ..ids import (
 )
 from ..spans import Span
 from ..tensors import KVFormat, WireDtype, WireTensor, check_tensor
-from .checks import (
-    check_adapter,
-    check_count,
-    check_model_id,
-    check_position,
-    check_seconds,
-    check_session,
-    check_span,
-    check_text,
-    clean_text,
-    count_to,
-    sized,
-    sized_or_none,
-)
 from .fields import (
     Body,
     Flag,
@@ -57,7 +44,19 @@ from .fields import (
     Message,
     Record,
     Spread,
+    check_adapter,
+    check_count,
+    check_model_id,
+    check_position,
+    check_seconds,
+    check_session,
+    check_span,
+    check_text,
+    clean_text,
+    count_to,
     message,
+    sized,
+    sized_or_none,
 )
 
 _HeaderPosition = Annotated[int, Header("position"), check_position]
@@ -283,6 +282,23 @@ class Step(Message):
             raise ValueError(f"the row map does not fit {num_rows} rows")
 
 
+BULK_FRAME_BYTES = 256 * 2**10
+"""Larger steps go over the second connection, so that they never delay a token."""
+
+
+class Lane(Enum):
+    """Which of two streams to a peer a frame takes, so that a prompt never delays a token."""
+
+    INTERACTIVE = "interactive"
+    BULK = "bulk"
+
+
+def choose_lane(step: Step, num_bytes: int) -> Lane:
+    """Return the lane of a step that is a frame of so many bytes; pieces of one share a lane."""
+    is_bulk = step.is_piece or num_bytes > BULK_FRAME_BYTES
+    return Lane.BULK if is_bulk else Lane.INTERACTIVE
+
+
 @message(6)
 class Output(Message):
     """What the span made of a step, and how long it waited and computed, here and `before`."""
@@ -338,6 +354,13 @@ class Declined(Message):
         """Whether it speaks of no session."""
         return self.session is None
 
+    @property
+    def error(self) -> RefusedError:
+        """The error that it stands for, to be raised at this end."""
+        if self.code is ErrorCode.CACHE_FULL:
+            return CacheFullError(self.detail, self.retry_after_seconds)
+        return RefusedError(self.code, self.detail, self.retry_after_seconds)
+
     @classmethod
     def read(cls, fields: dict[str, Any]) -> Self:
         """Return the refusal; raises ValueError for one of a session and of the whole stream."""
@@ -347,6 +370,18 @@ class Declined(Message):
             fields["session"] = None
         check_text(fields["detail"])
         return cls(**fields)
+
+
+def check_answer(answer: Message, name: str, session: SessionId | None = None) -> Message:
+    """Return an answer, or raise the error that it stands for.
+
+    Raises RemoteProtocolError for a refusal of some other session.
+    """
+    if not isinstance(answer, Declined):
+        return answer
+    if answer.session not in (None, session):
+        raise RemoteProtocolError(f"{name} refused a session that it was not asked for")
+    raise answer.error
 
 
 @message(16)

@@ -2,13 +2,11 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Callable, Sequence
-from enum import Enum
+from collections.abc import AsyncGenerator, Sequence
 
 from .. import versions
 from ..endpoints import Endpoint
 from ..errors import (
-    CacheFullError,
     ErrorCode,
     RefusedError,
     RemoteProtocolError,
@@ -16,30 +14,14 @@ from ..errors import (
     UnavailableError,
     UsageError,
 )
-from ..ids import NO_CLIENT, ClientToken, ModelId, PeerId, SessionId
+from ..ids import NO_CLIENT, ClientToken, ModelId, PeerId
 from ..messages.fields import Message
-from ..messages.session import Declined, Hello, Step, Welcome
+from ..messages.session import Hello, Welcome
 from ..records.announcements import Announcement
 from ..spans import Span
-from ..wire.codec import decode_frame, encode_frame
+from ..wire.codec import encode_frame, read_answer
 from .clock import Clock
 from .transport import Stream, Transport
-
-BULK_FRAME_BYTES = 256 * 2**10
-"""Larger steps go over the second connection, so that they never delay a token."""
-
-
-class Lane(Enum):
-    """Which of two streams to a peer a frame takes, so that a prompt never delays a token."""
-
-    INTERACTIVE = "interactive"
-    BULK = "bulk"
-
-
-def choose_lane(step: Step, num_bytes: int) -> Lane:
-    """Return the lane of a step that is a frame of so many bytes; pieces of one share a lane."""
-    is_bulk = step.is_piece or num_bytes > BULK_FRAME_BYTES
-    return Lane.BULK if is_bulk else Lane.INTERACTIVE
 
 
 async def dial(
@@ -83,7 +65,7 @@ async def greet(
     await stream.send(encode_frame(hello))
     for message in more:
         await stream.send(encode_frame(message))
-    answer = await receive(stream, name)
+    answer = read_answer(await stream.receive(), name)
     if not isinstance(answer, Welcome):
         raise RemoteProtocolError(f"{name} answered Hello with {type(answer).__name__}")
     return answer, clock.now() - asked_at
@@ -163,36 +145,3 @@ async def measure_rtt(
     if welcome.peer_id != peer_id:
         raise RemoteProtocolError(f"another peer answers for {name}")
     return rtt_seconds
-
-
-async def receive(
-    stream: Stream,
-    name: str,
-    session: SessionId | None = None,
-    on_frame: Callable[[int], None] = lambda num_bytes: None,
-) -> Message:
-    """Return the next message; a Declined becomes the RefusedError it stands for.
-
-    Raises RemoteProtocolError for a refusal of some other session.
-    """
-    frame = await stream.receive()
-    if frame is None:
-        raise UnavailableError(f"{name} ended the stream")
-    on_frame(len(frame))
-    return check_answer(decode_frame(frame), name, session)
-
-
-def check_answer(message: Message, name: str, session: SessionId | None) -> Message:
-    """Return a message, or raise the error that it stands for: see `receive`."""
-    if not isinstance(message, Declined):
-        return message
-    if message.session not in (None, session):
-        raise RemoteProtocolError(f"{name} refused a session that it was not asked for")
-    raise make_refusal(message)
-
-
-def make_refusal(message: Declined) -> RefusedError:
-    """Return the error that a Declined stands for."""
-    if message.code is ErrorCode.CACHE_FULL:
-        return CacheFullError(message.detail, message.retry_after_seconds)
-    return RefusedError(message.code, message.detail, message.retry_after_seconds)

@@ -1,15 +1,68 @@
-"""Messages to frames and back, generated from the declared fields of every message."""
+"""Messages to frames and back, generated from the declared fields of every message.
+
+A frame is one fixed header, a protobuf part and raw tensor bytes:
+
+    0  magic "sh"   2  frame version   3  kind        4  flags
+    6  dtype        7  codec           8  session (16 bytes)
+   24  epoch       28  sequence       36  position
+   40  rows        44  tokens         48  width
+   52  control length                 56  tensor length
+   60  control (protobuf)             60 + control length  tensor
+
+Numbers are unsigned and little-endian. Fields that a message has no use for are zero. Every
+length is checked against the frame and against the shape before anything is read or allocated.
+
+The schema of the protobuf part is the declarations; `docs/protocol.md` shows it as protobuf writes
+it.
+"""
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import IntEnum
+from operator import attrgetter
 from typing import Any
 
-from ..errors import LocalProtocolError, RemoteProtocolError
-from ..messages import adapters, offers, passes, session
-from ..messages.fields import Body, Flag, Header, Message, Spread, check_fields, list_fields
-from .bodies import BodyCodec
-from .frames import Kind, Parts, join_frame, split_frame
+from google.protobuf.descriptor_pb2 import (
+    DescriptorProto,
+    FieldDescriptorProto,
+    FileDescriptorProto,
+)
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message import DecodeError
+from google.protobuf.message_factory import GetMessageClass
+
+from .. import limits
+from ..errors import LocalProtocolError, RemoteProtocolError, UnavailableError
+from ..ids import NO_SESSION, SessionId
+from ..messages import adapters, offers, passes
+from ..messages import session as sessions
+from ..messages.fields import (
+    Body,
+    Field,
+    Flag,
+    Header,
+    Message,
+    Spread,
+    check_fields,
+    list_fields,
+)
+from ..tensors import WireDtype, WireTensor, check_tensor
+
+FRAME_VERSION = 1
+_RAW_CODEC = 1
+"""How the elements of a tensor are laid out: there is one way so far."""
+
+_MAGIC = b"sh"
+_HEADER = struct.Struct("<2sBBHBB16sIQIIIIII")
+HEADER_BYTES = _HEADER.size
+
+_PLACES = ("session", "epoch", "sequence", "position", "tensor")
+_EMPTY_PLACES = (NO_SESSION, 0, 0, 0, None)
+"""What the header holds of a message, and what stands there where the message has no such field."""
+
+_PACKAGE = "shoal.v1"
+
+_Values = dict[str, Any]
 
 
 def encode_frame(message: Message) -> bytes:
@@ -19,7 +72,7 @@ def encode_frame(message: Message) -> bytes:
     """
     try:
         check_fields(message)
-        return join_frame(CODECS[message.KIND].encode(message))
+        return CODECS[message.KIND].encode(message)
     except (ValueError, struct.error) as error:
         name = type(message).__name__
         raise LocalProtocolError(f"this {name} cannot be sent: {error}") from error
@@ -30,17 +83,70 @@ def decode_frame(frame: bytes) -> Message:
 
     Raises RemoteProtocolError, and nothing else, for whatever a stranger may have sent.
     """
-    parts = split_frame(frame, _KINDS, _FLAGS)
-    codec = CODECS[parts.kind]
-    for name, empty in codec.unused:
-        if getattr(parts, name) != empty:
-            raise RemoteProtocolError(f"a {codec.kind.name} frame has no {name}")
+    if not HEADER_BYTES <= len(frame) <= limits.MAX_FRAME_BYTES:
+        raise RemoteProtocolError(f"a frame of {len(frame)} bytes is outside the allowed sizes")
+    (magic, version, kind, flags, dtype, layout, *header,
+     rows, tokens, width, control_length, tensor_length) = _HEADER.unpack_from(frame)  # fmt: skip
+    if magic != _MAGIC:
+        raise RemoteProtocolError("the frame does not begin like one of shoal's")
+    if version != FRAME_VERSION:
+        raise RemoteProtocolError(f"frame version {version} is not {FRAME_VERSION}")
+    if flags & ~_FLAGS:
+        raise RemoteProtocolError(f"unknown frame flags {flags:#x}")
+    if control_length > limits.MAX_CONTROL_BYTES:
+        raise RemoteProtocolError(f"a control part of {control_length} bytes is too large")
+    if HEADER_BYTES + control_length + tensor_length != len(frame):
+        raise RemoteProtocolError(
+            f"the header speaks of {control_length} + {tensor_length} bytes, "
+            f"{len(frame) - HEADER_BYTES} follow"
+        )
+    codec = CODECS.get(kind)
+    if codec is None:
+        raise RemoteProtocolError(f"unknown frame kind {kind}")
+    tensor = None
+    if codec.has_tensor:
+        data = memoryview(frame)[HEADER_BYTES + control_length :]
+        tensor = read_tensor(dtype, layout, (rows, tokens, width), data)
+    elif tensor_length or rows or tokens or width or dtype or layout:
+        raise RemoteProtocolError(f"a {codec.message.NAME} frame carries no tensor")
+    control = frame[HEADER_BYTES : HEADER_BYTES + control_length]
+    codec.check_unused(header, flags, control)
     try:
-        message = codec.decode(parts)
+        message = codec.decode((*header, tensor), flags, control)
         check_fields(message)
     except ValueError as error:
-        raise RemoteProtocolError(f"damaged {codec.kind.name} frame: {error}") from None
+        raise RemoteProtocolError(f"damaged {codec.message.NAME} frame: {error}") from None
     return message
+
+
+def read_answer(frame: bytes | None, name: str, session: SessionId | None = None) -> Message:
+    """Return the message of a frame that a peer answered with; None is the end of the stream.
+
+    Raises UnavailableError for the end, and what `decode_frame` and `check_answer` raise.
+    """
+    if frame is None:
+        raise UnavailableError(f"{name} ended the stream")
+    return sessions.check_answer(decode_frame(frame), name, session)
+
+
+def read_tensor(
+    dtype: int, layout: int, shape: tuple[int, int, int], data: memoryview
+) -> WireTensor:
+    """Check codes, shape and length against each other and return the tensor, without a copy.
+
+    Raises RemoteProtocolError: the other end wrote these numbers.
+
+    >>> read_tensor(1, 1, (1, 1, 2), memoryview(bytes(8))).shape
+    (1, 1, 2)
+    """
+    try:
+        tensor = WireTensor(WireDtype(dtype), *shape, data)
+        if layout != _RAW_CODEC:
+            raise ValueError(f"{layout} is not a valid WireCodec")
+        check_tensor(tensor)
+    except ValueError as error:
+        raise RemoteProtocolError(f"malformed tensor: {error}") from None
+    return tensor
 
 
 class Codec:
@@ -48,65 +154,230 @@ class Codec:
 
     def __init__(self, message: type[Message]) -> None:
         self.message = message
-        self._header: list[tuple[str, str, type[IntEnum] | None]] = []
-        self._flags: list[tuple[str, int]] = []
+        self._header: list[tuple[int, str, type[IntEnum] | None]] = []
+        self.flags: list[tuple[str, int]] = []
         has_body = False
         for field in list_fields(message):
             match field.place:
                 case Header(name):
                     kind = field.kind if issubclass(field.kind, IntEnum) else None
-                    self._header.append((name, field.name, kind))
+                    self._header.append((_PLACES.index(name), field.name, kind))
                 case Flag(bit):
-                    self._flags.append((field.name, bit))
+                    self.flags.append((field.name, bit))
                 case Body() | Spread():
                     has_body = True
         self.body = BodyCodec(message) if has_body else None
-        used = {name for name, _, _ in self._header}
-        self.kind = Kind(message.KIND, message.NAME, "tensor" in used)
-        if self._flags:
-            used.add("flags")
-        if self.body:
-            used.add("control")
-        self.unused = [
-            (name, empty)
-            for name, empty in Parts._field_defaults.items()
-            if name not in used and name != "tensor"
-        ]
-        self.flags = [bit for _, bit in self._flags]
+        used = {place for place, _, _ in self._header}
+        self.has_tensor = _PLACES.index("tensor") in used
+        self._unused = [place for place in range(len(_PLACES) - 1) if place not in used]
 
-    def encode(self, message: Message) -> Parts:
-        """Return the fields of the frame."""
-        values: dict[str, Any] = {}
-        for name, attribute, _ in self._header:
+    def encode(self, message: Message) -> bytes:
+        """Return the frame. Raises ValueError and struct.error for what fits into none."""
+        places: list[Any] = [*_EMPTY_PLACES]
+        for place, attribute, _ in self._header:
             value = getattr(message, attribute)
             if value is not None:
-                values[name] = value
+                places[place] = value
         flags = 0
-        for attribute, bit in self._flags:
+        for attribute, bit in self.flags:
             if getattr(message, attribute):
                 flags |= bit
         control = b"" if self.body is None else self.body.write(message)
-        return Parts(self.kind.number, flags=flags, control=control, **values)
+        *header, tensor = places
+        dtype = layout = rows = tokens = width = 0
+        data: bytes | memoryview = b""
+        if tensor is not None:
+            dtype, rows, tokens, width = tensor.dtype, tensor.rows, tensor.tokens, tensor.width
+            layout, data = _RAW_CODEC, memoryview(tensor.data).cast("B")
+        if HEADER_BYTES + len(control) + len(data) > limits.MAX_FRAME_BYTES:
+            raise ValueError(
+                f"{len(data)} tensor bytes do not fit into one frame of "
+                f"{limits.MAX_FRAME_BYTES} bytes; send fewer tokens at once"
+            )
+        packed = _HEADER.pack(
+            _MAGIC, FRAME_VERSION, self.message.KIND, flags, dtype, layout, *header,
+            rows, tokens, width, len(control), len(data),
+        )  # fmt: skip
+        return b"".join((packed, control, data))
 
-    def decode(self, parts: Parts) -> Message:
+    def check_unused(self, header: list[Any], flags: int, control: bytes) -> None:
+        """Raise RemoteProtocolError for a field of the frame that this message does not have."""
+        named = [_PLACES[place] for place in self._unused if header[place] != _EMPTY_PLACES[place]]
+        if flags and not self.flags:
+            named.append("flags")
+        if control and self.body is None:
+            named.append("control")
+        if named:
+            raise RemoteProtocolError(f"a {self.message.NAME} frame has no {named[0]}")
+
+    def decode(self, places: tuple[Any, ...], flags: int, control: bytes) -> Message:
         """Return the message that a stranger wrote, not yet checked. May raise ValueError."""
-        values: dict[str, Any] = {}
-        for name, attribute, kind in self._header:
-            value = getattr(parts, name)
+        values: _Values = {}
+        for place, attribute, kind in self._header:
+            value = places[place]
             values[attribute] = value if kind is None else kind(value)
-        for attribute, bit in self._flags:
-            values[attribute] = bool(parts.flags & bit)
+        for attribute, bit in self.flags:
+            values[attribute] = bool(flags & bit)
         if self.body is not None:
-            said = self.body.read(bytes(parts.control))
-            if parts.control and self.message.EMPTY_BODY and not any(said.values()):
-                raise ValueError(self.message.EMPTY_BODY)
-            values.update(said)
+            values.update(self.body.read(control))
         return self.message.read(values)
+
+
+class BodyCodec:
+    """Writes the fields of one message that stand in its protobuf part, and reads them."""
+
+    def __init__(self, message: type[Message]) -> None:
+        fields = [field for field in list_fields(message) if isinstance(field.place, Body | Spread)]
+        name = f"{message.__name__}Body"
+        self.descriptor = _describe(name, f".{_PACKAGE}.{name}", fields)
+        # A pool of its own: no name can be taken, by another message or by another library.
+        pool = DescriptorPool()
+        file = FileDescriptorProto(name=f"{name}.proto", package=_PACKAGE, syntax="proto3")
+        file.message_type.append(self.descriptor)
+        pool.AddSerializedFile(file.SerializeToString())
+        self.type: Any = GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+        self._write, self._read = _make_writer(fields), _make_reader(fields)
+        self._names = [field.name for field in fields]
+        self._complaint = message.EMPTY_BODY
+        self._empty = self._read(self.type()) if self._complaint else {}
+
+    def write(self, message: Message) -> bytes:
+        """Return the protobuf part of a message. Raises ValueError for what does not fit."""
+        if self._complaint and not any(getattr(message, name) for name in self._names):
+            return b""  # nearly every step
+        return self.type(**self._write(message)).SerializeToString()
+
+    def read(self, control: bytes) -> _Values:
+        """Return the fields in a protobuf part. Raises ValueError for what is none."""
+        if self._complaint and not control:
+            return self._empty
+        body = self.type()
+        try:
+            body.ParseFromString(control)
+        except DecodeError as error:
+            raise ValueError(str(error)) from None
+        values = self._read(body)
+        if self._complaint and not any(values.values()):
+            raise ValueError(self._complaint)
+        return values
+
+
+def _is_marked(field: Field) -> bool:
+    """Return whether protobuf says if the field is there; empty bytes stand for no field."""
+    assert isinstance(field.place, Body)
+    return field.is_optional and not field.repeats and field.place.scalar != "bytes"
+
+
+def _describe(name: str, path: str, fields: Iterable[Field]) -> DescriptorProto:
+    """Return how protobuf describes a body; records are described inside of it."""
+    described = DescriptorProto(name=name)
+    for part_name, field, place in _list_places(fields):
+        added = described.field.add(name=part_name, number=place.number)
+        label = "LABEL_REPEATED" if field.repeats else "LABEL_OPTIONAL"
+        added.label = FieldDescriptorProto.Label.Value(label)
+        if place.scalar is None:
+            record = f"{field.kind.__name__}Body"
+            added.type, added.type_name = FieldDescriptorProto.TYPE_MESSAGE, f"{path}.{record}"
+            parts = _describe(record, added.type_name, field.list_parts())
+            described.nested_type.append(parts)
+            continue
+        added.type = FieldDescriptorProto.Type.Value(f"TYPE_{place.scalar.upper()}")
+        if _is_marked(field):
+            added.proto3_optional, added.oneof_index = True, len(described.oneof_decl)
+            described.oneof_decl.add(name=f"_{part_name}")
+    return described
+
+
+def _list_places(fields: Iterable[Field]) -> Iterator[tuple[str, Field, Body]]:
+    """Yield each field of a body with the name that it has there."""
+    for field in fields:
+        if isinstance(field.place, Body):
+            yield field.name, field, field.place
+        else:
+            for name, part, place in _list_places(field.list_parts()):
+                yield f"{field.name}_{name}", part, place
+
+
+def _make_writer(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _Values]:
+    """Return what takes the values of a body out of a message or record."""
+    plain: list[tuple[str, str, Callable[[Any], Any] | None]] = []
+    spread: list[tuple[str, Callable[[Any], _Values]]] = []
+    for field in fields:
+        name = prefix + field.name
+        if isinstance(field.place, Body):
+            plain.append((name, field.name, _choose_writer(field, field.place)))
+        else:
+            spread.append((field.name, _make_writer(field.list_parts(), f"{name}_")))
+
+    def write(value: Any) -> _Values:
+        values: _Values = {}
+        for name, attribute, convert in plain:
+            part = getattr(value, attribute)
+            values[name] = part if convert is None or part is None else convert(part)
+        for attribute, write_parts in spread:
+            values.update(write_parts(getattr(value, attribute)))
+        return values
+
+    return write
+
+
+def _choose_writer(field: Field, place: Body) -> Callable[[Any], Any] | None:
+    """Return what converts a value for protobuf, which takes None for a field that is not there."""
+    if place.scalar is not None:
+        return place.write
+    write = _make_writer(field.list_parts())
+    return (lambda parts: [write(part) for part in parts]) if field.repeats else write
+
+
+def _make_reader(fields: Iterable[Field], prefix: str = "") -> Callable[[Any], _Values]:
+    """Return what takes the fields of a message or record out of a body."""
+    readers: list[tuple[str, Callable[[Any], Any]]] = []
+    for field in fields:
+        name = prefix + field.name
+        if isinstance(field.place, Body):
+            readers.append((field.name, _choose_reader(field, field.place, name)))
+        else:
+            readers.append((field.name, _make_record_reader(field, f"{name}_")))
+    return lambda body: {name: read(body) for name, read in readers}
+
+
+def _make_record_reader(field: Field, prefix: str = "") -> Callable[[Any], Any]:
+    kind, read = field.kind, _make_reader(field.list_parts(), prefix)
+    return lambda body: kind(**read(body))
+
+
+def _choose_reader(field: Field, place: Body, name: str) -> Callable[[Any], Any]:
+    """Return what takes one field out of a body, where it has this name."""
+    convert = _choose_converter(field, place)
+    take: Callable[[Any], Any] = attrgetter(name)
+    if _is_marked(field):
+        return lambda body: convert(take(body)) if body.HasField(name) else None
+    if field.is_optional:
+        return lambda body: convert(take(body)) or None
+    return take if convert is _keep else lambda body: convert(take(body))
+
+
+def _choose_converter(field: Field, place: Body) -> Callable[[Any], Any]:
+    """Return what makes a value of a message of what protobuf has."""
+    if place.read is not None:
+        return place.read
+    convert = _keep
+    if place.scalar is None:
+        convert = _make_record_reader(field)
+    elif issubclass(field.kind, IntEnum):
+        convert = field.kind
+    if not field.repeats:
+        return convert
+    return tuple if convert is _keep else lambda values: tuple(map(convert, values))
+
+
+def _keep(value: Any) -> Any:
+    return value
 
 
 def _list_messages() -> Iterator[type[Message]]:
     """Yield every message that a module of a conversation declares."""
-    for module in (session, passes, adapters, offers):
+    for module in (sessions, passes, adapters, offers):
         for value in vars(module).values():
             is_message = isinstance(value, type) and issubclass(value, Message)
             if is_message and value.__module__ == module.__name__:
@@ -118,12 +389,11 @@ def _make_codecs() -> dict[int, Codec]:
     for message in _list_messages():
         codec = codecs.setdefault(message.KIND, Codec(message))
         if codec.message is not message:
-            raise TypeError(f"{message.NAME} and {codec.kind.name} are of one kind")
+            raise TypeError(f"{message.NAME} and {codec.message.NAME} are of one kind")
     return codecs
 
 
 CODECS = _make_codecs()
 """Both ways of every message, by its kind."""
 
-_KINDS = {number: codec.kind for number, codec in CODECS.items()}
-_FLAGS = sum({bit for codec in CODECS.values() for bit in codec.flags})
+_FLAGS = sum({bit for codec in CODECS.values() for _, bit in codec.flags})

@@ -23,7 +23,7 @@ from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.session import Hello, Welcome
 from shoal.protocol.net.clock import SystemClock
 from shoal.protocol.net.dht.hivemind_directory import HivemindDirectory
-from shoal.protocol.net.tcp.frame_cutter import pack_frame
+from shoal.protocol.net.tcp.tcp_stream import pack_frame
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.wire.codec import decode_frame, encode_frame
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from raw_connection import dial_raw
 
-from shoal.protocol.net.tcp.frame_cutter import MAX_FRAMES_AT_ONCE, Mark, pack_frame, pack_mark
+from shoal.protocol.net.tcp.tcp_stream import MAX_FRAMES_AT_ONCE, Mark, pack_frame, pack_mark
 from shoal.protocol.net.tcp.tcp_transport import TcpTransport
 from shoal.protocol.net.transport import Stream
 

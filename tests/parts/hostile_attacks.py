@@ -29,10 +29,9 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.offers import make_offer
 from shoal.protocol.messages.session import Close, Declined, Hello, Welcome
-from shoal.protocol.net.tcp.frame_cutter import pack_frame
+from shoal.protocol.net.tcp.tcp_stream import pack_frame
 from shoal.protocol.versions import MAX_VERSION
-from shoal.protocol.wire.codec import decode_frame, encode_frame
-from shoal.protocol.wire.frames import HEADER_BYTES
+from shoal.protocol.wire.codec import HEADER_BYTES, decode_frame, encode_frame
 
 SEED = 7
 

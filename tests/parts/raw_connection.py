@@ -5,8 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager, suppress
 
 from shoal.protocol.endpoints import Endpoint
-from shoal.protocol.net.tcp.frame_cutter import pack_frame
 from shoal.protocol.net.tcp.tcp_listener import HELLO
+from shoal.protocol.net.tcp.tcp_stream import pack_frame
 from shoal.protocol.net.tcp.tls import make_client_context
 
 

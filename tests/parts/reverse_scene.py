@@ -22,9 +22,8 @@ from shoal.protocol.fair_share import Holder
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.messages.offers import make_offer
-from shoal.protocol.messages.session import Hello, NextHop, Probe, Welcome
+from shoal.protocol.messages.session import Hello, Lane, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.dialling import Lane
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.memory_directory import MemoryDirectory, MemoryDirectoryStore
 from shoal.protocol.records.announcements import Announcement, sign_announcement

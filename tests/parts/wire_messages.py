@@ -66,8 +66,7 @@ from shoal.protocol.messages.session import (
 )
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import KVFormat, WireDtype, WireTensor, compute_num_bytes
-from shoal.protocol.wire.codec import CODECS, decode_frame, encode_frame
-from shoal.protocol.wire.frames import HEADER_BYTES
+from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 
 SESSION = SessionId(bytes(range(16)))
 MODEL = ModelId("0123456789abcdef" * 2)

@@ -15,8 +15,7 @@ from ...limits import MAX_FRAME_BYTES
 from ...membership.membership import Membership
 from ..addresses import open_listening, resolve_all
 from ..transport import StreamServer, serve_stream
-from .frame_cutter import Mark
-from .tcp_stream import TcpStream
+from .tcp_stream import Mark, TcpStream
 from .tls import SHUTDOWN_SECONDS
 
 log = logging.getLogger(__name__)

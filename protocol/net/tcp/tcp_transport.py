@@ -16,9 +16,8 @@ from ...errors import LocalProtocolError, RemoteProtocolError, UnavailableError,
 from ...membership.membership import Membership
 from ..addresses import check_can_bind, is_loopback
 from ..transport import StreamServer, turn_away
-from .frame_cutter import Mark
 from .tcp_listener import HELLO, TcpListener
-from .tcp_stream import TcpStream
+from .tcp_stream import Mark, TcpStream
 from .tls import (
     SHUTDOWN_SECONDS,
     TlsIdentity,

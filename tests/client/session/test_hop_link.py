@@ -40,9 +40,8 @@ from shoal.protocol.errors import (
     UnavailableError,
 )
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_HIDDEN_SIZE
-from shoal.protocol.messages.session import Close, Gap, Hello, Open, Opened, Step
+from shoal.protocol.messages.session import BULK_FRAME_BYTES, Close, Gap, Hello, Open, Opened, Step
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.dialling import BULK_FRAME_BYTES
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.tensors import WireDtype

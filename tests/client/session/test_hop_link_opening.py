@@ -44,9 +44,8 @@ from shoal.protocol.errors import (
 )
 from shoal.protocol.ids import ModelId
 from shoal.protocol.messages.fields import Message
-from shoal.protocol.messages.session import Hello, Open, Opened, Queued
+from shoal.protocol.messages.session import BULK_FRAME_BYTES, Hello, Open, Opened, Queued
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.dialling import BULK_FRAME_BYTES
 from shoal.protocol.net.memory.loopback import Link, LoopbackTransport
 
 

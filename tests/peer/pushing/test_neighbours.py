@@ -19,9 +19,8 @@ from shoal.protocol.fair_share import Holder
 from shoal.protocol.identity import Identity
 from shoal.protocol.ids import Capability, SessionId
 from shoal.protocol.limits import MAX_PIECE_BYTES
-from shoal.protocol.messages.session import Attach, Declined, Hello, NextHop, Probe, Welcome
+from shoal.protocol.messages.session import Attach, Declined, Hello, Lane, NextHop, Probe, Welcome
 from shoal.protocol.net.clock import VirtualClock, run_virtual
-from shoal.protocol.net.dialling import Lane
 from shoal.protocol.net.memory.loopback import Link, LoopbackNetwork, LoopbackTransport
 from shoal.protocol.net.memory.loopback_wire import WINDOW_BYTES
 from shoal.protocol.net.transport import Stream

@@ -20,8 +20,7 @@ from shoal.protocol.fair_share import Holder
 from shoal.protocol.identity import Identity
 from shoal.protocol.limits import MAX_PIECE_BYTES
 from shoal.protocol.messages.offers import Parked, make_offer
-from shoal.protocol.messages.session import Attach, Hello, Probe, Welcome
-from shoal.protocol.net.dialling import Lane
+from shoal.protocol.messages.session import Attach, Hello, Lane, Probe, Welcome
 from shoal.protocol.net.transport import FrameGate
 from shoal.protocol.spans import Span
 from shoal.protocol.versions import REVERSE_VERSION

@@ -16,9 +16,8 @@ from shoal.protocol.endpoints import Endpoint
 from shoal.protocol.errors import DirectoryError
 from shoal.protocol.identity import Identity
 from shoal.protocol.messages.offers import Parked
-from shoal.protocol.messages.session import Attach, Hello, Welcome
+from shoal.protocol.messages.session import Attach, Hello, Lane, Welcome
 from shoal.protocol.net.clock import VirtualClock
-from shoal.protocol.net.dialling import Lane
 from shoal.protocol.net.memory.loopback import LoopbackTransport
 from shoal.protocol.net.memory.loopback_wire import LoopbackStream
 from shoal.protocol.net.transport import Stream

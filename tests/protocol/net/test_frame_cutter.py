@@ -8,7 +8,7 @@ import pytest
 
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
-from shoal.protocol.net.tcp.frame_cutter import (
+from shoal.protocol.net.tcp.tcp_stream import (
     MAX_FRAMES_AT_ONCE,
     FrameCutter,
     Mark,

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from shoal.protocol.errors import ErrorCode, RefusedError
-from shoal.protocol.session.sender_log import SenderLog, SentStep
+from shoal.protocol.session.recovery_log import SenderLog, SentStep
 
 Rows = list[list[int]]
 

@@ -11,7 +11,7 @@ from shoal.protocol.tensors import (
     check_tensor,
     compute_num_bytes,
 )
-from shoal.protocol.wire.frames import read_tensor
+from shoal.protocol.wire.codec import read_tensor
 
 RAW = 1  # the only layout of elements
 

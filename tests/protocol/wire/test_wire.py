@@ -63,8 +63,7 @@ from shoal.protocol.messages.session import (
 )
 from shoal.protocol.spans import Span
 from shoal.protocol.tensors import WireDtype, WireTensor
-from shoal.protocol.wire.codec import CODECS, decode_frame, encode_frame
-from shoal.protocol.wire.frames import HEADER_BYTES
+from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 
 # ---- what is honest
 

@@ -19,8 +19,7 @@ from shoal.protocol import limits
 from shoal.protocol.errors import RemoteProtocolError
 from shoal.protocol.messages.fields import Message
 from shoal.protocol.messages.session import Hello
-from shoal.protocol.wire.codec import decode_frame, encode_frame
-from shoal.protocol.wire.frames import HEADER_BYTES
+from shoal.protocol.wire.codec import HEADER_BYTES, decode_frame, encode_frame
 
 
 def flip(rng: random.Random, frame: bytes) -> bytes:

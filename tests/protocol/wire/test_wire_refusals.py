@@ -40,8 +40,7 @@ from shoal.protocol.messages.session import (
     Welcome,
 )
 from shoal.protocol.tensors import KVFormat, WireDtype
-from shoal.protocol.wire.codec import CODECS, decode_frame, encode_frame
-from shoal.protocol.wire.frames import HEADER_BYTES
+from shoal.protocol.wire.codec import CODECS, HEADER_BYTES, decode_frame, encode_frame
 
 
 def list_all_but(*excluded: type[Message]) -> list[type[Message]]:
