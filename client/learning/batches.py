@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..model.inputs import IGNORED
+from ..model.local_layers import IGNORED
 from .dataset import Example
 
 

@@ -35,8 +35,16 @@ from ..training.saving import (
 )
 from ..training.tuning import DEEP, Tuning, lay_out_deep_prompts, make_deep_prompts, make_prompt
 from .generation import load_generation_config
-from .inputs import check_attention_mask, check_padding, check_positions, check_token_ids
-from .local_layers import LocalLayers, load_local_layers, open_checkpoint, resolve_dtype
+from .local_layers import (
+    LocalLayers,
+    check_attention_mask,
+    check_padding,
+    check_positions,
+    check_token_ids,
+    load_local_layers,
+    open_checkpoint,
+    resolve_dtype,
+)
 from .remote_blocks import Join, RemoteSequential, SwarmClient
 from .remote_cache import RemoteCache
 
@@ -308,7 +316,7 @@ class DistributedModel(PreTrainedModel):
                 hidden_BTH, deep_prompts, last_token_only=last_token_only
             )
         else:
-            self.transformer.h.adapters.check_session(cache.session.adapter)
+            self.transformer.h.check_adapter(cache.session)
             if position == 0:
                 cache.session.num_prompt_tokens = num_prompt_tokens
             output_BTH = cache.step(hidden_BTH, deep_prompts, last_token_only=last_token_only)
@@ -316,20 +324,21 @@ class DistributedModel(PreTrainedModel):
         return output_BTH if last_token_only else output_BTH[:, num_prompt_tokens:]
 
     def _find_cache(self, past_key_values: object) -> RemoteCache | None:
-        given = RemoteCache() if past_key_values is None else past_key_values
-        if not isinstance(given, RemoteCache):
-            raise UsageError(
-                f"past_key_values must come from this model, got {type(given).__name__};"
-                " use a session to continue a text"
-            )
-        if given.is_bound:
-            return given
+        if past_key_values is not None:
+            if not isinstance(past_key_values, RemoteCache):
+                raise UsageError(
+                    "past_key_values must come from this model, got "
+                    f"{type(past_key_values).__name__}; use a session to continue a text"
+                )
+            if past_key_values.is_bound:
+                return past_key_values
         session = self.active_session
         if session is None:
             return None
         session.check_is_idle()
-        given.bind(session)
-        return given
+        cache = RemoteCache() if past_key_values is None else past_key_values
+        cache.bind(session)
+        return cache
 
     @property
     def active_adapter(self) -> AdapterChoice:
@@ -353,7 +362,7 @@ class DistributedModel(PreTrainedModel):
         None removes it.
         """
         adapter = read_choice(adapter)
-        self.transformer.h.adapters.default = adapter
+        self.transformer.h.adapters.set_default(adapter)
         self._modules.pop(ADAPTER_NAME, None)
         part = _make_part(adapter)
         if part is not None:

@@ -6,6 +6,7 @@ and over remote blocks. Sessions keep the computed tokens of a text on the peers
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -27,8 +28,7 @@ from .generation import (
     Settings,
     plan_generation,
 )
-from .inputs import check_labels
-from .local_layers import LocalLayers
+from .local_layers import IGNORED, LocalLayers
 from .remote_cache import RemoteCache
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
@@ -70,7 +70,7 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and given is not None:
-            check_labels(labels, given.shape[:2], self.config.vocab_size, logits_to_keep)
+            _check_labels(labels, given.shape[:2], self.config.vocab_size, logits_to_keep)
         is_count = isinstance(logits_to_keep, int)
         hidden_BTH, cache = self._run_text(
             input_ids, attention_mask, past_key_values, inputs_embeds,
@@ -78,7 +78,8 @@ class DistributedCausalLM(DistributedModel, GenerationMixin):
         )  # fmt: skip
         kept = slice(-logits_to_keep, None) if is_count else logits_to_keep
         normed_BTH = self.transformer.ln_f(hidden_BTH[:, kept])
-        change_BTV = self.transformer.h.adapters.change_logits(normed_BTH)
+        adapters = self.transformer.h.adapters
+        change_BTV = adapters.change_logits(normed_BTH) if adapters.are_used else None
         logits_BTV = self.lm_head(normed_BTH, change_BTV)
         loss = None
         if labels is not None:
@@ -271,3 +272,24 @@ def _recall_text(session: InferenceSession) -> Tensor | None:
             "known; set session.output_ids to all of them, or open a new session"
         )
     return text_BT if num_known else None
+
+
+def _check_labels(
+    labels_BT: Tensor, shape: Sequence[int], vocab_size: int, logits_to_keep: object
+) -> None:
+    """Raise UsageError unless labels are token ids of this vocabulary, or ignored."""
+    if not isinstance(labels_BT, Tensor) or tuple(labels_BT.shape) != tuple(shape):
+        given = list(labels_BT.shape) if isinstance(labels_BT, Tensor) else type(labels_BT).__name__
+        raise UsageError(f"labels must have the shape of the inputs, {list(shape)}, not {given}")
+    if labels_BT.dtype not in (torch.int64, torch.int32):
+        raise UsageError(f"labels must be whole numbers, not {labels_BT.dtype}")
+    if not isinstance(logits_to_keep, int) or logits_to_keep != 0:
+        raise UsageError("labels need the logits of all tokens; leave logits_to_keep out")
+    is_wrong_BT = (labels_BT != IGNORED) & ((labels_BT < 0) | (labels_BT >= vocab_size))
+    if bool(is_wrong_BT.any()):
+        row, token = is_wrong_BT.nonzero()[0].tolist()
+        raise UsageError(
+            f"label {int(labels_BT[row, token])} of row {row}, token {token} is out of range: "
+            f"labels are token ids from 0 to {vocab_size - 1}, or {IGNORED} for tokens without a "
+            "loss"
+        )

@@ -13,12 +13,17 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, SequenceClass
 
 from ...protocol.errors import UsageError
 from .base_model import DistributedModel
-from .inputs import PROBLEM_TYPES, check_classes, count_labels, find_last_tokens
-from .local_layers import LocalLayers
+from .local_layers import IGNORED, LocalLayers, check_padding
 from .remote_blocks import RemoteSequential
 from .remote_cache import RemoteCache
 
 # Shape suffixes: B rows, T tokens, H hidden size, C classes.
+
+_ONE, _SEVERAL, _NUMBERS = _PROBLEM_TYPES = (
+    "single_label_classification",
+    "multi_label_classification",
+    "regression",
+)
 
 
 class HeadlessModel(DistributedModel):
@@ -79,7 +84,7 @@ class DistributedSequenceClassifier(HeadlessModel):
 
     def _add_head(self, layers: LocalLayers, generation_config: GenerationConfig | None) -> None:
         super()._add_head(layers, generation_config)
-        self.num_labels = count_labels(self.config)
+        self.num_labels = _count_labels(self.config)
         self.score = nn.Linear(self.config.hidden_size, self.num_labels, bias=False)
         nn.init.normal_(self.score.weight, std=getattr(self.config, "initializer_range", 0.02))
 
@@ -90,9 +95,9 @@ class DistributedSequenceClassifier(HeadlessModel):
         num_labels, problem_type = taken.get("num_labels"), taken.get("problem_type")
         if num_labels is not None and (not isinstance(num_labels, int) or num_labels < 1):
             raise UsageError(f"num_labels is a whole number of at least 1, not {num_labels!r}")
-        if problem_type not in (None, *PROBLEM_TYPES):
+        if problem_type not in (None, *_PROBLEM_TYPES):
             raise UsageError(
-                f"problem_type is one of {', '.join(PROBLEM_TYPES)}, not {problem_type!r}"
+                f"problem_type is one of {', '.join(_PROBLEM_TYPES)}, not {problem_type!r}"
             )
 
         def configure(config: PreTrainedConfig) -> None:
@@ -125,8 +130,8 @@ class DistributedSequenceClassifier(HeadlessModel):
         """
         given = input_ids if input_ids is not None else inputs_embeds
         if labels is not None and given is not None:
-            labels = check_classes(labels, len(given), self.config)
-        last_B = find_last_tokens(
+            labels = _check_classes(labels, len(given), self.config)
+        last_B = _find_last_tokens(
             input_ids, inputs_embeds, attention_mask, self.config.pad_token_id
         )
         hidden_BTH, cache = self._run_text(
@@ -142,3 +147,85 @@ class DistributedSequenceClassifier(HeadlessModel):
             loss=loss, logits=logits_BC, past_key_values=cache  # pyright: ignore[reportArgumentType]
         )  # fmt: skip
         return output if return_dict is not False else output.to_tuple()
+
+
+def _count_labels(config: PreTrainedConfig) -> int:
+    """Return the number of classes of a configuration; the default is two."""
+    return 2 if config.num_labels is None else config.num_labels
+
+
+def _find_problem_type(labels: Tensor, config: PreTrainedConfig) -> str:
+    """Return the kind of problem, inferred as in transformers if the configuration has none."""
+    if config.problem_type is not None:
+        return config.problem_type
+    if config.num_labels == 1:
+        return _NUMBERS
+    return _ONE if labels.dtype in (torch.int64, torch.int32) else _SEVERAL
+
+
+def _check_classes(labels: Tensor, num_rows: int, config: PreTrainedConfig) -> Tensor:
+    """Return labels as the loss takes them; raises UsageError that names the first wrong one."""
+    if not isinstance(labels, Tensor):
+        raise UsageError(f"labels must be a tensor, not {type(labels).__name__}")
+    num_labels = _count_labels(config)
+    problem_type = _find_problem_type(labels, config)
+    takes_one = problem_type == _ONE or (problem_type == _NUMBERS and num_labels == 1)
+    shapes = [(num_rows,), (num_rows, 1)] if takes_one else [(num_rows, num_labels)]
+    if tuple(labels.shape) not in shapes:
+        raise UsageError(
+            f"labels for {problem_type} of {num_rows} rows have the shape {list(shapes[0])}, "
+            f"not {list(labels.shape)}"
+        )
+    if problem_type == _ONE:
+        _check_each_class(labels, num_labels)
+        return labels.long()
+    if problem_type == _SEVERAL and not bool(((labels >= 0) & (labels <= 1)).all()):
+        raise UsageError("multi-label targets must be numbers from 0 to 1")
+    if not bool(torch.isfinite(labels).all()):
+        raise UsageError("the labels contain NaN or infinity")
+    return labels.float()
+
+
+def _check_each_class(labels: Tensor, num_labels: int) -> None:
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise UsageError(f"labels must be class indices of an integer type, not {labels.dtype}")
+    classes_B = labels.flatten()
+    is_wrong_B = (classes_B != IGNORED) & ((classes_B < 0) | (classes_B >= num_labels))
+    if bool(is_wrong_B.any()):
+        row = int(is_wrong_B.nonzero()[0])
+        raise UsageError(
+            f"label {int(classes_B[row])} of row {row} is out of range: this classifier has "
+            f"{num_labels} labels, 0 to {num_labels - 1}; open it with another num_labels"
+        )
+
+
+def _find_last_tokens(
+    ids_BT: Tensor | None,
+    embeddings: Tensor | None,
+    mask_BT: Tensor | None,
+    pad_token_id: int | None,
+) -> Tensor:
+    """Return for each row the index of its last token that is not padding.
+
+    The mask decides if there is one, else the padding token. Raises UsageError without both, and
+    for a row of padding only.
+    """
+    given = ids_BT if ids_BT is not None else embeddings
+    if given is None:
+        raise UsageError("the model takes either input_ids or inputs_embeds")
+    num_rows, num_tokens = given.shape[:2]
+    check_padding(mask_BT, given.shape[:2])
+    if mask_BT is not None:
+        is_text_BT = mask_BT == 1
+    elif ids_BT is not None and pad_token_id is not None:
+        is_text_BT = ids_BT != pad_token_id
+    elif num_rows == 1:
+        return torch.tensor([num_tokens - 1])
+    else:
+        raise UsageError(
+            "cannot find the end of each row: pass an attention_mask, or set config.pad_token_id"
+        )
+    if not bool(is_text_BT.any(1).all()):
+        raise UsageError(f"row {int((~is_text_BT.any(1)).nonzero()[0])} contains only padding")
+    places_T = torch.arange(num_tokens, device=is_text_BT.device)
+    return (places_T * is_text_BT).argmax(1)

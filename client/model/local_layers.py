@@ -1,11 +1,11 @@
-"""The parts of a model that stay with the client: embedding, final norm and head.
+"""The parts of a model that stay with the client, and checks of what goes into them.
 
-Reads the tensors of these parts from a checkpoint and nothing else. Families without a file in
-`models/families` use transformers' own modules, without blocks.
+These are embedding, final norm and head. Only their tensors are read from a checkpoint. Families
+without a file in `models/families` use transformers' own modules, without blocks.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -30,6 +30,12 @@ from ...protocol.ids import make_model_id
 from ...protocol.limits import MAX_BLOCKS, MAX_HIDDEN_SIZE
 
 # Shape suffixes: B rows, T tokens, H hidden size, V vocabulary.
+
+IGNORED = -100
+"""The label of a token that is not to be predicted, in torch and in transformers."""
+
+_CHANGING_ROTATIONS = ("longrope", "dynamic")
+"""Kinds of rope whose rotation of all tokens changes once a text is long."""
 
 _MAXIMA = {
     "hidden_size": MAX_HIDDEN_SIZE,
@@ -422,3 +428,74 @@ def _load_wrapped_layers(checkpoint: Checkpoint, dtype: torch.dtype | None) -> L
 
 def _find_name(parent: nn.Module, child: nn.Module) -> str:
     return next(name for name, module in parent.named_modules() if module is child)
+
+
+def check_token_ids(ids: object, vocab_size: int) -> Tensor:
+    """Return token ids as int64 [B, T]; UsageError if they are anything else."""
+    if not isinstance(ids, Tensor):
+        raise UsageError(
+            f"token ids must be a tensor, got {type(ids).__name__}; a tokenizer returns one "
+            'with return_tensors="pt"'
+        )
+    if ids.ndim != 2 or ids.shape[0] == 0:
+        raise UsageError(f"token ids must have the shape [rows, tokens], got {list(ids.shape)}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise UsageError(f"token ids must be whole numbers, got {ids.dtype}")
+    lowest, highest = (int(ids.min()), int(ids.max())) if ids.numel() else (0, 0)
+    if lowest < 0 or highest >= vocab_size:
+        raise UsageError(
+            f"token ids must be from 0 to {vocab_size - 1}, got {lowest} to {highest}; does the "
+            "tokenizer belong to this model?"
+        )
+    return ids.long()
+
+
+def check_attention_mask(mask: Tensor | None) -> None:
+    """Raise UsageError unless the mask attends to everything: peers know no padding."""
+    if mask is not None and not isinstance(mask, Tensor):
+        raise UsageError(f"the attention mask must be a tensor, got {type(mask).__name__}")
+    if mask is not None and not bool((mask == 1).all()):
+        raise UsageError(
+            "the attention mask hides tokens, but remote blocks do not support padding; give "
+            "prompts of different lengths one at a time, or grouped by length"
+        )
+
+
+def check_padding(mask_BT: Tensor | None, shape: Sequence[int]) -> None:
+    """Raise UsageError unless a mask hides only the ends of rows.
+
+    The end of a row changes nothing before it, so peers need no mask.
+    """
+    if mask_BT is None:
+        return
+    if not isinstance(mask_BT, Tensor) or tuple(mask_BT.shape) != tuple(shape):
+        given = list(mask_BT.shape) if isinstance(mask_BT, Tensor) else type(mask_BT).__name__
+        raise UsageError(
+            f"the attention mask must have the shape of the inputs, {list(shape)}, not {given}"
+        )
+    if not bool(((mask_BT == 0) | (mask_BT == 1)).all()):
+        raise UsageError("the attention mask may only contain 0 and 1")
+    if bool((mask_BT[:, 1:] > mask_BT[:, :-1]).any()):
+        raise UsageError(
+            "the attention mask hides tokens on the left, which remote blocks do not support; pad "
+            "on the right (tokenizer.padding_side = 'right'), where padding changes nothing"
+        )
+
+
+def check_positions(num_tokens: int, model_config: PreTrainedConfig) -> None:
+    """Raise UsageError for more tokens than the model has positions."""
+    maximum = getattr(model_config, "max_position_embeddings", None)
+    if maximum is not None and num_tokens > maximum:
+        positions = describe_positions(model_config, maximum)
+        raise UsageError(f"{num_tokens} tokens are too many: {positions}")
+
+
+def describe_positions(model_config: PreTrainedConfig, max_positions: int) -> str:
+    """Return how many positions a model has, and why that may be fewer than its card says."""
+    rope = getattr(model_config, "rope_parameters", None) or {}
+    if rope.get("rope_type") not in _CHANGING_ROTATIONS:
+        return f"the model has {max_positions} positions"
+    return (
+        f"the model has {max_positions} positions here: beyond them its {rope['rope_type']} rope "
+        "would change keys that are already cached, which shoal does not support"
+    )

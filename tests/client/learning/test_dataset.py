@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 from shoal.client.learning.batches import ShuffledTexts, cut_into_batches, make_batch
 from shoal.client.learning.dataset import Dataset, encode_text, make_dataset
 from shoal.client.learning.text_files import TrainingText
-from shoal.client.model.inputs import IGNORED
+from shoal.client.model.local_layers import IGNORED
 from shoal.protocol.errors import UsageError
 
 STORIES = Path(__file__).resolve().parents[3] / "models" / "shoal-stories"
