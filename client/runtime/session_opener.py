@@ -15,15 +15,10 @@ from ..adapters.adapter_versions import SentAdapter
 from ..concurrency.tasks import Closer
 from ..passes.pass_asking import PassAsker
 from ..passes.session_adapter import SessionAdapter
-from ..routing.swarm import Swarm
-from ..session.exchange import Exchange
-from ..session.handoff import Mover, Parts
-from ..session.hop_link import Mailbox
-from ..session.hops import HopFinder
-from ..session.push_plan import PushPlan
+from ..session.handoff import Mover
 from ..session.session import RemoteSession
 from ..session.standby import Standbys
-from ..session.state import SessionFacts, SessionState
+from ..session.state import Routes, SessionFacts, SessionState
 from ..settings.config import ClientConfig, make_whole, read_kv_format
 
 
@@ -31,7 +26,7 @@ class SessionOpener:
     """What all sessions of a client share. Owned by the client's loop."""
 
     def __init__(
-        self, swarm: Swarm, transport: Transport, clock: Clock, config: ClientConfig, secret: bytes
+        self, swarm: Routes, transport: Transport, clock: Clock, config: ClientConfig, secret: bytes
     ) -> None:
         """Sessions of one `secret` count as those of one client."""
         self._swarm = swarm
@@ -93,14 +88,10 @@ def open_remote_session(
     kind: type[RemoteSession] = RemoteSession,
 ) -> RemoteSession:
     """Return a session with everything that works beside its steps; hops come with the first."""
-    mailbox = Mailbox()
-    finder, exchange = HopFinder(state, transport, mailbox), Exchange(state, mailbox, closer)
-    plan = PushPlan(state, exchange, mailbox)
-    session = kind(state, finder, exchange, plan, mailbox)
-    parts = Parts(session, finder, exchange, plan, mailbox)
-    state.observers.append(Mover(parts))
+    session = kind(state, transport, closer)
+    state.observers.append(Mover(session))
     if state.config.standby:
-        standbys = Standbys(parts)
+        standbys = Standbys(session)
         state.observers.append(standbys)
         session.rely_on(standbys)
     return session

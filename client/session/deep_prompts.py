@@ -53,12 +53,12 @@ def share_prompts(prompts_LBPH: Tensor) -> Tensor:
     return (prompts[:, :1] if is_same else prompts).clone()
 
 
-def check_rows_stay(prompts_LBPH: Tensor | None, row_map: Sequence[int] | None) -> None:
+def check_rows_stay(prompts_LBPH: Tensor, row_map: Sequence[int] | None) -> None:
     """Raise UsageError where rows would move whose prompts differ: a prompt stays where it is.
 
     Whoever rebuilds a cache gets rows in their newest order; prompts would need the same history.
     """
-    if prompts_LBPH is None or prompts_LBPH.shape[1] == 1 or row_map is None:
+    if prompts_LBPH.shape[1] == 1 or row_map is None:
         return
     if list(row_map) != list(range(len(row_map))):
         raise UsageError(

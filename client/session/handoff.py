@@ -12,7 +12,7 @@ import asyncio
 import logging
 from collections.abc import Collection, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 from weakref import WeakSet
 
@@ -50,9 +50,13 @@ _NEVER = 2**63
 
 
 class SteppedSession(Protocol):
-    """What is done beside the steps of a session; see `RemoteSession`."""
+    """A session, beside whose steps hops are found, asked and linked; see `RemoteSession`."""
 
     state: SessionState
+    finder: HopFinder
+    exchange: Exchange
+    plan: PushPlan
+    mailbox: Mailbox
 
     @property
     def position(self) -> int:
@@ -73,17 +77,6 @@ class SteppedSession(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Parts:
-    """A session, and what its hops are found, asked and linked with."""
-
-    session: SteppedSession
-    finder: HopFinder
-    exchange: Exchange
-    plan: PushPlan
-    mailbox: Mailbox
-
-
 class CannotMoveError(UnavailableError):
     """Nobody can be brought to the state of a hop."""
 
@@ -96,19 +89,19 @@ class Understudy:
     be hung up on.
     """
 
-    def __init__(self, parts: Parts, live: LiveHop) -> None:
+    def __init__(self, session: SteppedSession, live: LiveHop) -> None:
         self.live = live
         self.new = LiveHop(live.hop, None, live.log, is_log_whole=live.is_log_whole)
         self.before: LiveHop | None = None
         self.after: LiveHop | None = None
         self.following: NextHop | None = None
         """How the hop before knows the new one."""
-        self._parts = parts
-        self._state = parts.session.state  # of the session; that of the new hop is another one
+        self._session = session
+        self._state = session.state  # of the session; that of the new hop is another one
         self._twin = self._state.make_twin()
         self._mailbox = Mailbox()
-        self._finder = parts.finder.make_twin(self._twin, self._mailbox)
-        self._exchange = parts.exchange.make_twin(self._twin, self._mailbox)
+        self._finder = session.finder.make_twin(self._twin, self._mailbox)
+        self._exchange = session.exchange.make_twin(self._twin, self._mailbox)
         self._tail: list[Question] = []  # what the live hop was sent and the new one was not
         self._mirrored_sequence = 0  # the hop before pushes to both what is behind this step
         self._num_replayed = 0
@@ -180,7 +173,7 @@ class Understudy:
         new, before, after = self.new, self.before, self.after
         if not self.live.capability:
             return
-        can_feed = self._parts.plan.can_feed
+        can_feed = self._session.plan.can_feed
         if (
             new.hop.peer.max_version < HANDOFF_VERSION
             or (before is not None and not can_feed(before.hop, new.hop))
@@ -245,7 +238,7 @@ class Understudy:
         if before.link is None:
             raise UnavailableError("a hop was lost meanwhile")
         message = Mirror(before.link.session, self._state.epoch, following)
-        return await self._parts.exchange.ask_status(before, message)
+        return await self._session.exchange.ask_status(before, message)
 
     async def _follow(self) -> None:
         """Have the new hop take the oldest step that only the live one has taken."""
@@ -272,7 +265,7 @@ class Understudy:
         Raises LostHopError. Nobody is blamed where nothing comes: it may be any of the two, and the
         hop before is in use.
         """
-        num_tokens = self._state.num_rows * self._parts.session.position
+        num_tokens = self._state.num_rows * self._session.position
         seconds = self._exchange.choose_timeout_seconds([self.new], num_tokens)
         pushing = [] if self.before is None else [self.before, self.new]
         try:
@@ -337,24 +330,26 @@ class Understudy:
         Returns False where it is lost itself, or the hop before has stopped pushing to it. Raises
         BrokenSegmentError when one of the others is lost. The link of the new hop is hung up then.
         """
-        parts, new = self._parts, self.new
+        session, new = self._session, self.new
         if new.link is None or self._mailbox.trouble(self.session_id) is not None:
             return False
         if not new.capability:
             return True
-        new.link.listen(parts.mailbox)
+        new.link.listen(session.mailbox)
         has_taken = False
         try:
             if after is None:
-                parts.mailbox.expect(self.session_id, sequence)
+                session.mailbox.expect(self.session_id, sequence)
                 # It may have answered already: to nobody, until now.
                 newest = self._mailbox.take_output(self.session_id, sequence)
                 if newest is not None:
-                    parts.mailbox.put(self.session_id, newest.output, newest.num_bytes)
-            has_taken = await parts.plan.promote(new, self.before, self.following, after, sequence)
+                    session.mailbox.put(self.session_id, newest.output, newest.num_bytes)
+            has_taken = await session.plan.promote(
+                new, self.before, self.following, after, sequence
+            )
         finally:
             if not has_taken:
-                await parts.exchange.hang_up(new)
+                await session.exchange.hang_up(new)
         return has_taken
 
 
@@ -367,22 +362,18 @@ def read_failure(task: asyncio.Task[None]) -> None:
 class Mover(Observer):
     """Moves the hops of one session whose peers are leaving, one at a time.
 
-    It begins a task when a peer says that it leaves, and after each step while one still does.
+    It begins a task when the session says that a peer leaves: once it is heard, and after each
+    step that such a peer still has a part in.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, session: SteppedSession) -> None:
+        self._session = session
         self._moving: asyncio.Task[None] | None = None
         self._is_stopped = False
         # Weak: a hop that the session drops takes its log with it.
         self._rooted = WeakSet[LiveHop]()  # those that cannot be moved
         self._tried = WeakSet[LiveHop]()  # those that could not yet: others come before them
         self._left: set[PeerId] = set()  # who ever said that it leaves
-
-    def note_step(self) -> None:
-        """Begin to move those of the hops that have to leave, unless that is under way."""
-        if any(_is_leaving(live) for live in self._parts.session.live_hops):
-            self.note_leaving()
 
     def note_leaving(self) -> None:
         """Begin to move the hops whose peers leave, unless that is under way."""
@@ -399,7 +390,7 @@ class Mover(Observer):
 
     async def _move_all(self) -> None:
         tried: set[PeerId] = set()
-        retry = Retry(_AGAIN, self._parts.session.state.clock)
+        retry = Retry(_AGAIN, self._session.state.clock)
         while (move := await self._plan_move()) is not None:
             span = move.live.hop.span
             try:
@@ -421,7 +412,7 @@ class Mover(Observer):
 
     async def _plan_move(self) -> _Move | None:
         """Return the move of the first hop that has to leave and can."""
-        async with self._parts.session.between_steps() as hops:
+        async with self._session.between_steps() as hops:
             leaving = [live for live in hops if _is_leaving(live)]
             movable = [live for live in leaving if live not in self._rooted]
             if not movable:
@@ -431,17 +422,17 @@ class Mover(Observer):
             fresh = [live for live in movable if live not in self._tried]
             if not fresh:
                 self._tried.clear()
-            return _Move(self._parts, (fresh or movable)[0], self._left)
+            return _Move(self._session, (fresh or movable)[0], self._left)
 
 
 class _Move:
     """One attempt to move one hop."""
 
-    def __init__(self, parts: Parts, live: LiveHop, leaving: set[PeerId]) -> None:
+    def __init__(self, session: SteppedSession, live: LiveHop, leaving: set[PeerId]) -> None:
         self.live = live
-        self._parts = parts
+        self._session = session
         self._leaving = leaving
-        self._understudy = Understudy(parts, live)
+        self._understudy = Understudy(session, live)
 
     async def run(self, tried: set[PeerId]) -> None:
         """Put another hop into the place of this one.
@@ -449,12 +440,12 @@ class _Move:
         Adds to `tried` the other peer where it did not work with that one. Raises CannotMoveError
         where it never will, RouteError where nobody else is there, and else what went wrong.
         """
-        session, live, understudy = self._parts.session, self.live, self._understudy
+        session, live, understudy = self._session, self.live, self._understudy
         clock = session.state.clock
         started_at = clock.now()
         has_moved = False
         try:
-            async with self._parts.session.between_steps() as hops:
+            async with self._session.between_steps() as hops:
                 understudy.survey(hops)
             await understudy.prepare(self._leaving | tried)
             position, stall_seconds = await self._switch()
@@ -465,13 +456,13 @@ class _Move:
             raise
         finally:
             understudy.end()
-            await self._parts.exchange.hang_up(live if has_moved else understudy.new)
+            await self._session.exchange.hang_up(live if has_moved else understudy.new)
         seconds, new = ended_at - started_at, understudy.new.hop
         session.note_handoff(Handoff(live.hop, new, position, seconds, stall_seconds), started_at)
 
     async def _switch(self) -> tuple[int, float]:
         """Put the new hop into place between two steps; return where, and how long that took."""
-        session, understudy = self._parts.session, self._understudy
+        session, understudy = self._session, self._understudy
         clock = session.state.clock
         while True:
             await understudy.catch_up()
@@ -487,23 +478,23 @@ class _Move:
             await understudy.wait_for(newest)
 
     async def _take_place(self) -> None:
-        parts, understudy = self._parts, self._understudy
+        session, understudy = self._session, self._understudy
         new = understudy.new
         assert new.link is not None
         if not new.capability:
             return
-        new.link.listen(parts.mailbox)
+        new.link.listen(session.mailbox)
         try:
-            await parts.plan.hand_over(
+            await session.plan.hand_over(
                 new,
                 understudy.before,
                 understudy.following,
                 understudy.after,
-                parts.session.state.last_sequence + 1,
+                session.state.last_sequence + 1,
             )
         except BaseException:
             # Who pushes where is not known any more: the next step begins with a failover.
-            await parts.exchange.hang_up(self.live)
+            await session.exchange.hang_up(self.live)
             raise
 
 

@@ -29,7 +29,7 @@ from ..routing.peer_book import FLOOR_SECONDS
 from ..routing.route import Ends, Hop, LostHopError, Refusals, Route
 from .deep_prompts import encode_prompts
 from .hop_link import HopLink, LiveHop, Mailbox, Place
-from .state import SessionState, Waiting, invert
+from .state import SessionState, Waiting
 
 _logger = logging.getLogger(__name__)
 
@@ -247,7 +247,7 @@ class HopFinder:
         finally:
             if self._state.waiting is not None and self._state.waiting.hop is hop:
                 self._state.waiting = None  # not that of another hop
-        live.link.on_leaving = self._tell_leaving
+        live.link.on_leaving = self._state.tell_leaving
         live.link.listen(self._mailbox if live.capability else None)
         self._state.book.note_rtt(hop.peer.peer_id, facts.rtt_seconds)
 
@@ -302,19 +302,16 @@ class HopFinder:
         longest_seconds = self._state.config.connect_timeout_seconds
         if is_first_look and not self._state.book.times(hop.peer.peer_id).has_answered:
             longest_seconds *= _FIRST_LOOK_FRACTION
+        speed = hop.peer.prefill_tokens_per_second
         return choose_open_timeout_seconds(
             hop.peer.queue_seconds,
-            invert(hop.peer.prefill_tokens_per_second),
+            1.0 / speed if speed else None,
             min(longest_seconds, max(deadline - self._state.clock.now(), _SHORT_SECONDS)),
         )
 
     def _name_for(self, hop: Hop) -> ClientToken:
         secret = self._state.facts.client_secret
         return make_client_token(secret, hop.peer.peer_id) if secret else NO_CLIENT
-
-    def _tell_leaving(self) -> None:
-        for observer in self._state.observers:
-            observer.note_leaving()
 
 
 def _count_bytes(pieces: Sequence[PassPiece]) -> int:

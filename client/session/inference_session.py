@@ -329,7 +329,8 @@ class InferenceSession:
             self._make_rows(hidden_BTH.shape[0])
             self._take_prompts(prompts, hidden_BTH)
         row_map = self._compose(hypo_ids)
-        check_rows_stay(self._remote.state.prompts_LBPH, row_map)
+        if self._remote.state.prompts_LBPH is not None:
+            check_rows_stay(self._remote.state.prompts_LBPH, row_map)
         if hidden_BTH.dim() == 3 and hidden_BTH.shape[1] == 0:
             self._remote.check_rows(hidden_BTH.shape[0], row_map)
             self._row_map = row_map

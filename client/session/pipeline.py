@@ -253,7 +253,7 @@ class Pipeline:
     async def _ask(self, stretch: Stretch, is_last: bool) -> Tensor:
         """Return the output of the next piece; into a chain, send some more behind it."""
         waiting = stretch.waiting
-        num_ahead = self._count_ahead(stretch)
+        num_ahead = 1 if len(waiting) == 1 else self._count_ahead(stretch)
         while stretch.num_sent < min(len(waiting), num_ahead):
             self._exchange.check_links(stretch.hops)
             piece = waiting[stretch.num_sent]

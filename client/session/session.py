@@ -18,11 +18,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from ...kernels.wire_tensors import has_only_finite
+from ...kernels.wire_tensors import choose_decoded_dtype, has_only_finite
 from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS
+from ...protocol.net.transport import Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
+from ..concurrency.tasks import Closer
 from ..routing.failures import WAS_LOST
 from ..routing.route import Hop, LostHopError, Refusals, Trouble
 from ..trace.trace import Failover, Handoff, choose_kind
@@ -63,6 +65,10 @@ class Reserve(Protocol):
         """
         ...
 
+    def follow_step(self) -> None:
+        """Note that a step is over, whether it was taken or failed; the hops may be others."""
+        ...
+
     def drop(self) -> None:
         """Give all of them up: what they have is not what the hops will have."""
         ...
@@ -75,19 +81,12 @@ class RemoteSession:
     What happens besides is told to the observers of its `state`.
     """
 
-    def __init__(
-        self,
-        state: SessionState,
-        finder: HopFinder,
-        exchange: Exchange,
-        plan: PushPlan,
-        mailbox: Mailbox,
-    ) -> None:
+    def __init__(self, state: SessionState, transport: Transport, closer: Closer) -> None:
         self.state = state
-        self._finder = finder
-        self._exchange = exchange
-        self._plan = plan
-        self._mailbox = mailbox
+        self.mailbox = Mailbox()
+        self.finder = HopFinder(state, transport, self.mailbox)
+        self.exchange = Exchange(state, self.mailbox, closer)
+        self.plan = PushPlan(state, self.exchange, self.mailbox)
         self._hops: list[LiveHop] = []
         self._position = 0
         self._is_closed = False
@@ -129,7 +128,7 @@ class RemoteSession:
     def spans_without_replica(self) -> tuple[Span, ...]:
         """The blocks for which a hop cannot have a standby."""
         used = {hop.peer.peer_id for hop in self.hops}
-        return tuple(hop.span for hop in self.hops if not self._finder.has_replica(hop, used))
+        return tuple(hop.span for hop in self.hops if not self.finder.has_replica(hop, used))
 
     def rollback(self, position: int) -> None:
         """Forget the tokens from `position` on; the peers hear of it with the next step."""
@@ -199,7 +198,7 @@ class RemoteSession:
                     if self.state.clock.now() > deadline:
                         message = "hops of the route were lost over and over"
                         raise UnavailableError(message) from error
-                    await self._exchange.hang_up(*self._hops)
+                    await self.exchange.hang_up(*self._hops)
                     log, position = before[0][1].copy(), question.position
                     place = Place(self.state.facts.span, log, (), position=position)
                     self._hops = await self._cover(place, deadline, Refusals())
@@ -213,7 +212,7 @@ class RemoteSession:
 
         A hop that took one and is asked again, after an error of the step, rolls back first.
         """
-        pipeline = Pipeline(self.state, self._exchange, self._hops, pieces)
+        pipeline = Pipeline(self.state, self.exchange, self._hops, pieces)
         try:
             while broken := await pipeline.run():
                 for stretch, error in broken:
@@ -221,9 +220,11 @@ class RemoteSession:
             return pipeline.outputs
         finally:
             self._hops = pipeline.hops
-            self._exchange.end_step()
-            for observer in self.state.observers:
-                observer.note_step()
+            self.exchange.end_step()
+            if any(live.link is not None and live.link.is_leaving for live in self._hops):
+                self.state.tell_leaving()
+            if self._reserve is not None:
+                self._reserve.follow_step()
 
     def choose_piece_tokens(self) -> int:
         """Return how many tokens per row a piece of a prompt should have over the hops in use."""
@@ -239,10 +240,17 @@ class RemoteSession:
 
     def _cut(self, question: Question) -> list[Question]:
         """Cut a step into pieces that travel one behind the other; the first moves the rows."""
-        hidden_BTH = self.state.to_wire_dtype(question.hidden_BTH)
-        parts = hidden_BTH.split(self.choose_piece_tokens(), dim=1)
+        state = self.state
+        assert state.wire_dtype is not None  # chosen with the first route
+        # Rounded to what travels, so that a log holds exactly what was sent. What becomes int8
+        # becomes the same bytes each time it is sent, and is not rounded twice.
+        hidden_BTH = question.hidden_BTH.to(choose_decoded_dtype(state.wire_dtype.name))
+        num_tokens = hidden_BTH.shape[1]
+        parts = hidden_BTH.split(1 if num_tokens == 1 else self.choose_piece_tokens(), dim=1)
         positions = accumulate((part.shape[1] for part in parts), initial=question.position)
-        sequences = self.state.number_steps(len(parts))
+        # The same numbers at all hops.
+        first, state.last_sequence = state.last_sequence + 1, state.last_sequence + len(parts)
+        sequences = range(first, state.last_sequence + 1)
         return [
             replace(
                 question,
@@ -279,7 +287,7 @@ class RemoteSession:
     async def _bridge(self, pipeline: Pipeline, stretch: Stretch, cut: int) -> None:
         """Stand between two hops that live and do not reach each other."""
         place = stretch.find_place(cut + 1, cut + 1)
-        await self._plan.bridge(place)
+        await self.plan.bridge(place)
         pipeline.replace(stretch, 0, 0, ())
         _logger.info(
             "the client now carries hidden states to blocks from %d on: the hop before cannot push",
@@ -352,7 +360,7 @@ class RemoteSession:
         BrokenSegmentError says that a hop before or after is lost, too, and StartOverError that no
         log will do.
         """
-        return await self._finder.cover(place, deadline, refusals, self._bring_up, preferred)
+        return await self.finder.cover(place, deadline, refusals, self._bring_up, preferred)
 
     async def _bring_up(
         self, hops: list[LiveHop], place: Place, deadline: float, max_wait_seconds: float
@@ -360,11 +368,11 @@ class RemoteSession:
         """Open all hops of a route at once, then have them computed what is behind us."""
         if place.before is None:
             hops[0].log = place.log
-        self._plan.plan(hops, place)
+        self.plan.plan(hops, place)
         try:
-            await self._finder.open(hops, deadline, max_wait_seconds)
+            await self.finder.open(hops, deadline, max_wait_seconds)
             try:
-                await self._plan.admit(place)
+                await self.plan.admit(place)
                 if place.before is None:
                     await self._replay(hops)
                 else:
@@ -377,7 +385,7 @@ class RemoteSession:
                     broken.lost[0] if broken.lost else LostHopError(hops[0].hop, str(broken))
                 ) from broken
         except BaseException:
-            await self._exchange.hang_up(*hops)
+            await self.exchange.hang_up(*hops)
             raise
 
     async def _replay(self, hops: Sequence[LiveHop]) -> None:
@@ -387,7 +395,7 @@ class RemoteSession:
             pieces, is_last = segment[0].log.plan_replay(), following is None
             for question in merge_pieces(pieces, self.state.max_piece_tokens, is_last):
                 with self._noting_cut(segment):
-                    output_BTH = await self._exchange.ask(segment, question, is_replay=True)
+                    output_BTH = await self.exchange.ask(segment, question, is_replay=True)
                 if following is not None:
                     num_tokens, is_decoded = output_BTH.shape[1], question.is_decoded
                     following[0].log.append(
@@ -398,14 +406,14 @@ class RemoteSession:
         """Have the hop before push to new ones what it has pushed to the lost ones."""
         assert place.before is not None
         session = hops[-1].open_link.session
-        self._mailbox.expect_replay(session)
-        num_steps = await self._plan.redirect_to(hops, place)
+        self.mailbox.expect_replay(session)
+        num_steps = await self.plan.redirect_to(hops, place)
         if num_steps:
             segment = [place.before, *hops]
             with self._noting_cut(segment):
                 num_tokens = self.state.num_rows * place.position
-                await self._exchange.wait_for_replay(segment, num_steps, num_tokens)
-        self._mailbox.end_replay(session)
+                await self.exchange.wait_for_replay(segment, num_steps, num_tokens)
+        self.mailbox.end_replay(session)
 
     @contextmanager
     def _noting_cut(self, segment: Sequence[LiveHop]) -> Iterator[None]:
@@ -414,7 +422,7 @@ class RemoteSession:
             yield
         except BrokenSegmentError as broken:
             if broken.cut is not None:
-                self._plan.note_cut(segment[broken.cut], segment[broken.cut + 1])
+                self.plan.note_cut(segment[broken.cut], segment[broken.cut + 1])
             raise
 
     async def fork_into(self, twin: RemoteSession, position: int) -> None:
@@ -446,12 +454,12 @@ class RemoteSession:
         self, hops: Sequence[LiveHop], parents: Sequence[LiveHop], position: int
     ) -> None:
         """Open hops with the first tokens of what other sessions hold at the same peers."""
-        self._plan.connect(hops)
+        self.plan.connect(hops)
         deadline = self.state.make_deadline()
 
         async def open_twin(live: LiveHop, link: HopLink) -> None:
             try:
-                await self._finder.open_link(
+                await self.finder.open_link(
                     live, deadline, parent=link.session, prefix_tokens=position
                 )
             except LostHopError as lost:
@@ -463,7 +471,7 @@ class RemoteSession:
                     if parent.link is not None:
                         tasks.create_task(open_twin(live, parent.link))
         except BaseException:
-            await self._exchange.hang_up(*hops)
+            await self.exchange.hang_up(*hops)
             raise
 
     async def _restore(self, before: Sequence[tuple[LiveHop, RecoveryLog[Tensor]]]) -> None:
@@ -476,7 +484,7 @@ class RemoteSession:
         used, self._hops = self._hops, [live for live, _ in before]
         for live, log in before:
             live.log = log
-        await self._exchange.hang_up(*used, *self._hops)
+        await self.exchange.hang_up(*used, *self._hops)
 
     @asynccontextmanager
     async def _until_closed(self) -> AsyncIterator[None]:
@@ -517,7 +525,7 @@ class RemoteSession:
 
     async def _hang_up(self) -> None:
         hops, self._hops = self._hops, []
-        await self._exchange.hang_up(*hops)
+        await self.exchange.hang_up(*hops)
 
     def check_rows(self, num_rows: int, row_map: Sequence[int] | None) -> None:
         """Raise UsageError unless a step of so many rows can be part of the session."""

@@ -14,7 +14,7 @@ from ...protocol.net.clock import WakefulTimeout
 from ...protocol.net.retry import Backoff, Retry
 from ..routing.route import LostHopError
 from ..trace.trace import Observer
-from .handoff import CannotMoveError, Parts, Understudy, read_failure
+from .handoff import CannotMoveError, SteppedSession, Understudy, read_failure
 from .hop_link import BrokenSegmentError, LiveHop, Place, StartOverError
 
 _logger = logging.getLogger(__name__)
@@ -32,8 +32,8 @@ class Standbys(Observer):
     It begins and ends tasks as the hops change, after each step; `stop` ends all.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self._parts = parts
+    def __init__(self, session: SteppedSession) -> None:
+        self._session = session
         self._standbys: dict[LiveHop, _Standby] = {}
         self._ending: set[asyncio.Task[None]] = set()
         self._is_stopped = False
@@ -43,18 +43,18 @@ class Standbys(Observer):
         """The hops whose standby could take over now."""
         return [live for live, standby in self._standbys.items() if standby.is_ready]
 
-    def note_step(self) -> None:
+    def follow_step(self) -> None:
         """Keep a standby for each of the hops that are in use now, and for no others."""
         if self._is_stopped:
             return
-        hops = self._parts.session.live_hops
+        hops = self._session.live_hops
         known = list(self._standbys.items())
         for live in [live for live, standby in known if not standby.fits(hops)]:
             self._end(self._standbys.pop(live))
         used = {live.hop.peer.peer_id for live in hops}
         for live in hops:
             if live not in self._standbys:
-                self._standbys[live] = _Standby(self._parts, live)
+                self._standbys[live] = _Standby(self._session, live)
             self._standbys[live].look(used)
 
     def drop(self) -> None:
@@ -95,8 +95,8 @@ class Standbys(Observer):
 class _Standby:
     """The standby of one hop: looked for, kept up, and looked for again when it is lost."""
 
-    def __init__(self, parts: Parts, live: LiveHop) -> None:
-        self._parts = parts
+    def __init__(self, session: SteppedSession, live: LiveHop) -> None:
+        self._session = session
         self._live = live
         self._used: set[PeerId] = set()
         self._tried: set[PeerId] = set()
@@ -104,7 +104,7 @@ class _Standby:
         self._is_taken = False
         self._following = asyncio.Lock()
         self._news = asyncio.Event()
-        self._retry = Retry(_AGAIN, parts.session.state.clock)
+        self._retry = Retry(_AGAIN, session.state.clock)
         self._task = asyncio.create_task(self._run(), name="keeping a standby")
         self._task.add_done_callback(read_failure)
 
@@ -153,7 +153,7 @@ class _Standby:
         try:
             await self.end()
         except asyncio.CancelledError:
-            await self._parts.exchange.hang_up(understudy.new)
+            await self._session.exchange.hang_up(understudy.new)
             raise
         return understudy.new
 
@@ -174,9 +174,9 @@ class _Standby:
 
     async def _keep(self) -> None:
         """Bring a peer to the state of the hop and keep it there; raises what ends that."""
-        understudy = Understudy(self._parts, self._live)
+        understudy = Understudy(self._session, self._live)
         try:
-            async with self._parts.session.between_steps() as hops:
+            async with self._session.between_steps() as hops:
                 self._check_stays()
                 understudy.survey(hops)
             await understudy.prepare(self._used | self._tried)
@@ -190,7 +190,7 @@ class _Standby:
             self._understudy = None
             understudy.end()
             if not self._is_taken:
-                await self._parts.exchange.hang_up(understudy.new)
+                await self._session.exchange.hang_up(understudy.new)
 
     def _check_stays(self) -> None:
         """Raise UnavailableError where the hop moves: the one before pushes to one more at most."""

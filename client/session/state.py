@@ -10,7 +10,6 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ...kernels.wire_tensors import choose_decoded_dtype
 from ...protocol.errors import ShoalError
 from ...protocol.ids import (
     CAPABILITY_BYTES,
@@ -156,6 +155,11 @@ class SessionState:
         self.observers = others if recorder is None else [*others, recorder]
         self.recorder = recorder
 
+    def tell_leaving(self) -> None:
+        """Let observers know that the peer of a hop will stop soon."""
+        for observer in self.observers:
+            observer.note_leaving()
+
     def make_twin(self) -> SessionState:
         """Return the state of another session, with other secrets, whose hops are to be used here.
 
@@ -201,11 +205,6 @@ class SessionState:
         text = f"{purpose}/{self.epoch}/{span}".encode()
         return hashlib.blake2b(text, key=self.facts.session, digest_size=num_bytes).digest()
 
-    def number_steps(self, num_steps: int) -> range:
-        """Return the sequence numbers of the next steps: the same ones at all hops."""
-        first, self.last_sequence = self.last_sequence + 1, self.last_sequence + num_steps
-        return range(first, self.last_sequence + 1)
-
     def count_bytes(self, num_tokens: int) -> int:
         """Return how many bytes the hidden states of so many tokens are on the wire."""
         assert self.wire_dtype is not None
@@ -219,14 +218,6 @@ class SessionState:
         piece_bytes = min(self.config.max_step_bytes, MAX_FRAME_BYTES - MAX_CONTROL_BYTES)
         return max(1, min(piece_bytes // token_bytes, _MAX_PIECE_TOKENS))
 
-    def to_wire_dtype(self, hidden_BTH: Tensor) -> Tensor:
-        """Round hidden states to what travels, so that a log holds exactly what was sent.
-
-        What becomes int8 becomes the same bytes each time it is sent, and is not rounded twice.
-        """
-        assert self.wire_dtype is not None  # chosen with the first route
-        return hidden_BTH.to(choose_decoded_dtype(self.wire_dtype.name))
-
     def make_deadline(self) -> float:
         """Return until when lost hops may be replaced, from now."""
         return self.clock.now() + self.config.failover_timeout_seconds
@@ -234,8 +225,3 @@ class SessionState:
     def rtt_seconds(self, hop: Hop) -> float:
         """Return the round trip to the peer of a hop, as last measured."""
         return self.book.rtt_seconds(hop.peer.peer_id) or 0.0
-
-
-def invert(speed: float | None) -> float | None:
-    """Return the seconds for one of what is done so often in a second."""
-    return 1.0 / speed if speed else None

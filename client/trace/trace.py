@@ -69,9 +69,6 @@ class Observer:
     def note_leaving(self) -> None:
         """Hear that the peer of a hop will stop soon."""
 
-    def note_step(self) -> None:
-        """Hear that a step is over, whether it was taken or failed; the hops may be others."""
-
     def note_failover(self, failover: Failover, started_at: float) -> None:
         """Hear that a lost hop was replaced."""
 

@@ -27,7 +27,7 @@ def test_questions_of_one_number_to_two_segments_are_kept_apart() -> None:
     async def test(scene: Scene) -> None:
         session, hops = await begin(scene)
         question = Question(draw(2, 2), 0, sequence=2)
-        exchange = session._exchange
+        exchange = session.exchange
         for live in hops[:2]:
             await exchange.send([live], question)
 
@@ -43,7 +43,7 @@ def test_question_that_is_given_up_costs_a_hop_of_a_star_its_link() -> None:
 
     async def test(scene: Scene) -> None:
         session, hops = await begin(scene)
-        asking = asyncio.create_task(session._exchange.ask(hops[:1], Question(draw(2), 3)))
+        asking = asyncio.create_task(session.exchange.ask(hops[:1], Question(draw(2), 3)))
         await asyncio.sleep(0.05)
         asking.cancel()
         await asyncio.wait([asking])
@@ -65,13 +65,13 @@ def test_lost_hop_leaves_nothing_on_the_line() -> None:
 
         peer.mischief = hang_up
         with pytest.raises(BrokenSegmentError) as caught:
-            await session._exchange.ask([hops[1]], Question(draw(2), 3, sequence=9))
+            await session.exchange.ask([hops[1]], Question(draw(2), 3, sequence=9))
         peer.mischief = be_honest
 
         assert [lost.hop for lost in caught.value.lost] == [hops[1].hop]
         assert scene.swarm.book.bandwidth.num_bytes == 0
         assert scene.quarantined == [peer.name]
         with pytest.raises(BrokenSegmentError, match="lost before"):
-            await session._exchange.ask([hops[1]], Question(draw(2), 3, sequence=10))
+            await session.exchange.ask([hops[1]], Question(draw(2), 3, sequence=10))
 
     run(test)

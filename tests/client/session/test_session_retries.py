@@ -66,7 +66,7 @@ def test_link_is_closed_even_if_its_caller_is_cancelled_as_hanging_up_begins() -
         await session.step(draw(1, 3))
         live, *_ = session._hops
 
-        task = asyncio.create_task(session._exchange.hang_up(live))
+        task = asyncio.create_task(session.exchange.hang_up(live))
         await asyncio.sleep(0)  # the task gave the link up and waits; nothing was closed yet
         assert live.link is None
         task.cancel()
