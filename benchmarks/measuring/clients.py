@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from measuring.benchmark_model import BenchmarkModel
-from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
 from shoal.client.runtime.joining import connect_over_network
-from shoal.client.runtime.session_opener import open_remote_session
+from shoal.client.runtime.session_opener import SessionOpener
 from shoal.client.session.session import RemoteSession
-from shoal.client.session.state import SessionFacts, SessionState
+from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.local_swarm.swarm import LocalSwarm
 from shoal.protocol.errors import UnavailableError
@@ -46,14 +45,9 @@ class Clients:
     of their own. Made by `join_swarm`.
     """
 
-    def __init__(
-        self, address: SwarmAddress, config: ClientConfig, swarm: Swarm, transport: Transport
-    ) -> None:
+    def __init__(self, address: SwarmAddress, opener: SessionOpener) -> None:
         self._address = address
-        self._config = config
-        self._swarm = swarm
-        self._transport = transport
-        self._closer = Closer()
+        self._opener = opener
         self._sessions: list[RemoteSession] = []
 
     def open(
@@ -72,8 +66,7 @@ class Clients:
             max_tokens,
             hashlib.sha256(client.encode()).digest()[:16],
         )
-        state = SessionState(facts, self._swarm, SystemClock(), self._config)
-        session = open_remote_session(state, self._transport, self._closer, kind)
+        session = self._opener.open(facts, kind)
         self._sessions.append(session)
         return session
 
@@ -81,7 +74,7 @@ class Clients:
         """Close every session that was opened so far."""
         sessions, self._sessions = self._sessions, []
         await asyncio.gather(*(session.close() for session in sessions))
-        await self._closer.finish()
+        await self._opener.close()
 
     def check_nothing_was_lost(self) -> None:
         """Raise UnavailableError when a session had to change its peer: its times are no good."""
@@ -108,7 +101,8 @@ async def join_swarm(
             directory, address.model_id, address.model.num_blocks, SystemClock(), random.Random(0)
         )
         await swarm.book.refresh()
-        clients = Clients(address, config, swarm, wrap(transport))
+        opener = SessionOpener(swarm, wrap(transport), SystemClock(), config)
+        clients = Clients(address, opener)
         try:
             yield clients
         finally:

@@ -26,7 +26,12 @@ class SessionOpener:
     """What all sessions of a client share. Owned by the client's loop."""
 
     def __init__(
-        self, swarm: Routes, transport: Transport, clock: Clock, config: ClientConfig, secret: bytes
+        self,
+        swarm: Routes,
+        transport: Transport,
+        clock: Clock,
+        config: ClientConfig,
+        secret: bytes = b"",
     ) -> None:
         """Sessions of one `secret` count as those of one client."""
         self._swarm = swarm
@@ -71,27 +76,23 @@ class SessionOpener:
                 known_format,
                 sent,
             )
-            state = SessionState(facts, self._swarm, self._clock, self._config)
-            return open_remote_session(state, self._transport, self._closer)
+            return self.open(facts)
 
         return open_remote
+
+    def open(self, facts: SessionFacts, kind: type[RemoteSession] = RemoteSession) -> RemoteSession:
+        """Return a session with everything that works beside its steps."""
+        state = SessionState(
+            facts, self._swarm, self._transport, self._clock, self._config, self._closer
+        )
+        session = kind(state)
+        state.observers.append(Mover(session))
+        if self._config.standby:
+            standbys = Standbys(session)
+            state.observers.append(standbys)
+            session.rely_on(standbys)
+        return session
 
     async def close(self) -> None:
         """Wait until every peer was told that its sessions are over."""
         await self._closer.finish()
-
-
-def open_remote_session(
-    state: SessionState,
-    transport: Transport,
-    closer: Closer,
-    kind: type[RemoteSession] = RemoteSession,
-) -> RemoteSession:
-    """Return a session with everything that works beside its steps; hops come with the first."""
-    session = kind(state, transport, closer)
-    state.observers.append(Mover(session))
-    if state.config.standby:
-        standbys = Standbys(session)
-        state.observers.append(standbys)
-        session.rely_on(standbys)
-    return session

@@ -27,7 +27,6 @@ from ...protocol.ids import PeerId, SessionId
 from ...protocol.messages.session import Admit, Mirror, Output, Probe, Redirect, Status, Step
 from ...protocol.net.clock import WakefulTimeout
 from ...protocol.session.recovery_log import ReplayPiece, group_pieces
-from ..concurrency.tasks import Closer
 from ..routing.peer_book import FLOOR_SECONDS
 from ..routing.route import LostHopError
 from ..trace.trace import Kind, QuestionWatch, choose_kind
@@ -87,17 +86,12 @@ class _Asked:
 class Exchange:
     """Asks the hops of one session, and blames the peers of those that do not answer."""
 
-    def __init__(self, state: SessionState, mailbox: Mailbox, closer: Closer) -> None:
+    def __init__(self, state: SessionState, mailbox: Mailbox) -> None:
         self._state = state
         self._book = state.book
         self._clock = state.clock
         self._mailbox = mailbox
-        self._closer = closer
         self._asked: dict[tuple[LiveHop, int], _Asked] = {}  # by segment: replays count anew
-
-    def make_twin(self, state: SessionState, mailbox: Mailbox) -> Exchange:
-        """Return what asks hops beside the session, which goes on meanwhile."""
-        return Exchange(state, mailbox, self._closer)
 
     async def ask(
         self, segment: Sequence[LiveHop], question: Question, is_replay: bool = False
@@ -236,7 +230,7 @@ class Exchange:
             live.link = None
         for link in links:
             self._mailbox.forget(link.session)
-        await self._closer.close(*links)
+        await self._state.closer.close(*links)
 
     async def lose(
         self, live: LiveHop, error: UnavailableError | RemoteProtocolError | RefusedError

@@ -50,10 +50,9 @@ _NEVER = 2**63
 
 
 class SteppedSession(Protocol):
-    """A session, beside whose steps hops are found, asked and linked; see `RemoteSession`."""
+    """A session, beside whose steps hops are asked and linked; see `RemoteSession`."""
 
     state: SessionState
-    finder: HopFinder
     exchange: Exchange
     plan: PushPlan
     mailbox: Mailbox
@@ -100,8 +99,8 @@ class Understudy:
         self._state = session.state  # of the session; that of the new hop is another one
         self._twin = self._state.make_twin()
         self._mailbox = Mailbox()
-        self._finder = session.finder.make_twin(self._twin, self._mailbox)
-        self._exchange = session.exchange.make_twin(self._twin, self._mailbox)
+        self._finder = HopFinder(self._twin, self._mailbox)
+        self._exchange = Exchange(self._twin, self._mailbox)
         self._tail: list[Question] = []  # what the live hop was sent and the new one was not
         self._mirrored_sequence = 0  # the hop before pushes to both what is behind this step
         self._num_replayed = 0

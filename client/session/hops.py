@@ -21,7 +21,6 @@ from ...protocol.ids import NO_ADAPTER, NO_CLIENT, ClientToken, PeerId, SessionI
 from ...protocol.messages.passes import PassPiece
 from ...protocol.messages.session import Open
 from ...protocol.net.retry import Backoff, Retry
-from ...protocol.net.transport import Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.tensors import WireDtype
 from ...protocol.versions import INT8_VERSION, PASS_VERSION
@@ -58,14 +57,9 @@ to the state of its log. Raises LostHopError for one that has to be replaced; no
 class HopFinder:
     """Finds and opens the hops of one session."""
 
-    def __init__(self, state: SessionState, transport: Transport, mailbox: Mailbox) -> None:
+    def __init__(self, state: SessionState, mailbox: Mailbox) -> None:
         self._state = state
-        self._transport = transport
         self._mailbox = mailbox
-
-    def make_twin(self, state: SessionState, mailbox: Mailbox) -> HopFinder:
-        """Return what opens hops beside the session, which goes on meanwhile."""
-        return HopFinder(state, self._transport, mailbox)
 
     async def cover(
         self,
@@ -84,7 +78,7 @@ class HopFinder:
         """
         state = self._state
         if place.position == 0:  # later, somebody waits for the next token
-            await state.swarm.survey(self._transport)
+            await state.swarm.survey(state.transport)
         configured = state.config.weights
         weights = (configured,) if configured else tuple(dict.fromkeys((preferred, None)))
         tried: set[PeerId] = set()
@@ -231,7 +225,7 @@ class HopFinder:
                 await adapter.bring(hop)
             with self._state.book.bandwidth.carry(_count_bytes(pieces)) as carrying_seconds:
                 live.link, facts = await HopLink.open(
-                    self._transport,
+                    self._state.transport,
                     self._state.clock,
                     hop,
                     opening,

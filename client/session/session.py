@@ -21,10 +21,8 @@ from torch import Tensor
 from ...kernels.wire_tensors import choose_decoded_dtype, has_only_finite
 from ...protocol.errors import UnavailableError, UsageError
 from ...protocol.limits import MAX_BATCH_ROWS
-from ...protocol.net.transport import Transport
 from ...protocol.session.recovery_log import RecoveryLog
 from ...protocol.spans import Span
-from ..concurrency.tasks import Closer
 from ..routing.failures import WAS_LOST
 from ..routing.route import Hop, LostHopError, Refusals, Trouble
 from ..trace.trace import Failover, Handoff, choose_kind
@@ -81,11 +79,11 @@ class RemoteSession:
     What happens besides is told to the observers of its `state`.
     """
 
-    def __init__(self, state: SessionState, transport: Transport, closer: Closer) -> None:
+    def __init__(self, state: SessionState) -> None:
         self.state = state
         self.mailbox = Mailbox()
-        self.finder = HopFinder(state, transport, self.mailbox)
-        self.exchange = Exchange(state, self.mailbox, closer)
+        self.finder = HopFinder(state, self.mailbox)
+        self.exchange = Exchange(state, self.mailbox)
         self.plan = PushPlan(state, self.exchange, self.mailbox)
         self._hops: list[LiveHop] = []
         self._position = 0

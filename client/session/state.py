@@ -27,6 +27,7 @@ from ...protocol.records.announcements import Announcement
 from ...protocol.spans import Span
 from ...protocol.tensors import KVFormat, WireDtype, compute_num_bytes
 from ...protocol.versions import INT8_VERSION
+from ..concurrency.tasks import Closer
 from ..routing.peer_book import PeerBook
 from ..routing.route import Ends, Hop, Route
 from ..settings.config import ClientConfig
@@ -125,13 +126,21 @@ class SessionState:
     """
 
     def __init__(
-        self, facts: SessionFacts, swarm: Routes, clock: Clock, config: ClientConfig
+        self,
+        facts: SessionFacts,
+        swarm: Routes,
+        transport: Transport,
+        clock: Clock,
+        config: ClientConfig,
+        closer: Closer,
     ) -> None:
         self.facts = facts
         self.swarm = swarm
         self.book = swarm.book
+        self.transport = transport
         self.clock = clock
         self.config = config
+        self.closer = closer
         self.rng = random.Random(config.seed)
         self.epoch = 0
         self.num_rows = 0
@@ -168,7 +177,7 @@ class SessionState:
         self._num_twins += 1
         secret = self._derive(f"twin {self._num_twins}", self.facts.span, SESSION_ID_BYTES)
         facts = replace(self.facts, session=SessionId(secret))
-        twin = SessionState(facts, self.swarm, self.clock, self.config)
+        twin = SessionState(facts, self.swarm, self.transport, self.clock, self.config, self.closer)
         twin.epoch, twin.num_rows, twin.wire_dtype = self.epoch, self.num_rows, self.wire_dtype
         twin.prompts_LBPH, twin.observers = self.prompts_LBPH, self.observers
         return twin

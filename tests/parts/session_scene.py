@@ -16,12 +16,11 @@ import torch
 from announcements import describe_peer
 from torch import Tensor
 
-from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.session_opener import open_remote_session
+from shoal.client.runtime.session_opener import SessionOpener
 from shoal.client.session.hop_link import from_wire, to_wire
 from shoal.client.session.session import RemoteSession
-from shoal.client.session.state import SessionFacts, SessionState
+from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
 from shoal.protocol.errors import ErrorCode
 from shoal.protocol.identity import Identity
@@ -164,7 +163,7 @@ class Scene:
         self.client = LoopbackTransport(self.network, "client")
         self.transports: list[LoopbackTransport] = [self.client]
         self.swarm = self.make_swarm()
-        self.closer = Closer()
+        self.opener = SessionOpener(self.swarm, self.client, VirtualClock(), config)
         self.sessions: list[RemoteSession] = []
 
     def make_swarm(self) -> Swarm:
@@ -201,8 +200,7 @@ class Scene:
 
     def open_session(self, max_tokens: int = 100, secret: SessionId = SECRET) -> RemoteSession:
         facts = SessionFacts(secret, MODEL_ID, Span(0, NUM_BLOCKS), WIDTH, max_tokens)
-        state = SessionState(facts, self.swarm, VirtualClock(), self.config)
-        session = open_remote_session(state, self.client, self.closer)
+        session = self.opener.open(facts)
         self.sessions.append(session)
         return session
 

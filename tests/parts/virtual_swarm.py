@@ -9,11 +9,10 @@ import torch
 from memory_swarm import MODEL_ID, Inside, MemorySwarm
 from torch import Tensor
 
-from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.session_opener import open_remote_session
+from shoal.client.runtime.session_opener import SessionOpener
 from shoal.client.session.session import RemoteSession
-from shoal.client.session.state import SessionFacts, SessionState
+from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
 from shoal.peer.runtime.config import PeerConfig
 from shoal.protocol.endpoints import Endpoint, Libp2pEndpoint
@@ -75,8 +74,7 @@ class Scene:
         facts = SessionFacts(
             SessionId(name), MODEL_ID, WHOLE, HIDDEN, max_length, client_secret=client or name
         )
-        state = SessionState(facts, swarm, VirtualClock(), self._config)
-        return open_remote_session(state, transport, Closer())
+        return SessionOpener(swarm, transport, VirtualClock(), self._config).open(facts)
 
 
 def draw(seed: int, num_tokens: int) -> Tensor:

@@ -20,11 +20,10 @@ import torch
 from memory_swarm import look_into
 from torch import Tensor
 
-from shoal.client.concurrency.tasks import Closer
 from shoal.client.routing.swarm import Swarm
-from shoal.client.runtime.session_opener import open_remote_session
+from shoal.client.runtime.session_opener import SessionOpener
 from shoal.client.session.session import RemoteSession
-from shoal.client.session.state import SessionFacts, SessionState
+from shoal.client.session.state import SessionFacts
 from shoal.client.settings.config import ClientConfig
 from shoal.kernels.linear.quantize import WeightFormat
 from shoal.models.checkpoints.checkpoint import Checkpoint
@@ -177,8 +176,8 @@ class World:
         facts = SessionFacts(
             SessionId(number + bytes(14)), view.model_id, WHOLE, HIDDEN, max_tokens
         )
-        state = SessionState(facts, self.swarm, SystemClock(), self.config)
-        session = open_remote_session(state, self.transport, Closer())
+        opener = SessionOpener(self.swarm, self.transport, SystemClock(), self.config)
+        session = opener.open(facts)
         self._sessions.append(session)
         return session
 

@@ -63,7 +63,7 @@ def make_plan(delivery: str = "chain", clock: HandClock | None = None) -> PushPl
     swarm = Swarm(nobody, MODEL_ID, 3, clock or HandClock(), random.Random(0))
     config = ClientConfig(delivery=delivery)
     facts = SessionFacts(SessionId(b"the secret of it"), MODEL_ID, Span(0, 3), 8, 100)
-    return PushPlan(SessionState(facts, swarm, nobody, config), nobody, nobody)
+    return PushPlan(SessionState(facts, swarm, nobody, nobody, config, nobody), nobody, nobody)
 
 
 def make_place(**changes: Any) -> Place:
