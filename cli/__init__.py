@@ -1,7 +1,8 @@
-"""The `shoal` command. Thin: it reads arguments, calls a peer or a client, and prints.
+"""The `shoal` command. It reads arguments, calls a peer or a client, and prints.
 
-`main.py` finds the command and reports its errors; `commands/` has a file for each command. They
+`main.py` finds the command and reports its errors; `commands/` has one file for each command. They
 share `options/` (reading the command line), `terminal/` (output and signals) and `remote_models/`
 (opening and using a model over a swarm); `finetuning/` and `figures/` are the parts of two
-commands. Read first: main.py.
+commands. Routing, training, serving and web pages are not here: they belong to `client/` and
+`peer/`. Read first: main.py.
 """

@@ -1,4 +1,4 @@
-"""Where the `shoal` program begins; also makes `python -m shoal.cli` the same as `shoal`."""
+"""The entry point of the `shoal` program; `python -m shoal.cli` is the same as `shoal`."""
 
 import sys
 

@@ -1,6 +1,9 @@
-"""What a Python user imports: models, LoRA adapters, errors and configurations.
+"""The Python interface of shoal: models, LoRA adapters, errors and configurations.
 
-Nothing is defined here, and no network library is loaded before a swarm is joined. Read first:
+This file only exports. `model/` stands on `session/` (generating) and `passes/` (fine-tuning), both
+on `routing/`; `runtime/` builds a client. Programs that use a client get rooms of their own on top
+of it: the swarm monitor `monitor/` with its web pages, and the HTTP gateway `gateway/`. Nothing
+here imports `peer` or `cli`, and no network library is loaded before a swarm is joined. Read first:
 runtime/client.py for a client, model/auto.py for the models.
 """
 

@@ -1,10 +1,10 @@
-"""Where long computations stop for a moment, so that something urgent gets its turn."""
+"""Pauses in long computations, so that decode steps get their turn."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 BYTE_COST = 16
-"""What touching a byte costs, in the units of `Pauses`."""
+"""The cost of touching a byte, in the units of `Pauses`."""
 
 _ENDLESS = 2**62
 

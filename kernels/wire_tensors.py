@@ -25,10 +25,10 @@ DTYPES: Mapping[str, torch.dtype] = {
     "FP16": torch.float16,
     "BF16": torch.bfloat16,
 }
-"""What travels as it is; the names are those of the wire protocol."""
+"""Dtypes that travel unchanged; the names are those of the wire protocol."""
 
 INT8 = "INT8"
-"""What travels rounded to 8 bits; its name in the wire protocol."""
+"""The codec that rounds to 8 bits; its name in the wire protocol."""
 
 INT8_GROUP = 64
 """How many numbers share a scale, as the wire protocol has it."""
@@ -156,7 +156,7 @@ def _carrier(dtype: torch.dtype, codec: Codec) -> tuple[torch.dtype, str]:
 
 
 class Piece(Protocol):
-    """What to take of a tensor: see `protocol.recovery_log.ReplayPiece`."""
+    """Rows and tokens to take of a tensor; see `ReplayPiece` in `protocol/session/`."""
 
     @property
     def num_tokens(self) -> int: ...

@@ -1,6 +1,7 @@
 """A peer: one process that hosts a span of blocks and computes for others.
 
-This folder holds the composition root (peer.py), the kinds of work that a peer does (workloads.py)
-and its life: which span it serves, and when it moves (serving_loop.py). Never imports `client`.
-Read first: peer.py.
+This folder holds the composition root (peer.py), the list of workloads (workloads.py) and the life
+of a peer (serving_loop.py): which span it serves, and when it moves. A new workload is one more
+room beside `sessions/` and `passes/`, and a line in workloads.py (docs/new-workload.md). Nothing
+here imports `client`. Read first: peer.py.
 """

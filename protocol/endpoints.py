@@ -1,4 +1,4 @@
-"""Where a peer can be dialled, and what proves that it is the right one."""
+"""Endpoints: addresses at which a peer can be dialled, and the proof that it is the right one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Libp2pEndpoint(Endpoint):
 
     @property
     def address(self) -> str:
-        """Where libp2p dials, without the peer that must answer."""
+        """The address that libp2p dials, without the id of the peer that must answer."""
         address = _name_address(self.host, self.port)
         return f"{address}/p2p/{self.relay_id}/p2p-circuit" if self.relay_id else address
 

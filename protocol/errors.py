@@ -112,7 +112,7 @@ class SilentError(UnavailableError):
 
 
 class StaleAnnouncementError(UnavailableError):
-    """What a peer announced is not, or no longer, what is found there.
+    """A peer announced something else than what is found there.
 
     That need not be its fault: it was restarted with other blocks, or its port went to another.
     """

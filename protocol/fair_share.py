@@ -15,7 +15,7 @@ BUSY_SECONDS = 5.0
 """When to ask again: most generations are over sooner."""
 
 _IPV6_NETWORK_BITS = 64
-"""What a provider gives to one customer, at least: to count its addresses would count nothing."""
+"""The prefix that a provider gives to one customer, at least; all its addresses count as one."""
 
 
 def name_holder(remote_host: str | None) -> str:
@@ -38,7 +38,7 @@ def name_holder(remote_host: str | None) -> str:
 
 
 class Holder(NamedTuple):
-    """Who holds a stream or session: an address, and what a client there calls itself."""
+    """The holder of a stream or session: an address, and the name of a client there."""
 
     address: str
     client: str = ""

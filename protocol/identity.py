@@ -1,4 +1,4 @@
-"""Who a peer is: an Ed25519 key, and the peer id that carries its public half.
+"""The identity of a peer: an Ed25519 key, and the peer id that carries its public half.
 
 Holds keys in memory only; where they are kept on disk is not decided here.
 """

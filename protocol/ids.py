@@ -15,16 +15,16 @@ SessionId = NewType("SessionId", bytes)
 """16 random bytes drawn by the client; knowing them is the right to step the session."""
 
 PassId = NewType("PassId", SessionId)
-"""What a client calls one pass at one peer, and is refused like a session: 16 random bytes."""
+"""The id of one pass at one peer, which can be refused like a session: 16 random bytes."""
 
 UploadId = NewType("UploadId", SessionId)
-"""What a client calls the bringing of one adapter to one peer: 16 random bytes."""
+"""The id of one upload of an adapter to one peer: 16 random bytes."""
 
 AdapterId = NewType("AdapterId", bytes)
 """Digest of both files of an adapter, 32 bytes, or none."""
 
 ClientToken = NewType("ClientToken", bytes)
-"""What a client calls itself at one peer, so that its sessions can be counted together: 16 bytes,
+"""The name of a client at one peer, so that its sessions can be counted together: 16 bytes,
 or none. No proof of anything: knowing it is being it, so each peer is told another one."""
 
 Capability = NewType("Capability", bytes)

@@ -1,4 +1,4 @@
-"""What the bytes of a tensor on the wire mean: dtype and shape as bounded numbers."""
+"""Dtype and shape of a tensor on the wire, as bounded numbers."""
 
 import math
 from dataclasses import dataclass

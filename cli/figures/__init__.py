@@ -1,4 +1,5 @@
 """Measurements of `shoal bench` and `make bench`: the speed of a swarm, and reports.
 
-Benchmarks that start their own swarms are in `benchmarks/`. Read first: bench_report.py.
+Benchmarks that start swarms of their own are not here, but in `benchmarks/`. Read first:
+bench_report.py.
 """

@@ -1,4 +1,5 @@
-"""Turns words of a command line into checked values: numbers, join codes, models, adapters.
+"""Command-line options that commands share: numbers, join codes, models, adapters.
 
-Nothing here prints, joins a swarm or loads weights. Read first: shared_options.py.
+Each is read and checked here. Nothing here prints, joins a swarm or loads weights. Read first:
+shared_options.py.
 """

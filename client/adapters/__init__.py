@@ -1,4 +1,5 @@
-"""Adapters at the client: PEFT files, versions, and what a peer is sent of them.
+"""Adapters at the client: PEFT files, versions, and the parts of them that peers receive.
 
-Read first: adapter_versions.py.
+Nothing here trains an adapter (`../training/`) or sends one (`../passes/`, `../publishing/`). Read
+first: adapter_versions.py.
 """

@@ -21,7 +21,7 @@ from ...protocol.spans import Span
 
 @dataclass(frozen=True)
 class AdapterCut:
-    """What of an adapter belongs to some blocks, as files, and the shapes of its matrices.
+    """The part of an adapter for some blocks, as files, and the shapes of its matrices.
 
     Of an adapter that somebody else has published only the name is known.
     """

@@ -36,7 +36,7 @@ class LearnedState:
 
     @property
     def most_bytes(self) -> int:
-        """What its files have at most, with moments."""
+        """The largest size of its files, with moments."""
         num_bytes = sum(matrix.nbytes for matrix in self.matrices.values())
         return (num_bytes + _HEADER_BYTES) * (1 + self.kind.num_moments)
 

@@ -35,14 +35,14 @@ _PICKLED_FILE = "adapter_model.bin"
 
 HEAD = "lm_head"
 _UNCHANGED = ".base_layer.weight"
-"""What PEFT writes beside the matrices of a head: the weight of the model itself."""
+"""The suffix under which PEFT stores the model's own head beside its matrices."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class PeftFiles:
-    """What an adapter's folder holds: all fields of its configuration, and matrices by name."""
+    """The content of an adapter's folder: all fields of its configuration, and matrices by name."""
 
     config: LoraConfig
     fields: Mapping[str, Any]

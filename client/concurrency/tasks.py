@@ -57,7 +57,7 @@ class Background:
 
 
 class Closable(Protocol):
-    """What is to be closed, which never raises."""
+    """Anything with a close() that never raises."""
 
     async def close(self) -> None:
         """End it."""

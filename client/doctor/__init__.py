@@ -1,4 +1,5 @@
 """Diagnosis of a swarm: which link is broken, and what to do.
 
-Read first: diagnosis.py.
+It dials and asks, but changes nothing and prints nothing: see `cli/commands/doctor.py`. Read first:
+diagnosis.py.
 """

@@ -54,7 +54,7 @@ _JOIN_FIXES = {
     "answers": "its p2pd runs but the peer itself is silent: it is paused (resume it: kill -CONT) "
     "or overloaded; if nothing helps, restart it",
 }
-"""What to do about a join that failed, by words of the directory's complaint."""
+"""Advice for a failed join, by words of the directory's error."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +359,7 @@ class Diagnosis:
 
     @property
     def _condition(self) -> str:
-        """What else that takes."""
+        """The other requirements of the advice."""
         if self.membership is None or self.membership.role is not Role.USE:
             return ""
         return ", with a code from the owner that allows serving: yours only allows using the swarm"

@@ -1,4 +1,4 @@
-"""What a check of `shoal doctor` ends in."""
+"""The findings of `shoal doctor`."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,7 +14,7 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found, and what to do about it if anything."""
+    """The result of one check, and the advice if something is broken."""
 
     name: str
     status: Status

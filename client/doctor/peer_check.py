@@ -30,11 +30,11 @@ PEER_SECONDS = 6.0
 """How long one endpoint of a peer may keep us waiting."""
 
 LIBP2P_GREETING = b"\x13/multistream/1.0.0\n"
-"""What both ends of a libp2p connection say first (multistream-select: length, text, newline)."""
+"""The greeting of a libp2p connection (multistream-select: length, text, newline)."""
 
 
 class Fault(StrEnum):
-    """What can be wrong with a peer that announces itself."""
+    """Faults of a peer that announces itself."""
 
     CLOSED_PORT = "closed port"
     UNREACHABLE = "unreachable"
@@ -76,12 +76,12 @@ FIXES = {
     "announcement expires",
     Fault.REFUSED: "the peer accepts no sessions at the moment: try again later",
 }
-"""What to do about each fault."""
+"""Advice for each fault."""
 
 
 @dataclass(frozen=True)
 class PeerCheck:
-    """What was learned by talking to one peer; `fault` None: it works.
+    """The result of talking to one peer; with `fault` None, it works.
 
     `clock_ahead_seconds` compares its wall clock with ours, half a round trip taken into account.
     """

@@ -17,7 +17,7 @@ _RELAYED = "Until then a peer here is reached through relays, which is slower"
 
 
 class Reach(Protocol):
-    """What one peer says that was asked to dial us; see `reachability.Reach`."""
+    """The answer of one peer that was asked to dial us; see `reachability.Reach`."""
 
     @property
     def is_reached(self) -> bool | None:
@@ -26,13 +26,13 @@ class Reach(Protocol):
 
     @property
     def seen_host(self) -> str:
-        """Where it sees us; that is what it dialled. Empty if it did not say."""
+        """The address that it sees for us, and dialled. Empty if it did not say."""
         ...
 
 
 @dataclass(frozen=True)
 class Door:
-    """Where a peer of this machine would listen, port 0 anywhere, and what it would announce."""
+    """The address at which a peer of this machine would listen (port 0: any), and announce."""
 
     listen_host: str
     port: int

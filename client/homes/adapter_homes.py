@@ -36,14 +36,14 @@ _SAVE_PERIOD = 10
 """Updates after which the state is fetched: so many a new home may have to make once more."""
 
 _MOST_LOGGED_BYTES = 2**28
-"""What goes into blocks and comes back is kept for one segment until its state is fetched."""
+"""The inputs and gradients of one segment are kept until its state is fetched."""
 
 _LEAST_NORM = 1e-6
 """As in torch's `clip_grad_norm_`."""
 
 
 class AdapterHomes:
-    """Where the blocks of one adapter are trained. Owned by the client's loop, after `begin`.
+    """The homes of the blocks of one adapter. Owned by the client's loop, after `begin`.
 
     Asked like a `PassAsker` for passes whose rows have the adapter.
     """

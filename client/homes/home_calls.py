@@ -1,4 +1,4 @@
-"""What a client asks of the peer that trains some blocks of an adapter.
+"""Requests of a client to the peer that trains some blocks of an adapter.
 
 Tensor suffixes: B rows, T tokens, H hidden.
 """
@@ -41,7 +41,7 @@ from ..routing.route import Hop
 from .home_segments import Applied, LoggedPass, Segment
 
 _PATIENCE_SECONDS = 60.0
-"""What is asked waits for passes of others, and the peer says so meanwhile."""
+"""Requests wait for passes of other clients; the peer reports that meanwhile."""
 
 _PATIENCE = 2.0
 """An adapter may take so many times what its line is expected to take."""

@@ -18,7 +18,7 @@ from ..routing.route import Hop
 
 @dataclass(frozen=True)
 class Applied:
-    """What an update was made with, the same for all blocks of an adapter."""
+    """The settings of one update, the same for all blocks of an adapter."""
 
     settings: OptimizerSettings
     factor: float
@@ -93,7 +93,7 @@ class Segment:
 
     @property
     def gradients(self) -> GradientSum:
-        """What its home has gathered for the next update."""
+        """The gradients that its home has accumulated for the next update."""
         parts = tuple(sorted(one.part for one in self.log[-1].passes))
         return GradientSum(self.name, self.log[-1].number, parts)
 

@@ -35,11 +35,11 @@ class Progress:
     eval_losses: dict[int, float] = field(default_factory=dict)
     """By the number of updates before."""
     facts: dict[str, Any] = field(default_factory=dict)
-    """What the run is about, which has to be the same when it goes on."""
+    """Facts of the run, which must be the same when it is resumed."""
     settings: dict[str, Any] = field(default_factory=dict)
     """How it learns at present, which may be another way when it goes on."""
     options: dict[str, str] = field(default_factory=dict[str, str])
-    """What whoever began it, or had it go on, wants to know then; nothing is made of it here."""
+    """Options of the caller, which are stored and returned unread."""
 
     def to_json(self) -> str:
         """Return it as JSON."""

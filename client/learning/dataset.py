@@ -33,7 +33,7 @@ class Dataset:
     training: Sequence[Example]
     evaluation: Sequence[Example]
     padding_id: int
-    """What stands behind texts that are shorter than those beside them."""
+    """The padding of texts that are shorter than others of their batch."""
     num_cut: int = 0
     """Texts whose end is left out, for they are too long."""
     num_left_out: int = 0
@@ -41,7 +41,7 @@ class Dataset:
 
     @property
     def digest(self) -> str:
-        """What tells these texts from all others, in this order."""
+        """The digest of these texts in this order."""
         digest = hashlib.sha256()
         for example in (*self.training, *self.evaluation):
             digest.update(f"{len(example.token_ids)} {example.num_prompt_tokens} ".encode())

@@ -27,7 +27,7 @@ MOST_SKIPPED_IN_A_ROW = 3
 
 
 class SpoiltRunError(UsageError):
-    """What was learned since the last checkpoint is worth nothing, and must not be kept."""
+    """The updates since the last checkpoint are worthless and must not be saved."""
 
 
 class Learner(Protocol):
@@ -35,7 +35,7 @@ class Learner(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What it is, in JSON types: a run goes on only with the same."""
+        """The learner's settings in JSON types; `--resume` needs the same."""
         ...
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:

@@ -1,6 +1,6 @@
 """Models whose blocks are remote, with the interface of transformers and of PETALS.
 
 Embeddings, norms and heads are computed here, blocks at peers. A model is handed a client
-(`SwarmClient` in remote_blocks.py); only auto.py knows how one joins a swarm. Read first:
-base_model.py.
+(`SwarmClient` in remote_blocks.py); only auto.py knows how one joins a swarm. What is specific to a
+model family is not here, but in `models/families/`. Read first: base_model.py.
 """

@@ -1,4 +1,4 @@
-"""What one call of generate() will do, decided before anything is sent.
+"""The plan of one call of generate(), made before anything is sent.
 
 Holds no network and no layers: settings, plans, and what generate() is given for them.
 """

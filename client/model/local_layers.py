@@ -224,7 +224,7 @@ class LocalLayers:
 
     @property
     def final_norm(self) -> nn.Module:
-        """What a head is given, for models that have another one or none."""
+        """The norm before the head, for models that have another head or none."""
         return WrappedNorm(self.head) if isinstance(self.head, WrappedHead) else self.norm
 
     def list_parameters(self) -> list[nn.Parameter]:

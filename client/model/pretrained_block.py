@@ -19,7 +19,7 @@ from .local_layers import open_checkpoint, resolve_dtype
 
 
 _given: ContextVar[Tensor] = ContextVar("given hidden states")
-"""What goes into a block in this thread, whatever its decoder has made of it: positions or a norm
+"""The input of a block in this thread, whatever its decoder has made of it: positions or a norm
 belong to the embedding."""
 
 

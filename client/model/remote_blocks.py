@@ -89,7 +89,7 @@ _SETTINGS = {field.name for field in fields(ClientConfig)} - {"initial_peers", "
 
 
 class DistributedConfig:
-    """What AutoDistributedConfig returns: the attributes of transformers' configuration, and more.
+    """The configuration of transformers, extended by the settings to join a swarm.
 
     `model` is that configuration, `client` the settings of a client that joins. Creating one joins
     nothing.
@@ -472,7 +472,7 @@ class RemoteSequenceManager:
 
     @property
     def rpc_info(self) -> dict[str, Any]:
-        """What a peer that serves the first block says now; raises RouteError without one."""
+        """The live state of a peer that serves the first block; raises RouteError without one."""
         first = Span(self.span.start, self.span.start + 1)
         peer = self.client.plan_route(first).hops[0].peer
         return {

@@ -1,4 +1,4 @@
-"""What is known of the peers that serve some blocks, with the names of PETALS."""
+"""Information about the peers that serve some blocks, with the names of PETALS."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...protocol.spans import Span
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What a peer has announced. Speeds are through all of its blocks; None: not measured yet."""
+    """The announcement of a peer. Speeds are through all of its blocks; None: not measured yet."""
 
     state: PeerState
     start_block: int

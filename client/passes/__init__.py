@@ -1,4 +1,5 @@
 """Forward and backward passes through remote blocks: microbatches, links, retries.
 
-Read first: pass_asking.py.
+Autograd and optimizers are not here (`../training/`), nor is anything with a KV cache
+(`../session/`). Read first: pass_asking.py.
 """

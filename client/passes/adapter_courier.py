@@ -48,7 +48,7 @@ class _Kept:
 
 
 class AdapterCourier:
-    """What a client has brought to each peer. Owned by the client's loop.
+    """Uploads adapters to peers and knows which peer has which. Owned by the client's loop.
 
     What a peer has forgotten it says when it is asked for it (`forget`), and gets it again.
     """

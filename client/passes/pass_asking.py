@@ -75,7 +75,7 @@ _NOISE = 0.1
 
 @dataclass(frozen=True)
 class Passage:
-    """What came out of some blocks, and which: those of a span, as weights of a format."""
+    """The output of some blocks: their span, and the weight format that computed it."""
 
     span: Span
     weights: str
@@ -83,7 +83,7 @@ class Passage:
 
 
 class PassAsker:
-    """What a client knows of peers that take passes. Owned by the client's loop."""
+    """Chooses peers for passes and asks them. Owned by the client's loop."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Who does passes, who was lost in the middle of one, and who took over, for whoever watches."""
+"""The peers that run passes, lost ones and their replacements, for progress reports."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class PassFailover:
 
 
 class PassFailovers:
-    """What has happened since somebody looked: who answered, and who was lost.
+    """The events since the last look: peers that answered, and peers that were lost.
 
     Batches are many passes: a peer is told of once when it is lost, and again only if it has
     answered one since. Who could not be reached to begin with took no part, and nobody misses it.

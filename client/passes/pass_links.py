@@ -20,12 +20,12 @@ _KEEP_SECONDS = 10.0
 
 
 class NotWantedError(Exception):
-    """Whoever waited for a peer has to ask somebody else."""
+    """A pass that waited for a peer has to go to another one."""
 
 
 @dataclass
 class _Places:
-    """What there is at one peer for passes under way, as long as somebody uses or wants some."""
+    """The streams to one peer for passes, as long as a pass uses or wants one."""
 
     free: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MAX_IN_FLIGHT))
     num_users: int = 0

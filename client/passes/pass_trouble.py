@@ -1,4 +1,4 @@
-"""What went wrong with one pass so far, and how long it may go on."""
+"""The failures of one pass so far, and its deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _AGAIN = Backoff(0.1, 1.6)
 
 
 class PassTrouble(Trouble):
-    """What went wrong with one pass so far: there is a deadline from the first failure on."""
+    """The failures of one pass so far; its deadline starts with the first one."""
 
     def __init__(self, span: Span, clock: Clock, timeout_seconds: float) -> None:
         super().__init__(Retry(_AGAIN, clock))
@@ -27,7 +27,7 @@ class PassTrouble(Trouble):
         self.brought_again: set[PeerId] = set()
         """Peers that had lost an adapter, and got it once more."""
         self.least_version = PASS_VERSION
-        """Who speaks no such version is not asked."""
+        """The least protocol version; peers of older versions are not asked."""
         self._lost: list[LostHopError] = []
         self._full_until: dict[PeerId, float] = {}
         self._span = span

@@ -1,4 +1,4 @@
-"""Where the client stands in the network, found from its round trips to a few peers, which are
+"""The network coordinate of the client, found from its round trips to a few peers, which are
 measured before its first route.
 """
 

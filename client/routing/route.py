@@ -33,8 +33,9 @@ class Route:
 
 @dataclass(frozen=True)
 class Ends:
-    """Who pushes to the first hop of a chain, and to whom the last one does: the client (None), or
-    hops of a route of which only a part is planned.
+    """The ends of a chain: the client (None), or hops of a route of which only a part is planned.
+
+    `before` pushes to the first hop of the chain, and its last hop pushes to `after`.
     """
 
     before: Announcement | None = None

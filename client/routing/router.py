@@ -49,7 +49,7 @@ _FULL_FACTOR = 4.0
 is no filter: sessions seldom grow to their limit, and what was announced may be over by now."""
 
 _PASSING_SECONDS = 0.001
-"""What it takes two processes to pass a step along that share a machine: where hops cost nothing, a
+"""Seconds for passing a step between two processes on one machine: where hops cost nothing, a
 chain would have one for every block."""
 
 MOST_COMPARED = 256
@@ -108,7 +108,7 @@ class Leg(NamedTuple):
 
 @dataclass(frozen=True)
 class RoutingCosts:
-    """What a client has measured; all times in seconds.
+    """The measurements of a client; all times in seconds.
 
     `noise_fraction` spreads clients over peers of about the same cost.
     """
@@ -116,16 +116,16 @@ class RoutingCosts:
     rtt_seconds: Mapping[PeerId, float] = field(default_factory=dict)
     noise_fraction: float = 0.1
     unknown_rtt_seconds: float = 0.05
-    """What a hop is taken to cost before any round trip was measured: free hops would make a
+    """The assumed cost of a hop before any round trip was measured: free hops would make a
     route of a hop per block."""
     block_seconds: Mapping[PeerId, float] = field(default_factory=dict)
     """Of peers that have worked for us; all others are strangers, whose word counts for less."""
     needed_kv_tokens: float = 0.0
     """How far a session may grow: tokens of one row, in the floats that announcements count."""
     cuts: Collection[tuple[PeerId, PeerId]] = ()
-    """Who cannot push to whom, for now."""
+    """Pairs of peers of which one cannot push to the other, for now."""
     coordinate: Coordinate | None = None
-    """Where the client itself stands in the network, if it knows."""
+    """The network coordinate of the client itself, if it knows."""
 
     def estimate_unknown_rtt_seconds(self) -> float:
         """Return what to expect of a peer that was never measured."""

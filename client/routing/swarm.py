@@ -21,7 +21,7 @@ _LOOK_AGAIN = Backoff(0.1, 1.0)
 """Between two looks into the directory for peers that are missing."""
 
 _SHORT_SECONDS = 0.5
-"""What the directory gets to answer even when time is up: a look is worth that much."""
+"""Seconds that the directory gets to answer even after the deadline."""
 
 
 class Swarm:

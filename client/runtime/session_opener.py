@@ -23,7 +23,7 @@ from ..settings.config import ClientConfig, make_whole, read_kv_format
 
 
 class SessionOpener:
-    """What all sessions of a client share. Owned by the client's loop."""
+    """Opens the sessions of a client, and holds what they share. Owned by the client's loop."""
 
     def __init__(
         self,

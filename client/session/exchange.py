@@ -44,10 +44,10 @@ from .hop_link import (
 from .state import SessionState
 
 _BROKEN = (UnavailableError, RemoteProtocolError, RefusedError)
-"""What costs a hop its place."""
+"""Errors that cost a hop its place."""
 
 _QUESTIONABLE_CODES = frozenset({ErrorCode.BAD_VALUES, ErrorCode.BAD_FRAME})
-"""What a hop may say of a step that another peer pushed: one of the two is wrong."""
+"""Refusals of a step that another peer pushed: one of the two peers is wrong."""
 
 _LATE_SECONDS = 0.1
 """By how much an answer may be later than a slow one before the hops are asked how far they are. It
@@ -75,7 +75,7 @@ class _Asked:
     carrying_seconds: float
     """Transfer time on the client's own line, both ways."""
     pushing_seconds: float
-    """What the links between the hops need, one after the other."""
+    """Seconds that the links between the hops need, one after the other."""
     carrying: ExitStack
     timeout_seconds: float
     """How long the first hop may take, without what is carried."""

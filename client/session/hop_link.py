@@ -182,7 +182,7 @@ class Mailbox:
 
 @dataclass(frozen=True)
 class LinkFacts:
-    """What was learned while opening."""
+    """The facts that were learned while opening."""
 
     rtt_seconds: float
     queue_seconds: float
@@ -397,7 +397,7 @@ def _do_nothing() -> None:
 
 @dataclass(frozen=True)
 class Question:
-    """What a segment is asked; see `messages.Step` for the fields."""
+    """One question to a segment; see `messages.Step` for the fields."""
 
     hidden_BTH: Tensor
     position: int

@@ -44,7 +44,7 @@ _FIRST_LOOK_FRACTION = 0.3
 asked once: announcing costs nothing, and a few silent peers would use up all the time there is."""
 
 _SHORT_SECONDS = 0.5
-"""What a peer gets to open a session even when time is up."""
+"""Seconds that a peer gets to open a session even after the deadline."""
 
 _LONGEST_STEP_TOKENS = 2048
 """A step that a peer may be computing when somebody else knocks."""

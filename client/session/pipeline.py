@@ -93,7 +93,7 @@ class Stretch:
 
     @property
     def position(self) -> int:
-        """Where the next piece begins."""
+        """The position of the next piece."""
         return self.waiting[0].position
 
     @property

@@ -1,4 +1,4 @@
-"""Who pushes to whom in one session, and what changes when hops are lost or out of reach."""
+"""The push plan of one session, and its changes when hops are lost or unreachable."""
 
 from __future__ import annotations
 

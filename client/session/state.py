@@ -1,4 +1,4 @@
-"""What all parts of one session share: what it was opened with, its epoch, numbers and secrets."""
+"""The state that all parts of one session share: its settings, epoch, numbers and secrets."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class SharedAdapter(Protocol):
 
 
 class Routes(Protocol):
-    """What a session needs of a swarm; see `Swarm`."""
+    """The interface of a session to a swarm; see `Swarm`."""
 
     book: PeerBook
 
@@ -86,7 +86,7 @@ class Routes(Protocol):
 
 @dataclass(frozen=True)
 class SessionFacts:
-    """What a session is opened with.
+    """The settings with which a session is opened.
 
     `session` never leaves the client: the id at each hop is derived from it. So no peer can step
     the session at another peer, and one that serves two spans of a route holds two sessions.
@@ -98,7 +98,7 @@ class SessionFacts:
     hidden_size: int
     max_tokens: int
     client_secret: bytes = b""
-    """What the client's name at each peer is made of; empty: it has none."""
+    """The secret from which the client's name at each peer is derived; empty: it has none."""
     kv_format: KVFormat = KVFormat.FLOAT
     adapter: SharedAdapter | None = None
 
@@ -149,7 +149,7 @@ class SessionState:
         self.wire_dtype: WireDtype | None = None
         self.forgiven: set[PeerId] = set()
         self.prompts_LBPH: Tensor | None = None
-        """What peers add to the inputs of blocks at the first P positions; set before the hops."""
+        """Deep prompts for the first P positions of the inputs of blocks; set before the hops."""
         self.waiting: Waiting | None = None
         """The peer that has no room for the session yet, and how long it expects that to last."""
         self.sought: Span | None = None

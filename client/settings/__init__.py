@@ -1,4 +1,5 @@
-"""What a user may set: the client's configuration, and the names that PETALS gave to it.
+"""Settings of a client: its configuration, and the names that PETALS gave to its fields.
 
-Nothing here opens a file or a connection. Read first: config.py.
+Nothing here opens a file or a connection. Options of the command line are in `cli/options/`. Read
+first: config.py.
 """

@@ -26,7 +26,7 @@ _WITHOUT_EFFECT: Mapping[str, str] = {
     "request_timeout": _IS_MEASURED,
     "show_route": "read `session.hops` instead",
 }
-"""What a script may go on saying, and why it changes nothing here."""
+"""Settings of PETALS that are accepted without effect, and why."""
 
 
 def translate_settings(options: Mapping[str, Any]) -> dict[str, Any]:

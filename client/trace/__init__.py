@@ -1,5 +1,4 @@
-"""What happens in a session: events for observers, a recorder, their summary, a file for Perfetto.
-Nothing here changes what a session does.
+"""Traces of sessions: events for observers, a recorder, their summary, a file for Perfetto.
 
-Read first: trace.py.
+Nothing here changes what a session does. Read first: trace.py.
 """

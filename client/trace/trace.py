@@ -1,4 +1,4 @@
-"""What happens in a session and what its steps spent their time on: events, observers, a recorder.
+"""Events of a session and the times of its steps: observers, a recorder, and their trace.
 
 Clocks of peers are not the client's: a peer says only how long a step waited and was computed
 there. Those two durations are put inside of the time between question and answer; what they leave
@@ -80,7 +80,7 @@ class Observer:
 
 
 class Kind(StrEnum):
-    """What a step, or one question of it, is for."""
+    """The purpose of a step, or of one question of it."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -134,12 +134,12 @@ class Exchange(_Timed):
 
     @property
     def serialization_seconds(self) -> float:
-        """What it took here to make a frame of hidden states, and hidden states of a frame."""
+        """Seconds that serialization took at the client: hidden states to a frame and back."""
         return (self.sent_at - self.started_at) + (self.ended_at - self.answered_at)
 
     @property
     def network_seconds(self) -> float:
-        """What the peer did not spend of the time between question and answer."""
+        """Seconds between question and answer that the peer did not spend."""
         return (self.answered_at - self.sent_at) - self.queue_seconds - self.compute_seconds
 
 

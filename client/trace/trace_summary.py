@@ -1,4 +1,4 @@
-"""Where the time of a text went: a trace in a few numbers, and those on one screen. Pure."""
+"""The summary of a trace: where the time of a text went, in a few numbers on one screen. Pure."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Shares:
 
 @dataclass(frozen=True)
 class HopShares:
-    """What decoding spent at one hop."""
+    """Seconds that decoding spent at one hop."""
 
     hop: Hop
     shares: Shares
@@ -49,7 +49,7 @@ class HopShares:
 
 @dataclass(frozen=True)
 class PrefillTime:
-    """What the first token took; `shares` may be more than there was, since pieces overlap."""
+    """The time of the first token; `shares` may exceed it, since pieces overlap."""
 
     num_tokens: int
     seconds: float
@@ -60,7 +60,7 @@ class PrefillTime:
 
 @dataclass(frozen=True)
 class Summary:
-    """Where the time went; a decoded token's is that of its step and what follows up to the next.
+    """The shares of the time; a decoded token has that of its step and of the wait up to the next.
 
     `client_seconds` are embedding, head and whatever else lies between the steps, `other_seconds`
     what is between the hops. `failover_seconds` include the wait for answers that never came, and
@@ -74,7 +74,7 @@ class Summary:
     other_seconds: float
     failover_seconds: float
     expected_way_seconds: float
-    """What the ways of chains were thought to take, of the network's time; 0 in a star."""
+    """Estimated seconds between the hops of chains, of the network's time; 0 in a star."""
     prefill: PrefillTime
     failovers: tuple[Replacement, ...]
 

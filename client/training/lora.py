@@ -60,7 +60,7 @@ class HasConfig(Protocol):
 
 @dataclass(frozen=True)
 class HeadPart:
-    """What an adapter adds to logits, which are computed at the client."""
+    """The part of an adapter for the head, which adds to logits at the client."""
 
     down_RI: Tensor
     up_OR: Tensor

@@ -27,7 +27,7 @@ _DEFAULTS: Mapping[OptimizerKind, Mapping[str, Any]] = {
 """Those of torch."""
 
 _MOMENTS = {OptimizerKind.ADAMW: ("exp_avg", "exp_avg_sq"), OptimizerKind.SGD: ("momentum_buffer",)}
-"""What torch's optimizers call what they remember of each parameter."""
+"""The names that torch's optimizers give to their state of each parameter."""
 
 
 class Homes(Protocol):

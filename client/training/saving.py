@@ -27,7 +27,7 @@ TENSORS_FILE = "model.safetensors"
 _MAX_DESCRIPTION_BYTES = 2**20
 
 _OF_THE_BASE = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
-"""What the configuration of a model must have in common with that of the model trained on."""
+"""Config fields in which a model must agree with the model that was trained on."""
 
 
 def leave_out_of_state_dicts(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:

@@ -1,5 +1,5 @@
-"""Attention over cached keys and values, positions, and int8 keys and values.
+"""Attention over cached keys and values, rotary and ALiBi positions, and int8 keys and values.
 
-Attention is there in torch (torch_), in C (native_) and in Triton (triton_). Read first:
-torch_attention.py.
+Attention exists in torch (torch_), C (native_) and Triton (triton_). No model family, session or
+cache is known here. Read first: torch_attention.py.
 """

@@ -50,7 +50,7 @@ def choose_instruction_set() -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class TokenShape:
-    """What a block does with every token; `window` is the most keys that one sees, None for all."""
+    """The shape of a block's attention; `window` is the most keys of a token, None for all."""
 
     num_heads: int
     num_groups: int
@@ -195,7 +195,7 @@ class TokenAttention:
 
     @property
     def name(self) -> str:
-        """What computes it, for people."""
+        """The name of the kernel, for people to read."""
         return _INSTRUCTION_SETS[self._instruction_set]
 
     def __call__(self, fused_NO: Tensor, batch: TokenBatch, attended_NO: Tensor) -> None:

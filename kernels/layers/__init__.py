@@ -1,4 +1,5 @@
 """The other parts of a decoder block: norms, gated MLPs, and expert routing.
 
-Read first: norm.py.
+Attention and linear layers are not here, nor are whole blocks (`peer/engine/blocks/`). Read first:
+norm.py.
 """

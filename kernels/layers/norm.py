@@ -13,7 +13,7 @@ from ..native.library import load_library
 
 
 class NormKind(Enum):
-    """What a norm divides by, and whether it centres first."""
+    """The kind of a norm: RMSNorm or LayerNorm."""
 
     RMS = "rms"
     """Divides by the root mean square; has a weight."""

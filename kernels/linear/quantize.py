@@ -166,6 +166,6 @@ class Int8Kernel:
     """A way to multiply with int8 weights on this machine."""
 
     name: str
-    """What a peer announces and prints, such as "int8: avx512-vnni"."""
+    """The name that a peer announces and prints, such as "int8: avx512-vnni"."""
     pack: Callable[[Int8Weight, Tensor | None], Int8Product]
     """Copy a weight [out, in] and a bias [out] into the kernel's layout."""

@@ -1,4 +1,4 @@
-"""The parts that families are described with: the spec of a model, and a reader of config.json.
+"""The specs that describe model families, and a reader of config.json.
 
-Knows no family and no checkpoint. Read first: model_spec.py.
+No family and no checkpoint is known here. Read first: model_spec.py.
 """

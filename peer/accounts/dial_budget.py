@@ -18,7 +18,7 @@ _TURN_SECONDS = 5.0
 
 
 class DialBudget:
-    """Who has how much of it, by address. Nobody may have more than is left to others."""
+    """Dials per address. No address may take more than it leaves to others."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock

@@ -63,7 +63,7 @@ class SharedBytes:
 
 
 class RecentBytes:
-    """What strangers have had a peer send in the last minute, which is bounded and shared."""
+    """Bytes that strangers have had a peer send in the last minute, bounded and shared fairly."""
 
     def __init__(self, clock: Clock, budget_bytes: int, times_free: int = 1) -> None:
         """Let nobody have more than `times_free` times what is left to others."""

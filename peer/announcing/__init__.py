@@ -1,4 +1,4 @@
-"""Announcing a peer: what it says of itself, when, and the delays it measures to other peers.
+"""Announcing a peer: the content of its announcements, their times, and delays to other peers.
 
-Nothing here serves or decides. Read first: announcer.py.
+Nothing here serves a stream or decides on a span. Read first: announcer.py.
 """

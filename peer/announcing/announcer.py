@@ -57,7 +57,7 @@ class Announcer:
 
     @property
     def peer_id(self) -> PeerId:
-        """Whose announcements these are."""
+        """The id of the announcing peer."""
         return self._identity.peer_id
 
     async def announce(self, state: PeerState) -> None:

@@ -1,4 +1,4 @@
-"""What a peer says of itself in its announcements: what it is, and how busy it is right now."""
+"""The content of a peer's announcements: its span, its speeds and its present load."""
 
 import asyncio
 import logging
@@ -111,7 +111,7 @@ class SelfDescription:
         self._work = work
         self._describe_load: DescribeLoad | None = None
         self.planned: Span | None = None
-        """Where the peer intends to be; None: where it is."""
+        """The span that the peer intends to serve; None: it stays."""
 
     @property
     def model_id(self) -> ModelId:

@@ -17,10 +17,10 @@ from ..engine.loading.block_tensors import WEIGHT_BYTES, count_block_bytes
 from ..placement.supply import Room
 
 RESERVE_BYTES = 2**30
-"""What is left to everything else on the machine, and to torch itself."""
+"""Memory that is left to everything else on the machine, and to torch itself."""
 
 _CGROUP = Path("/sys/fs/cgroup")
-"""Where a container finds its limit; with control groups of version 2."""
+"""The file with a container's memory limit under control groups version 2."""
 
 _TABLES_AT_ONCE = 4
 """Beside the tables of a block that is loaded: a second one to compare with, and those by way of
@@ -34,7 +34,7 @@ class BlockSizes:
     num_bytes: tuple[int, ...]
     """Memory of its weights, and of tables beside them."""
     loading_bytes: int
-    """What is needed besides while any one of them is loaded."""
+    """Additional bytes that are needed while any one of them is loaded."""
     work: tuple[float, ...]
     """The weights that a token meets there, as a part of the mean of all blocks. Reading those is
     what one token costs. All peers find the same numbers, however they keep their weights."""

@@ -25,7 +25,7 @@ from .throughput import Throughput, measure_throughput
 ReportLoading = Callable[[int, int], None]
 
 _LOAD_ERRORS = (ShoalError, OSError, MemoryError, RuntimeError)
-"""What disks, downloads, files and a lack of memory end in; torch says the last by RuntimeError."""
+"""Errors of disks, downloads, files and memory; torch reports the last as RuntimeError."""
 
 
 class LoadError(ModelError):
@@ -44,9 +44,9 @@ class ServedSpan:
     compute: ComputeThread
     throughput: Throughput
     work: float
-    """What a step costs in all of its blocks, where the average block of the model costs 1."""
+    """The cost of a step in all of its blocks; the average block of the model costs 1."""
     load_seconds: float
-    """What loading one block took; 0 if all were there already."""
+    """Seconds that loading one block took; 0 if all were loaded already."""
     began_at: float
     """Seconds of the peer's clock."""
 

@@ -1,6 +1,7 @@
-"""Swarms on one machine: of real processes (swarm.py), or in memory in one process (loopback.py).
+"""Swarms on one machine: of processes (swarm.py), or in memory in one process (loopback.py).
 
-Their peers are those of `shoal serve`; nothing of a peer is made here. Read first: swarm.py.
+Their peers are those of `shoal serve`: no second kind of peer may be put together here. Read first:
+swarm.py.
 """
 
 from .swarm import LocalSwarm

@@ -10,7 +10,7 @@ from ...protocol.errors import UsageError
 from ...protocol.spans import Span
 
 Place = Span | int
-"""Where a peer serves: a span, or a number of blocks where the swarm needs them."""
+"""The blocks of a peer: a span, or a number of blocks where the swarm needs them."""
 
 
 @dataclass(frozen=True)

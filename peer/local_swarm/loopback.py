@@ -47,7 +47,7 @@ class LoopbackPeer:
 
     @property
     def serve(self) -> StreamServer:
-        """What takes every new stream.
+        """The handler of every new stream.
 
         Put something else here to see what a client makes of a peer that misbehaves.
         """

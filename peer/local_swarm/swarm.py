@@ -30,10 +30,10 @@ _LEAVING_SECONDS = 30.0
 """How long a peer may take to leave once its sessions are gone; generous for busy machines."""
 
 _ERROR_LEAD = "shoal serve: "
-"""What the sentence begins with that a peer ends with."""
+"""The beginning of the sentence with which a failing peer ends."""
 
 SHOAL_PROGRAM = ("-m", "shoal.cli")
-"""What Python runs for a peer; tests put programs here that fail on purpose."""
+"""The program that Python runs for a peer; tests put programs here that fail on purpose."""
 
 
 class PeerProcessError(UnavailableError):

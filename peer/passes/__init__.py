@@ -1,4 +1,5 @@
 """Fine-tuning at a peer, a workload: passes, uploaded adapters and their updates.
 
-Nothing of sessions is here. Read first: training.py, then passes.py.
+Nothing here belongs to sessions (`../sessions/`) or computes (`../engine/`). Read first:
+training.py, then passes.py.
 """

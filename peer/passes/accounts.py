@@ -1,4 +1,4 @@
-"""What the passes, uploads and updates of a peer share."""
+"""The accounts that passes, uploads and updates of a peer share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class TrainingAccounts:
         self.shelf = shelf
         self.read_free_bytes = read_free_bytes
         self.tensors = SharedBytes(self.budget.tensor_bytes, times_free=3)
-        """What passes bring and take away, and updated adapters that are fetched."""
+        """Memory for tensors of passes on their way, and for adapters that are fetched."""
         self.num_running = 0
         """Passes and updates that come in, wait, are computed or answered."""
         self.is_draining = False

@@ -50,11 +50,11 @@ class WireWork:
     hidden_size: int
     adapters: Adapters = ()
     gathered: GatheredGradients | None = None
-    """Where the gradients of its adapter are added to, if they are."""
+    """The sum that the gradients of its adapter are added to, if any."""
 
 
 class PassEngine(Protocol):
-    """What computes passes."""
+    """The interface of the engine to passes."""
 
     def run_forward(self, work: PassWork, give_way: GiveWay) -> Tensor: ...
 

@@ -61,7 +61,7 @@ class TrainingWorkload(Workload):
 
 
 class TrainingStream(StreamWork):
-    """What one stream says for fine-tuning."""
+    """The fine-tuning messages of one stream."""
 
     def __init__(self, *parts: UploadStream | PassStream | UpdateStream) -> None:
         """Each part takes some types of messages."""

@@ -47,7 +47,7 @@ class _Upload:
 
     @property
     def num_bytes(self) -> int:
-        """What it counts: where it is trained here, with moments and gradients of the same size."""
+        """Bytes that count for it; an adapter trained here includes moments and gradients."""
         head = self.head
         num_tensors = 2 + head.optimizer.num_moments if head.optimizer else 1
         return len(head.config) + head.num_bytes // head.num_files * num_tensors

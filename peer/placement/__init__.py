@@ -1,4 +1,5 @@
-"""Which span a peer should serve: pure decisions from a swarm view, and who acts on them.
+"""Which span a peer should serve: pure decisions on a swarm view, and the placer that acts on them.
 
-Read first: placement.py; placer.py asks the directory and announces what was decided.
+Nothing here loads blocks or serves a stream. Read first: placement.py, then placer.py, which asks
+the directory and announces the decision.
 """

@@ -72,7 +72,7 @@ and that were told to stay where they are."""
 
 
 class Action(StrEnum):
-    """What a peer does about its span."""
+    """The action of a peer on its span."""
 
     STAY = "stay"
     TAKE = "take"
@@ -89,7 +89,7 @@ class Intent:
 
     span: Span
     planned_on: Supply
-    """What was known when this was decided."""
+    """The supply on which the decision was based."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +102,9 @@ class Candidate:
     blocks_per_second: float
     """Measured steps of one token through one block of average cost."""
     load_seconds: float
-    """What loading a block takes."""
+    """Seconds that loading a block takes."""
     span: Span | None = None
-    """What it serves; None before its first span."""
+    """The span that it serves; None before its first one."""
     residency_seconds: float = 0.0
     """For how long."""
     has_moved: bool = False
@@ -116,7 +116,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and the reason for people to read.
+    """The action to take, and the reason for people to read.
 
     `span` is where the peer is to be: announced as JOINING for a while, then loaded if the next
     decision is the same. None is for a peer without a span that cannot take one.
@@ -128,14 +128,14 @@ class Decision:
 
 
 class _Place(NamedTuple):
-    """What a peer is worth at a span, compared from the first field on."""
+    """The worth of a peer at a span, compared from the first field on."""
 
     num_gaps: int
     """Blocks that nobody else serves."""
     num_thin: int
     """Blocks that too few others serve."""
     worth: float
-    """What the swarm loses without it there."""
+    """Throughput that the swarm loses without the peer there."""
 
 
 def decide_placement(supply: Supply, candidate: Candidate, rng: random.Random) -> Decision:
@@ -243,7 +243,7 @@ def _move(survey: _Survey, own: Span, span: Span) -> Decision:
 
 
 class _Survey:
-    """What a candidate would be worth at each span, given the supply of all others."""
+    """The worth of a candidate at each span, given the supply of all others."""
 
     def __init__(self, others: Supply, candidate: Candidate, starts: Column, stops: Column) -> None:
         """Survey the spans with these starts and stops, given what all others supply."""

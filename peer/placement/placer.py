@@ -1,4 +1,4 @@
-"""Where a peer serves, decided again and again: `placement.py` over what the directory shows."""
+"""The placer: applies `placement.py` to the directory's view, at the start and while serving."""
 
 import asyncio
 import logging
@@ -37,7 +37,7 @@ _UNLOADABLE = Backoff(600.0, 24 * 3600.0)
 stays anywhere."""
 
 _MAX_JOINING_SECONDS = 3600.0
-"""Who says for so long that he is about to serve is no longer believed: others may be needed."""
+"""A peer that has been JOINING for so long no longer counts as a future host."""
 
 
 _FIRST_AVOIDED_SECONDS = 600.0
@@ -47,7 +47,7 @@ _MOST_AVOIDED_SECONDS = 24 * 3600.0
 
 
 class Placed(Protocol):
-    """Where a peer is, and what it measured there."""
+    """The span of a peer, and what it measured there."""
 
     @property
     def span(self) -> Span: ...
@@ -57,7 +57,7 @@ class Placed(Protocol):
 
     @property
     def load_seconds(self) -> float:
-        """What loading one block took; 0 if all were there already."""
+        """Seconds that loading one block took; 0 if all were loaded already."""
         ...
 
     @property
@@ -68,11 +68,11 @@ class Placed(Protocol):
 
 @dataclass(frozen=True)
 class PlacedModel:
-    """What is to be placed: spans of one model for which there is room."""
+    """The model to place: spans of it for which there is room."""
 
     model_id: ModelId
     work: tuple[float, ...]
-    """What a step costs in each block."""
+    """The cost of a step in each block."""
     room: Room
 
     @property

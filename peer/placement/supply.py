@@ -1,4 +1,4 @@
-"""What the peers of a swarm view give to each block: hosts, and steps per second; and room.
+"""Supply: the hosts and steps per second that peers give to each block, and their room.
 
 Announcements are claims, so each is worth only so much here, and only while it is renewed.
 """
@@ -182,18 +182,18 @@ class Supply:
 
     @cached_property
     def edges(self) -> tuple[frozenset[int], frozenset[int]]:
-        """Where spans begin, and where they end."""
+        """The blocks at which spans begin, and those at which they end."""
         starts, stops = self.starts[self.is_counted], self.stops[self.is_counted]
         return frozenset(starts.tolist()), frozenset(stops.tolist())
 
     @property
     def typical_blocks_per_second(self) -> float:
-        """What a peer does that has not measured yet; 1 where nobody has, for ratios count."""
+        """The speed assumed for a peer without a measurement; 1 where nobody has one."""
         return self.fastest / _MOST_SPEEDUP if np.isfinite(self.fastest) else 1.0
 
     @property
     def total_blocks_per_second(self) -> float:
-        """What all peers do together."""
+        """The throughput of all peers together."""
         return float((self.steps_per_second * self.work).sum())
 
     @cached_property

@@ -50,7 +50,7 @@ _IDLE_SECONDS = 10.0
 _SEND_SECONDS = 30.0
 
 _MAX_REPLAYED_BYTES_A_MINUTE = 2**30
-"""What is pushed again because clients say so, of all sessions: four times what a peer logs."""
+"""Bytes that clients may have pushed again, of all sessions: four times what a peer logs."""
 
 _MOST_REFUSAL_SECONDS = 1.0
 """How long a replay waits at most, behind its first frame, for the word that nobody wants it."""
@@ -61,7 +61,7 @@ class Sender(Protocol):
 
     @property
     def holder(self) -> Holder:
-        """Whose session it is."""
+        """The holder of the session."""
         ...
 
     def pushes_to(self, following: NextHop) -> bool:

@@ -37,7 +37,7 @@ _TELL_SECONDS = 10.0
 
 @dataclass(frozen=True, eq=False)
 class _Place:
-    """What a stream takes here, from its offer on: at first it waits for the directory."""
+    """The place of an offered stream; at first it waits for the directory."""
 
     key: tuple[PeerId, Lane]
     address: str

@@ -36,7 +36,7 @@ _OFFER_SECONDS = 10.0
 """How long it may take to park a stream; the other peer may have to read the directory."""
 
 _SETTLED_SECONDS = 5.0
-"""Who keeps a stream for less, or does not take it, is offered one later and later."""
+"""A peer that keeps a stream for less, or declines it, is offered the next one ever later."""
 
 _AGAIN = Backoff(1.0, 30.0)
 """Not more: whoever has a peer break a stream that it uses keeps others from the edge as well."""

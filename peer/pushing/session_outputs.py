@@ -1,4 +1,4 @@
-"""Where the outputs of one session go: to its client, or pushed to the next hop and logged."""
+"""The outputs of one session: sent to its client, or pushed to the next hop and logged."""
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,8 +30,8 @@ _BEHIND_ALL = 2**64
 
 @dataclass(frozen=True)
 class PushResources:
-    """What the outputs of all sessions of a peer share: connections, and the memory for what is not
-    sent or may have to be sent again.
+    """Resources that the outputs of all sessions of a peer share: connections, and the memory for
+    outputs that are not sent yet or may have to be sent again.
     """
 
     neighbours: Neighbours | None

@@ -1,4 +1,4 @@
-"""What every part of a peer runs on: configuration, identity file, events, background tasks.
+"""The base of every part of a peer: configuration, identity file, events, background tasks.
 
 Nothing here knows of sessions, passes or placement. Read first: config.py.
 """

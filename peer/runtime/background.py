@@ -1,4 +1,4 @@
-"""What a peer does in the background: its tasks, and how late the event loop is."""
+"""Background tasks of a peer, and the lag of its event loop."""
 
 import asyncio
 import logging

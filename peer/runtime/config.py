@@ -1,4 +1,4 @@
-"""What a peer is told, one frozen value built once from the command line, and what it reports."""
+"""The configuration of a peer, built once from the command line, and the events it reports."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class PeerConfig:
     """How block weights are held: one of WEIGHT_FORMATS."""
 
     device: str = "cpu"
-    """Where blocks are computed: cpu, cuda, cuda:N, or auto for cuda where it can be used."""
+    """The device that computes the blocks: cpu, cuda, cuda:N, or auto for cuda where usable."""
 
     num_threads: int | None = None
     """Threads of one matrix product; None: as many as torch chooses."""

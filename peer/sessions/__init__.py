@@ -1,4 +1,5 @@
 """Sessions at a peer, a workload: admission, steps, cached answers and prefixes.
 
-Nothing of training is here. Read first: sessions.py.
+Nothing here belongs to fine-tuning (`../passes/`) or computes (`../engine/`). Read first:
+sessions.py.
 """

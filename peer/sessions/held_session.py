@@ -54,7 +54,7 @@ class HeldSession:
 
 @dataclass(eq=False)
 class SessionResources:
-    """What the sessions of a peer share, and share with other work of it."""
+    """Resources that the sessions of a peer share with each other and with its other workloads."""
 
     model_id: ModelId
     max_sessions: int

@@ -38,7 +38,7 @@ class _Coming:
     reader: PiecesReader
     num_bytes: int
     opened: asyncio.Future[bytes]
-    """What to answer when all are here."""
+    """The answer to send when all prompts have arrived."""
     held: HeldSession | None = None
     frame: bytes = b""
 

@@ -96,7 +96,7 @@ class SessionWorkload(Workload):
 
 
 class SessionStream(StreamWork):
-    """What one stream opened, pushes to, and waits for."""
+    """The sessions that one stream opened, pushes to, and waits for."""
 
     def __init__(self, workload: SessionWorkload, stream: ClientStream) -> None:
         self._workload = workload

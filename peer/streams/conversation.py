@@ -44,7 +44,7 @@ _LOOK_AGAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StreamHost:
-    """What all streams of a peer share while it serves one span."""
+    """Resources that all streams of a peer share while it serves one span."""
 
     peer_id: PeerId
     model_id: ModelId

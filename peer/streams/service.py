@@ -1,4 +1,4 @@
-"""What serves the streams of a peer while it serves one span: one `Conversation` each."""
+"""The service of a peer while it serves one span: one `Conversation` for each stream."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,7 @@ class Service:
 
     @property
     def parked(self) -> ParkedStreams | None:
-        """Who keeps the streams that are offered; None where none are taken."""
+        """The place where offered streams are parked; None where none are accepted."""
         return self.host.parked
 
     async def serve(self, stream: Stream) -> Offer | None:

@@ -1,4 +1,4 @@
-"""Where streams come in, whatever the peer serves at that moment."""
+"""The handler of incoming streams, which passes each to the service of the moment."""
 
 import asyncio
 import contextlib

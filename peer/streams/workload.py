@@ -35,7 +35,7 @@ What it raises ends the stream: RefusedError and RemoteProtocolError with an ans
 
 @dataclass(eq=False)
 class ClientStream:
-    """What workloads know of one stream, and what they may do with it."""
+    """The interface of workloads to one stream."""
 
     answers: AnswerQueue
     version: int = 0
@@ -58,7 +58,7 @@ class StreamWork(Protocol):
 
     @property
     def handlers(self) -> Mapping[type[Message], Handler]:
-        """What takes each type of message. Those of all workloads make one table."""
+        """The handler of each message type. Those of all workloads make one table."""
         ...
 
     @property
@@ -112,7 +112,7 @@ class Workload(Protocol):
 
 
 class Compute(Protocol):
-    """What workloads submit jobs to: the thread that computes. Times are estimates in seconds."""
+    """The compute thread, to which workloads submit jobs. Times are estimates in seconds."""
 
     @property
     def queue_seconds(self) -> float:

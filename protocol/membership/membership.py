@@ -1,4 +1,4 @@
-"""What a process can prove of the swarm it belongs to, and what it can check of others.
+"""Membership: what a process can prove of its swarm, and what it can check of others.
 
 A swarm is public, and then its id is all there is to know; or private, and then one secret makes
 all that follows, each by a hash of the one before:
@@ -39,7 +39,7 @@ _HIDDEN_ID = bytes(SWARM_ID_BYTES)
 
 
 class Role(StrEnum):
-    """What a member of a private swarm may do; each may do what those before it may."""
+    """The rights of a member of a private swarm; each role includes those before it."""
 
     USE = "use"
     SERVE = "serve"
@@ -48,7 +48,7 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Membership:
-    """What one process knows of its swarm. Secrets and keys are empty where it has none.
+    """The knowledge of one process of its swarm. Secrets and keys are empty where it has none.
 
     Made by `make_public`, `begin_public`, `make_owner`, `make_server` and `make_user`, which see
     to it that the parts fit together. `repr` shows nothing secret.
@@ -56,7 +56,7 @@ class Membership:
 
     swarm_id: bytes
     use_secret: bytes = field(default=b"", repr=False)
-    """What every member knows; empty in a public swarm."""
+    """The secret that every member knows; empty in a public swarm."""
     serve_key: bytes = field(default=b"", repr=False)
     """Public key that certifies who may serve."""
     owner_key: bytes = field(default=b"", repr=False)

@@ -1,5 +1,6 @@
-"""The messages that travel between peers and clients, one module per conversation.
+"""The messages between peers and clients, one module for each conversation.
 
-A message, its place in the frame, its bounds and what belongs to its conversation stand together;
-bytes and frames do not (see `wire/`), and no decision does. Read first: session.py, then fields.py.
+A message is one class, with its fields, their place in the frame and its checks; a new one goes
+here (docs/new-message.md). Bytes and frames are not here (`../wire/`), nor are decisions. Read
+first: session.py, then fields.py.
 """

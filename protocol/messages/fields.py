@@ -99,7 +99,7 @@ class Record:
 
 
 class Message(Record):
-    """What one frame says."""
+    """One message: the typed content of a frame."""
 
     __slots__ = ()
 

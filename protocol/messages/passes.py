@@ -37,7 +37,7 @@ _MOST_SCALE = 2.0**200
 """Gradients travel times a power of two, so that 16 bits hold them."""
 
 _PIECE_BYTES = 4 * 2**20
-"""What a piece has at most: pieces of several streams share a connection's way."""
+"""The largest piece: pieces of several streams share one connection."""
 
 
 class PassKind(IntEnum):

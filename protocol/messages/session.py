@@ -146,7 +146,7 @@ _check_capability = sized(CAPABILITY_BYTES, "a capability")
 
 @dataclass(frozen=True, slots=True)
 class NextHop(Record):
-    """Where a peer pushes the outputs of a session: a session at another peer, and the key to it.
+    """The next hop of a session: a session at another peer, and the capability for it.
 
     Without endpoints it is reached over connections that it has offered.
 
@@ -301,7 +301,7 @@ def choose_lane(step: Step, num_bytes: int) -> Lane:
 
 @message(6)
 class Output(Message):
-    """What the span made of a step, and how long it waited and computed, here and `before`."""
+    """The output of a step, and how long the step waited and computed, here and `before`."""
 
     session: HeaderSession
     epoch: HeaderEpoch

@@ -19,7 +19,7 @@ class Presence(Protocol):
 
     @property
     def identity(self) -> Identity:
-        """Who the peer is."""
+        """The key and the id of the peer."""
         ...
 
     @property
@@ -39,7 +39,7 @@ class Presence(Protocol):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where others dial the peer, if anybody can."""
+        """The endpoint that others dial, if the peer can be dialled."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""What the two ends of any stream share when the library below cannot cancel a read."""
+"""The state that both ends of a stream share when the library below cannot cancel a read."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ class Listener(Protocol):
 
     @property
     def endpoint(self) -> Endpoint:
-        """Where others can dial: the requested host, the real port and the fingerprint."""
+        """The endpoint to dial: the requested host, the real port and the fingerprint."""
         ...
 
     async def close(self, grace_seconds: float = 0.0) -> None:

@@ -1,5 +1,5 @@
-"""Signed announcements: what a peer says of itself, and the snapshot that a reader makes of them.
+"""Signed announcements: the record of a peer about itself, and the swarm view of a reader.
 
-Records are checked here and stored nowhere; the DHT is in `net/dht`. Read first:
+Records are checked here and stored nowhere; the DHT is in `../net/dht/`. Read first:
 announcements.py.
 """

@@ -1,4 +1,4 @@
-"""What one process knows of the announcements of others: the newest of each peer, bounded.
+"""The newest announcement of each peer that one process knows, bounded.
 
 The one place that decides, for every directory, which of two announcements stands and who has to
 go when there are too many.

@@ -1,4 +1,4 @@
-"""What a peer tells the swarm about itself: a typed, bounded, signed and expiring record.
+"""Announcements: the typed, bounded, signed and expiring record of a peer about itself.
 
 A record vouches for itself: the peer id inside it contains the key that signed it. Nothing here
 knows where records are kept.
@@ -37,7 +37,7 @@ _MAX_COUNT = 2**53 - 1  # the largest whole number that every JSON reader keeps 
 
 
 class PeerState(StrEnum):
-    """Where a peer is in its life. Only ONLINE peers take new sessions."""
+    """The state of a peer. Only ONLINE peers take new sessions."""
 
     JOINING = "joining"
     ONLINE = "online"
@@ -88,7 +88,7 @@ class Announcement:
     span: Span
     state: PeerState
     endpoints: Annotated[tuple[_Endpoint, ...], Field(max_length=limits.MAX_ENDPOINTS)]
-    """Where to dial, best first."""
+    """Endpoints to dial, best first."""
     min_version: _Version
     """Lowest protocol version that the peer speaks."""
     max_version: _Version
@@ -96,7 +96,7 @@ class Announcement:
     weights: WeightsFormat
     """How the peer keeps its weights."""
     compute_dtype: ComputeDtype
-    """What the peer computes in between the weights."""
+    """The dtype of the peer's activations."""
     sequence: _Count
     """Grows with every announcement of a peer, also across restarts: start at wall milliseconds."""
     issued_at: _Amount
@@ -112,7 +112,7 @@ class Announcement:
     prefill_tokens_per_second: _Amount | None = None
     """Measured with one session alone; None when not measured yet."""
     loaded_decode_steps_per_second: _Amount | None = None
-    """What one session gets under present load; None when not measured yet."""
+    """Decode steps per second of one session under present load; None when not measured yet."""
     queue_seconds: _Amount = 0.0
     """How long a step waits before it is computed, at present."""
     takes_passes: bool = True
@@ -122,13 +122,13 @@ class Announcement:
     rtts: Annotated[tuple[tuple[_PeerId, _Amount], ...], Field(max_length=MAX_RTTS)] = ()
     """Measured round-trip times in seconds to likely neighbours."""
     coordinate: Coordinate | None = None
-    """Where the peer stands in the network; None while it has measured nothing."""
+    """The network coordinate of the peer; None while it has measured nothing."""
     software: Annotated[str, Field(max_length=64)] = ""
     """Name and version of the software, for people to read."""
     kernels: Annotated[str, Field(max_length=64)] = ""
-    """What the peer found fastest to compute with, for people to read."""
+    """The kernels that the peer found fastest, for people to read."""
     relays: Annotated[tuple[_Relay, ...], Field(max_length=MAX_RELAYS)] = ()
-    """Who carries streams to the peer, best first, where it cannot be dialled itself."""
+    """Relays that carry streams to a peer that cannot be dialled, best first."""
     relay_port: Annotated[int, Field(ge=0, lt=2**16)] = 0
     """Port of libp2p at its first endpoint, where the peer is a relay of others; 0: it is none."""
     parked_at: Annotated[tuple[_Ending, ...], Field(max_length=MAX_PARKED_AT)] = ()

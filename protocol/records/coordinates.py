@@ -1,4 +1,4 @@
-"""Where a peer stands in the network, so that round trips nobody has measured can be estimated.
+"""Network coordinates of peers, from which unmeasured round trips are estimated.
 
 Vivaldi (Dabek et al., SIGCOMM 2004): everybody is a point, the distance of two points is about the
 round trip between them, and each measured round trip is a spring that pulls or pushes. Distances
@@ -62,7 +62,7 @@ class Coordinate:
 
 
 ORIGIN = Coordinate()
-"""Where everybody begins."""
+"""The coordinate with which every peer begins."""
 
 
 def estimate_rtt_seconds(a: Coordinate, b: Coordinate) -> float:

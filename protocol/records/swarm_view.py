@@ -14,7 +14,7 @@ from .announcements import Announcement, PeerState
 
 @dataclass(frozen=True)
 class SwarmView:
-    """Who said to serve what, at one moment. Never changes; make a new one instead.
+    """The announcements of one model at one moment. Never changes; make a new one instead.
 
     Peers of every state are visible; only ONLINE ones serve.
     """

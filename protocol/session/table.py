@@ -43,7 +43,7 @@ class SequenceOrder(Enum):
 
 
 class PositionOrder(Enum):
-    """Where a step begins, compared with the end of the prefix."""
+    """The start of a step, compared with the end of the prefix."""
 
     AT_END = auto()
     WITHIN = auto()
@@ -51,7 +51,7 @@ class PositionOrder(Enum):
 
 
 class Action(Enum):
-    """What the peer does with a step."""
+    """The action of the peer on a step."""
 
     EXECUTE = auto()
     ROLLBACK = auto()
@@ -125,7 +125,7 @@ def find_rest(position: int, row_map: Sequence[int] | None) -> int:
 
 
 class SessionState:
-    """What a peer remembers of one session, owned by the stream that opened it.
+    """The state of one session at a peer, owned by the stream that opened it.
 
     `length` counts tokens of accepted steps, also while the last of them is being computed, so
     that a client may send the next one early. A fork begins with those of its prefix.

@@ -65,7 +65,7 @@ class Attention:
         self._transform = transform
         self._attend_tokens, self._attend_prompts = kernels
         self.kernels = ["torch" if kernel is None else kernel.name for kernel in kernels]
-        """What attends for generated tokens, and what for prompts, for people."""
+        """The attention kernels for decode steps and for prompts, for people to read."""
 
     @property
     def is_cut_anywhere(self) -> bool:

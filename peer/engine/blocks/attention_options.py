@@ -1,4 +1,4 @@
-"""What the attention of a block does with queries and keys, on any device.
+"""Options of a block's attention that are the same on any device.
 
 Tensor suffixes: B rows and T tokens, J query and key heads together, D head size.
 """

@@ -1,4 +1,4 @@
-"""What the engine needs of a block, whether it is ours or a layer of transformers.
+"""The interface of the engine to a block, whether it is ours or a layer of transformers.
 
 Tensor suffixes: N tokens of a batch, H hidden.
 """

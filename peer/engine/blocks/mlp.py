@@ -22,7 +22,7 @@ Activation = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Mlp(ABC):
-    """What a block adds to each token from that token alone."""
+    """The MLP of a block, which computes each token from that token alone."""
 
     num_bytes: int
     num_parameters: int

@@ -167,7 +167,7 @@ class SessionCache:
 
     @property
     def memory(self) -> SessionMemory:
-        """Where the keys and values are; only reserved tokens may be touched."""
+        """The memory of the keys and values; only reserved tokens may be touched."""
         assert self._memory is not None
         return self._memory
 

@@ -1,4 +1,4 @@
-"""Where keys and values of sessions lie, and in which format: what any KV memory must do.
+"""The interface of KV memory: where and in which format keys and values of sessions lie.
 
 `kv_cache` and `kv_pool` count tokens, pages and bytes, whatever the memory is. On the CPU it is
 `lazy_memory`, on other devices `paged_memory`.

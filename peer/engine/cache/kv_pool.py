@@ -37,7 +37,7 @@ rebuild it from its log, at the price of a prompt; tokens of a text come much cl
 
 @dataclass(frozen=True)
 class KVCacheStatistics:
-    """What a pool holds; `free_tokens` is for one row of floats through all blocks of the peer."""
+    """Counts of a pool; `free_tokens` is for one row of floats through all blocks of the peer."""
 
     budget_bytes: int
     used_bytes: int

@@ -1,4 +1,4 @@
-"""Where an engine computes. All that differs between the CPU and other devices is chosen here.
+"""Devices that compute an engine. All that differs between the CPU and others is chosen here.
 
 Tensor suffixes: N tokens of a step, H hidden.
 """

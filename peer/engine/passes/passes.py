@@ -35,7 +35,7 @@ from .pass_memory import estimate_pass_bytes
 Result = TypeVar("Result")
 
 _COST_BETWEEN_PAUSES = 2**29
-"""What one core does in about 3 milliseconds, see `Pauses`."""
+"""The work that one core does in about 3 milliseconds; see `Pauses`."""
 
 _TOKENS_AT_ONCE = dict.fromkeys(WeightFormat, 256) | {WeightFormat.INT8: 64}
 """As few as make products no slower, on the CPU: what they become stays in its caches."""

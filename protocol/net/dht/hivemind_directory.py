@@ -99,7 +99,7 @@ class HivemindDirectory:
 
     @property
     def membership(self) -> Membership:
-        """What we know of the swarm that was joined."""
+        """The membership of the swarm that was joined."""
         return self._access.membership
 
     @property
@@ -109,7 +109,7 @@ class HivemindDirectory:
 
     @property
     def relays(self) -> Sequence[Relay]:
-        """Who carries streams to us, since others cannot dial us; none when they can."""
+        """The relays that carry streams to us; none when others can dial us."""
         return () if self._access.keeper is None else self._access.keeper.relays
 
     async def renew_relays(self, model_id: ModelId) -> bool:
@@ -222,7 +222,7 @@ class HivemindDirectory:
 
     @property
     def _other_keys(self) -> Sequence[str]:
-        """What is asked for along with every model."""
+        """The keys that are looked up along with every model."""
         return (self._gate.revocations_key,) if self.membership.is_private else ()
 
     @property

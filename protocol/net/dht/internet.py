@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Listening:
-    """Where a peer accepts connections."""
+    """The addresses at which a peer accepts connections."""
 
     host: str = "127.0.0.1"
     port: int = 0

@@ -35,7 +35,7 @@ class Access(NamedTuple):
     peers: Sequence[PeerAddress]
     """Those that were joined through."""
     addresses: Sequence[str]
-    """Where others reach this p2pd; none where it only asks."""
+    """Addresses at which others reach this p2pd; none where it only asks."""
     keeper: RelayKeeper | None
     """Keeps places at relays, where others cannot dial us."""
 

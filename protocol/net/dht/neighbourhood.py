@@ -1,5 +1,5 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
-"""Who a node of the DHT knows there, and how it comes back to those it has lost.
+"""The neighbours of a DHT node, and how it reconnects to those it has lost.
 
 hivemind forgets a neighbour that does not answer, and never looks for it again.
 """

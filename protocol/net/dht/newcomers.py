@@ -1,7 +1,7 @@
 # hivemind's types are partial; what we say ourselves is checked.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""What a node of the DHT does when it meets another one: it hands on the records that belong there.
+"""A node of the DHT that meets another one hands on the records that belong there.
 
 hivemind hands on whole dictionaries, up to 4 MiB in one message and as often as somebody names
 itself by another node id, and looks through all keys in one go.

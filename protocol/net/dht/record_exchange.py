@@ -35,7 +35,7 @@ _HEAD = struct.Struct("!BHd")  # lengths of sub-key and value, and the wall seco
 
 @dataclass(frozen=True)
 class Entry:
-    """What stands under a key and one of its sub-keys; the value as the DHT packs it."""
+    """The record under a key and one of its sub-keys; the value as the DHT packs it."""
 
     subkey: str
     value: bytes

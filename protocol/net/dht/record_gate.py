@@ -1,4 +1,4 @@
-"""What a node of a replicated directory lets in: only what a peer signed for that very place."""
+"""A gate that admits a record to the directory only if its peer signed it for that very key."""
 
 from __future__ import annotations
 

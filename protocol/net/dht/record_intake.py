@@ -1,7 +1,7 @@
 # hivemind's types are partial; what we say ourselves is checked.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportAttributeAccessIssue=false
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
-"""What strangers may have a node of the DHT store and look up, in bounded time for each message.
+"""Bounds on what strangers have a DHT node store and look up, in bounded time for each message.
 
 hivemind checks all records of a message in one go, and answers for any number of keys, with all
 that stands under them: one message of 4 MiB held up the event loop, and the sessions on it, for

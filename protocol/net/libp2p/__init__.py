@@ -1,4 +1,5 @@
 """Transport over libp2p streams, for peers behind a NAT.
 
-Read first: libp2p_transport.py.
+The daemon behind it is not here (`../p2pd/`), nor is the choice of relays (`../relays/`). Read
+first: libp2p_transport.py.
 """

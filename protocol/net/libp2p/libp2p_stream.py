@@ -30,7 +30,7 @@ _WINDOW_BYTES = 64 * 2**10
 wait, too. Until then a break is noticed, however little anybody reads."""
 
 _WAITING_MESSAGE_BYTES = 64
-"""What a message takes there beside its bytes, which may be a handful."""
+"""Memory that each unread message takes in addition to its bytes, which may be a handful."""
 
 
 class Libp2pStream(StreamEnd):

@@ -54,7 +54,7 @@ _MAX_DOORSTEP = 512
 """Streams that are still saying who they are, or hear that they are not welcome."""
 
 _MAX_HELLO_BYTES = 1024
-"""What a stranger may have us keep; the proof in a hello takes 32."""
+"""The most bytes that a stranger may have us keep; the proof in a hello takes 32."""
 
 _HELLO_SECONDS = 5.0
 

@@ -1,7 +1,7 @@
 # hivemind's types are partial; what we say ourselves is checked.
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false
 # pyright: reportAttributeAccessIssue=false
-"""What we ask p2pd for beside the DHT: to connect to a peer, to open byte streams to it, and to say
+"""Requests to p2pd outside the DHT: to connect to a peer, to open byte streams to it, and to say
 whom it is connected to.
 
 hivemind's own functions for it leave a socket open when they fail or are cancelled, and spell a

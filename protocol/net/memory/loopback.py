@@ -193,7 +193,7 @@ class LoopbackNetwork:
 
 
 class LoopbackTransport:
-    """What one host of a network dials and listens with; in a private swarm among members only."""
+    """The transport of one host of a loopback network; in a private swarm among members only."""
 
     def __init__(
         self, network: LoopbackNetwork, host_name: str, membership: Membership | None = None

@@ -15,14 +15,15 @@ from ...limits import MAX_FRAME_BYTES, MAX_PIECE_BYTES
 from ..transport import FrameGate, open_gate
 
 WINDOW_BYTES = 4 * 2**20
-"""What a stream holds in each direction before `send` waits; one larger frame is let through."""
+"""The most bytes that a stream holds in each direction before `send` waits; one larger frame is let
+through."""
 
 # A loop runs timers this much early; what they were set for is due then.
 _TIMER_SLACK_SECONDS = 1e-6
 
 
 class Mark(Enum):
-    """What travels between frames."""
+    """Marks that travel between frames."""
 
     REQUEST = "request"
     ACCEPTED = "accepted"
@@ -33,7 +34,7 @@ class Mark(Enum):
 
 
 class Medium(Protocol):
-    """What a wire asks of the network around it."""
+    """The interface of a wire to the network around it."""
 
     def plan_arrival(self, pipe: Pipe, num_bytes: int) -> float | None:
         """Draw when a frame sent now arrives, in the loop's time; None: lost once too often."""

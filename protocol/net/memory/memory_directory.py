@@ -12,7 +12,10 @@ from ..clock import Clock
 
 
 class MemoryDirectoryStore:
-    """What the directories of one swarm share. Set `is_reachable` to False to cut them all off."""
+    """The records that all directories of one swarm share.
+
+    Set `is_reachable` to False to cut all of them off.
+    """
 
     def __init__(self) -> None:
         self.is_reachable = True

@@ -1,4 +1,5 @@
-"""The libp2p daemon: its process, its addresses, and questions that are asked through it.
+"""The libp2p daemon: its process, its addresses, and requests to it.
 
-Read first: p2p_daemon.py.
+Streams between peers are not here (`../libp2p/`), nor are records (`../dht/`). Read first:
+p2p_daemon.py.
 """

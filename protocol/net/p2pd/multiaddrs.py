@@ -32,7 +32,7 @@ _UNEXPECTED = re.compile(r"[^0-9A-Za-z._:/-]")
 
 @dataclass(frozen=True)
 class PeerAddress:
-    """Where one peer's directory node can be dialled.
+    """The address at which one peer's directory node can be dialled.
 
     `tcp_port` is None when it takes more than a TCP connection to find out whether it is there.
     """

@@ -1,4 +1,4 @@
 """Relays and reachability: whether others can dial a peer, and which relays it keeps if not.
 
-Read first: reachability.py.
+The streams through a relay are not here (`../libp2p/`). Read first: reachability.py.
 """

@@ -160,8 +160,9 @@ async def _ask_as_another(p2p: P2P) -> RelayAnswer:
 
 
 class RelayAnswer(NamedTuple):
-    """What a relay says to who asks for a place, and how much one connection through it may carry
-    until it is cut; 0 where it does not say, which means that nothing cuts it.
+    """The answer of a relay to a reservation request, and the limits of one connection through it.
+
+    A limit of 0 means none.
     """
 
     status: int

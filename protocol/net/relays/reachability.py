@@ -115,12 +115,12 @@ class DialBack:
 
 @dataclass(frozen=True)
 class Reach:
-    """What one peer says of an endpoint that it was asked to dial."""
+    """The answer of one peer that was asked to dial an endpoint."""
 
     is_reached: bool | None
     """None: it had no time to try, or no idea."""
     seen_host: str
-    """Where it sees the machine that asked; that is what it dialled. Empty if it did not say."""
+    """The address that it sees for the asking machine, and dialled. Empty if it did not say."""
 
     def says_no(self, host: str) -> bool:
         """Return whether it means that others cannot dial this host.

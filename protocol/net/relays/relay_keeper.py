@@ -38,7 +38,7 @@ _MAX_TRIED = 4
 
 
 class RelayPlaces(Protocol):
-    """What can be done about places at relays."""
+    """The interface to relays: finding them, and reserving places there."""
 
     async def list_connected(self) -> Collection[PeerId]:
         """Return the peers that we are connected to without a relay."""

@@ -21,9 +21,9 @@ from .tls import SHUTDOWN_SECONDS
 log = logging.getLogger(__name__)
 
 MAX_STREAMS = 2048
-"""What all strangers together may open. Twice as many as a peer serves by default: the others hear
-why it does not serve them. Those of one address are held to their share, also at a peer that still
-loads and serves nobody."""
+"""The most connections that all strangers together may open. A peer serves half as many by default;
+the others hear why it does not serve them. One address is held to its share, also at a peer that
+still loads and serves nobody."""
 
 _MAX_DOORSTEP = 512
 """Connections that are still saying who they are. Those of one address are held to their share, so

@@ -37,7 +37,7 @@ _MAX_WAITING_BYTES = 64 * 2**10
 """Of frames that nobody has received yet. Beyond it, nothing more is read."""
 
 _WAITING_FRAME_BYTES = 64
-"""What a frame takes there beside its bytes: it may have none."""
+"""Memory that each unread frame takes in addition to its bytes, of which it may have none."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -277,7 +277,7 @@ class TcpStream(asyncio.Protocol):
 
     @property
     def mark(self) -> Mark | None:
-        """What the other end said last, if it will say nothing more."""
+        """The last message of the other end, if it will send no more."""
         return self._cutter.mark
 
     async def wait_lost(self) -> None:

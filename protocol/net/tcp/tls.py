@@ -26,7 +26,7 @@ from ...errors import RemoteProtocolError, UnavailableError, UsageError
 # The order of P-256 (FIPS 186-5): private keys are the numbers from 1 to one less.
 _NUM_KEYS = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 ALPN = "shoal/1"
-"""What both ends of a TCP stream have to agree on in the handshake."""
+"""The TLS application protocol (ALPN) that both ends of a TCP stream must agree on."""
 
 SHUTDOWN_SECONDS = 1.0
 """How long TLS waits for the other end's farewell."""
@@ -44,7 +44,7 @@ _UNREADABLE = (
     x509.InvalidVersion,
     x509.UnsupportedGeneralNameType,
 )
-"""What reading a stranger's certificate can raise: most of these are no ValueErrors."""
+"""Exceptions that reading a stranger's certificate can raise; most are not ValueErrors."""
 
 
 @dataclass(frozen=True)

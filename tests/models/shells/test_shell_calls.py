@@ -66,5 +66,5 @@ def test_a_block_that_is_given_other_things_alone_is_refused(
 
     monkeypatch.setattr(Shell, "cut", cut_otherwise)
 
-    with pytest.raises(ModelError, match="gives a block alone other things than among all"):
+    with pytest.raises(ModelError, match="passes other inputs to a single block than to all"):
         open_shell(CONFIG)

@@ -64,12 +64,12 @@ def test_tables_are_filled_and_nothing_else_gets_memory() -> None:
 
 @pytest.mark.parametrize("names", [(), ("table",), ("mask",)])
 def test_a_table_that_transformers_leaves_alone_is_refused(names: tuple[str, ...]) -> None:
-    with pytest.raises(TableError, match="tables that are in no checkpoint"):
+    with pytest.raises(TableError, match="buffers that no checkpoint contains"):
         fill(build(), *names)
 
 
 def test_huge_tables_are_refused_before_they_are_made() -> None:
-    with pytest.raises(TableError, match="tables of more than 256 MiB"):
+    with pytest.raises(TableError, match="buffers of more than 256 MiB"):
         fill(build(MAX_TABLE_BYTES // 4), "table", "mask")
 
 
