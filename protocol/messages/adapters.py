@@ -64,7 +64,7 @@ _PLAIN_FIELDS: Mapping[str, tuple[object, ...]] = {
     "use_qalora": (None, False),
     "use_bdlora": (None, False),
 }
-"""What changes how an adapter is applied, with the values that change nothing."""
+"""Fields that change how an adapter is applied, with the values that change nothing."""
 
 KEEP_SECONDS = 300.0
 """How long an adapter is kept that its holder neither uses nor publishes again."""
@@ -77,7 +77,7 @@ SLOWEST_BYTES_PER_SECOND = 16 * 2**10
 than who does so at once: one client has its share of that, and keeps it by a word now and then."""
 
 PIECE_BYTES = 48 * 2**10
-"""What a piece has, but for the last one."""
+"""Size of every piece but the last one."""
 
 _MOST_NUMBERS = 2**32
 _LEAST_EPSILON = 1e-30
@@ -87,7 +87,7 @@ _HeaderUpload = Annotated[UploadId, Header("session"), check_session]
 
 @dataclass(frozen=True, slots=True)
 class LoraConfig:
-    """What the product of both matrices is multiplied by follows from this, and their sizes."""
+    """LoRA alpha; with the rank, it gives the factor of the product of both matrices."""
 
     rank: int
     alpha: float
@@ -96,7 +96,7 @@ class LoraConfig:
 
     @property
     def scale(self) -> float:
-        """What the product of both matrices is multiplied by.
+        """The factor of the product of both matrices.
 
         >>> LoraConfig(4, 8).scale, LoraConfig(4, 8, uses_root=True).scale
         (2.0, 4.0)
