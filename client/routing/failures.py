@@ -18,7 +18,7 @@ PeerFailure = UnavailableError | RemoteProtocolError | RefusedError
 
 
 class Fault(IntEnum):
-    """What a peer in quarantine did; the worse, the later it is asked when nobody else is left."""
+    """The fault of a peer in quarantine. The worse it is, the later the peer is asked again."""
 
     SILENT = 1
     """It did not answer in time, or had no room: it may be sound and only slow."""

@@ -280,7 +280,7 @@ _UNKNOWN_TOKENS_PER_SECOND = 500.0
 """Of a peer that neither says how fast it takes passes nor has shown it."""
 
 _WORK = {PassKind.FORWARD: 1.0, PassKind.BACKWARD: 3.0}
-"""What a pass takes beside one forward: backward, blocks are computed twice and differentiated."""
+"""The cost of a pass in forwards: a backward pass computes blocks twice and differentiates."""
 
 _SMOOTHING = 0.3
 """How much the newest pass counts beside those before."""
@@ -347,7 +347,7 @@ _MEMORY_SECONDS = 3600.0
 """How long a peer is remembered that is not announced any more; longer than any quarantine."""
 
 NO_DOUBT, _UNPROVEN = -1, 0
-"""What is wrong with peers in no quarantine: nothing, or that they failed us and never worked."""
+"""The state of a peer outside quarantine: no fault, or it failed us and never worked."""
 
 
 @dataclass
@@ -362,7 +362,7 @@ class _Quarantine:
 
 @dataclass(eq=False)
 class _Record:
-    """What one peer has shown."""
+    """The measured speed of one peer."""
 
     seen_at: float
     steps: AnswerTimes = field(default_factory=AnswerTimes)

@@ -56,12 +56,12 @@ class LostHopError(UnavailableError):
 
     @property
     def what_happened(self) -> str:
-        """What happened to the peer, as the end of a sentence that begins with its name."""
+        """The reason, as the end of a sentence that begins with the peer's name."""
         return find_loss(self.__cause__)
 
 
 class Refusals:
-    """Who declined, for good, what one hop is asked: these peers are not asked again."""
+    """Peers that declined for good what one hop is asked; they are not asked again."""
 
     def __init__(self) -> None:
         self._lost: dict[PeerId, tuple[Hop, RefusedError]] = {}
@@ -89,7 +89,7 @@ class Refusals:
 
 
 class Trouble:
-    """What went wrong with one step or pass at one place so far: who declined it for good, and how
+    """The failures of one step or pass at one place so far: who declined it for good, and how
     long to go on with others.
     """
 

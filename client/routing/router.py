@@ -64,14 +64,14 @@ _MOST_OF_REGION = 400
 
 
 class Places(NamedTuple):
-    """Where peers say that they are; `heights` are NaN for those that do not know it yet."""
+    """The announced coordinates of peers; `heights` are NaN for those without one."""
 
     points: Table
     heights: Column
 
 
 class Offers(NamedTuple):
-    """What using each peer costs, with noise, within the span that is wanted; one row a peer.
+    """The cost of using each peer, with noise, within the span that is wanted; one row a peer.
 
     Columns and not objects, for a route over ten thousand peers is to be found while a person
     does not notice. Whatever a peer does costs `dearness` times as much as it takes; of
@@ -92,7 +92,7 @@ class Offers(NamedTuple):
 
 
 class Edges(NamedTuple):
-    """What the ways of a chain cost: to the first hop, between any two, and from the last one."""
+    """The network costs of a chain: to the first hop, between any two, and from the last one."""
 
     first_seconds: Column
     between_seconds: Table

@@ -156,7 +156,7 @@ class Understudy:
 
     @property
     def _ends(self) -> Ends | None:
-        """Who is around the hop in a chain; None in a star."""
+        """The neighbours of the hop in a chain; None in a star."""
         if not self.live.capability:
             return None
         before, after = (live and live.hop.peer for live in (self.before, self.after))

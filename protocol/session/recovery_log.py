@@ -248,7 +248,7 @@ class SenderLog(Generic[Payload]):
 
     @property
     def payloads(self) -> list[Payload]:
-        """What the log keeps in memory."""
+        """The steps that the log keeps in memory."""
         settled = [piece.payload for piece in self._settled.plan_replay()]
         return settled + [sent.payload for sent in self._recent]
 

@@ -47,7 +47,7 @@ and would hold up everybody else."""
 
 
 class Mark(IntEnum):
-    """What stands in place of a length."""
+    """Values of the length field that are marks instead of lengths."""
 
     END = 0xFFFFFFFF
     TOO_MANY_STREAMS = 0xFFFFFFFE
@@ -79,7 +79,7 @@ class FrameCutter:
 
     def __init__(self) -> None:
         self.mark: Mark | None = None
-        """What the other end said last; behind it nothing counts."""
+        """The mark that ended the stream; everything after it is ignored."""
         self.held_bytes = 0
         self.has_more = False
         """Whether there were too many frames for one go; feeding nothing goes on with them."""
