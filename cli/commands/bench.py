@@ -18,12 +18,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("parts", nargs="*", help=argparse.SUPPRESS)
     parser.add_argument(
         "--model", metavar="MODEL",
-        help="what the swarm serves: a model directory, or an id on the Hub",
+        help="model that the swarm serves: directory or Hub id",
     )  # fmt: skip
     add_join_arguments(parser, "address of any of its peers, instead of a code")
     parser.add_argument(
         "--quick", action="store_true",
-        help="only see that everything runs; the numbers mean nothing",
+        help="run each measurement briefly, to test that it works; the figures are meaningless",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
 

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--wait", type=parse_non_negative, default=20.0, metavar="SECONDS",
-        help="how long to wait for blocks that no peer serves (default: 20)",
+        help="maximum wait for blocks that no peer serves (default: 20)",
     )  # fmt: skip
     parser.add_argument(
         "--dtype", choices=tuple(_DTYPES), default="auto",

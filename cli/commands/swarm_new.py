@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--role", choices=[str(role) for role in Role],
-        help="what its holders may do (default: own for a new swarm, use with --from)",
+        help="rights of its holders (default: own for a new swarm, use with --from)",
     )  # fmt: skip
     add_initial_peers_argument(parser, "address to put into the code")
     parser.add_argument(

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_method_arguments(parser)
     parser.add_argument(
         "--wait", type=parse_non_negative, default=120.0, metavar="SECONDS",
-        help="how long to wait for blocks that no peer serves (default: 120)",
+        help="maximum wait for blocks that no peer serves (default: 120)",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print events as JSON lines")
 

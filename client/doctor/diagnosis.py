@@ -59,7 +59,7 @@ _JOIN_FIXES = {
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Which swarm is looked for."""
+    """The swarm to look for: its model."""
 
     name: str
     model_id: ModelId
@@ -81,7 +81,7 @@ class ModelFacts:
 
 @dataclass
 class Diagnosis:
-    """The findings so far. `report` hears of each one as it comes."""
+    """The findings so far. `report` is called with each new one."""
 
     probes: Probes
     report: Callable[[Finding], None] = lambda finding: None

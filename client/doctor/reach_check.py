@@ -21,7 +21,7 @@ class Reach(Protocol):
 
     @property
     def is_reached(self) -> bool | None:
-        """None: it had no time to try, or no idea."""
+        """Whether it could dial us; None: it had no time to try, or does not know."""
         ...
 
     @property
@@ -40,7 +40,7 @@ class Door:
 
 
 def judge_reach(door: Door, answers: Sequence[Reach]) -> Finding:
-    """Return what the answers mean for people, and what to do."""
+    """Return the meaning of the answers, and advice, for people."""
     host, port = door.announced_host, door.port
     place = f"{host}:{port}" if port else host
     if is_loopback(host):

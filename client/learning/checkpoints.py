@@ -26,7 +26,7 @@ _PART_NAME = ".checkpoint.part"
 
 @dataclass
 class Progress:
-    """How far a run is, and what it saw on its way."""
+    """The progress of a run, and its losses so far."""
 
     num_updates: int = 0
     """Updates behind it, those that were skipped as well."""
@@ -37,7 +37,7 @@ class Progress:
     facts: dict[str, Any] = field(default_factory=dict)
     """Facts of the run, which must be the same when it is resumed."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """How it learns at present, which may be another way when it goes on."""
+    """Its training settings, which may change when the run is resumed."""
     options: dict[str, str] = field(default_factory=dict[str, str])
     """Options of the caller, which are stored and returned unread."""
 
@@ -47,7 +47,7 @@ class Progress:
 
     @classmethod
     def from_json(cls, text: str) -> Progress:
-        """Return what `to_json` made a text of; raises ValueError for anything else."""
+        """Return the progress that `to_json` encoded; raises ValueError for anything else."""
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise ValueError("it holds no JSON object")
@@ -91,7 +91,7 @@ class Checkpoints:
         self._is_taken = True
 
     def go_on(self) -> None:
-        """Note that this run is the one that has left what is in the folder."""
+        """Note that the checkpoints in the folder belong to this run."""
         self._is_taken = True
 
     def find(self) -> list[Path]:
@@ -130,7 +130,7 @@ class Checkpoints:
         return path
 
     def load_newest(self) -> Progress:
-        """Return how far the newest checkpoint is; raises UsageError without a sound one."""
+        """Load the newest undamaged checkpoint; raises UsageError without one."""
         found = self.find()
         if not found:
             raise UsageError(
@@ -139,7 +139,7 @@ class Checkpoints:
         return self.load_progress(found[-1])
 
     def load_progress(self, path: Path) -> Progress:
-        """Return how far the run was; raises UsageError when the checkpoint is damaged."""
+        """Return the progress of the run; raises UsageError when the checkpoint is damaged."""
         try:
             return Progress.from_json((path / _STATE_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -148,7 +148,7 @@ class Checkpoints:
 
 @contextmanager
 def naming_failures(path: Path) -> Iterator[None]:
-    """Raise UnavailableError with a file or folder when a disk does not take it."""
+    """Raise UnavailableError with the file or folder that cannot be written."""
     try:
         yield
     except (OSError, SafetensorError) as error:

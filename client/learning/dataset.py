@@ -15,14 +15,14 @@ from .text_files import TrainingText
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens of one text. Those of its prompt are read and not learned."""
+    """The tokens of one text. Those of its prompt have no loss."""
 
     token_ids: array[int]
     num_prompt_tokens: int = 0
 
     @property
     def num_learned(self) -> int:
-        """How many tokens are predicted and learned: never the first, which nothing precedes."""
+        """Number of tokens with a loss; never the first, which no token precedes."""
         return len(self.token_ids) - max(1, self.num_prompt_tokens)
 
 
@@ -49,7 +49,7 @@ class Dataset:
         return digest.hexdigest()
 
     def describe_limits(self, max_length: int) -> list[str]:
-        """Return for people what became of texts that did not fit."""
+        """Return sentences about texts that were cut or left out."""
         notices: list[str] = []
         if self.num_cut:
             notices.append(
@@ -80,7 +80,7 @@ def make_dataset(
     eval_fraction: float = 0.0,
     seed: int = 0,
 ) -> Dataset:
-    """Turn texts into tokens, `max_length` at most, and choose by a seed those that evaluate.
+    """Tokenize texts, `max_length` tokens at most, and hold out some by a seed for evaluation.
 
     Raises UsageError when nothing is left to learn.
     """

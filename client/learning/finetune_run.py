@@ -31,7 +31,7 @@ class SpoiltRunError(UsageError):
 
 
 class Learner(Protocol):
-    """Something small that learns beside frozen blocks."""
+    """The trainable part of a run beside frozen blocks: an adapter, or prompts."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -39,15 +39,15 @@ class Learner(Protocol):
         ...
 
     def named_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Return what the optimizer changes."""
+        """Return the parameters that the optimizer updates."""
         ...
 
     def make_optimizer(self, learning_rate: float, weight_decay: float) -> torch.optim.Optimizer:
-        """Return AdamW for it, wherever that runs."""
+        """Return its AdamW optimizer, which may run here or at peers."""
         ...
 
     def clip_gradients(self, optimizer: torch.optim.Optimizer, max_norm: float) -> float:
-        """Limit the gradients of the next update; return how long they are."""
+        """Clip the gradients of the next update; return their norm before."""
         ...
 
     def compute_loss(self, batch: Batch) -> Tensor:
@@ -55,17 +55,17 @@ class Learner(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder, for `load` and for those who use it."""
+        """Write it into a folder, for `load` and for use in other programs."""
         ...
 
     def load(self, folder: Path) -> None:
-        """Take what `save` wrote; raises UsageError when it does not fit."""
+        """Load a folder that `save` wrote; raises UsageError when it does not fit."""
         ...
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How a run learns."""
+    """The training settings of a run."""
 
     num_updates: int
     learning_rate: float
@@ -82,7 +82,7 @@ class RunConfig:
     seed: int = 0
 
     def list_settings(self) -> dict[str, Any]:
-        """Return what may be another when a run goes on, as it is called before people.
+        """Return the settings that may change when a run is resumed, under their names for people.
 
         A rate that was too high has to be lowered, and a run may be made longer.
         """
@@ -98,7 +98,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class Updated:
-    """One update: what was learned is the mean of `loss` over its texts."""
+    """One optimizer update, with the mean loss over its texts."""
 
     number: int
     loss: float
@@ -108,20 +108,20 @@ class Updated:
 
     @property
     def is_skipped(self) -> bool:
-        """Whether nothing was changed, for the loss or the gradients were no numbers."""
+        """Whether the update was skipped, because the loss or the gradients were not finite."""
         return not (math.isfinite(self.loss) and math.isfinite(self.gradient_norm))
 
 
 @dataclass(frozen=True)
 class Milestone:
-    """A checkpoint after so many updates, with the loss on texts that are not learned, if any."""
+    """A checkpoint after so many updates, with the evaluation loss, if texts are held out."""
 
     number: int
     eval_loss: float | None
 
 
 class FinetuneRun:
-    """One run. Between two updates it may be left at any time, and goes on from a checkpoint.
+    """A fine-tuning run. It may stop between any two updates, and resumes from a checkpoint.
 
     `uninterrupted` holds back whatever would break off an update in the middle of being applied;
     `options` are kept in its checkpoints, see `Progress`.
@@ -158,7 +158,7 @@ class FinetuneRun:
         }
 
     def resume(self) -> Sequence[str]:
-        """Go on from the newest checkpoint; return a sentence about each setting that is another.
+        """Resume from the newest checkpoint; return a sentence about each changed setting.
 
         Raises UsageError if there is no checkpoint, or it is of something else than this run.
         """
@@ -182,7 +182,7 @@ class FinetuneRun:
         return [f"This run continues with another {change}." for change in changes]
 
     def learn(self) -> Iterator[Updated | Milestone]:
-        """Learn until the last update; yield everything that happened, as it happens.
+        """Train until the last update; yield each event as it happens.
 
         Raises UsageError in the folder of another run, SpoiltRunError when it leads nowhere or
         peers cannot compute with what was learned, and what passes through a swarm raise.
@@ -227,7 +227,7 @@ class FinetuneRun:
             yield self._update()
 
     def save_checkpoint(self) -> Path:
-        """Write where the run is now; return the folder. Not while an update is applied."""
+        """Write a checkpoint and return its folder. Not while an update is applied."""
         return self.checkpoints.save(self.progress, self._write)
 
     def save_last_checkpoint(self) -> int:
@@ -243,7 +243,7 @@ class FinetuneRun:
         return self.progress.num_updates
 
     def save_result(self) -> None:
-        """Write what was learned into the folder of the run, for those who use it."""
+        """Write the trained weights into the folder of the run."""
         with naming_failures(self.checkpoints.folder):
             self._learner.save(self.checkpoints.folder)
 

@@ -208,7 +208,7 @@ class RemoteSequential(nn.Module):
         self.close()
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows of this module."""
+        """Return the text that `print(model)` shows for this module."""
         return f"blocks {self._span} on other machines"
 
     @property
@@ -308,7 +308,7 @@ class RemoteSequential(nn.Module):
         return output.to(hidden_BTH.device)
 
     def check_adapter(self, session: InferenceSession) -> None:
-        """Raise UsageError where another adapter is active than a session was opened with."""
+        """Raise UsageError if the active adapter is not the one of the session."""
         self.adapters.before_use()
         if self.adapters.are_used or session.adapter is not None:
             self.adapters.check_session(session.adapter)
@@ -346,7 +346,7 @@ class RemoteSequential(nn.Module):
         return PeerOptimizer(homes, runner.wait_for, adapter, kind, **options)
 
     def publish_adapter(self, adapter: LoraAdapter) -> str:
-        """Let everybody use an adapter as it is now, by the digest that is returned.
+        """Publish an adapter as it is now, and return the digest by which anyone can use it.
 
         All peers that serve blocks keep it, those that come later as well, until it is withdrawn or
         the model is closed; up to five minutes longer where they do not hear of that. A later state
@@ -373,7 +373,7 @@ class RemoteSequential(nn.Module):
         return cut.name.hex()
 
     def withdraw_adapter(self, digest: str) -> None:
-        """Withdraw what `publish_adapter` has published: nobody finds it any more.
+        """Withdraw a published adapter: peers forget it.
 
         Sessions and passes that use it come to their end. A warning says how many peers could not
         be told; to call it again, or to close the model, tells those, and where nobody is left to

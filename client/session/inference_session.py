@@ -65,7 +65,7 @@ class AsyncSession(Protocol):
         ...
 
     async def fork_into(self, twin: Self, position: int) -> None:
-        """Let a new session begin with the first `position` tokens of this one."""
+        """Fork: let a new session begin with the first `position` tokens of this one."""
         ...
 
     async def close(self) -> None:
@@ -196,7 +196,7 @@ class InferenceSession:
 
     @last_token_id.setter
     def last_token_id(self, ids_B1: Tensor) -> None:
-        """Put another token there: generate() goes on from it. UsageError where there is none."""
+        """Replace that token, from which generate() continues. UsageError if there is none."""
         if self.output_ids is None or self.output_ids.shape[1] <= self.text_length:
             raise UsageError("the session has no newest token that peers have not computed yet")
         self.output_ids[:, -1:] = ids_B1

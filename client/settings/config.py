@@ -45,7 +45,7 @@ class ClientConfig:
     """Ids of peers that are never used."""
 
     delivery: str = "chain"
-    """How hidden states travel between hops: chain, where each peer pushes to the next, or star,
+    """Delivery of hidden states between hops: chain, where each peer pushes to the next, or star,
     where all go through this client. A chain needs fewer round trips; a star is used where two
     peers cannot connect."""
 
@@ -57,14 +57,14 @@ class ClientConfig:
     """Time for one peer to accept a connection and open a session."""
 
     failover_timeout_seconds: float = 20.0
-    """How long one step may look for peers before it fails with a RouteError that names the missing
-    blocks; 0 does not wait."""
+    """Time for which one step may look for peers before it fails with a RouteError that names the
+    missing blocks; 0 does not wait."""
 
     refresh_seconds: float = 10.0
     """Maximum age of the announcements with which a route is planned."""
 
     max_step_bytes: int = 4 * 2**20
-    """Longer prompts are sent in pieces of at most this size."""
+    """Largest size of one piece of a prompt; longer prompts are sent in several."""
 
     seed: int | None = None
     """Seed of the random choice among equally good peers; None: a random seed."""

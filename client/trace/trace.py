@@ -61,22 +61,22 @@ class Handoff:
 
 
 class Observer:
-    """Hears what happens in a session, on the client's loop; must not raise.
+    """Receives the events of a session, on the client's loop; must not raise.
 
     An observer overrides what it minds. Handoffs, standbys and traces are observers.
     """
 
     def note_leaving(self) -> None:
-        """Hear that the peer of a hop will stop soon."""
+        """Note that the peer of a hop will stop soon."""
 
     def note_failover(self, failover: Failover, started_at: float) -> None:
-        """Hear that a lost hop was replaced."""
+        """Note that a lost hop was replaced."""
 
     def note_handoff(self, handoff: Handoff, started_at: float) -> None:
-        """Hear that a hop was moved to another peer."""
+        """Note that a hop was moved to another peer."""
 
     async def stop(self) -> None:
-        """End what is under way beside the steps, for good: the session is closed."""
+        """End all background work for good: the session is closed."""
 
 
 class Kind(StrEnum):
@@ -145,7 +145,7 @@ class Exchange(_Timed):
 
 @dataclass(frozen=True)
 class UnansweredQuestion(_Timed):
-    """A question that cost its hop: the answer did not come, or was of no use."""
+    """A question that cost its hop: the answer was missing or invalid."""
 
     kind: Kind
     hop: Hop
@@ -187,7 +187,7 @@ Event = StepTaken | Exchange | UnansweredQuestion | Opening | Replacement | Move
 
 @dataclass(frozen=True)
 class Outage:
-    """How long a question waited for hops that were lost, and who took their places."""
+    """The time that a question waited for lost hops, and their replacements."""
 
     seconds: float
     replacements: tuple[Hop, ...]
@@ -195,7 +195,7 @@ class Outage:
 
 @dataclass(frozen=True)
 class Trace:
-    """Everything that was taken down, in the order in which it ended."""
+    """The recorded events of a session, in the order in which they ended."""
 
     started_at: float
     ended_at: float
@@ -204,7 +204,7 @@ class Trace:
 
 @dataclass
 class QuestionWatch:
-    """One question under way; whoever asks it tells what becomes of it."""
+    """One question under way, which its sender updates until the answer."""
 
     _recorder: "Recorder"
     _hop: Hop
@@ -312,7 +312,7 @@ class QuestionWatch:
 
 
 class Recorder(Observer):
-    """Takes down what one session does, for as long as it is the session's observer.
+    """Records the events of one session while it is the session's observer.
 
     Filled on the client's loop, one step at a time; read by `make_trace` at any moment.
     """
@@ -332,11 +332,11 @@ class Recorder(Observer):
         return self._clock.now()
 
     def add(self, event: Event) -> None:
-        """Take down what has just ended."""
+        """Record an event that has just ended."""
         self._events.append(event)
 
     def note_failover(self, failover: Failover, started_at: float) -> None:
-        """Take down a failover."""
+        """Record a failover."""
         self.add(
             Replacement(
                 self.step,
@@ -351,7 +351,7 @@ class Recorder(Observer):
         )
 
     def note_handoff(self, handoff: Handoff, started_at: float) -> None:
-        """Take down a handoff."""
+        """Record a handoff."""
         self.add(
             Move(
                 self.step,
@@ -365,11 +365,11 @@ class Recorder(Observer):
         )
 
     def end(self) -> None:
-        """Note that nothing more is to come."""
+        """Stop recording."""
         self._ended_at = self.now()
 
     def make_trace(self) -> Trace:
-        """Return what was taken down until `end`, or until now."""
+        """Return the trace up to `end`, or up to now."""
         events = tuple(self._events)
         ended_at = self.now() if self._ended_at is None else self._ended_at
         # A step that another thread cut short ends behind the end.
@@ -391,7 +391,7 @@ class Recorder(Observer):
 
     @contextmanager
     def taking_step(self, kind: Kind, position: int, num_tokens: int) -> Iterator[None]:
-        """Take down what happens inside as the session's next step."""
+        """Record the events inside as the session's next step."""
         self.step += 1
         started_at, error = self.now(), None
         try:
@@ -405,7 +405,7 @@ class Recorder(Observer):
 
     @contextmanager
     def opening(self, hop: Hop) -> Iterator[None]:
-        """Take down how long it takes to open a session at a peer."""
+        """Record how long opening a session at a peer takes."""
         started_at, error = self.now(), None
         try:
             yield
@@ -431,7 +431,7 @@ def is_waiting_for_lost(event: Event, kind: Kind) -> bool:
 
 
 def choose_kind(is_decoded: bool) -> Kind:
-    """Return what a step is for that is no replay."""
+    """Return the kind of a step that is not a replay."""
     return Kind.DECODE if is_decoded else Kind.PREFILL
 
 

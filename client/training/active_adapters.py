@@ -138,7 +138,7 @@ class ActiveAdapters:
         return rows[0] if rows else None
 
     def check_session(self, adapter: object) -> None:
-        """Raise UsageError where another adapter is active than a session was opened with."""
+        """Raise UsageError if the active adapter is not the one of the session."""
         if adapter is not self.choice and adapter != self.choice:
             raise UsageError(
                 "the active adapter is not the one that the session was opened with; open another "
@@ -170,7 +170,7 @@ class ActiveAdapters:
 
 
 def read_choice(choice: Any) -> AdapterChoice:
-    """Return which adapters rows have, digests as they are written; UsageError for all else."""
+    """Return the adapters of rows, with digests normalized; raises UsageError for anything else."""
     if not isinstance(choice, list | tuple):
         return _read_adapter(choice)
     given = list(cast("Sequence[Any]", choice))

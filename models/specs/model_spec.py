@@ -38,7 +38,7 @@ class Residual(Enum):
 
 
 class MlpKind(Enum):
-    """How an MLP gets from its input to its inner values."""
+    """The kind of an MLP: plain, or gated."""
 
     GATED = "gated"
     """activation(gate) * up"""
@@ -48,7 +48,7 @@ class MlpKind(Enum):
 
 
 class FusedOrder(Enum):
-    """How the outputs of one stored linear for queries, keys and values are ordered."""
+    """The order of the outputs of one stored linear for queries, keys and values."""
 
     STACKED = "stacked"
     """All queries, then all keys, then all values."""

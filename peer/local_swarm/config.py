@@ -15,7 +15,7 @@ Place = Span | int
 
 @dataclass(frozen=True)
 class LocalSwarmConfig:
-    """How the peers of a local swarm are started."""
+    """The settings of the peers of a local swarm."""
 
     weights: str = "int8"
     """Format of the block weights in memory: int8, bf16 or fp32."""
@@ -24,10 +24,10 @@ class LocalSwarmConfig:
     """Compute threads of each peer."""
 
     kv_budget_bytes: int = 2**28
-    """KV cache of each peer."""
+    """Memory for the KV caches of each peer."""
 
     announce_period_seconds: float = 5.0
-    """Short, so that an interactive user sees changes soon."""
+    """Interval between announcements; short, so that an interactive user sees changes soon."""
 
     ready_timeout_seconds: float = 120.0
     """Time for one peer to come online; generous for busy machines."""

@@ -25,10 +25,10 @@ class PeerConfig:
     """Blocks to serve; None: those that the swarm needs most."""
 
     num_blocks: int | None = None
-    """How many blocks to serve without a span; None: as many as free memory holds."""
+    """Number of blocks to serve if no span is given; None: as many as free memory holds."""
 
     weights: str = "int8"
-    """How block weights are held: one of WEIGHT_FORMATS."""
+    """Format of the block weights in memory: one of WEIGHT_FORMATS."""
 
     device: str = "cpu"
     """The device that computes the blocks: cpu, cuda, cuda:N, or auto for cuda where usable."""
@@ -40,16 +40,16 @@ class PeerConfig:
     """Memory for the KV caches of all sessions together."""
 
     pass_bytes: int | None = None
-    """Memory for passes of those who fine-tune, all together; 0: take none; None: an eighth of what
-    is free, 4 GiB at most."""
+    """Memory for fine-tuning passes of all clients together; 0: accept none; None: an eighth of
+    free memory, 4 GiB at most."""
 
     adapter_bytes: int | None = None
-    """Memory for adapters that clients bring, all together; 0: keep none; None: a sixteenth of what
-    is free, 512 MiB at most."""
+    """Memory for adapters uploaded by all clients together; 0: accept none; None: a sixteenth of
+    free memory, 512 MiB at most."""
 
     block_cache_bytes: int = 16 * 2**30
-    """Disk that quantized blocks may take in `~/.cache/shoal/blocks`, all peers of a user together;
-    0: quantize them anew at each start."""
+    """Disk space for quantized blocks in `~/.cache/shoal/blocks`, for all peers of a user together;
+    0: quantize them again at each start."""
 
     initial_peers: tuple[str, ...] = ()
     """Directory addresses to join through; empty: begin a new swarm."""
@@ -67,25 +67,25 @@ class PeerConfig:
     """Port of the directory; 0: any free one."""
 
     announce_host: str | None = None
-    """Host that others dial; None: the listen host."""
+    """Host that others dial; None: the one of `listen_host`."""
 
     identity_path: Path | None = None
     """Key file of the peer; None: a fresh identity that ends with the process."""
 
     announce_period_seconds: float = 30.0
-    """How often the announcement is renewed; it expires after three periods."""
+    """Interval between announcements; an announcement expires after three periods."""
 
     max_sessions: int = 256
-    """Sessions held at the same time."""
+    """Most sessions at the same time."""
 
     session_idle_seconds: float = 1800.0
-    """A session without a step for this long is closed."""
+    """Time without a step after which a session is closed."""
 
     drain_seconds: float = 10.0
-    """How long running sessions may go on after a request to stop: until they have moved."""
+    """Time that running sessions get to move to other peers after a request to stop."""
 
     token_budget: int = 512
-    """Tokens (rows times length) that one iteration of the engine takes at most."""
+    """Most tokens (rows times length) in one iteration of the engine."""
 
     def __post_init__(self) -> None:
         if self.membership is not None:

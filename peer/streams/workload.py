@@ -44,7 +44,7 @@ class ClientStream:
 
     @property
     def holder(self) -> Holder:
-        """Whom what comes on the stream is counted against."""
+        """The holder against whom the stream's bytes and work are counted."""
         return self.answers.holder
 
     def begin(self, work: Coroutine[Any, Any, _Result]) -> asyncio.Task[_Result]:
@@ -75,10 +75,10 @@ class StreamWork(Protocol):
         return False
 
     def stop(self) -> None:
-        """Wait for nothing more from the client: answers that depend on it are given up."""
+        """Stop waiting for the client: give up answers that depend on it."""
 
     def end(self) -> None:
-        """Free everything: the stream is over, and nobody reads an answer."""
+        """Free everything: the stream has ended."""
 
 
 class Workload(Protocol):
@@ -93,14 +93,14 @@ class Workload(Protocol):
         return True
 
     def attend(self, stream: ClientStream) -> StreamWork:
-        """Return what takes this workload's messages of a new stream."""
+        """Return the object that handles this workload's messages on a new stream."""
         ...
 
     def begin_draining(self) -> None:
         """Refuse new work from now on, and tell clients whose work is under way."""
 
     def count(self) -> Mapping[str, int]:
-        """Return how much is under way, by a word for people."""
+        """Return the counts of work under way, by names for people."""
         return {}
 
     async def describe(self, announcement: Announcement) -> Announcement:
@@ -108,7 +108,7 @@ class Workload(Protocol):
         return announcement
 
     def close(self) -> None:
-        """Keep nothing any more: all streams are over, and the memory is for the next span."""
+        """Free all memory for the next span: all streams have ended."""
 
 
 class Compute(Protocol):
@@ -116,12 +116,12 @@ class Compute(Protocol):
 
     @property
     def queue_seconds(self) -> float:
-        """How long a step of one more client would wait now."""
+        """Seconds that a step of one more client would wait now."""
         ...
 
     @property
     def pass_queue_seconds(self) -> float:
-        """How long a pass of one more client would wait now."""
+        """Seconds that a pass of one more client would wait now."""
         ...
 
     def submit(
@@ -137,7 +137,7 @@ class Compute(Protocol):
         holder: tuple[str, str] = ("", ""),
         num_bytes: int = 0,
     ) -> PassJob:
-        """Queue what may take long and gives way to steps; see `ComputeThread.submit_pass`."""
+        """Queue long work that gives way to steps; see `ComputeThread.submit_pass`."""
         ...
 
     def drop_pass(self, job: PassJob) -> None:
@@ -153,12 +153,12 @@ class Compute(Protocol):
         ...
 
     def post(self, function: Callable[[], object]) -> None:
-        """Do the same and forget it."""
+        """Run something short between two iterations, without waiting for it."""
         ...
 
 
 class KeepAlive:
-    """Tells a client every second that one question of a stream is not forgotten."""
+    """Tells a client every second that one request of a stream is still under way."""
 
     def __init__(self, compute: Compute, answers: AnswerQueue) -> None:
         self._compute = compute

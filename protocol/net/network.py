@@ -34,7 +34,7 @@ class Presence(Protocol):
 
     @property
     def listeners(self) -> Sequence[Listener]:
-        """All that accept streams; close them before what serves those streams ends."""
+        """The listeners; close them before the service of their streams ends."""
         ...
 
     @property
@@ -67,12 +67,12 @@ class Presence(Protocol):
         ...
 
     async def close(self) -> None:
-        """Leave the directory and break what is left of connections; safe to call twice."""
+        """Leave the directory and break the remaining connections; safe to call twice."""
         ...
 
 
 class Network(Protocol):
-    """One process's way into one swarm. Made for one peer or one client; holds nothing open."""
+    """The access of one process, a peer or a client, to one swarm; holds nothing open."""
 
     async def connect(self, config: object = None) -> tuple[Transport, Directory]:
         """Join without serving: return a client's transport and directory.

@@ -33,7 +33,7 @@ class Listening:
     directory_port: int = 0
     """Port of the directory, and of streams through relays; 0: any free one."""
     announce_host: str | None = None
-    """Host that others dial; None: the listen host."""
+    """Host that others dial; None: the one of `listen_host`."""
 
     def __post_init__(self) -> None:
         check_can_be_dialled(self.announce_host or self.host)

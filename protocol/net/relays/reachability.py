@@ -118,7 +118,7 @@ class Reach:
     """The answer of one peer that was asked to dial an endpoint."""
 
     is_reached: bool | None
-    """None: it had no time to try, or no idea."""
+    """Whether it could dial us; None: it had no time to try, or does not know."""
     seen_host: str
     """The address that it sees for the asking machine, and dialled. Empty if it did not say."""
 
