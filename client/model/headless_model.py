@@ -94,10 +94,10 @@ class DistributedSequenceClassifier(HeadlessModel):
         taken = {name: options.pop(name) for name in names if name in options}
         num_labels, problem_type = taken.get("num_labels"), taken.get("problem_type")
         if num_labels is not None and (not isinstance(num_labels, int) or num_labels < 1):
-            raise UsageError(f"num_labels is a whole number of at least 1, not {num_labels!r}")
+            raise UsageError(f"num_labels must be a whole number of at least 1, not {num_labels!r}")
         if problem_type not in (None, *_PROBLEM_TYPES):
             raise UsageError(
-                f"problem_type is one of {', '.join(_PROBLEM_TYPES)}, not {problem_type!r}"
+                f"problem_type must be one of {', '.join(_PROBLEM_TYPES)}, not {problem_type!r}"
             )
 
         def configure(config: PreTrainedConfig) -> None:

@@ -318,7 +318,7 @@ def resolve_dtype(requested: str | torch.dtype | None) -> torch.dtype | None:
     name = str(requested).removeprefix("torch.")
     name = _SHORT_DTYPES.get(name, name)
     if name not in _DTYPES:
-        raise UsageError(f"torch_dtype is one of auto, {', '.join(_DTYPES)}; got {requested}")
+        raise UsageError(f"torch_dtype must be one of auto, {', '.join(_DTYPES)}; got {requested}")
     return _DTYPES[name]
 
 

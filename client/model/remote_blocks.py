@@ -317,11 +317,13 @@ class RemoteSequential(nn.Module):
         """Raise UsageError unless the tensor can hold hidden states of this model."""
         if hidden_BTH.ndim != 3 or hidden_BTH.shape[2] != self._hidden_size:
             raise UsageError(
-                f"hidden states are [rows, tokens, {self._hidden_size}], "
+                f"hidden states must have shape [rows, tokens, {self._hidden_size}], "
                 f"got {list(hidden_BTH.shape)}"
             )
         if not hidden_BTH.is_floating_point():
-            raise UsageError(f"hidden states are floating point numbers, got {hidden_BTH.dtype}")
+            raise UsageError(
+                f"hidden states must be floating point numbers, got {hidden_BTH.dtype}"
+            )
 
     def take_recent_hops(self) -> list[Hop]:
         """Return the hops of stateless passes since the last call."""
@@ -498,7 +500,7 @@ class RemoteSequenceManager:
         needed. This returns one of many.
         """
         if mode not in MODES:
-            raise UsageError(f"mode is one of {', '.join(MODES)}, not {mode!r}")
+            raise UsageError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
         if start_index == (len(self) if end_index is None else end_index):
             return []
         span = take_blocks(self.span, slice(start_index, end_index))

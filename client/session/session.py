@@ -544,7 +544,7 @@ class RemoteSession:
         self._check_open()
         if hidden_BTH.dim() != 3 or hidden_BTH.shape[2] != self.state.facts.hidden_size:
             raise UsageError(
-                f"hidden states have shape [rows, tokens, {self.state.facts.hidden_size}], "
+                f"hidden states must have shape [rows, tokens, {self.state.facts.hidden_size}], "
                 f"got {list(hidden_BTH.shape)}"
             )
         num_rows, num_tokens, _ = hidden_BTH.shape
@@ -552,7 +552,9 @@ class RemoteSession:
             raise UsageError("a step needs at least one row and one token")
         self.check_rows(num_rows, row_map)
         if not hidden_BTH.is_floating_point():
-            raise UsageError(f"hidden states are floating point numbers, not {hidden_BTH.dtype}")
+            raise UsageError(
+                f"hidden states must be floating point numbers, not {hidden_BTH.dtype}"
+            )
         if self._position + num_tokens > self.state.facts.max_tokens:
             raise UsageError(
                 f"Maximum length exceeded: {self._position} tokens and {num_tokens} new ones are "

@@ -72,35 +72,35 @@ class ClientConfig:
     def __post_init__(self) -> None:
         """Raise UsageError that names the setting which cannot be."""
         if not isinstance(self.join, str):
-            raise UsageError(f"join is a code, 'shoal:…', not {self.join!r}")
+            raise UsageError(f"join must be a join code ('shoal:…'), not {self.join!r}")
         if self.join:
             JoinCode.parse(self.join)
         _check_choice("wire_dtype", self.wire_dtype, ("auto", *(d.name.lower() for d in WireDtype)))
         read_kv_format(self.kv_format)
         _check_choice("delivery", self.delivery, ("chain", "star"))
         if not isinstance(self.standby, bool):
-            raise UsageError(f"standby is True or False, not {self.standby!r}")
+            raise UsageError(f"standby must be True or False, not {self.standby!r}")
         if self.weights is not None:
             _check_choice("weights", self.weights, [known.value for known in WeightFormat])
         if not _is_seconds(self.connect_timeout_seconds) or self.connect_timeout_seconds == 0:
             raise UsageError(
-                "connect_timeout_seconds is a number of seconds above 0, not "
+                "connect_timeout_seconds must be a number of seconds above 0, not "
                 f"{self.connect_timeout_seconds!r}"
             )
         for name in ("failover_timeout_seconds", "refresh_seconds"):
             if not _is_seconds(getattr(self, name)):
                 raise UsageError(
-                    f"{name} is a number of seconds of at least 0, not {getattr(self, name)!r}"
+                    f"{name} must be a number of seconds of at least 0, not {getattr(self, name)!r}"
                 )
         if make_whole("max_step_bytes", self.max_step_bytes) < 1:
-            raise UsageError(f"max_step_bytes is at least 1, not {self.max_step_bytes}")
+            raise UsageError(f"max_step_bytes must be at least 1, not {self.max_step_bytes}")
         if self.seed is not None and not isinstance(self.seed, int):
-            raise UsageError(f"seed is a whole number or None, not {self.seed!r}")
+            raise UsageError(f"seed must be a whole number or None, not {self.seed!r}")
 
 
 def _check_choice(name: str, given: object, choices: Sequence[str]) -> None:
     if given not in choices:
-        raise UsageError(f"{name} is one of {', '.join(choices)}, not {given!r}")
+        raise UsageError(f"{name} must be one of {', '.join(choices)}, not {given!r}")
 
 
 def read_kv_format(given: object) -> KVFormat:
@@ -148,7 +148,7 @@ def make_client_config(initial_peers: object, options: dict[str, Any]) -> Client
 def _read_peer_ids(name: str, given: object) -> tuple[str, ...]:
     """Return ids of peers, which may be texts or objects of hivemind."""
     if isinstance(given, str) or not isinstance(given, Iterable):
-        raise UsageError(f"{name} are ids of peers, ['12D3KooW…'], not {given!r:.80}")
+        raise UsageError(f"{name} must be a list of peer ids (['12D3KooW…']), not {given!r:.80}")
     return tuple(map(str, given))
 
 
@@ -161,7 +161,7 @@ def make_initial_peers(given: object) -> tuple[str, ...]:
     if isinstance(given, str):
         return (given,)
     if not isinstance(given, Sequence) or not all(isinstance(peer, str) for peer in given):
-        raise UsageError(f"initial_peers are addresses, ['/ip4/…'], not {given!r}")
+        raise UsageError(f"initial_peers must be addresses, ['/ip4/…'], not {given!r}")
     return tuple(given)
 
 
@@ -176,4 +176,4 @@ def make_whole(name: str, given: object) -> int:
             return operator.index(given)  # pyright: ignore[reportArgumentType]
     except TypeError:
         pass
-    raise UsageError(f"{name} is a whole number, not {given!r}")
+    raise UsageError(f"{name} must be a whole number, not {given!r}")

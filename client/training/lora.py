@@ -108,9 +108,9 @@ class LoraAdapter(nn.Module):
         all linears of the blocks. Raises UsageError for modules that the model does not have.
         """
         if isinstance(rank, bool) or not isinstance(rank, int) or not 1 <= rank <= MAX_RANK:
-            raise UsageError(f"rank is a number from 1 to {MAX_RANK}, not {rank!r}")
+            raise UsageError(f"rank must be a number from 1 to {MAX_RANK}, not {rank!r}")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not 0 < alpha <= 1e6:
-            raise UsageError(f"alpha is a number above 0, not {alpha!r}")
+            raise UsageError(f"alpha must be a number above 0, not {alpha!r}")
         model_config: PreTrainedConfig = model.config
         linears = list_linears(model_config)
         if target_modules == "all-linear":

@@ -31,7 +31,7 @@ class Tuning:
     def __post_init__(self) -> None:
         """Raise UsageError for an invalid combination."""
         if self.mode not in (None, SHALLOW, DEEP):
-            raise UsageError(f"tuning_mode is {SHALLOW} or {DEEP}, not {self.mode!r}")
+            raise UsageError(f"tuning_mode must be {SHALLOW} or {DEEP}, not {self.mode!r}")
         length = make_whole("pre_seq_len", self.pre_seq_len)
         if self.mode is None and length != 0:
             raise UsageError(f"pre_seq_len belongs to a tuning_mode: {SHALLOW} or {DEEP}")

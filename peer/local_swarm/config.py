@@ -42,19 +42,20 @@ class LocalSwarmConfig:
         """Raise UsageError that names a setting of a wrong type; peers check the values."""
         for name in ("num_threads", "kv_budget_bytes"):
             if _read_whole(getattr(self, name)) is None:
-                raise UsageError(f"{name} is a whole number, not {getattr(self, name)!r}")
+                raise UsageError(f"{name} must be a whole number, not {getattr(self, name)!r}")
         for name in ("announce_period_seconds", "ready_timeout_seconds"):
             if not _is_positive(getattr(self, name)):
                 raise UsageError(
-                    f"{name} is a number of seconds above 0, not {getattr(self, name)!r}"
+                    f"{name} must be a number of seconds above 0, not {getattr(self, name)!r}"
                 )
         if self.drain_seconds != 0 and not _is_positive(self.drain_seconds):
             raise UsageError(
-                f"drain_seconds is a number of seconds of at least 0, not {self.drain_seconds!r}"
+                "drain_seconds must be a number of seconds of at least 0, not "
+                f"{self.drain_seconds!r}"
             )
         if not _is_list_of_words(self.serve_arguments):
             raise UsageError(
-                "serve_arguments are words, one by one, such as ('--drain', '5'), not "
+                "serve_arguments must be a list of words such as ('--drain', '5'), not "
                 f"{self.serve_arguments!r}"
             )
 
@@ -73,7 +74,7 @@ def make_config(settings: dict[str, Any]) -> LocalSwarmConfig:
 def make_places(given: object) -> list[Place]:
     """Return the places of the peers of a swarm; raises UsageError if there are none."""
     if not isinstance(given, Sequence) or isinstance(given, str):
-        raise UsageError(f"spans are one for each peer, such as [(0, 4), (4, 8)], not {given!r}")
+        raise UsageError(f"spans must be one per peer, such as [(0, 4), (4, 8)], not {given!r}")
     if not given:
         raise UsageError("a swarm needs at least one span")
     return [make_place(place) for place in given]
@@ -94,7 +95,7 @@ def make_place(given: object) -> Place:
         return num_blocks
     numbers = [_read_whole(n) for n in given] if isinstance(given, list | tuple) else []
     if len(numbers) != 2 or numbers[0] is None or numbers[1] is None:
-        raise UsageError(f"a span is a pair of whole numbers such as (0, 4), not {given!r}")
+        raise UsageError(f"a span must be a pair of whole numbers such as (0, 4), not {given!r}")
     try:
         return Span(numbers[0], numbers[1])
     except ValueError as error:

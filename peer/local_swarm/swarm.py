@@ -241,7 +241,7 @@ class LocalSwarm:
         self, model: str | Path, spans: Sequence[tuple[int, int] | Place], **settings: Any
     ) -> None:
         if not isinstance(model, str | Path) or not str(model):
-            raise UsageError(f"the model is a directory or an id on the Hub, not {model!r}")
+            raise UsageError(f"the model must be a directory or an id on the Hub, not {model!r}")
         self.model = str(model)
         self.config = make_config(settings)
         self.peers: list[LocalPeer] = []

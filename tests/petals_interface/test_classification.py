@@ -125,7 +125,7 @@ def test_row_of_padding_is_named(classifier: Any) -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"num_labels": 0}, "num_labels"), ({"problem_type": "guess"}, "problem_type is one of")],
+    [({"num_labels": 0}, "num_labels"), ({"problem_type": "guess"}, "problem_type must be one of")],
 )
 def test_classifier_that_cannot_be_is_refused(
     tiny_models: Any, options: dict[str, Any], message: str

@@ -57,7 +57,7 @@ def test_settings_can_be_changed_before_anybody_joins(tiny_models: Any) -> None:
     assert config.initial_peers == config.client.initial_peers == ("/ip4/127.0.0.1/tcp/1",)
     assert config.wire_dtype == config.client.wire_dtype == "bf16"
     assert config.pad_token_id == config.model.pad_token_id == 7
-    with pytest.raises(UsageError, match="wire_dtype is one of"):
+    with pytest.raises(UsageError, match="wire_dtype must be one of"):
         config.wire_dtype = "fp8"
 
 

@@ -259,7 +259,7 @@ def test_fork_that_cannot_be_is_refused_in_one_sentence(scene: Scene) -> None:
         for position in (-1, PROMPT_TOKENS + 1):
             with pytest.raises(UsageError, match=f"cannot fork at token {position}: the session"):
                 session.fork(position)
-        with pytest.raises(UsageError, match="position is a whole number"):
+        with pytest.raises(UsageError, match="position must be a whole number"):
             session.fork("all")  # pyright: ignore[reportArgumentType]
         assert scene.count_sessions() == 2
 

@@ -102,7 +102,7 @@ def test_format_that_is_none_is_named(tiny_models: Any) -> None:
     swarm = LoopbackSwarm(directory, spans=[(0, 4)], seed=SEED)
     with (
         AutoDistributedModelForCausalLM.from_pretrained(directory, connect=swarm.connect) as model,
-        pytest.raises(UsageError, match="kv_format is one of float, int8, not 'int4'"),
+        pytest.raises(UsageError, match="kv_format must be one of float, int8, not 'int4'"),
     ):
         model.transformer.h.open_session(8, "int4")
 

@@ -86,7 +86,7 @@ def test_impossible_position_is_refused_and_changes_nothing(client: Client, posi
 def test_initial_peers_that_are_no_addresses_are_refused(
     tmp_path: Path, initial_peers: Any
 ) -> None:
-    with pytest.raises(UsageError, match="initial_peers are addresses"):
+    with pytest.raises(UsageError, match="initial_peers must be addresses"):
         AutoDistributedModelForCausalLM.from_pretrained(tmp_path, initial_peers=initial_peers)
 
 

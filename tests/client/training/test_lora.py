@@ -97,9 +97,9 @@ def test_new_adapter_changes_nothing_and_is_the_same_for_a_seed(tiny_models: Any
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ({"rank": 0}, "rank is a number from 1 to 1024, not 0"),
-        ({"rank": True}, "rank is a number"),
-        ({"alpha": float("nan")}, "alpha is a number above 0"),
+        ({"rank": 0}, "rank must be a number from 1 to 1024, not 0"),
+        ({"rank": True}, "rank must be a number"),
+        ({"alpha": float("nan")}, "alpha must be a number above 0"),
         ({"target_modules": ["c_attn"]}, "no linear that matches target_modules"),
         (
             {"target_modules": ["q_proj", "vproj"]},

@@ -18,7 +18,7 @@ from shoal.protocol.spans import Span
 
 @pytest.mark.parametrize("model", [None, "", 5])
 def test_model_that_is_no_name_is_refused(model: Any) -> None:
-    with pytest.raises(UsageError, match="the model is a directory"):
+    with pytest.raises(UsageError, match="the model must be a directory"):
         LocalSwarm(model, spans=[(0, 1)])
 
 
@@ -30,9 +30,9 @@ def test_unknown_setting_is_named_with_those_that_exist() -> None:
 @pytest.mark.parametrize(
     ("spans", "words"),
     [
-        (5, r"spans are one for each peer, such as \[\(0, 4\), \(4, 8\)\], not 5"),
-        (None, "spans are one for each peer"),
-        ("0:4", "spans are one for each peer"),
+        (5, r"spans must be one per peer, such as \[\(0, 4\), \(4, 8\)\], not 5"),
+        (None, "spans must be one per peer"),
+        ("0:4", "spans must be one per peer"),
         ([], "at least one span"),
         (["0:4"], r"a pair of whole numbers such as \(0, 4\), not '0:4'"),
         ([0], "a pair of whole numbers"),
@@ -54,11 +54,11 @@ def test_spans_that_cannot_be_are_refused(spans: Any, words: str) -> None:
         ("ready_timeout_seconds", math.nan, "number of seconds above 0"),
         ("announce_period_seconds", True, "number of seconds above 0"),
         ("drain_seconds", -1, "number of seconds of at least 0, not -1"),
-        ("num_threads", "x", "num_threads is a whole number, not 'x'"),
+        ("num_threads", "x", "num_threads must be a whole number, not 'x'"),
         ("num_threads", 1.0, "whole number"),
         ("kv_budget_bytes", True, "whole number"),
-        ("serve_arguments", "--foo", r"words, one by one, such as \('--drain', '5'\)"),
-        ("serve_arguments", (5,), "words, one by one"),
+        ("serve_arguments", "--foo", r"a list of words such as \('--drain', '5'\)"),
+        ("serve_arguments", (5,), "must be a list of words"),
     ],
 )
 def test_settings_of_a_wrong_type_are_refused(name: str, value: Any, words: str) -> None:
