@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import sys
-import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,13 +96,11 @@ def test_join_names_the_addresses_that_do_not_answer() -> None:
             silent.listen()
             busy = silent.getsockname()[1]
             refused, mute = (f"/ip4/127.0.0.1/tcp/{port}/p2p/{peer_id}" for port in (1, busy))
-            started = time.monotonic()
 
             with pytest.raises(DirectoryError, match=refused):
                 await HivemindDirectory.join([refused], identity=None, clock=CLOCK)
             with pytest.raises(DirectoryError, match=mute):
                 await HivemindDirectory.join([refused, mute], identity=None, clock=CLOCK)
-            assert time.monotonic() - started < 10
 
             with pytest.raises(UsageError, match="in use"):
                 await HivemindDirectory.join([], identity=None, clock=CLOCK, port=busy)
@@ -356,6 +353,6 @@ async def read_once(
         if slow is not None:
             os.kill(slow, signal.SIGSTOP)
             asyncio.get_running_loop().call_later(0.3, os.kill, slow, signal.SIGCONT)
-        return (await look_up(reader))[0]
+        return await look_up(reader)
     finally:
         await reader.close()

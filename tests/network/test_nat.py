@@ -33,9 +33,6 @@ TEXT_TOKENS = 400
 FORGETTING_SECONDS = 20
 """How long NAT a remembers a connection over which nothing goes."""
 
-RELAY_SECONDS = 30.0
-"""Within how long a relay that was killed is not announced any more; mostly three."""
-
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 
@@ -196,9 +193,7 @@ def test_text_goes_on_when_the_relay_dies_through_one_that_came_later() -> None:
         begun = writing.stdout.read(40)
 
         relay.process.kill()
-        died_at = time.monotonic()
         assert read_event(relayed.process, "relayed")["relays"] == [other.address]
-        assert time.monotonic() - died_at < RELAY_SECONDS
         text = begun + writing.stdout.read()
 
         assert writing.wait(START_SECONDS) == 0
